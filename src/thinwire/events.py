@@ -47,4 +47,4 @@ class LastWords:
 
     def after(self, what: str) -> str:
         """Return what has happened, followed by the last lines."""
-        return "\n".join([f"{what}; last words:", *self._words])
+        return "\n".join([f"{what}; last output:", *self._words])

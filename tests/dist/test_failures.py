@@ -100,7 +100,7 @@ def _left_to_the_caller(rank, size):
 def test_who_decides_himself_is_told_of_a_failure_which_leaves_no_trace():
     step, times, sentence, kept = run(_left_to_the_caller, 2, expect_exit={1: -signal.SIGKILL})[0]
     assert (step, times, kept) == (5, 1, True)
-    assert "who goes on is decided anew" in sentence.lower()
+    assert "the ranks that continue are being chosen" in sentence.lower()
 
 
 def _gone_before_an_answer(rank, size):
@@ -161,9 +161,9 @@ def test_bad_input_is_one_sentence():
         ({"method": "topk"}, "density"),
         ({"method": "ssgd", "fusion": "sometimes"}, "fusion"),
         ({"method": "ssgd", "merge": 4}, "unknown option of ssgd: 'merge'"),
-        ({"method": "ssgd", "bucket_cap_mb": 25, "fusion": 4}, "bucket_cap_mb=25 and fusion=4 say the same"),
+        ({"method": "ssgd", "bucket_cap_mb": 25, "fusion": 4}, "bucket_cap_mb=25 and fusion=4 mean the same"),
         ({"method": "auto", "bucket_cap_mb": 25}, "leave out bucket_cap_mb=25"),
-        ({"method": tw.SSGD(), "bucket_cap_mb": 25}, r"SSGD\(...\) carries its own options: write fusion=25"),
+        ({"method": tw.SSGD(), "bucket_cap_mb": 25}, r"SSGD\(...\) carries its own options: pass fusion=25"),
         *(({"bucket_cap_mb": value}, f"bucket_cap_mb={value!r}") for value in (0, -1, True, "single", math.nan)),
         ({"method": "ssgd", "find_unused_parameters": "maybe"}, "find_unused_parameters"),
         ({"method": "ssgd", "keep_dense": "all"}, "keep_dense"),

@@ -736,7 +736,7 @@ def _refusals(rank, size):
     sync = tw.attach(net, optimizer, "diloco", sync_every=3)
     with pytest.raises(ValueError, match="sync_every") as error:
         sync.load_state_dict(sync.state_dict() | {"local steps": "Local(sync_every=9)"})
-    with sync.outer_weights(), pytest.raises(RuntimeError, match="step outside"):
+    with sync.outer_weights(), pytest.raises(RuntimeError, match="call it outside"):
         optimizer.step()
     if rank:
         next(net.parameters()).data[0] = torch.nan
@@ -757,7 +757,7 @@ def _refusals(rank, size):
 
 
 WORDS = (
-    "name it", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy", "carries its own",
+    "pass the optimizer", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy", "carries its own",
     "sync_every", "below sync_every=4", "inside= is for several machines",
     "not decoupled", "late",
 )  # fmt: skip

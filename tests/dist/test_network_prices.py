@@ -53,7 +53,7 @@ def test_the_second_start_measures_nothing_and_says_from_when_its_prices_are(tmp
     assert json.loads(second[3])["exchanges"] == json.loads(first[3])["exchanges"]
     assert third[0] >= ALWAYS
     assert third[1] == 5
-    assert "measured anew" in third[2][-1]
+    assert "measured again" in third[2][-1]
     (kept,) = (tmp_path / "thinwire").iterdir()
     assert json.loads(kept.read_text())["costs"]["exchanges"] == json.loads(third[3])["exchanges"]
 

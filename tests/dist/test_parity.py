@@ -501,7 +501,7 @@ def test_late_parameters_are_named_before_they_drift():
         assert len(sentences) == 3
         for sentence, name in zip(sentences, ("0.weight, 0.bias", "7.weight, 7.bias", "4.weight, 4.bias")):
             assert sentence.startswith(name)
-            assert "close(), then attach again" in sentence
+            assert "close() and attach again" in sentence
 
 
 # --- memory and strides of .grad ------------------------------------------------------------------------------------

@@ -27,5 +27,5 @@ def test_last_words_are_the_last_of_what_is_no_event():
         words(0, " ")
     assert heard == [(1, {"step": number}) for number in range(40)]
     said = words.after("the ranks ended with exit code 3").splitlines()
-    assert said[0] == "the ranks ended with exit code 3; last words:"
+    assert said[0] == "the ranks ended with exit code 3; last output:"
     assert said[1:] == [f"[{number % 2}] line {number}" for number in range(25, 40)]

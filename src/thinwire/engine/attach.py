@@ -149,7 +149,7 @@ def attach(
     chosen = resolve("ssgd" if auto else method, **options)
     if not optimizers and deferring(chosen) is not None:
         raise ValueError(
-            f"{chosen.name} updates weights during the next forward, so it must know the optimizer: name it, or take a "
+            f"{chosen.name} updates weights during the next forward, so it must know the optimizer: pass it, or use a "
             "method that is not decoupled"
         )
     adaptive = plan == "adaptive"
@@ -159,7 +159,7 @@ def attach(
         raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
     if on_failure is not None and (chosen.decoupled or local is not None):
         what = "local steps have" if local is not None else f"{chosen.name} is decoupled: it has"
-        raise ValueError(f"{what} no end of backward at which a failed step could be left: leave out on_failure")
+        raise ValueError(f"{what} no end of backward at which a failed step could be abandoned: leave out on_failure")
     check_scaler(scaler)
     check_topology(topology)
     settings = AttachSettings(
@@ -228,7 +228,7 @@ def _attach_local(
     settings: AttachSettings,
 ) -> LocalSync:
     if not optimizers:
-        raise ValueError("local steps are counted by the optimizer's: name it")
+        raise ValueError("local steps are counted by the optimizer's steps: pass the optimizer")
     comm = inner = None
     if topology.world_size > 1:
         comm = Communicator(group, topology, managed[0].parameter.device, settings.timeout)

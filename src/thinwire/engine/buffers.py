@@ -83,8 +83,8 @@ class Buffers:
         for name, x, version in self._still:
             if x._version != version:
                 logger.warning(
-                    "thinwire: the buffer %s has changed, which it had not in the first step, so it is not kept equal "
-                    "over the ranks; close() it and attach again from here on", name.lstrip("."),
+                    "thinwire: the buffer %s has changed, although it did not in the first step, so it is not kept "
+                    "equal across the ranks; call close() and attach again from here on", name.lstrip("."),
                 )  # fmt: skip
                 self._still = []
                 return

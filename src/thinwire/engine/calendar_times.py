@@ -80,11 +80,11 @@ class CalendarTimes:
         exchanges, window = self._found
         if rounds.measured is None:
             return ""
-        said = f"measured: a step takes {ms(window / 1e9)}, an exchange of all {ms(sum(exchanges) / 1e9)}"
+        said = f"measured: a step takes {ms(window / 1e9)}, a full exchange {ms(sum(exchanges) / 1e9)}"
         late = exposed(rounds.calendar, exchanges, [window] * len(rounds.calendar))
         if late:
-            said += f", of which {ms(late / 1e9)} are not hidden"
+            said += f", of which {ms(late / 1e9)} is not hidden"
         if again := self._again(rounds):
             every, count = len(rounds.calendar), len(exchanges)
-            said += f"; {count} fragments leave {count + again} times in {every} steps"
+            said += f"; {count} fragments are sent {count + again} times in {every} steps"
         return said

@@ -63,6 +63,6 @@ class LateParameters:
             more = f" and {len(late) - 3} more" if len(late) > 3 else ""
             raise RuntimeError(
                 f"{', '.join(late[:3])}{more}: trainable now, but not when the model was attached (frozen then, added "
-                "or replaced since), so what they learn is not averaged. Call close(), then attach again, after such a "
-                "change; state_dict() and load_state_dict() take residuals along"
+                "or replaced since), so what they learn is not averaged. Call close() and attach again after such a "
+                "change; state_dict() and load_state_dict() carry residuals over"
             )

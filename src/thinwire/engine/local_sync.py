@@ -106,7 +106,7 @@ class LocalSync:
         if self._uncounted == _UNCOUNTED:
             logger.warning(
                 "thinwire: optimizers have stepped %d times, and nothing was averaged: a step counts when "
-                "every optimizer that attach was given has stepped. Where another one has taken over, close() and "
+                "every optimizer that attach was given has stepped. If another one has taken over, call close() and "
                 "attach with it",
                 _UNCOUNTED,
             )
@@ -114,7 +114,9 @@ class LocalSync:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._session.check_usable()
         if self._lent:
-            raise RuntimeError("optimizer.step() inside outer_weights() would train what is only lent: step outside")
+            raise RuntimeError(
+                "optimizer.step() inside outer_weights() would train weights that are only lent: call it outside"
+            )
         self._late.check(optimizer, self._parameters)
         self._tell_loaded()
 
@@ -125,8 +127,8 @@ class LocalSync:
         if self._rounds.apart:
             logger.warning(
                 "thinwire: weights were changed after attach, before the first step: that change is averaged as if the "
-                "model had learnt it, by the codec and the outer optimizer. Load weights before attach, or a whole "
-                "checkpoint by thinwire.checkpoint.load"
+                "model had learnt it, through the codec and the outer optimizer. Load weights before attach, or a "
+                "complete checkpoint with thinwire.checkpoint.load"
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -412,7 +414,7 @@ class Travel:
             if self._in_vain[fragment.index] == _IN_VAIN:
                 logger.warning(
                     "thinwire: nothing was averaged in the last %d rounds: %s weights were not finite in each. An "
-                    "optimizer's state that is not finite stays so: begin from a checkpoint",
+                    "optimizer state that is not finite stays so: restart from a checkpoint",
                     _IN_VAIN, "another rank's" if fragment.sent_finite else "this rank's",
                 )  # fmt: skip
 

@@ -77,8 +77,8 @@ def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) 
             raise TypeError(f"{name} is complex; thinwire exchanges real floating-point gradients only")
         if hasattr(parameter, "device_mesh"):
             raise TypeError(
-                f"{name} is cut over ranks (a DTensor): under FSDP2 use thinwire.adapters.fsdp2.attach; models cut "
-                "otherwise are not supported"
+                f"{name} is sharded over ranks (a DTensor): under FSDP2 use thinwire.adapters.fsdp2.attach; models "
+                "sharded otherwise are not supported"
             )
         if callable(keep_dense):
             keep = bool(keep_dense(name, parameter))
@@ -90,7 +90,7 @@ def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) 
     devices = {m.parameter.device for m in found}
     if len(devices) > 1:
         raise ValueError(
-            f"the model's parameters lie on several devices ({', '.join(map(str, devices))}); one is needed"
+            f"the model's parameters are on several devices ({', '.join(map(str, devices))}); they must be on one"
         )
     return found
 

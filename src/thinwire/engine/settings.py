@@ -51,11 +51,11 @@ def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any)
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
         raise ValueError(f"bucket_cap_mb={cap!r} must be a positive number of MiB")
     if isinstance(method, Method):
-        raise ValueError(f"{type(method).__name__}(...) carries its own options: write fusion={cap!r} into it")
+        raise ValueError(f"{type(method).__name__}(...) carries its own options: pass fusion={cap!r} to it")
     if isinstance(method, str) and method.lower() == "auto":
         raise ValueError(f'"auto" chooses the buckets too: leave out bucket_cap_mb={cap!r} or name a method')
     if "fusion" in options:
-        raise ValueError(f"bucket_cap_mb={cap!r} and fusion={options['fusion']!r} say the same: give one of them")
+        raise ValueError(f"bucket_cap_mb={cap!r} and fusion={options['fusion']!r} mean the same: give only one of them")
     return {**options, "fusion": cap}
 
 

@@ -156,7 +156,7 @@ class GradientSource:
     def expect(self, names: Iterable[str]) -> None:
         chosen, by_name = list(names), self._buckets.parameters.by_name
         if unknown := [name for name in chosen if name not in by_name]:
-            raise ValueError(f"expect() names {unknown[0]}, which is no trainable parameter of the model")
+            raise ValueError(f"expect() names {unknown[0]}, which is not a trainable parameter of the model")
         if self._buckets.pauses:
             raise ValueError("expect() is for methods that are not decoupled")
         self.expected = frozenset(by_name[name].index for name in chosen)
@@ -252,7 +252,7 @@ class GradientSource:
             if m.parameter.dtype is not m.dtype or m.parameter.device != m.device:
                 raise RuntimeError(
                     f"{m.name} is {m.parameter.dtype} on {m.parameter.device} now, but was {m.dtype} on {m.device} "
-                    "when the model was attached: close(), change the model, and attach again"
+                    "when the model was attached: call close(), change the model, and attach again"
                 )
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ def test_what_leaves_again_stays_where_steps_stay_as_short(monkeypatch):
     assert waited == [True] * 3 + [False] * 6
     assert [len(leaving) for leaving in found] == [2] * 4
     assert said == (
-        "measured: a step takes 100 ms, an exchange of all 160 ms; 4 fragments leave 8 times in 4 steps"
+        "measured: a step takes 100 ms, a full exchange 160 ms; 4 fragments are sent 8 times in 4 steps"
     )  # fmt: skip
 
 
@@ -74,14 +74,14 @@ def test_and_is_taken_back_where_they_become_longer(monkeypatch):
     assert calendars[:6] == [ONCE] * 6
     assert calendars[6] == calendars[7] == calendars[8] != ONCE
     assert found == ONCE
-    assert said == "measured: a step takes 100 ms, an exchange of all 160 ms"
+    assert said == "measured: a step takes 100 ms, a full exchange 160 ms"
 
 
 def test_nothing_is_tried_where_no_time_is_left(monkeypatch):
     calendars, _, found, said = settled(monkeypatch, [0.3] * 4, 0.0)
     assert calendars == [ONCE] * 6
     assert found == ONCE
-    assert said == "measured: a step takes 100 ms, an exchange of all 600 ms, of which 200 ms are not hidden"
+    assert said == "measured: a step takes 100 ms, a full exchange 600 ms, of which 200 ms is not hidden"
 
 
 def test_a_period_is_as_long_as_the_slowest_ranks(monkeypatch):
@@ -109,4 +109,4 @@ def test_ranks_that_only_receive_what_the_first_of_their_machine_exchanged_have_
     handle = SimpleNamespace(gather=lambda own: [own, receives, own, receives], topology=Topology(4, 2))
     calendars, _, _, said = settled(monkeypatch, [0.3] * 4, 0.0, handle, inside=SSGD())
     assert calendars == [ONCE] * 6
-    assert "an exchange of all 1200 ms" in said
+    assert "a full exchange 1200 ms" in said

@@ -82,7 +82,7 @@ def test_a_damaged_step_is_named_and_the_one_before_it_is_taken(two_steps, caplo
     assert _same(net, weights[1])
     (said,) = [record.getMessage() for record in caplog.records if record.threadName == current_thread().name]
     assert str(file) in said
-    assert "going on from" in said
+    assert "continuing from" in said
     net, optimizer, sync = _job()
     before = [p.detach().clone() for p in net.parameters()]
     with pytest.raises(ValueError) as error:

@@ -16,7 +16,7 @@ def asked(seconds, compute=None):
 
 def test_local_steps_are_named_with_both_figures_where_they_are_sooner_by_a_tenth_at_their_worst():
     (said,) = asked(100.0)
-    assert said.startswith('auto: attach(model, optimizer, "local") would be sooner: ')
+    assert said.startswith('auto: attach(model, optimizer, "local") would be faster: ')
     assert said.endswith("against 100 s x 1.50 for powersgd")
     step, steps = float(said.split()[7]), float(said.split()[12])
     assert asked(step * steps / 1.5 / 0.9) == []  # by the middle of its range it would be

@@ -55,7 +55,7 @@ def test_a_step_on_scaled_gradients_is_refused(name, told_by):
         scaler.scale(loss_of(model, 0)).backward()
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(
-            RuntimeError, match=r"call scaler.step\(optimizer\), or scaler.unscale_\(optimizer\) before"
+            RuntimeError, match=r"call scaler.step\(optimizer\), or scaler.unscale_\(optimizer\) first"
         ):
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
@@ -115,7 +115,7 @@ def test_an_unknown_layout_warns_once(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "thinwire"):
         assert not engine_scaler.still_scaled(scaler, optimizer)
         assert not engine_scaler.still_scaled(scaler, optimizer)
-    assert caplog.text.count("keeps its stages in another way") == 1
+    assert caplog.text.count("keeps its stages differently") == 1
 
 
 def test_an_overflow_leaves_state_alone():

@@ -43,7 +43,7 @@ def sooner_apart(
     if not timeline.step_seconds * worth.high < (1 - LOSSY_GAIN) * seconds * steps:
         return []
     return [
-        f'auto: attach(model, optimizer, "local") would be sooner: {timeline.step_seconds:.4g} s a step x '
+        f'auto: attach(model, optimizer, "local") would be faster: {timeline.step_seconds:.4g} s a step x '
         f"{worth.middle:.2f} steps, exchanging every {timeline.every}, "
         f"against {seconds:.4g} s x {steps:.2f} for {taken}"
     ]

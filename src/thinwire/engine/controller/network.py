@@ -126,5 +126,5 @@ class NetworkPrices:
         if abs(times - 1) < TOLERANCE:
             self._known, self.why = found.costs, f"prices: remembered from {found.day}"
             return True
-        self.why = f"prices: an all-reduce took {times:.3g} times what is remembered from {found.day}: measured anew"
+        self.why = f"prices: an all-reduce took {times:.3g} times the one remembered from {found.day}: measured again"
         return False

@@ -95,7 +95,7 @@ class PlanPrices:
         buckets = f"{len(plan.phases[0])} buckets"
         why = [
             f"auto: {name}{words}: {buckets}, {chosen.seconds:.4g} s predicted{steps}",
-            f"auto: ssgd as it comes: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
+            f"auto: plain ssgd: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
             f"times and network; lossy methods were {allowed}",
         ]
         if self.worth is not None:

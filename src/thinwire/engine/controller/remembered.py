@@ -41,7 +41,7 @@ def recall(network: dict[str, Any]) -> Remembered | None:
     try:
         data = json.loads(path.read_text())
         if data["network"] != network:
-            raise ValueError("it is of another network")
+            raise ValueError("it belongs to another network")
         return Remembered(date.fromisoformat(data["day"]).isoformat(), Costs.from_json(json.dumps(data["costs"])))
     except (FileNotFoundError, NotADirectoryError):
         return None

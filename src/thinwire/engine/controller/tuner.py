@@ -107,7 +107,7 @@ class Tuner(Pilot):
             return tried, f"tune: kept {start}: {tuner.seconds(best):.4g} s, none was faster"
         figures = f"{tuner.gain(other):.1%} less than {'it' if best != other else start}, noise {tuner.noise:.1%}"
         if best != other:
-            return tried, f"tune: kept {start}: {self._words(other)} took {figures}; twice the noise is asked for"
+            return tried, f"tune: kept {start}: {self._words(other)} took {figures}; twice the noise is required"
         return tried, f"tune: took {self._words(best)}: {tuner.seconds(best):.4g} s, {figures}"
 
     def _words(self, limit: float) -> str:

@@ -68,7 +68,7 @@ class NobodyAsks:
 
     def report(self, step: int, bucket: str, where: str) -> str:
         """Return what to say instead of which rank is late."""
-        return "who goes on is decided anew"
+        return "the ranks that continue are being chosen"
 
 
 class LateRanks:
@@ -116,7 +116,7 @@ class LateRanks:
             return self._silent()
 
     def _silent(self) -> str:
-        return f"rank {self._ranks[0]} (or whoever holds the store) does not answer any more: dead, frozen or cut off"
+        return f"rank {self._ranks[0]} (or whoever holds the store) no longer answers: dead, frozen or cut off"
 
     def _report(self, step: int, bucket: str, where: str) -> str:
         mine = json.dumps({"step": step, "bucket": bucket, "where": where})

@@ -104,7 +104,7 @@ def delivered(paused: Paused, bucket: Bucket, rank: int, ranks: int, norm_type: 
     pause = paused.pause
     part: Tensor = paused.shard.to(bucket.dtype, copy=True)
     if pause.sums and norm_type != 2.0:
-        raise ValueError(f"norm_type={norm_type}: of low-rank factors only the norm of type 2 is the gradient's")
+        raise ValueError(f"norm_type={norm_type}: for low-rank factors only the norm of type 2 equals the gradient's")
     if pause.sums:
         part[: max(0, pause.sums - rank * part.numel())] /= ranks
     if pause.unscaled and bucket.scale is not None:

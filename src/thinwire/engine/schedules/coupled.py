@@ -150,8 +150,8 @@ class Coupled(Schedule):
             self._warned = True
             logger.warning(
                 "thinwire: %s had no gradient on rank %d, which %s counts as zero: if no rank uses it, weight decay "
-                "and momentum go on moving it. attach(..., find_unused_parameters=True) leaves .grad at None there, "
-                "for one small exchange more per step", name, self._session.rank, method.name,
+                "and momentum keep moving it. attach(..., find_unused_parameters=True) leaves .grad at None there, "
+                "for one more small exchange per step", name, self._session.rank, method.name,
             )  # fmt: skip
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

@@ -236,7 +236,7 @@ class Decoupled(Schedule):
             slots = [i for i, (b, _) in enumerate(shards.where) if b == bucket]
             changes = [x.changes for i in slots if isinstance(x := held[i], DeferredGrad)]
             if any(len(other) != len(changes[0]) for other in changes):
-                raise RuntimeError("clip_grad_norm_ comes after scaler.unscale_ of all optimizers")
+                raise RuntimeError("call clip_grad_norm_ after scaler.unscale_ of all optimizers")
             for change in changes[0] if changes else ():
                 change([part])
             own = clip.add(own, clip.power(part, norm_type), norm_type)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 _REMEDY = (
-    "this gradient is deferred: after backward() it lies in parts on all ranks until optimizer.step(). Clip with "
-    "sync.clip_grad_norm_(...), or attach with decoupled=False (S-SGD) where gradients are read or edited"
+    "this gradient is deferred: after backward() its parts are spread over all ranks until optimizer.step(). Clip with "
+    "sync.clip_grad_norm_(...), or attach with decoupled=False (S-SGD) if gradients are read or edited"
 )
 _ATTRIBUTES = {
     getattr(Tensor, name).__get__
@@ -107,5 +107,5 @@ def _unscale(given: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
         grad.changes.append(change)
     finite = deferred[0].finite
     if finite is None:
-        raise RuntimeError("a GradScaler must know of non-finite gradients: leave out check_finite=False")
+        raise RuntimeError("a GradScaler must see non-finite gradients: leave out check_finite=False")
     found_inf.copy_(torch.maximum(found_inf, (~finite()).to(found_inf.dtype)))

@@ -144,10 +144,10 @@ def load(
         assert fitting is not None
         _take_over(path, content, model, optimizer, sync, fitting)
         if damaged:
-            log.warning("thinwire: %s; going on from %s", "; ".join(damaged), path)
+            log.warning("thinwire: %s; continuing from %s", "; ".join(damaged), path)
         return int(content["step"])
     if damaged:
-        raise ValueError(f"{checkpoint_dir} holds no whole checkpoint: {'; '.join(damaged)}")
+        raise ValueError(f"{checkpoint_dir} holds no complete checkpoint: {'; '.join(damaged)}")
     return None
 
 
@@ -162,7 +162,7 @@ def complete(checkpoint_dir: str | Path) -> list[Path]:
 
 def _check_handle(sync: Any) -> None:
     if not isinstance(sync, (GradientSync, LocalSync)):
-        raise TypeError(f"a checkpoint is of what thinwire.attach returned, not of a {type(sync).__name__}")
+        raise TypeError(f"a checkpoint is made from what thinwire.attach returned, not of a {type(sync).__name__}")
 
 
 def _fitting(
@@ -218,7 +218,7 @@ def _tell(sync: GradientSync | LocalSync, mine: Any) -> list[Any]:
 def _quoted(problems: Iterable[str]) -> str:
     """Return every rank's problem, with its number; "" if there is none."""
     said = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    more = [f"and {len(said) - _QUOTED} ranks more"] if len(said) > _QUOTED else []
+    more = [f"and {len(said) - _QUOTED} more ranks"] if len(said) > _QUOTED else []
     return "; ".join(said[:_QUOTED] + more)
 
 
@@ -266,11 +266,11 @@ def _agreed(root: Path, sync: GradientSync | LocalSync, step: int | None) -> lis
         others = [(rank, row[1][-1]) for rank, row in enumerate(rows) if row[1]]
         if others:
             raise ValueError(
-                f"rank {others[0][0]} finds {others[0][1]} in {root}, and rank 0 does not: checkpoints belong in a "
+                f"rank {others[0][0]} finds {others[0][1]} in {root}, but rank 0 does not: checkpoints belong in a "
                 "directory that all ranks share"
             )
         if step is not None:
-            raise FileNotFoundError(f"{root} holds no whole checkpoint of step {step}")
+            raise FileNotFoundError(f"{root} holds no complete checkpoint of step {step}")
     return [root / name for name in names]
 
 
@@ -313,7 +313,7 @@ def _checked(file: Path, sums: dict[str, str], keys: Iterable[str]) -> dict[str,
     content = read_file(file)
     for key in keys:
         if not isinstance(content, dict) or key not in content:
-            raise ValueError(f"{file} is not a file of a checkpoint: it holds no {key!r}")
+            raise ValueError(f"{file} is not a checkpoint file: it has no {key!r}")
     return content
 
 

@@ -71,10 +71,10 @@ class Claim:
             note = json.loads(os.pread(self._file, _MOST, 0))
             who = f"process {int(note['pid'])} on {note['host']!r}, since {note['since']!r}"
         except (OSError, ValueError, TypeError, KeyError):
-            who = "it has left no name"
+            who = "it left no name"
         return (
-            f"another job writes checkpoints in {self.folder} ({who}): give this one a directory of its own, or end "
-            f"the other one; if it is dead, remove {self._path}"
+            f"another job writes checkpoints in {self.folder} ({who}): give this one its own directory, or end the "
+            f"other one; if it is dead, remove {self._path}"
         )
 
     def close(self) -> None:

@@ -101,29 +101,30 @@ def fitting(sync: LocalSync, state: Mapping[str, Any]) -> LocalFitting:
     check_version(state)
     if LOCAL not in state:
         raise ValueError(
-            f"the state was saved by {state.get('method')!r}, under which gradients are exchanged, and here steps are "
-            "local: attach with that, or begin from the saved weights"
+            f"the state was saved by {state.get('method')!r}, which exchanges gradients, but here steps are local: "
+            "attach with that method, or start from the saved weights"
         )
     services, rounds = sync.services, sync._rounds
     rank, same = services.rank, int(state["world_size"]) == services.topology.world_size
     if state[LOCAL] != repr(sync.settings):
         raise ValueError(
-            f"the state was saved with {state[LOCAL]}, but here it is {sync.settings!r}; to go on otherwise, call "
-            "finish() before saving, and begin from the saved weights"
+            f"the state was saved with {state[LOCAL]}, but here it is {sync.settings!r}; to change settings, call "
+            "finish() before saving, and start from the saved weights"
         )
     if same and state["rank"] != rank:
         raise ValueError(
-            f"the state is rank {state['rank']}'s, and this is rank {rank}: under local steps each has its own, with a "
-            "model and an optimizer, which thinwire.checkpoint.save keeps, and torch.distributed.checkpoint does not"
+            f"the state belongs to rank {state['rank']}, but this is rank {rank}: under local steps each rank has its "
+            "own, with a model and an optimizer, which thinwire.checkpoint.save keeps and "
+            "torch.distributed.checkpoint does not"
         )
     if not same and sync.settings.inside is not None:
         raise ValueError(
-            f"the state was saved on {state['world_size']} ranks, and with inside= what is owed is a machine's: call "
-            "finish() before saving, and begin from the saved weights"
+            f"the state was saved on {state['world_size']} ranks, but with inside= the residuals belong to machines: "
+            "call finish() before saving, and start from the saved weights"
         )
     outer = dict(state["outer"])
     if len(outer["fragments"]) != len(rounds.fragments):
-        raise ValueError("the state was saved of a model with other parameters")
+        raise ValueError("the state was saved from a model with other parameters")
     for fragment, saved in zip(rounds.fragments, outer["fragments"]):
         _check(fragment, saved)
     shapes = {name: tuple(x.shape) for fragment in rounds.fragments for name, x in fragment.parameters.items()}

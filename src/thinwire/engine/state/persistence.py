@@ -99,8 +99,8 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
         )
     if saved.get("scaled") and session.loss_scale.scaler is None and owes(saved) and size > 1:
         raise ValueError(  # residuals cannot be added to the next gradients, which carry an unknown scale
-            "the state was saved with a GradScaler in use, which must be known before the next backward: hand it over "
-            "as scaler="
+            "the state was saved with a GradScaler in use, which must be known before the next backward: pass it as "
+            "scaler="
         )
     residuals, offsets, old_size = split(saved, "residual/"), split(saved, "offset/"), int(saved["world_size"])
     local = _local_of(saved, rank, old_size == size)
@@ -108,7 +108,7 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
         named = {name for some in [*residuals.values(), *local.values()] for name in some}
         if unknown := sorted(named - set(shapes)):
             raise ValueError(
-                f"the state holds residuals of parameters that the model has not: {', '.join(unknown[:3])}"
+                f"the state holds residuals of parameters that the model does not have: {', '.join(unknown[:3])}"
             )
     if old_size == size:
         mine = residuals.get(str(rank), {})
@@ -231,8 +231,8 @@ def _resharded(residuals: Mapping[str, Mapping[str, Tensor]], old_size: int, siz
         before = sum(float(x.norm() ** 2) for named in residuals.values() for x in named.values()) ** 0.5
         after = (size * sum(float(x.norm() ** 2) for x in mine.values())) ** 0.5
         log.warning(
-            "thinwire: residuals taken over, saved by %d, now of %d: every rank gets their mean (norm over ranks %.4g, "
-            "now %.4g)%s",
+            "thinwire: residuals taken over, saved by %d ranks, now for %d: every rank gets their mean (norm over "
+            "ranks %.4g, now %.4g)%s",
             old_size, size, before, after,
             ", and keeps it until there are several ranks again" if size == 1 else "",
         )  # fmt: skip
@@ -350,8 +350,8 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
     check_version(state)
     if LOCAL in state:
         raise ValueError(
-            f"the state was saved under local steps, {state[LOCAL]}, and here gradients are exchanged: attach with "
-            "those, or begin from the weights in the checkpoint's model.pt"
+            f"the state was saved under local steps, {state[LOCAL]}, but here gradients are exchanged: attach with "
+            "those, or start from the weights in the checkpoint's model.pt"
         )
     session, managed = sync._session, sync._buckets.parameters.managed
     snapshot = on_device(from_flat(session, state, {m.name: m.shape for m in managed}), sync.services.device)

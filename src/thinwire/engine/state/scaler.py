@@ -106,8 +106,8 @@ def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
         if not warned:
             warned = True
             logger.warning(
-                "thinwire: this torch's GradScaler keeps its stages in another way, so step() on scaled gradients is "
-                "not noticed; call scaler.step(optimizer)"
+                "thinwire: this torch's GradScaler keeps its stages differently, so step() on scaled gradients goes "
+                "unnoticed; call scaler.step(optimizer)"
             )
         return False
 
@@ -119,8 +119,8 @@ def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     ):
         name = type(optimizer).__name__
         raise RuntimeError(
-            f"{name}.step() on gradients that still carry the loss scale would take norms that are wrong by it: call "
-            "scaler.step(optimizer), or scaler.unscale_(optimizer) before"
+            f"{name}.step() on gradients that still carry the loss scale would use norms that are off by that factor: "
+            "call scaler.step(optimizer), or scaler.unscale_(optimizer) first"
         )
 
 

@@ -72,14 +72,14 @@ class StepWatch:
             if self.dropped == _PATIENCE and not self._seen and state.rank == 0:
                 logger.warning(
                     "thinwire: %d backwards, but no optimizer that owns these parameters has stepped: from now on all "
-                    "gradients count as used (attach with optimizer=None where the script updates weights by itself)",
+                    "gradients count as used (attach with optimizer=None if the script updates weights by itself)",
                     _PATIENCE,
                 )
         if again and self._seen and not self._told and state.rank == 0:
             self._told = True
             logger.info(
-                "thinwire: gradients were exchanged twice before optimizer.step(). Where they add up, wrap all "
-                "backwards but the last in `with sync.no_sync():`; where they are dropped by zero_grad(), wrap that one"
+                "thinwire: gradients were exchanged twice before optimizer.step(). If they add up, wrap all "
+                "backwards but the last in `with sync.no_sync():`; if zero_grad() drops those of one, wrap that one"
             )
 
     def delivered(self) -> None:
