@@ -757,8 +757,8 @@ def _refusals(rank, size):
 
 
 WORDS = (
-    "pass the optimizer", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy", "carries its own",
-    "sync_every", "below sync_every=4", "inside= is for several machines",
+    "pass the optimizer", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy",
+    "carries its own", "sync_every", "below sync_every=4", "inside= is for several machines",
     "not decoupled", "late",
 )  # fmt: skip
 

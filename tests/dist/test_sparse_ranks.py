@@ -84,7 +84,7 @@ def _as_sgd(rank, size):
         nets.append(cases.weights(net))
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.05)
-    with pytest.raises(ValueError, match="replace it by"):
+    with pytest.raises(ValueError, match="replace it with"):
         tw.attach(net, optimizer, "dgc")
     with tw.attach(net, optimizer, "ssgd"):
         for step in range(8):

@@ -141,7 +141,7 @@ def test_checkpoints_of_shards(tmp_path):
 
 def _refused(rank, size):
     net = cases.model()
-    with pytest.raises(ValueError, match="use TopK, which takes any layout"):
+    with pytest.raises(ValueError, match="use TopK, which works with any layout"):
         tw.attach(net, torch.optim.SGD(net.parameters()), "hitopk", density=0.1, topology=Topology(3, [2, 1]))
     with pytest.raises(ValueError, match="three_phase"):
         tw.attach(net, torch.optim.SGD(net.parameters()), "ssgd", collective="torus", topology=Topology(3, [2, 1]))

@@ -46,6 +46,6 @@ def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExc
         ValueError: the codec itself exchanges inside machines.
     """
     if any(one.scope is NODE for one in program):
-        raise ValueError(f"{name} exchanges inside machines itself: leave inside= out, or take another codec")
+        raise ValueError(f"{name} exchanges inside machines itself: leave inside= out, or use another codec")
     moved = [dataclasses.replace(one, scope=CROSS) if one.scope is WORLD else one for one in program]
     return [*moved, TracedExchange("Broadcast", NODE, 0, 0)]

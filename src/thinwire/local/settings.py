@@ -153,8 +153,8 @@ class Local:
             check_choice("fragment_sync_delay", self.fragment_sync_delay, ("least", "full", "auto"))
             if self.fragment_sync_delay == "auto" and (self.schedule == "dream" or isinstance(self.sync_every, QSR)):
                 raise ValueError(
-                    'fragment_sync_delay="auto" goes with a fixed period, or "auto", and not with schedule="dream": '
-                    "write a number"
+                    'fragment_sync_delay="auto" works with a fixed period, or "auto", but not with schedule="dream": '
+                    "give a number"
                 )
         else:
             check_count("fragment_sync_delay", self.fragment_sync_delay)
@@ -163,12 +163,12 @@ class Local:
         for name, rounds in self.moments.items():
             check_count(f"moments: {name}", rounds, least=1)
         if self.moments and self.fragment_sync_delay != 0:
-            raise ValueError("moments would lose the steps made while they travel: set fragment_sync_delay=0")
+            raise ValueError("moments would lose the steps made while they are in transit: set fragment_sync_delay=0")
         alpha = self.fragment_update_alpha
         if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
             raise ValueError(f"fragment_update_alpha={alpha!r} must be None or from 0 to 1")
         if self.codec == "auto" and self.sync_every != "auto":
-            raise ValueError('codec="auto" goes with sync_every="auto": name a method, or "int8"')
+            raise ValueError('codec="auto" needs sync_every="auto": name a method, or "int8"')
         if not (self.codec is None or self.codec == "auto" or isinstance(self.codec, Method)):
             raise ValueError(f"codec={self.codec!r} must be a method, for example thinwire.ACP(rank=16), or None")
         if self.inside is not None and (not isinstance(self.inside, Method) or self.inside.decoupled):
@@ -178,7 +178,7 @@ class Local:
         if "local" in self.method.unfit:
             raise ValueError(f"{self.method.name} cannot be a codec of local steps: {self.method.unfit['local']}")
         if self.method.decoupled:
-            raise ValueError(f"{self.method.name} is decoupled, which belongs to gradients: leave decoupled=True out")
+            raise ValueError(f"{self.method.name} is decoupled, which is for gradients only: leave out decoupled=True")
 
     @property
     def codecs(self) -> tuple[Method, ...]:
@@ -207,15 +207,17 @@ class Local:
         if not isinstance(every, int) or every < 2:
             raise ValueError(
                 f'schedule="dream" spreads layers over a fixed number of steps, at least 2, not sync_every={every!r}: '
-                "write sync_every=8, for example"
+                "use sync_every=8, for example"
             )
         if self.fragments != 1:
             raise ValueError('schedule="dream" makes its own fragments, of whole modules: leave out fragments=')
         if self.moments:
-            raise ValueError('schedule="dream" does not wait for exchanges, as moments need it: leave out one of them')
+            raise ValueError(
+                'schedule="dream" does not wait for exchanges, but moments need that: leave out one of them'
+            )
         if self.fragment_sync_delay == 0:
             raise ValueError(
-                'schedule="dream" hides exchanges behind the next step, and fragment_sync_delay=0 waits for them: '
+                'schedule="dream" hides exchanges behind the next step, but fragment_sync_delay=0 waits for them: '
                 "leave it out"
             )
 
@@ -254,7 +256,7 @@ class Local:
 
         every, delay = self.sync_every, self.fragment_sync_delay
         if isinstance(every, QSR):
-            raise ValueError("a period that follows the learning rate has no price: name sync_every")
+            raise ValueError("a period that follows the learning rate has no price: give sync_every as a number")
         fixed = None if isinstance(every, str) else every
         return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule)
 
@@ -289,7 +291,7 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
     """
     if isinstance(method, Local):
         if options:
-            raise ValueError(f"Local(...) carries its own options: write {', '.join(options)} into it")
+            raise ValueError(f"Local(...) carries its own options: pass {', '.join(options)} to it")
         return method
     name = method.lower()
     known = [one.name for one in fields(Local)]

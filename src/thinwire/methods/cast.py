@@ -81,10 +81,10 @@ class Cast(Decoupling, Method):
             name = f"int{_BITS[dtype]}"
             if self.deterministic:
                 raise ValueError(
-                    f"deterministic=True cannot hold with {name}, whose blocks follow the bucket; leave it out"
+                    f"deterministic=True is not possible with {name}, whose blocks depend on the bucket; leave it out"
                 )
             if self.decoupled or self.collective != "flat":
-                raise ValueError(f"{name} has two steps of its own: leave out decoupled=True and collective=")
+                raise ValueError(f"{name} has its own two-step exchange: leave out decoupled=True and collective=")
             object.__setattr__(self, "has_residual", True)
             object.__setattr__(self, "cheap_pack", False)
         check_collective(self.collective, deterministic=self.deterministic)

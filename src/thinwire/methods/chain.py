@@ -60,7 +60,7 @@ def _compose(first: Method, second: Method) -> Method:
         if applies(first, second):
             raise ValueError(f"chain({type(first).__name__}, {type(second).__name__}) is not sound: {reason}")
     pair = f"chain({type(first).__name__}, {type(second).__name__})"
-    raise ValueError(f"{pair} is not known: a 16-bit Cast goes behind a sparse method")
+    raise ValueError(f"{pair} is not supported: a 16-bit Cast goes after a sparse method")
 
 
 def _with_schedule(method: Method, plain: SSGD) -> Method:
@@ -76,7 +76,7 @@ def _with_schedule(method: Method, plain: SSGD) -> Method:
                 f"{type(method).__name__} has no option {option!r}: leave {option}={value!r} out of the chain"
             )
         if own != default:
-            raise ValueError(f"{option}={own!r} and {option}={value!r} in one chain: give one of them")
+            raise ValueError(f"{option}={own!r} and {option}={value!r} in one chain: give only one of them")
         changes[option] = value
     return replace(method, **changes) if changes else method  # type: ignore[type-var]
 
@@ -114,7 +114,7 @@ def _majority(method: Method) -> bool:
 _REFUSALS: tuple[tuple[Callable[[Method, Method], bool], str], ...] = (
     (
         lambda a, b: (_majority(a) and b.has_residual) or (_majority(b) and a.has_residual),
-        "a majority vote has no gradient units, so that what it leaves out cannot be fed back",
+        "a majority vote has no gradient units, so what it leaves out cannot be fed back",
     ),
     (
         lambda a, b: _low_rank(a) and _quantised(b),
@@ -122,15 +122,15 @@ _REFUSALS: tuple[tuple[Callable[[Method, Method], bool], str], ...] = (
     ),
     (
         lambda a, b: _low_rank(a) and _half(b),
-        "bases come from the summed factors, orthogonal to fp32 and not to 16 bits; raise min_rate or lower rank",
+        "bases come from the summed factors, orthogonal in fp32 but not in 16 bits; raise min_rate or lower rank",
     ),
     (
         lambda a, b: a.has_residual and b.has_residual,
-        "two residuals: the first books as sent what the second holds back, and feeds back no error of the second",
+        "two residuals: the first counts as sent what the second holds back, and does not feed back its error",
     ),
     (
         lambda a, b: _quantised(a),
-        "codes are what is sent, and no number that a second method could change; leave one of them out",
+        "what is sent are codes, not numbers that a second method could change; leave one of them out",
     ),
     (
         lambda a, b: _sparse(a) and _quantised(b),
@@ -142,7 +142,7 @@ _REFUSALS: tuple[tuple[Callable[[Method, Method], bool], str], ...] = (
     ),
     (
         lambda a, b: _half(a),
-        "rounding before the choice is an error that nobody feeds back; put the Cast last",
+        "rounding before the choice is an error that nothing feeds back; put the Cast last",
     ),
     (
         lambda a, b: _sparse(b) or _low_rank(b),

@@ -70,7 +70,7 @@ class DGC(Method):
     has_residual: ClassVar[bool] = True
     selects: ClassVar[bool] = True
     unfit: ClassVar[Mapping[str, str]] = {
-        "local": "its momentum is of gradients, and the inner optimizer has one; use topk",
+        "local": "its momentum is for gradients, and the inner optimizer has its own; use topk",
         "fsdp2": "the optimizer's momentum",
         "federated": "it corrects an optimizer's momentum, and a client's change has none; use topk",
     }
@@ -120,8 +120,8 @@ class DGC(Method):
         group = next((g for g in groups if plain and (g["momentum"] or g["weight_decay"])), groups[0])
         found = ", ".join(f"{key}={group[key]}" for key in ("momentum", "weight_decay") if key in group)
         raise ValueError(
-            f"DGC brings momentum and weight decay, and {type(optimizer).__name__}({found}) would add its own: replace "
-            f"it by torch.optim.SGD(model.parameters(), lr={float(group['lr']):g}) and give these two to DGC"
+            f"DGC has its own momentum and weight decay, and {type(optimizer).__name__}({found}) would add more: "
+            f"replace it with torch.optim.SGD(model.parameters(), lr={float(group['lr']):g}) and pass these two to DGC"
         )
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
@@ -236,7 +236,7 @@ class DGC(Method):
 
 def _weight(slot: Slot) -> Tensor:
     if slot.weight is None:
-        raise ValueError("weight_decay needs the parameters, which are not at hand here: use DGC(weight_decay=0)")
+        raise ValueError("weight_decay needs the parameters, which are not available here: use DGC(weight_decay=0)")
     return slot.weight.detach().to(working_dtype(slot.dtype))
 
 

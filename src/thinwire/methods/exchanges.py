@@ -49,7 +49,8 @@ def torus(x: Tensor, state: State) -> Exchange:
         return (yield from flat(x, state))
     if not topology.uniform:
         raise ValueError(
-            f'the torus needs as many ranks on every node, not {list(topology.layout)}: use collective="three_phase"'
+            f"the torus needs the same number of ranks on every node, not {list(topology.layout)}: "
+            'use collective="three_phase"'
         )
     shard = yield ReduceScatter(padded(x, topology.layout[0]), NODE)
     shard = yield AllReduce(shard, CROSS)

@@ -76,7 +76,9 @@ class HiTopK(Method):
         check_options(self.density, self.select, self.value_dtype, None)
         check_fusion(self.fusion)
         if self.fusion in ("optimal", "mgwfbp", "tune"):
-            raise ValueError(f'fusion={self.fusion!r} has no price for two levels: use MiB, "none", "single" or "auto"')
+            raise ValueError(
+                f'fusion={self.fusion!r} has no price for two levels: use a number of MiB, "none", "single" or "auto"'
+            )
         top_k(torch.zeros(1), 1, self.select, **(self.select_options or {}))  # an unknown option raises here
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
@@ -165,7 +167,8 @@ def _grid(topology: Topology) -> tuple[int, int]:
     """
     if not topology.uniform:
         raise ValueError(
-            f"HiTopK needs as many ranks on every node, not {list(topology.layout)}: use TopK, which takes any layout"
+            f"HiTopK needs the same number of ranks on every node, not {list(topology.layout)}: use "
+            "TopK, which works with any layout"
         )
     return topology.nodes, topology.layout[0]
 

@@ -41,7 +41,7 @@ class LAGS(Method):
     has_residual: ClassVar[bool] = True
     start_steps: ClassVar[int] = 2
     fusion_rule: ClassVar[str] = "lags"
-    unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "a plan of its own"}
+    unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "its own plan"}
 
     max_ratio: float = 1000
     exposed_seconds: float = 0.0

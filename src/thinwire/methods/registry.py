@@ -81,7 +81,7 @@ METHODS: dict[str, str | Preset] = {
         "thinwire.methods.topk:TopK",
         "Send the largest entries of buckets that are planned from measured times",
         default={"fusion": "optimal"},
-        declares={"auto": None, "candidates": (), "unfit": {"fsdp2": "a plan of its own"}},
+        declares={"auto": None, "candidates": (), "unfit": {"fsdp2": "its own plan"}},
     ),
     "lags": "thinwire.methods.lags:LAGS",
 }
@@ -216,4 +216,4 @@ def _listed(names: list[str]) -> str:
 def _unknown(what: str, given: object, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(given).lower(), list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {what}: {given!r}{hint} There is {', '.join(known)}."
+    return f"unknown {what}: {given!r}{hint} Choose from {', '.join(known)}."

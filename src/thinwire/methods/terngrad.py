@@ -98,5 +98,5 @@ def _largest(scales: Tensor) -> Tensor:
 def _check_ranks(ranks: int) -> None:
     if ranks > _MOST_RANKS:
         raise ValueError(
-            f"TernGrad sums codes as int8, which holds {_MOST_RANKS} ranks and not {ranks}: use QSGD(bits=2)"
+            f"TernGrad sums codes as int8, which is enough for {_MOST_RANKS} ranks, not {ranks}: use QSGD(bits=2)"
         )

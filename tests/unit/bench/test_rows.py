@@ -35,7 +35,7 @@ def test_rows_options_and_variants():
         ("acp:rank=0", "rank"),
         ("acp:rank", "unknown method"),
         ("local:sync_every=0", "sync_every=0"),
-        ("local:schedule=dream", "write sync_every=8"),
+        ("local:schedule=dream", "use sync_every=8"),
         ("local:sync_every=8:schedule=dream:fragments=2", "leave out fragments="),
         ("diloco:period=3", "no option 'period'"),
         ("ddp,ddp", "twice"),

@@ -110,7 +110,7 @@ def test_a_codec_that_is_named_stays(monkeypatch):
 
 def test_a_named_period_travels_in_eight_bits_and_auto_needs_a_period_that_is_measured():
     assert str(local_settings("local", {"sync_every": 4}).method.dtype) == "torch.int8"
-    with pytest.raises(ValueError, match='codec="auto" goes with sync_every="auto"'):
+    with pytest.raises(ValueError, match='codec="auto" needs sync_every="auto"'):
         local_settings("local", {"sync_every": 4, "codec": "auto"})
 
 

@@ -141,8 +141,8 @@ def test_no_more_travel_at_a_time_than_was_said(window, delay):
         ({"fragments": 4}, "leave out fragments="),
         ({"fragment_sync_delay": 0}, "fragment_sync_delay=0 waits for them: leave it out"),
         ({"fragment_sync_delay": 8}, "must be below sync_every=8"),
-        ({"fragment_sync_delay": "auto"}, "goes with a fixed period"),
-        ({"moments": {"exp_avg": 3}}, "as moments need it: leave out one of them"),
+        ({"fragment_sync_delay": "auto"}, "works with a fixed period"),
+        ({"moments": {"exp_avg": 3}}, "but moments need that: leave out one of them"),
         ({"schedule": "dreams"}, "schedule='dreams' is unknown; .*'strided'.*'dream'"),
     ],
 )

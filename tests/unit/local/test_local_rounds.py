@@ -382,7 +382,7 @@ def test_outer_weights_are_lent_to_the_model():
         ({"sync_every": True}, "sync_every=True must be a whole number"),
         ({"fragment_sync_delay": "half"}, "fragment_sync_delay='half' is unknown"),
         ({"sync_every_max": 1}, "sync_every_max=1"),
-        ({"sync_every": QSR(0.1), "fragment_sync_delay": "auto"}, 'goes with a fixed period, or "auto"'),
+        ({"sync_every": QSR(0.1), "fragment_sync_delay": "auto"}, 'works with a fixed period, or "auto"'),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"moments": {"exp_avg": 0}}, "moments: exp_avg=0"),
         ({"moments": {"exp_avg": 3}, "fragment_sync_delay": 2}, "moments would lose the steps"),

@@ -156,7 +156,7 @@ def test_dense_buckets_get_momentum_too():
     ],
 )
 def test_other_optimizers_are_refused(optimizer, words):
-    with pytest.raises(ValueError, match="replace it by") as error:
+    with pytest.raises(ValueError, match="replace it with") as error:
         DGC().check_optimizer(optimizer([nn.Parameter(torch.zeros(2))]))
     assert words in str(error.value)
     assert "torch.optim.SGD(model.parameters(), lr=0.05)" in str(error.value)

@@ -158,7 +158,7 @@ def test_each_rank_keeps_its_shard_alone():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="use TopK, which takes any layout"):
+    with pytest.raises(ValueError, match="use TopK, which works with any layout"):
         LocalWorld(5, [3, 2]).step(HiTopK(0.1), draw(0, {"w": (4, 4)}, 5))
     for options, words in (
         ({"density": 0}, "above 0 and at most 1"),

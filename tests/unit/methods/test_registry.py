@@ -99,7 +99,7 @@ def test_resolve():
     "name,options,words",
     [
         ("acpp", {}, "did you mean 'acp'"),
-        ("zzz", {}, "There is ssgd, cast"),
+        ("zzz", {}, "Choose from ssgd, cast"),
         (3, {}, "unknown method: 3"),
         ("acp", {"rnk": 2}, "unknown option of acp: 'rnk'; did you mean 'rank'"),
         ("topk", {}, "needs density"),

@@ -54,9 +54,7 @@ def test_a_step_on_scaled_gradients_is_refused(name, told_by):
         optimizer.step()  # nothing has a gradient yet
         scaler.scale(loss_of(model, 0)).backward()
         before = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(
-            RuntimeError, match=r"call scaler.step\(optimizer\), or scaler.unscale_\(optimizer\) first"
-        ):
+        with pytest.raises(RuntimeError, match=r"call scaler.step\(optimizer\), or scaler.unscale_\(optimizer\) first"):
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
         scaler.unscale_(optimizer)
