@@ -76,7 +76,7 @@ def commands(page: str) -> list[str]:
 
 
 def answers(method: str) -> Callable[[Ran], None]:
-    return lambda ran: ran.has(f"{method} is sooner here")
+    return lambda ran: ran.has(f"{method} is faster here")
 
 
 def sends(least: float, most: float) -> Callable[[Ran], None]:

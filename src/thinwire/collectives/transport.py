@@ -164,7 +164,9 @@ def _broadcast_in_pairs(x: Tensor, source: int, lane: Lane, tag: int) -> Pending
 
 def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
     if x.numel() % lane.size:
-        raise ValueError(f"a reduce-scatter over {lane.size} ranks needs a multiple of it, not {x.numel()}")
+        raise ValueError(
+            f"a reduce-scatter over {lane.size} ranks needs a multiple of that many elements, not {x.numel()}"
+        )
     if lane.mesh is not None and x.device.type == "cpu":
         scatter, total = reduce_scatter_by_mesh(x, lane)
         return Pending((scatter,), total)

@@ -22,7 +22,7 @@ def check_sizes(sizes: Sequence[int]) -> list[int]:
         except TypeError:
             raise ValueError(f"sizes[{i}] must be a whole number of elements, not {size!r}") from None
         if whole < 0:
-            raise ValueError(f"sizes[{i}] must not be negative, not {whole}")
+            raise ValueError(f"sizes[{i}] must not be negative, got {whole}")
         checked.append(whole)
     return checked
 
@@ -33,7 +33,7 @@ def check_seconds(seconds: Sequence[float], count: int, name: str = "backward_se
         raise ValueError(f"{name} has {len(seconds)} entries where sizes has {count}")
     for i, value in enumerate(seconds):
         if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}[{i}] must be finite and not negative, not {value}")
+            raise ValueError(f"{name}[{i}] must be finite and not negative, got {value}")
     return [float(value) for value in seconds]
 
 
@@ -48,7 +48,7 @@ def priced(name: str, price: Price, size: int) -> float:
     """Return the seconds that ``price`` gives for one size, checked."""
     seconds = price(size)
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"{name}({size}) must be finite and not negative, not {seconds}")
+        raise ValueError(f"{name}({size}) must be finite and not negative, got {seconds}")
     return float(seconds)
 
 
@@ -58,7 +58,7 @@ def priced_row(name: str, price: Price, sizes: Sequence[int]) -> NDArray[np.floa
     bad = ~(np.isfinite(row) & (row >= 0))
     if bad.any():
         i = int(bad.argmax())
-        raise ValueError(f"{name}({sizes[i]}) must be finite and not negative, not {row[i]}")
+        raise ValueError(f"{name}({sizes[i]}) must be finite and not negative, got {row[i]}")
     return row
 
 
@@ -78,7 +78,7 @@ def check_groups(groups: Sequence[Sequence[int]], count: int) -> None:
             raise ValueError(f"groups[{g}] is empty")
         for index in group:
             if index != following:
-                raise ValueError(f"groups[{g}] holds {index} where {following} must follow")
+                raise ValueError(f"groups[{g}] holds {index} where {following} was expected")
             following += 1
     if following != count:
-        raise ValueError(f"groups cover {following} tensors, sizes has {count}")
+        raise ValueError(f"groups cover {following} tensors, but sizes has {count}")

@@ -45,10 +45,12 @@ class Costs:
     def __post_init__(self) -> None:
         for kind, scope, members in self.exchanges:
             if kind not in KINDS or scope not in _SCOPES or members < 1:
-                raise ValueError(f"exchanges: ({kind!r}, {scope!r}, {members}) is no (operation, scope, members)")
+                raise ValueError(
+                    f"exchanges: ({kind!r}, {scope!r}, {members}) is not of the form (operation, scope, members)"
+                )
         for kind in self.cpu_share:
             if kind not in KINDS:
-                raise ValueError(f"cpu_share: {kind!r} is not an operation; there are {', '.join(KINDS)}")
+                raise ValueError(f"cpu_share: {kind!r} is not an operation; use one of {', '.join(KINDS)}")
         for name in ("exchanges", "compute", "cpu_share"):  # own copies, in one order
             object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
 
@@ -68,7 +70,7 @@ class Costs:
         place = scope.value if isinstance(scope, Scope) else scope
         key = (kind, place, members)
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is not an operation; there are {', '.join(KINDS)}")
+            raise ValueError(f"{kind!r} is not an operation; use one of {', '.join(KINDS)}")
         if members <= 1:
             return _NOTHING
         if key in self.exchanges:
@@ -81,7 +83,9 @@ class Costs:
         kind, place, members = key
         known = [other for other in self.exchanges if other[2] > 1]
         if not known:
-            raise LookupError(f"no curve to price {kind} in a {place} of {members} from: the costs hold no exchange")
+            raise LookupError(
+                f"no curve from which to price {kind} in a {place} of {members}: the costs hold no exchange"
+            )
         near = min(known, key=lambda k: (k[1] != place, k[0] != kind, abs(math.log(k[2] / members)), k[2], k))
         source = "scaled from {} in a {} of {}".format(*near)
         startup = startups(kind, members) / startups(near[0], near[2])
@@ -154,7 +158,7 @@ class Costs:
             if not value > 0:
                 raise ValueError(f"{name} must be positive, not {value}")
         if not 0 < efficiency <= 1:
-            raise ValueError(f"efficiency must lie in (0, 1], not {efficiency}")
+            raise ValueError(f"efficiency must be in (0, 1], not {efficiency}")
         check_number("latency_seconds", latency_seconds)
         check_number("node_latency_seconds", node_latency_seconds)
         if workers < 1 or ranks_per_node < 1 or workers % ranks_per_node:

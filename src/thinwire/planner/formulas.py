@@ -24,7 +24,7 @@ def startups(kind: str, members: int) -> int:
         return math.ceil(math.log2(members))
     if kind == "Exchange":
         return min(1, others)
-    raise ValueError(f"{kind!r} is not an operation; there are {', '.join(KINDS)}")
+    raise ValueError(f"{kind!r} is not an operation; use one of {', '.join(KINDS)}")
 
 
 def copies(kind: str, members: int, sharing: int = 1) -> float:
@@ -52,7 +52,7 @@ def copies(kind: str, members: int, sharing: int = 1) -> float:
         return math.ceil(math.log2(members))
     if kind == "Exchange":
         return min(1, others)
-    raise ValueError(f"{kind!r} is not an operation; there are {', '.join(KINDS)}")
+    raise ValueError(f"{kind!r} is not an operation; use one of {', '.join(KINDS)}")
 
 
 def tree(a: float, b: float, members: int) -> tuple[float, float]:

@@ -45,7 +45,7 @@ class CollectiveTable:
             raise ValueError(f"entries must begin at 0 bytes and ascend, not {starts}")
         for _, way in self.entries:
             if way not in WAYS:
-                raise ValueError(f"{way!r} is not a way to sum; there are {', '.join(WAYS)}")
+                raise ValueError(f"{way!r} is not a way to sum; use one of {', '.join(WAYS)}")
 
     def choice(self, message_bytes: int) -> str:
         """Return the sub-program for a message.

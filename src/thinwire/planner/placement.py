@@ -103,7 +103,7 @@ def place_threshold(
         ValueError: as in ``place``, or a negative threshold.
     """
     if threshold < 0:
-        raise ValueError(f"threshold={threshold} must be a side of a matrix, at least 0")
+        raise ValueError(f"threshold={threshold} must be the side of a matrix, at least 0")
     costs = [float(d) for d in dims] if weights is None else check_seconds(weights, len(dims), "weights")
     sent = [i for i, d in enumerate(dims) if d >= threshold]
     found = place([costs[i] for i in sent], workers)

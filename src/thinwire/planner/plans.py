@@ -157,7 +157,7 @@ def _since_last_of_kind(order: Sequence[int], indices: Sequence[int], seconds: S
 
 def _given(merge: Merge, count: int) -> list[BucketIndices]:
     if [i for group in merge.groups for i in group] != list(range(count)):
-        raise ValueError(f"the Merge is not of the model's {count} tensors: make it from this model's sizes")
+        raise ValueError(f"the Merge does not fit the model's {count} tensors: make it from this model's sizes")
     return [BucketIndices(list(group)) for group in merge.groups]
 
 

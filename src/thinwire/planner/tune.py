@@ -76,7 +76,7 @@ class FusionTuner:
         if not self._limits or not all(0 < limit < math.inf for limit in self._limits):
             raise ValueError(f"candidates={list(candidates)!r} must be limits in MiB, finite and above 0")
         if start not in self._limits:
-            raise ValueError(f"start={start!r} is none of the candidates")
+            raise ValueError(f"start={start!r} is not one of the candidates")
         self.start = start
         self._told: dict[float, list[float]] = {}
         self._challenger: float | None = None
@@ -101,7 +101,7 @@ class FusionTuner:
             ValueError: the limit is not a candidate, or seconds that are not finite and above 0.
         """
         if limit not in self._limits:
-            raise ValueError(f"limit={limit!r} is none of the candidates")
+            raise ValueError(f"limit={limit!r} is not one of the candidates")
         if not 0 < seconds < math.inf:
             raise ValueError(f"seconds={seconds!r} must be finite and above 0")
         self._told.setdefault(limit, []).append(math.log(seconds))

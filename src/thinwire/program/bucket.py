@@ -149,7 +149,7 @@ class Bucket:
         self._flat: Tensor | None = None
         self.memo: dict[object, object] = {}
         if not self.dtype.is_floating_point:
-            raise ValueError(f"{self.slots[0].name} is {self.dtype}: gradients are floating-point numbers")
+            raise ValueError(f"{self.slots[0].name} is {self.dtype}: gradients must be floating-point numbers")
         for slot in self.slots:
             if slot.dtype != self.dtype:
                 raise ValueError(

@@ -110,7 +110,7 @@ class LocalWorld:
     def _learn_kinds(self, gradients: Sequence[Gradients]) -> None:
         for rank, mine in enumerate(gradients):
             if set(mine) != set(gradients[0]):
-                raise ValueError(f"rank {rank} brings other names than rank 0: {sorted(set(mine) ^ set(gradients[0]))}")
+                raise ValueError(f"rank {rank} has other names than rank 0: {sorted(set(mine) ^ set(gradients[0]))}")
             for name, value in mine.items():
                 if value is None:
                     continue

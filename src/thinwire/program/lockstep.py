@@ -121,7 +121,8 @@ def _complete(ops: Sequence[Collective], places: Sequence[int]) -> list[Tensor]:
     if isinstance(first, ReduceScatter):
         if first.tensor.numel() % len(ops):
             raise ValueError(
-                f"a reduce-scatter over {len(ops)} ranks needs a multiple of it, not {first.tensor.numel()}"
+                f"a reduce-scatter over {len(ops)} ranks needs a multiple of that many elements, "
+                f"not {first.tensor.numel()}"
             )
         return list(_ordered_sum([x.reshape(-1) for x in tensors]).clone().chunk(len(ops)))
     if isinstance(first, AllGather):

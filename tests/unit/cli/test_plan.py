@@ -41,7 +41,7 @@ def test_the_table_and_the_sentences():
     text = " ".join(run("resnet50").split())
     for label in CANDIDATES:
         assert label in text
-    for words in ("exact", "lossy", "band", "exposed", "bound by", "is sooner here:", "80 % efficien"):
+    for words in ("exact", "lossy", "band", "exposed", "bound by", "is faster here:", "80 % efficien"):
         assert words in text
     assert "measured here: 0% of the predicted step" in text
     assert "62.4 TFLOP/s" in text
@@ -60,7 +60,7 @@ def test_layers_by_a_calendar_are_priced_and_not_recommended():
 
 def test_dense_is_an_answer():
     text = run("resnet50", "--link", "100gbit", "--workers", "2", "--device", "t4")
-    assert "dense is as soon here: " in text or "dense is sooner here: " in text
+    assert "dense is as fast here: " in text or "dense is faster here: " in text
     assert 'tw.attach(model, optimizer, "ssgd")' in text
 
 
@@ -233,7 +233,7 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["resnet50", "--costs", "nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["resnet50", "--costs", "."], "cannot be read"),
         (["resnet50", "--worth", "nowhere.json"], "nowhere.json cannot be read: No such file"),
-        (["resnet50", "--worth", "bad.json"], "bad.json holds no table of steps to a loss, as thinwire race"),
+        (["resnet50", "--worth", "bad.json"], "bad.json holds no table of steps to a loss as written by thinwire race"),
         (["resnet50", "--costs", "bad.json"], "not thinwire costs"),
         (["resnet50", "--costs", "empty.json"], "no exchange between ranks"),
         (["resnet50", "--costs", "costs.json", "--latency", "1ms"], "--latency"),

@@ -100,12 +100,12 @@ def test_refusals():
     x = torch.ones(4)
     assert options_of("exact") == ()
     for algorithm, options, words in (
-        ("histogram", {"passes": 0}, "passes=0 must lie in 1..3"),
-        ("histogram", {"engine": "cuda"}, 'write "auto", "torch" or "triton"'),
+        ("histogram", {"passes": 0}, "passes=0 must be in 1..3"),
+        ("histogram", {"engine": "cuda"}, 'use "auto", "torch" or "triton"'),
         ("histogram", {"samplings": 3}, "no option 'samplings'; its options: passes, window, engine"),
         ("mstopk", {"samplings": 0}, "samplings=0"),
         ("mstopk", {"base": "median"}, "base='median' is unknown"),
-        ("mstopk", {"window": "square"}, 'write "circular" or "line"'),
+        ("mstopk", {"window": "square"}, 'use "circular" or "line"'),
         ("gaussian", {"rounds": -1}, "rounds=-1"),
         ("threshold", {"sample": 0.0}, "sample=0.0"),
     ):

@@ -55,9 +55,9 @@ def test_nvlink_is_dense(profile, factor):
     """The rows "8, NVLink 400 GB/s", with and without a backward to hide behind."""
     ranking = choose(SPARSE, profile.scaled(factor), Topology(8), costs_of(3.2e12, 3e-6, 8), **GPU)
     assert ranking.best.dense
-    assert ranking.sentence.startswith(("dense is sooner here: ", "dense is as soon here: "))
+    assert ranking.sentence.startswith(("dense is faster here: ", "dense is as fast here: "))
     if factor < 1 and profile is RESNET:  # selection alone takes longer than dense in 16 bits
-        assert ranking.sentence.startswith("dense is sooner here: ")
+        assert ranking.sentence.startswith("dense is faster here: ")
         dense, rival = ranking.entry("dense 16-bit"), min(ranking.lossy, key=lambda e: (e.dense, e.step_seconds))
         assert f"{ms(dense.step_seconds)} against {ms(rival.step_seconds)}" in ranking.sentence
 
@@ -68,14 +68,14 @@ def test_ten_gigabit_is_sparse(profile, workers):
     ranking = choose((*DENSE, *SPARSE), profile, Topology(workers), costs_of(1e10, 30e-6, workers), **GPU)
     assert ranking.best.label == "topk .001"
     assert ranking.best_exact.label == "ssgd"
-    assert ranking.sentence.startswith("topk .001 is sooner here: ")
+    assert ranking.sentence.startswith("topk .001 is faster here: ")
     assert ranking.best.speedup > 1
 
 
 def test_at_sixty_four_workers_a_hundredth_is_no_gain():
     ranking = choose((*DENSE, SPARSE[1]), RESNET, Topology(64), costs_of(1e10, 30e-6, 64), **GPU)
     assert ranking.best.label == "cast"
-    assert ranking.sentence.startswith("dense is sooner here: ")
+    assert ranking.sentence.startswith("dense is faster here: ")
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -126,7 +126,7 @@ def test_the_rule_of_ten_percent(gain, wins):
     assert ranking.entry("dense fp32").step_seconds == pytest.approx(1.0)
     assert ranking.entry("rival").step_seconds == pytest.approx(1 - gain)
     assert ranking.best.label == ("rival" if wins else "dense fp32")
-    starts = "rival is sooner here" if wins else "dense is sooner here" if gain <= 0 else "dense is as soon here"
+    starts = "rival is faster here" if wins else "dense is faster here" if gain <= 0 else "dense is as fast here"
     assert ranking.sentence.startswith(starts)
 
 
@@ -140,11 +140,15 @@ def of(*factors):
         (
             of(1.0, 1.2, 1.4),
             "rival",
-            "rival is sooner here: 500 ms x 1.20 steps against 1000 ms for dense (dense fp32)",
+            "rival is faster here: 500 ms x 1.20 steps against 1000 ms for dense (dense fp32)",
         ),
-        (of(1.0, 1.2, 1.9), "dense fp32", "dense is as soon here: 1000 ms against 500 ms x 1.20 steps"),
-        (of(1.0, 2.1, 2.2), "dense fp32", "dense is sooner here: 1000 ms against 500 ms x 2.10 steps"),
-        (lambda *_: UNKNOWN, "dense fp32", "dense fp32: 1000 ms, of no other method is known what a step is worth"),
+        (of(1.0, 1.2, 1.9), "dense fp32", "dense is as fast here: 1000 ms against 500 ms x 1.20 steps"),
+        (of(1.0, 2.1, 2.2), "dense fp32", "dense is faster here: 1000 ms against 500 ms x 2.10 steps"),
+        (
+            lambda *_: UNKNOWN,
+            "dense fp32",
+            "dense fp32: 1000 ms, what a step is worth is not known for any other method",
+        ),
     ],
     ids=["sooner whatever seed", "not with the most steps", "not in the middle", "not measured"],
 )
@@ -211,7 +215,7 @@ def test_power_sgd_and_not_local_steps_that_are_as_soon():
     )
     ranking = planner.choose(candidates, profile, Topology(4), costs, worth=worth, **GPU)
     assert ranking.best.label == "powersgd"
-    assert "; local is as soon, " in ranking.sentence
+    assert "; local is as fast, " in ranking.sentence
     alone = planner.choose(candidates[1:], profile, Topology(4), costs, worth=worth, **GPU)
     assert alone.best.label == "local"
     assert alone.best.steps * alone.best.step_seconds < ranking.best.steps * ranking.best.step_seconds
@@ -273,7 +277,7 @@ def test_the_table_that_is_shipped(tmp_path):
     assert "measured with " in worth(PowerSGD(rank=4), 3_000_000, 2).source
     for text in ("", "[]", '{"rows": [{"method": 3}]}'):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ValueError, match="holds no table of steps to a loss, as thinwire race writes it"):
+        with pytest.raises(ValueError, match="holds no table of steps to a loss as written by thinwire race"):
             read_worth(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="cannot be read"):
         read_worth(tmp_path / "none.json")

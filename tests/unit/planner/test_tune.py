@@ -105,8 +105,8 @@ def test_equal_plans_count_once():
     [
         (lambda: FusionTuner([], 1.0), "above 0"),
         (lambda: FusionTuner([0.0, 1.0], 1.0), "above 0"),
-        (lambda: FusionTuner([1.0], 2.0), "none of the candidates"),
-        (lambda: FusionTuner([1.0], 1.0).tell(2.0, 1.0), "none of the candidates"),
+        (lambda: FusionTuner([1.0], 2.0), "not one of the candidates"),
+        (lambda: FusionTuner([1.0], 1.0).tell(2.0, 1.0), "not one of the candidates"),
         (lambda: FusionTuner([1.0], 1.0).tell(1.0, float("nan")), "finite"),
     ],
 )

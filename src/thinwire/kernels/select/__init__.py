@@ -67,7 +67,7 @@ def top_k(
         ValueError: k < 0, x not 1-D, unknown algorithm or option.
     """
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} is unknown; there is {', '.join(map(repr, ALGORITHMS))}")
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(map(repr, ALGORITHMS))}")
     if x.ndim != 1:
         raise ValueError(f"top_k needs a 1-D tensor, not {x.ndim}-D")
     if k < 0:

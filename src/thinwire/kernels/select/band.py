@@ -40,7 +40,7 @@ class Band:
 def check_window(window: str) -> None:
     """Raise ``ValueError`` for an unknown window."""
     if window not in WINDOWS:
-        raise ValueError(f'window={window!r} is unknown; write "circular" or "line"')
+        raise ValueError(f'window={window!r} is unknown; use "circular" or "line"')
 
 
 def draw(generator: torch.Generator | None) -> Number:

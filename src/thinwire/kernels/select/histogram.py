@@ -44,9 +44,9 @@ def histogram(
     field = Magnitudes(x, k)
     digits = _DIGITS[field.dtype]
     if passes is not None and not 1 <= passes <= len(digits):
-        raise ValueError(f"passes={passes} must lie in 1..{len(digits)}")
+        raise ValueError(f"passes={passes} must be in 1..{len(digits)}")
     if engine not in ENGINES:
-        raise ValueError(f'engine={engine!r} is unknown; write "auto", "torch" or "triton"')
+        raise ValueError(f'engine={engine!r} is unknown; use "auto", "torch" or "triton"')
     if engine == "triton":
         require()
     check_window(window)

@@ -42,7 +42,7 @@ def mstopk(
     if samplings < 1:
         raise ValueError(f"samplings={samplings} must be at least 1")
     if base not in BASES:
-        raise ValueError(f"base={base!r} is unknown; write one of {', '.join(map(repr, BASES))}")
+        raise ValueError(f"base={base!r} is unknown; use one of {', '.join(map(repr, BASES))}")
     check_window(window)
     field = Magnitudes(x, k)
     return take(field, search(field, samplings, base), generator, window)

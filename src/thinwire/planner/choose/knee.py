@@ -53,9 +53,9 @@ def knee(
         LookupError: a price is missing.
     """
     if not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency must lie in (0, 1], not {efficiency}")
+        raise ValueError(f"efficiency must be in (0, 1], not {efficiency}")
     if ranks_per_node < 1 or most < ranks_per_node:
-        raise ValueError(f"ranks_per_node={ranks_per_node} must lie in 1 to most={most}")
+        raise ValueError(f"ranks_per_node={ranks_per_node} must be from 1 to most={most}")
     alone = model_profile.forward_seconds + sum(model_profile.backward_seconds)
 
     def bends(nodes: int) -> bool:

@@ -224,35 +224,41 @@ def judge(
     best_exact = _best_exact(points)
     if not lossy or topology.world_size == 1:
         alone = "one worker: nothing is sent, nothing is compressed"
-        said = alone if topology.world_size == 1 else f"{best_exact.label}: {ms(best_exact.seconds)}, lossy left aside"
+        said = (
+            alone
+            if topology.world_size == 1
+            else f"{best_exact.label}: {ms(best_exact.seconds)}, lossy methods not considered"
+        )
         return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
     kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
     lossies = [p for p in points if not (p.exact or p.dense)]
     rivals = sorted((p for p in lossies if p.worth.known), key=lambda p: p.loss_seconds)
     if not rivals:
-        other = "no other method was asked for" if not lossies else "of no other method is known what a step is worth"
+        other = (
+            "no other method was asked for" if not lossies else "what a step is worth is not known for any other method"
+        )
         return Recommendation(kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, {other}")
     first = rivals[0]
     pair = f"{ms(dense.seconds)} against {_told(first)}"
     if first.loss_seconds >= dense.seconds:
-        return Recommendation(kept, best_exact, dense, f"dense is sooner here: {pair} ({dense.label}, {first.label})")
+        return Recommendation(kept, best_exact, dense, f"dense is faster here: {pair} ({dense.label}, {first.label})")
     sooner = [p for p in rivals if p.most_loss_seconds < (1 - LOSSY_GAIN) * dense.seconds]
     if not sooner:
-        said = f"dense is as soon here: {pair} ({dense.label}, {first.label}); less than {LOSSY_GAIN:.0%} does not pay"
+        said = f"dense is as fast here: {pair} ({dense.label}, {first.label}); less than {LOSSY_GAIN:.0%} does not pay"
         return Recommendation(kept, best_exact, dense, said)
     limit = (1 - LOSSY_GAIN) * bytes_alone(dense)
     rival = next((p for p in sooner if bytes_alone(p) < limit), None)
     if rival is None:
         said = (
-            f"dense is enough here: {pair} ({dense.label}, {first.label}), which is start-ups of messages: "
-            "what a lossy method leaves out buys nothing"
+            f"dense is enough here: {pair} ({dense.label}, {first.label}); the gain comes from message start-ups, not "
+            "from data that a lossy method leaves out"
         )
         return Recommendation(kept, best_exact, dense, said)
     simple = simplest(rival, [p for p in sooner if as_soon(p, rival) and bytes_alone(p) < limit])
-    said = f"{simple.label} is sooner here: {_told(simple)} against {ms(dense.seconds)} for dense ({dense.label})"
+    said = f"{simple.label} is faster here: {_told(simple)} against {ms(dense.seconds)} for dense ({dense.label})"
     if simple is not rival:
-        said += f"; {rival.label} is as soon, {_told(rival)}, and less simple"
+        said += f"; {rival.label} is as fast, {_told(rival)}, but less simple"
     return Recommendation(simple, best_exact, dense, said)
 
 
@@ -297,7 +303,7 @@ def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
     complete: list[tuple[str, Method]] = []
     for i, (label, method) in enumerate(candidates):
         if not isinstance(method, Method):
-            raise ValueError(f"candidates[{i}] must be a (label, method) pair; {method!r} is no method")
+            raise ValueError(f"candidates[{i}] must be a (label, method) pair; {method!r} is not a method")
         if label in dict(complete):
             raise ValueError(f"candidates[{i}]: the label {label!r} is given twice")
         complete.append((label, method))

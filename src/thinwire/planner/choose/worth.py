@@ -158,7 +158,7 @@ def read_worth(path: Path, by: str = "your race") -> WorthOf:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
-        raise ValueError(f"{path} holds no table of steps to a loss, as thinwire race writes it") from error
+        raise ValueError(f"{path} holds no table of steps to a loss as written by thinwire race") from error
 
 
 @cache

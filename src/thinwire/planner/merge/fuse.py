@@ -36,7 +36,7 @@ def fuse(
         [[0, 1], [2], [3], [4]]
     """
     if limit < 0:
-        raise ValueError(f"the limit must not be negative, not {limit}")
+        raise ValueError(f"the limit must not be negative, got {limit}")
     groups: list[list[int]] = []
     filled = 0.0
     for i, size in enumerate(sizes):

@@ -47,7 +47,7 @@ def builtin(
         25557032
     """
     if name not in _MODELS:
-        raise ValueError(f"model {name!r} is unknown; there are {', '.join(BUILTIN)}")
+        raise ValueError(f"model {name!r} is unknown; use one of {', '.join(BUILTIN)}")
     usual, positions, layers = _MODELS[name]
     if sequence_length is not None:
         most = 1024 if name == "gpt2" else 512

@@ -66,7 +66,7 @@ def simulate(
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend={backend!r} is unknown; there are 'gloo' and 'nccl'")
+        raise ValueError(f"backend={backend!r} is unknown; use 'gloo' or 'nccl'")
     plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
     plan.check(tensor.name for tensor in model_profile.tensors)
     profile = model_profile if factor == 1 else model_profile.scaled(factor)
