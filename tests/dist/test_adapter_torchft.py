@@ -129,15 +129,15 @@ def refused(method="ssgd", *, manager=None, wrapped=False, **options):
     ("arguments", "sentence"),
     [
         ({"method": "auto"}, '"auto" measures ranks that stay: name a method'),
-        ({"timeout": 3}, "timeout= is the manager's affair here: leave it out"),
-        ({"method": "dear"}, "a decoupled method updates weights after should_commit was asked"),
+        ({"timeout": 3}, "timeout= is handled by the manager here: leave it out"),
+        ({"method": "dear"}, "a decoupled method updates weights after should_commit was called"),
         ({"method": "local"}, 'sync_every="auto" measures ranks that stay'),
         ({"method": "local", "sync_every": 8, "fragments": 2}, "leave out fragments="),
         ({"method": "local", "sync_every": 8, "schedule": "dream"}, "leave out schedule="),
         ({"method": "local", "sync_every": 8, "fragment_sync_delay": 2}, "leave out fragment_sync_delay="),
         ({"method": "diloco", "inside": "ssgd"}, "leave out inside="),
         ({"method": "diloco", "moments": {"exp_avg": 2}}, "leave out moments="),
-        ({"method": "diloco", "wrapped": True}, "give your own optimizer, not torchft's"),
+        ({"method": "diloco", "wrapped": True}, "pass your own optimizer, not torchft's"),
         ({"method": "acp", "rank": 4, "sync_every": 3}, "sync_every"),
     ],
 )

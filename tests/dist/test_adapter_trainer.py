@@ -226,7 +226,7 @@ def test_a_checkpoint_elsewhere_has_to_be_named(two):
 def test_residuals_of_other_weights_are_refused(two):
     for result in two:
         message, step = result["mixed"]
-        assert message.startswith("ValueError: no state of thinwire's hook can be taken from")
+        assert message.startswith("ValueError: no state of thinwire's hook can be loaded from")
         assert "does not belong to the model's weights" in message
         assert step == 0
 

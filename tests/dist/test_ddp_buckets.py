@@ -196,5 +196,5 @@ def test_plans_that_ddp_cannot_hold_are_refused():
         bucket_arguments(PLAN, nn.Linear(3, 3))
     apart = tw.Plan(((tw.program.PlanBucket(("1.weight", "0.weight")),
                       tw.program.PlanBucket(("1.bias", "0.bias"), dense=True)),))  # fmt: skip
-    with pytest.raises(ValueError, match="plain buckets of their own"):
+    with pytest.raises(ValueError, match="in their own plain buckets"):
         bucket_arguments(apart, _net())

@@ -86,7 +86,7 @@ def register_comm_hook(
     if (local := named_local(method, options)) is not None:
         return _register_local(accelerator, model, local, optimizer, start_compression_step, timeout)
     if optimizer is not None:
-        raise ValueError("optimizer= is for local steps: other methods exchange gradients, and need none")
+        raise ValueError("optimizer= is for local steps: other methods exchange gradients and do not need it")
     chosen = checked(method, **options)
     sync = register(
         model,
@@ -128,7 +128,7 @@ def _register_local(
     """Register local steps, and include them in ``save_state`` and ``load_state``."""
     if optimizer is None:
         raise ValueError(
-            "local steps are counted by the optimizer's: add optimizer=, which accelerator.prepare has returned"
+            "local steps are counted by the optimizer's steps: add optimizer=, as returned by accelerator.prepare"
         )
     rank = attach_local(
         model,

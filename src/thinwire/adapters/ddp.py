@@ -59,14 +59,14 @@ def ddp_hook(
     """
     if (local := named_local(method, options)) is not None:
         raise ValueError(
-            "local steps exchange weights, and DDP gives its hook gradients: leave DistributedDataParallel out, and "
+            "local steps exchange weights, but DDP gives its hook gradients: leave out DistributedDataParallel and "
             f"attach to the bare model, thinwire.attach(model, optimizer, {local!r})"
         )
     assert not isinstance(method, Local)
     chosen = resolve(method, **options)
     if chosen.decoupled:
         raise ValueError(
-            f"{chosen.name} leaves a part of its exchange to the next forward, but DDP wants all gradients at the end "
+            f"{chosen.name} leaves part of its exchange to the next forward, but DDP wants all gradients at the end "
             "of backward: use thinwire.attach, or a method without decoupled=True"
         )
     limit = checked_timeout(timeout)

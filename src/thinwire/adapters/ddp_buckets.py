@@ -40,8 +40,8 @@ def bucket_arguments(plan: Plan, model: nn.Module | Mapping[str, int]) -> dict[s
     buckets = plan.buckets()
     if len({bucket.dense for bucket in buckets}) > 1:
         raise ValueError(
-            "the plan keeps some parameters in plain buckets of their own, but DDP's hold neighbours only: use a plan "
-            "of ssgd, cast or acp"
+            "the plan keeps some parameters in their own plain buckets, but DDP's hold only neighbours: use a plan for "
+            "ssgd, cast or acp"
         )
     caps = [sum(size[name] for name in bucket.names) / _MIB for bucket in buckets]
     if has_bucket_list():
@@ -59,7 +59,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
     kinds: set[torch.dtype] = {p.dtype for p in trained.values()}
     if len(kinds) > 1:
         raise ValueError(
-            f"the model's parameters are of {len(kinds)} dtypes, each of which DDP cuts by the same list: set "
+            f"the model's parameters have {len(kinds)} dtypes, and DDP splits each of them by the same list: set "
             "bucket_cap_mb instead"
         )
     return {name: p.numel() * p.element_size() for name, p in trained.items()}

@@ -13,7 +13,9 @@ from thinwire.program import Slot
 def gradient_views(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients as DDP lays them out, in the parameters' strides. ``GradBucket.gradients`` ignores these."""
     if sum(p.numel() for p in parameters) != buffer.numel():
-        raise RuntimeError("DDP's bucket holds more than its parameters' gradients; this torch is not understood")
+        raise RuntimeError(
+            "DDP's bucket holds more than its parameters' gradients; this version of torch is not supported"
+        )
     views, start = [], buffer.storage_offset()
     for p in parameters:
         strides = p.stride() if _fills_its_memory(p) else torch.empty(p.shape, device="meta").stride()

@@ -40,8 +40,8 @@ def checked(method: Method | Local | str, **options: Any) -> Method:
     """
     if isinstance(method, str) and method.lower() == "auto":
         raise ValueError(
-            '"auto" chooses buckets too, which are DDP\'s here: name a method (`thinwire plan` or `thinwire bench` say '
-            "which), or use thinwire.attach in a loop of your own"
+            '"auto" chooses buckets too, but DDP makes them here: name a method (`thinwire plan` or `thinwire bench` '
+            "say which), or use thinwire.attach in your own loop"
         )
     ddp_hook(method, **options)
     assert not isinstance(method, Local)
@@ -104,7 +104,7 @@ def register(
 def no_ddp(model: Any, framework: str) -> str:
     """Return the error message for several ranks without DDP."""
     return (
-        f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, whose hook thinwire is: "
+        f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, which thinwire hooks into: "
         "choose plain DDP there (FSDP, DeepSpeed and model parallelism shard the model)"
     )
 
@@ -119,8 +119,8 @@ def register_hook(ddp: DistributedDataParallel, framework: str, state: Any, hook
         ddp.register_comm_hook(state, hook)
     except RuntimeError as error:
         raise RuntimeError(
-            f"the model that {framework} has wrapped has a communication hook already, and DDP takes one in its life: "
-            "leave the other one out"
+            f"the model that {framework} has wrapped already has a communication hook, and DDP accepts only one: leave "
+            "the other one out"
         ) from error
 
 

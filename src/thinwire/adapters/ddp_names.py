@@ -71,7 +71,9 @@ class Ordinals:
         remembered = {*state.residuals, *(owner for _, owner in state.locals)}
         extra = sorted(remembered - set(self._names.values()))
         if extra:
-            raise ValueError(f"the state has residuals of parameters that the model has not: {', '.join(extra[:3])}")
+            raise ValueError(
+                f"the state has residuals of parameters that the model does not have: {', '.join(extra[:3])}"
+            )
 
 
 def _fit(name: str, parameter: Tensor, state: State) -> None:

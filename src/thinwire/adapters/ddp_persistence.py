@@ -31,12 +31,12 @@ def from_state_dict(session: Session, saved: Mapping[str, Any], source: str) -> 
         raise ValueError(f"this is not the state of a thinwire DDP hook, version {VERSION}")
     if saved["names"] != source:
         raise ValueError(
-            "the state and the hook name parameters differently: one is of ddp_hook, which counts them, the other of a "
-            "framework's adapter, which knows their names; load the state where it was saved"
+            "the state and the hook name parameters differently: one is from ddp_hook, which counts them, the other "
+            "from a framework's adapter, which knows their names; load the state where it was saved"
         )
     if saved["residuals"] and not any(key.startswith("residual/") for key in saved):
         raise ValueError(
-            "the state has lost its residuals: DCP fills only what it is shown, and before its first backward a DDP "
-            "hook knows no parameters; load it after that, or save each rank's state_dict with torch.save"
+            "the state has lost its residuals: DCP fills only what it is given, and a DDP hook knows no parameters "
+            "before its first backward; load it after that, or save each rank's state_dict with torch.save"
         )
     session.state.restore(from_flat(session, saved, None))

@@ -85,7 +85,7 @@ def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) 
         problem = error
     if sync.agree(problem is not None):
         reason = problem or "another rank could not read its own, and says why"
-        raise ValueError(f"no state of thinwire's hook can be taken from {folder}: {reason}") from problem
+        raise ValueError(f"no state of thinwire's hook can be loaded from {folder}: {reason}") from problem
     return True
 
 
@@ -94,18 +94,18 @@ def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str
     if not start.exists():  # the folder belongs to another machine
         start = own
     if not start.exists():
-        raise ValueError(f"there is no {own.name}; all ranks have to save, and to see the folder that they load from")
+        raise ValueError(f"there is no {own.name}; all ranks must save, and must see the folder that they load from")
     content = read_file(start)
     state: dict[str, Any] = content["state"]
     before = int(state["world_size"])
     if before == sync.state.size:
         if not own.exists():
-            raise ValueError(f"{own.name} is missing: all ranks have to save, and to see the folder they load from")
+            raise ValueError(f"{own.name} is missing: all ranks must save, and must see the folder that they load from")
         mine = content if own == start else read_file(own)
         _check(own, mine, facts)
         found: dict[str, Any] = mine["state"]
         if (found["step"], found["world_size"]) != (state["step"], before):
-            raise ValueError(f"{own.name} is of another step or number of ranks than {start.name}")
+            raise ValueError(f"{own.name} is from another step or number of ranks than {start.name}")
         return found
     _check(start, content, facts)
     for rank in range(before):
@@ -114,7 +114,7 @@ def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str
             raise ValueError(f"{other.name} is missing: another number of ranks needs the files of all {before}")
         theirs = read_file(other)["state"]
         if theirs["step"] != state["step"]:
-            raise ValueError(f"{other.name} is of another step than {start.name}")
+            raise ValueError(f"{other.name} is from another step than {start.name}")
         state.update({key: value for key, value in theirs.items() if key.startswith(_OWN)})
     return state
 

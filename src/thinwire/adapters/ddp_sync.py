@@ -152,11 +152,11 @@ class DDPSync:
         has_joined = _has_joined() if bucket.index() == 0 else False
         if bucket.index() > 0 and not alone and bucket.index() != len(self._step.jobs):
             raise RuntimeError(
-                "DDP has left out a bucket, and a hook cannot know for whom to wait: use thinwire.ddp_hook without "
-                "skip_all_reduce_unused_params=True"
+                "DDP has left out a bucket, and a hook cannot know which ranks to wait for: use thinwire.ddp_hook "
+                "without skip_all_reduce_unused_params=True"
             )
         if buffer.is_sparse:
-            raise TypeError("DDP brings a sparse gradient; use Embedding(sparse=False) with thinwire.ddp_hook")
+            raise TypeError("DDP delivers a sparse gradient; use Embedding(sparse=False) with thinwire.ddp_hook")
         with torch.no_grad():
             if alone:
                 return self._alone(bucket, buffer)

@@ -115,7 +115,7 @@ def parse_clients(text: str) -> list[int]:
             first, dash, last = part.strip().partition("-")
             found += range(int(first), int(last if dash else first) + 1)
     except ValueError:
-        raise ValueError(f'clients={text!r} cannot be read; write ranges and numbers, such as "0-499,700"') from None
+        raise ValueError(f'clients={text!r} cannot be read; use ranges and numbers, such as "0-499,700"') from None
     return found
 
 

@@ -12,7 +12,7 @@ build-backend = "hatchling.build"
 [project]
 name = "federation"
 version = "1.0.0"
-description = "A federation of thinwire's."
+description = "A thinwire federation."
 license = "Apache-2.0"
 dependencies = []
 
@@ -48,7 +48,7 @@ def write_app(folder: Path, federation: str) -> None:
     source = Path.cwd() / f"{module}.py"
     if not colon or not function.isidentifier() or not source.is_file():
         raise ValueError(
-            f"{federation!r} must be module:function with a file {module}.py in this folder, which Flower carries to "
+            f"{federation!r} must be module:function with a file {module}.py in this folder, which Flower copies to "
             "the nodes"
         )
     folder.mkdir(parents=True)

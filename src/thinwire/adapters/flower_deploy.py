@@ -117,7 +117,7 @@ class Deployment:
         while not _listens(self.host, self.port):
             self._check()
             if time.monotonic() > deadline:
-                raise DeploymentFailed(f"the SuperLink does not listen on {self.host}:{self.port} after 60 s")
+                raise DeploymentFailed(f"the SuperLink is not listening on {self.host}:{self.port} after 60 s")
             time.sleep(0.2)
 
     def _supernode(self, work: Path, folder: Path, number: int) -> None:

@@ -19,7 +19,7 @@ def require_flower() -> None:
         import flwr.serverapp  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            "a deployment needs Flower, in an environment of its own, as it pins older versions of typer and rich: "
+            "a deployment needs Flower, in its own environment because it pins older versions of typer and rich: "
             "pip install 'thinwire[flower]'"
         ) from error
 
@@ -44,7 +44,7 @@ def from_record(record: Any) -> NodeMessage:
         tensors = {name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()}
         facts = json.loads(text)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is no message of thinwire's: {error!r}") from error
+        raise ValueError(f"this is not a thinwire message: {error!r}") from error
     if not isinstance(facts, dict):
-        raise ValueError("this is no message of thinwire's: its facts are no object")
+        raise ValueError("this is not a thinwire message: its facts are not an object")
     return NodeMessage(tensors, facts)

@@ -69,13 +69,13 @@ def attach(
         RuntimeError: the model has an all-reduce hook already.
     """
     if isinstance(method, str) and method.lower() == "auto":
-        raise NotImplementedError(f'"auto" plans buckets, which are FSDP2\'s here: name one of {", ".join(works())}')
+        raise NotImplementedError(f'"auto" plans buckets, but FSDP2 makes them here: name one of {", ".join(works())}')
     chosen = resolve(method, **options)
     _check(chosen)
     groups = groups_of(model)
     taken = next((one.name for one in groups if one.hooked), None)
     if taken is not None:
-        raise RuntimeError(f"module {taken!r} has an all-reduce hook already; call close() on what attached it")
+        raise RuntimeError(f"module {taken!r} already has an all-reduce hook; call close() on what attached it")
     group = _replicas(groups, replicas)
     size = dist.get_world_size(group)
     note = ""
@@ -120,7 +120,7 @@ def attach_reduce_scatter(
     chosen = resolve(method, **options)
     if not isinstance(chosen, Cast) or chosen.decoupled or not isinstance(chosen.dtype, torch.dtype):
         raise NotImplementedError(
-            f"{chosen.name} cannot reduce-scatter: what works is cast, with dtype='bf16', 'fp16' or 'int8', as no "
+            f"{chosen.name} cannot reduce-scatter: only cast works, with dtype='bf16', 'fp16' or 'int8', because no "
             "residual is kept. "
             "Between replicas (HSDP) more methods work, see thinwire.adapters.fsdp2.attach"
         )
@@ -135,7 +135,7 @@ def attach_reduce_scatter(
 def _check(method: Method) -> None:
     if method.decoupled:
         raise NotImplementedError(
-            f"{method.name} leaves a part of its exchange to the next forward, where FSDP2 gathers parameters; without "
+            f"{method.name} leaves part of its exchange to the next forward, where FSDP2 gathers parameters; without "
             f"decoupled=True these work between replicas: {', '.join(works())}"
         )
     if why := method.unfit.get("fsdp2"):
@@ -151,21 +151,23 @@ def _replicas(groups: list[Group], given: DeviceMesh | dist.ProcessGroup | None)
     if given is None:
         if own[0] is None:
             raise ValueError(
-                'the model is cut over a mesh of shards and has no replicas: give the other dimension, replicas=mesh["'
+                'the model is sharded over a mesh without replicas: give the other dimension, replicas=mesh["'
                 'replicate"], or compress what the shards exchange with thinwire.adapters.fsdp2.attach_reduce_scatter'
             )
         return own[0]
     if own[0] is not None:
-        raise ValueError("the model's mesh has replicas of its own: leave out replicas=")
+        raise ValueError("the model's mesh already has replicas: leave out replicas=")
     if isinstance(given, dist.ProcessGroup):
         group = given
     else:
         if given.ndim != 1:
-            raise ValueError(f'replicas= takes one dimension of a mesh, such as mesh["replicate"], not {given.ndim}')
+            raise ValueError(f'replicas= must be one dimension of a mesh, such as mesh["replicate"], not {given.ndim}')
         group = given.get_group()
     common = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(groups[0].shards))
     if dist.get_world_size(group) < 1 or common != {dist.get_rank()}:
-        raise ValueError("replicas= must hold this rank and no other of its shards: the other dimension of the mesh")
+        raise ValueError(
+            "replicas= must hold this rank and no other rank of its shards: give the other dimension of the mesh"
+        )
     return group
 
 
@@ -173,6 +175,6 @@ def _same(groups: list[Group], what: str, ranks: list[Any]) -> None:
     for one, other in zip(groups, ranks):
         if other != ranks[0]:
             raise ValueError(
-                f"module {one.name!r} lies on another mesh than {groups[0].name!r} ({what} {other}, not {ranks[0]}); "
+                f"module {one.name!r} is on another mesh than {groups[0].name!r} ({what} {other}, not {ranks[0]}); "
                 "use one mesh for the whole model"
             )

@@ -164,7 +164,8 @@ def groups_of(model: nn.Module) -> list[Group]:
     outside = [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if outside:
         raise ValueError(
-            f"{outside[0]} is trained but under no FSDP2 module, so nobody averages it: call fully_shard on the root"
+            f"{outside[0]} is trained but not under any FSDP2 module, so it is not averaged: "
+            "call fully_shard on the root"
         )
     return found
 
@@ -177,11 +178,13 @@ def _inside(module: nn.Module, name: str) -> list[Any]:
     elif hasattr(state, "_fsdp_param_group"):  # torch before 2.12
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     else:
-        raise NotImplementedError(f"FSDP2 of torch {torch.__version__} keeps its parameters in a way not known here")
+        raise NotImplementedError(
+            f"FSDP2 of torch {torch.__version__} keeps its parameters in a way that thinwire does not know"
+        )
     if len(groups) > 1:
         raise NotImplementedError(
-            f"module {name!r} has {len(groups)} parameter groups, of different meshes (shard_placement_fn); FSDP2 "
-            "does not tell a hook which of them it is called for: put each mesh's parameters into a module of their own"
+            f"module {name!r} has {len(groups)} parameter groups, on different meshes (shard_placement_fn); FSDP2 does "
+            "not tell a hook which of them it is called for: put each mesh's parameters into their own module"
         )
     return groups
 
@@ -192,7 +195,7 @@ def _group(index: int, name: str, module: nn.Module, inside: Any, names: dict[nn
     mesh = inside.mesh_info
     if not isinstance(mesh, FSDPMeshInfo) or getattr(mesh, "is_spmd_mesh", False):
         raise NotImplementedError(
-            f"module {name!r} is not cut over a mesh of its own ({type(mesh).__name__}): use a mesh of two dimensions, "
+            f"module {name!r} is not sharded over its own mesh ({type(mesh).__name__}): use a mesh of two dimensions, "
             "replicas and shards, or one of shards; for replicas alone use thinwire.attach"
         )
     pieces: list[ParameterRows] = []
@@ -201,11 +204,13 @@ def _group(index: int, name: str, module: nn.Module, inside: Any, names: dict[nn
         owner = one._module_info
         full = ".".join(filter(None, (names[owner.module], owner.param_name)))
         if one.sharded_param.is_meta:
-            raise ValueError(f"{full} is on the meta device: give the model its memory and its values before")
+            raise ValueError(f"{full} is on the meta device: give the model its memory and its values first")
         if one.offload_to_cpu:
-            raise NotImplementedError(f"{full} is offloaded to the CPU, which this adapter does not serve")
+            raise NotImplementedError(f"{full} is offloaded to the CPU, which this adapter does not support")
         if one.is_dtensor:
-            raise NotImplementedError(f"{full} is cut by tensor parallelism as well, which this adapter does not serve")
+            raise NotImplementedError(
+                f"{full} is also sharded by tensor parallelism, which this adapter does not support"
+            )
         if one.sharded_param.requires_grad:
             pieces.append(ParameterRows(full, tuple(one.sharded_size), offset, one.sharded_param))
             offset += one.padded_sharded_param_size.numel()

@@ -60,7 +60,7 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
     old, new = int(saved["replicas"]), session.state.size
     if old != new and saved["method"] == session.named.name:
         raise ValueError(
-            f"the state is of {old} replicas, but now there are {new}: keep their number (that of the shards may "
+            f"the state is from {old} replicas, but now there are {new}: keep their number (that of the shards may "
             "change), or start without this state (the residuals are then lost)"
         )
     flat: dict[str, Any] = {"world_size": old}
@@ -73,5 +73,5 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
     found = from_flat(session, flat, {name: piece.shape for name, piece in sync.pieces.items()})
     had = any(key.startswith("shared/") for key in saved)
     if had and not any(key.startswith(mine) and value.any() for key, value in saved.items()) and int(saved["step"]):
-        log.warning("thinwire: the shards are cut otherwise; factors are drawn again, residuals are kept")
+        log.warning("thinwire: the shards are cut differently; factors are drawn again, residuals are kept")
     session.state.restore(found)

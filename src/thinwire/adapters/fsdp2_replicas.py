@@ -112,7 +112,7 @@ class ReplicaSync:
         self._session.check_usable()
         if flat.numel() != group.elements:
             raise RuntimeError(
-                f"module {group.name!r} brings gradients of some parameters only, and FSDP2 does not say of which: "
+                f"module {group.name!r} has gradients for only some parameters, and FSDP2 does not say which: "
                 "freeze what is unused before attach, or use a torch with set_reduce_scatter_unused_params"
             )
         started = time.perf_counter()

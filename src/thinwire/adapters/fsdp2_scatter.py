@@ -80,7 +80,8 @@ class CompressedReduceScatter:
         ranks = len(self._comm.members.ranks)
         if async_op or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise NotImplementedError(
-                "the compressed reduce-scatter gives averages and sums, at once: leave out set_gradient_divide_factor"
+                "the compressed reduce-scatter supports only synchronous averages and sums: "
+                "leave out set_gradient_divide_factor"
             )
         if self._broken is not None:
             raise RuntimeError(f"the exchange is unusable after an earlier failure: {self._broken}")

@@ -88,8 +88,8 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         if getattr(strategy, "_ddp_comm_hook", None) is not None:
             fate = "drops" if strategy.root_device.type != "cuda" else "has registered"
             raise ValueError(
-                f"the strategy was given ddp_comm_hook=, which it {fate} on {strategy.root_device.type}, and DDP takes "
-                "one hook: leave out ddp_comm_hook, ddp_comm_state and ddp_comm_wrapper, or ThinwireCallback"
+                f"the strategy was given ddp_comm_hook=, which it {fate} on {strategy.root_device.type}, and DDP "
+                "accepts one hook: leave out ddp_comm_hook, ddp_comm_state and ddp_comm_wrapper, or ThinwireCallback"
             )
         world, here = trainer.world_size, trainer.num_devices
         topology = Topology(world, here) if world % here == 0 else None

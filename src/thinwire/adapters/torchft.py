@@ -58,23 +58,23 @@ def attach(
         raise ValueError('"auto" measures ranks that stay: name a method')
     for name in ("process_group", "topology", "timeout", "on_failure"):
         if name in options:
-            raise ValueError(f"{name}= is the manager's affair here: leave it out")
+            raise ValueError(f"{name}= is handled by the manager here: leave it out")
     if any(p.device.type != "cpu" for p in model.parameters()):
-        raise ValueError("under torchft thinwire exchanges from CPUs so far: move the model there")
+        raise ValueError("under torchft thinwire so far exchanges only from CPUs: move the model there")
     listed = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [getattr(o, "optim", o) for o in listed]
     of_rounds = {f.name: options[f.name] for f in fields(RoundOptions) if f.name in options}
     local = named_local(method, {name: x for name, x in options.items() if name not in of_rounds})
     if local is not None:
         if any(one is not o for one, o in zip(inner, listed)):
-            raise ValueError("local steps ask should_commit once a round: give your own optimizer, not torchft's")
+            raise ValueError("local steps ask should_commit once a round: pass your own optimizer, not torchft's")
         check_settings(local)
         return QuorumRounds(QuorumMember(model, inner, Quorums(manager)), local, RoundOptions(**of_rounds))
     assert not isinstance(method, Local)  # handled by named_local
     names = set(options) - set(inspect.signature(engine.attach).parameters)
     chosen = resolve(method, **{name: options.pop(name) for name in names})
     if chosen.decoupled:
-        raise ValueError("a decoupled method updates weights after should_commit was asked: leave out decoupled=True")
+        raise ValueError("a decoupled method updates weights after should_commit was called: leave out decoupled=True")
     return QuorumSync(QuorumMember(model, inner, Quorums(manager)), chosen, options)
 
 

@@ -73,22 +73,24 @@ def _check(manager: Any) -> None:
         raise RuntimeError(f"this torchft's Manager has no {missing[0]}: install torchft 0.2")
     if manager._use_async_quorum:
         raise ValueError(
-            "the manager heals while its replica computes, with gradients that do not count: make it with "
-            "Manager(use_async_quorum=False), so that who comes is healed before its step"
+            "the manager heals while its replica computes, with gradients that do not count: create it with "
+            "Manager(use_async_quorum=False), so that a joining replica is healed before its step"
         )
     if manager._group_world_size != 1:
         raise ValueError(
-            f"the replica group has {manager._group_world_size} processes, and thinwire serves groups of one: start "
-            "each process as a replica group of its own, with Manager(rank=0, world_size=1)"
+            f"the replica group has {manager._group_world_size} processes, but thinwire supports only groups of one: "
+            "start each process as its own replica group, with Manager(rank=0, world_size=1)"
         )
     if manager._replica_world_size_mode.name != "DYNAMIC":
-        raise ValueError("spare replicas send zeros, which thinwire does not: leave out Manager(world_size_mode=...)")
+        raise ValueError(
+            "spare replicas send zeros, which thinwire does not do: leave out Manager(world_size_mode=...)"
+        )
     if manager._quorum_id != -1:
-        raise ValueError("the manager has had a quorum already: call attach before the first start_quorum")
+        raise ValueError("the manager has already had a quorum: call attach before the first start_quorum")
     if dist.is_initialized():
         raise ValueError(
-            "torch.distributed has a default process group, which thinwire makes anew for each quorum: leave out "
-            "init_process_group; the manager wants a TCPStore alone"
+            "torch.distributed has a default process group, which thinwire creates anew for each quorum: leave out "
+            "init_process_group; the manager needs only a TCPStore"
         )
 
 

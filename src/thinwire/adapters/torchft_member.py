@@ -174,9 +174,7 @@ class QuorumMember:
         if latest != mine[:2]:
             self.quorums.fall_behind()
         if any(row[:2] != latest for row in everyone):
-            raise RuntimeError(
-                "a replica has kept a step that the others have made again without it: it will be healed"
-            )
+            raise RuntimeError("a replica has kept a step that the others have repeated without it: it will be healed")
 
     def failed(self, error: Exception) -> None:
         """Note that the exchange failed, so the step does not count, and let the others know at once."""

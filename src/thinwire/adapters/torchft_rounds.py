@@ -50,7 +50,7 @@ def check_settings(local: Local) -> None:
     for name, unless in (("fragments", 1), ("schedule", "strided"), ("fragment_sync_delay", 0),
                          ("fragment_update_alpha", None), ("moments", {}), ("inside", None)):  # fmt: skip
         if getattr(local, name) != unless:
-            raise ValueError(f"under torchft all of a model is exchanged at a round's end: leave out {name}=")
+            raise ValueError(f"under torchft the whole model is exchanged at a round's end: leave out {name}=")
 
 
 class QuorumExchange:

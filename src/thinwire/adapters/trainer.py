@@ -176,8 +176,8 @@ class ThinwireCallback(TrainerCallback):
             isinstance(self._method, Local) or self._method.has_residual
         ):
             log.warning(
-                "thinwire: training goes on at step %d, but %s holds no state of ThinwireCallback: residuals begin at "
-                "zero (for a checkpoint elsewhere, say resume_from=)",
+                "thinwire: training continues at step %d, but %s holds no state of ThinwireCallback: residuals begin "
+                "at zero (for a checkpoint elsewhere, pass resume_from=)",
                 step, folder,
             )  # fmt: skip
 

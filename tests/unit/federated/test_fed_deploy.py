@@ -81,6 +81,6 @@ def test_serve_without_flower(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         done = CliRunner().invoke(app, ["federated", "serve", "mine:build"])
         assert done.exit_code == 2
-        assert "a deployment needs Flower, in an environment of its own" in done.output
+        assert "a deployment needs Flower, in its own environment" in done.output
     else:
         pytest.skip("Flower is installed here")

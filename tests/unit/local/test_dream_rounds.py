@@ -135,8 +135,8 @@ def test_no_more_travel_at_a_time_than_was_said(window, delay):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"sync_every": "auto"}, "not sync_every='auto': write sync_every=8"),
-        ({"sync_every": QSR(0.1)}, r"not sync_every=QSR\(.*\): write sync_every=8"),
+        ({"sync_every": "auto"}, "not sync_every='auto': use sync_every=8"),
+        ({"sync_every": QSR(0.1)}, r"not sync_every=QSR\(.*\): use sync_every=8"),
         ({"sync_every": 1}, "at least 2, not sync_every=1"),
         ({"fragments": 4}, "leave out fragments="),
         ({"fragment_sync_delay": 0}, "fragment_sync_delay=0 waits for them: leave it out"),

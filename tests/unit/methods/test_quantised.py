@@ -346,7 +346,7 @@ def test_too_many_ranks_for_int8_sums():
         lambda: LocalWorld(128).step(TernGrad(), [{"w": torch.ones(2)}] * 128),
         lambda: TernGrad().compute_seconds([(2,)], 0, Topology(128), None),
     ):
-        with pytest.raises(ValueError, match=r"127 ranks and not 128: use QSGD\(bits=2\)"):
+        with pytest.raises(ValueError, match=r"127 ranks, not 128: use QSGD\(bits=2\)"):
             call()
     extreme = LocalWorld(127).step(TernGrad(), [{"w": torch.tensor([1.0, -1.0])}] * 127)
     torch.testing.assert_close(extreme[0]["w"], torch.tensor([1.0, -1.0]))

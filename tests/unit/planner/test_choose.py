@@ -429,7 +429,7 @@ def test_wrong_arguments():
     topology, costs = Topology(4), costs_of(1e10, 5e-5, 4)
     with pytest.raises(ValueError, match=r"candidates\[1\].*twice"):
         choose((("a", SSGD()), ("a", Cast())), RESNET, topology, costs)
-    with pytest.raises(ValueError, match=r"candidates\[0\].*no method"):
+    with pytest.raises(ValueError, match=r"candidates\[0\].*not a method"):
         choose((("a", "ssgd"),), RESNET, topology, costs)
     with pytest.raises(ValueError, match="backend"):
         choose(DENSE, RESNET, topology, costs, backend="mpi")
