@@ -100,7 +100,9 @@ def open_file(path: Path, slots: int) -> tuple[int, Header]:
                 raise ValueError("the file is shorter than its header says")
         except ValueError as error:
             aside = path.with_suffix(".damaged")
-            warnings.warn(f"the cache {path} is damaged ({error}); it is now {aside}, a new one is made", stacklevel=2)
+            warnings.warn(
+                f"the cache {path} is damaged ({error}); it is kept as {aside}, and a new one is made", stacklevel=2
+            )
             os.replace(path, aside)
             os.close(file)
             return _make(path, slots)

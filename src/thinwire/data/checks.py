@@ -35,8 +35,8 @@ def check_prefix(source: Any, prefix: Callable[[Any], Any], indices: Sequence[in
             packed.append(pack(value))
         if packed[0] != packed[1]:
             raise ValueError(
-                f"the prefix is random: move it to suffix (two runs on sample {index} gave two values; the source's "
-                "own transforms count too)"
+                f"the prefix is random: move it to suffix (two runs on sample {index} gave different values; the "
+                "source's own transforms count too)"
             )
         if not kinds:
             kinds = f"{torch.get_default_dtype()}: {' '.join(_kind(leaf) for leaf in leaves(value))}"
@@ -63,7 +63,7 @@ def check_source(source: Any, disk: object) -> None:
                 "(mosaicml/streaming issue 988); leave cache_limit out"
             )
         if disk is not None:
-            raise ValueError("a StreamingDataset keeps local copies of its own: leave disk= out")
+            raise ValueError("a StreamingDataset already keeps local copies: leave disk= out")
 
 
 def is_streaming(source: Any) -> bool:

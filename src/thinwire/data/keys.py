@@ -34,7 +34,7 @@ def prefix_id_of(prefix: object, given: str | None = None) -> str:
     text = repr(prefix)
     if _ADDRESS.search(text):
         raise ValueError(
-            f"the prefix has no lasting name ({text}): give prefix_id=, and change it whenever the prefix changes"
+            f"the prefix has no stable name ({text}): give prefix_id=, and change it whenever the prefix changes"
         )
     return text
 

@@ -55,7 +55,7 @@ def budget(memory_bytes: int | str, directory: Path, held: int, root: Path = Pat
     if memory_bytes > _SHARE * bounds[tightest]:
         raise ValueError(
             f"memory_bytes={memory_bytes} is more than nine tenths of the {bounds[tightest]} bytes {tightest}: ask for "
-            f'at most {int(_SHARE * bounds[tightest])}, or write memory_bytes="auto"'
+            f'at most {int(_SHARE * bounds[tightest])}, or use memory_bytes="auto"'
         )
     return memory_bytes
 

@@ -31,10 +31,10 @@ class Prefetched(Iterable[Any]):
 
     def __init__(self, loader: Iterable[Any], batches: int = 1) -> None:
         if batches < 1:
-            raise ValueError(f"batches={batches}: at least one batch must be taken in advance")
+            raise ValueError(f"batches={batches}: at least one batch must be fetched in advance")
         if hasattr(loader, "state_dict"):
             raise ValueError(
-                f"the state of a {type(loader).__name__} would be {batches} or more batches ahead of the training: "
+                f"the state of a {type(loader).__name__} would be {batches} or more batches ahead of training: "
                 "iterate it directly"
             )
         self.loader, self.batches = loader, batches

@@ -180,7 +180,7 @@ class Capture:
             calls.warned = True
             logger.warning(
                 "thinwire: %s was called more often in this pass than before, after its factor had been sent: the "
-                "surplus is left out this once, and from now on its factor is sent at the end of backward",
+                "extra calls are left out this once, and from now on its factor is sent at the end of backward",
                 self._layers[index].name,
             )
 

@@ -227,7 +227,9 @@ class Inverses:
             return
         self._warned.add(name)
         if (UPDATES, name) in self._state.fields and not self._seen(item):
-            why = "there is no statistic of it: its module was not called in a training step, or a value was not finite"
+            why = (
+                "there is no statistic for it: its module was not called in a training step, or a value was not finite"
+            )
         else:
             why = "it cannot be inverted, whatever the damping"
         kept = "keeps its old inverse" if name in self.of else "is left to the optimizer"

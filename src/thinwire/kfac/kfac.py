@@ -323,9 +323,7 @@ class KFAC:
             RuntimeError: the last backward of a step is not over yet.
         """
         if self._capture.open:
-            raise RuntimeError(
-                "K-FAC has seen a part of a step: save after optimizer.step(), not between micro-batches"
-            )
+            raise RuntimeError("K-FAC has seen part of a step: save after optimizer.step(), not between micro-batches")
         self._take_in()
         values = {"passes": self.passes, "next_inversion": self._next, "active": self._active}
         values |= {name: self._options.facts()[name] for name in _FITTING}
@@ -340,7 +338,7 @@ class KFAC:
         for name in _FITTING:
             if state.get(name) != self._options.facts()[name]:
                 raise ValueError(
-                    f"the K-FAC state was saved with {name}={state.get(name)!r} and this is {name}="
+                    f"the K-FAC state was saved with {name}={state.get(name)!r} but this is {name}="
                     f"{self._options.facts()[name]!r}: factors of one do not fit the other"
                 )
         whole = persistence.from_state_dict(self._state, self._inverses, state, self._device)
@@ -398,5 +396,5 @@ def _optimizers(
             'whole before it: attach with "ssgd" or another method without decoupled=True'
         )
     if "kfac" in sync.services.companions:
-        raise RuntimeError("this model has a KFAC already: call close() on it first")
+        raise RuntimeError("this model already has a KFAC: call close() on it first")
     return sync.services.optimizers if optimizer is None else (optimizer,)

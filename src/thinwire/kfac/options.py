@@ -49,8 +49,8 @@ class Options:
         factors, inverses = self.factor_update_steps, self.inv_update_steps
         if isinstance(factors, int) and isinstance(inverses, int) and inverses % factors:
             warnings.warn(
-                f"inv_update_steps={inverses} is no multiple of factor_update_steps="
-                f"{factors}: some inverses will be made of factors that are older than need be",
+                f"inv_update_steps={inverses} is not a multiple of factor_update_steps={factors}: some inverses will "
+                f"be made from factors that are older than necessary",
                 stacklevel=4,
             )
 

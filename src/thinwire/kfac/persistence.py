@@ -44,7 +44,7 @@ def from_state_dict(state: State, inverses: Inverses, saved: Mapping[str, Any], 
     old = KFACPlan.from_json(saved["plan"])
     if old.layers != plan.layers:
         differ = sorted({x.name for x in {*old.layers} ^ {*plan.layers}})
-        raise ValueError(f"the K-FAC state is of other layers than the model has: see {', '.join(differ[:3])}")
+        raise ValueError(f"the K-FAC state has other layers than the model: see {', '.join(differ[:3])}")
     everything = [plan.factor(item) for item in range(len(plan.owners))]
     items = [i for i in range(len(plan.owners)) if plan.exchange or plan.mine(i // 2, state.rank)]
     needed = [plan.factor(item) for item in items]

@@ -149,7 +149,7 @@ class KFACPlan:
         if len(self.owners) != 2 * len(self.layers) or not all(-1 <= o < self.world_size for o in self.owners):
             wrong.append("owners: must be a rank or -1 for A and G of every layer")
         if self.transport not in TRANSPORTS:
-            wrong.append(f"transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
+            wrong.append(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if wrong:
             raise ValueError(f"the K-FAC plan does not fit: {'; '.join(wrong)}")
 

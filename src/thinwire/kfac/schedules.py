@@ -85,7 +85,7 @@ class Choices:
             valid = ", ".join(
                 f"kaisa:{w}/{world}" if w < world else "kaisa:1" for w in range(1, world + 1) if world % w == 0
             )
-            raise ValueError(f"schedule={self.schedule!r} does not deal {world} ranks into equal groups; use {valid}")
+            raise ValueError(f"schedule={self.schedule!r} does not divide {world} ranks into equal groups; use {valid}")
         return round(workers)
 
     @property

@@ -32,7 +32,7 @@ Point = tuple[int, float]
 def sides(largest: int) -> list[int]:
     """Return 64, 128, ... up to the first that is at least ``largest``."""
     if largest < 1:
-        raise ValueError(f"largest={largest} must be a side of a matrix, at least 1")
+        raise ValueError(f"largest={largest} must be the side of a matrix, at least 1")
     return [_SMALLEST << n for n in range(max(0, math.ceil(math.log2(largest / _SMALLEST))) + 1)]
 
 

@@ -42,7 +42,7 @@ class Load:
             said.append(f"{self.stolen:.0%} of the CPU's time went to other guests of its host")
         if self.throttled > _THROTTLED * self.periods:
             said.append(f"held back by its control group in {self.throttled} of {self.periods} periods")
-        return f"this machine is overloaded: {'; '.join(said)}: figures are too high, and scatter" if said else ""
+        return f"this machine is overloaded: {'; '.join(said)}: figures are too high and scattered" if said else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -38,7 +38,7 @@ def verdict(result: ProbeResult) -> list[str]:
     bent = [key for key in series if line_error(result, key) > _BENT]
     if bent:
         names = ", ".join(dict.fromkeys(key[0] for key in bent))
-        said.append(f"no straight line fits {names}: the planner takes the measured table")
+        said.append(f"no straight line fits {names}: the planner uses the measured table")
     said = [*said, *_left_out(result)] or ["one rank only: nothing is exchanged"]
     return [*said, _compute(result)] if set(KERNELS) <= set(result.compute) else said
 
@@ -74,12 +74,12 @@ def _left_out(result: ProbeResult) -> list[str]:
         elif f"{kind} ({scope})" not in beyond.setdefault(top, []):
             beyond[top].append(f"{kind} ({scope})")
     said = [
-        f"time did not suffice above {size(top)} for {', '.join(names)}: extrapolated"
+        f"there was not enough time above {size(top)} for {', '.join(names)}: extrapolated"
         for top, names in sorted(beyond.items())
     ]
     total = between + len(result.measurements)
     return said + (
-        [f"time did not suffice for {between} of {total} points between others: interpolated"] if between else []
+        [f"there was not enough time for {between} of {total} points between others: interpolated"] if between else []
     )
 
 

@@ -115,7 +115,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
             kinds = {(p.device, working_dtype(p.dtype)) for g in self.param_groups for p in g["params"]}
             if len(kinds) > 1:
                 found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
-                raise ValueError(f"all parameters must be on one device, and all or none fp64: there are {found}")
+                raise ValueError(f"all parameters must be on one device, and all or none fp64: got {found}")
         except BaseException:
             self.param_groups.pop()
             raise
@@ -256,8 +256,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _check_dtype(name: str, parameter: Tensor) -> None:
     if parameter.dtype == torch.float16:
         raise TypeError(
-            f"{name} does not take fp16 parameters: keep parameters fp32 and use autocast; GradScaler refuses to "
+            f"{name} does not accept fp16 parameters: keep parameters fp32 and use autocast; GradScaler refuses to "
             "unscale fp16 gradients"
         )
     if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise TypeError(f"{name} takes fp32, fp64 and bf16 parameters, not {parameter.dtype}")
+        raise TypeError(f"{name} accepts fp32, fp64 and bf16 parameters, not {parameter.dtype}")

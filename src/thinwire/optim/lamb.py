@@ -74,7 +74,7 @@ class LAMB(LayerWise):
         if max_grad_norm is not None:
             check_number("max_grad_norm", max_grad_norm)
             if not max_grad_norm:
-                raise ValueError("max_grad_norm=0 would stop the training: give a norm above 0, or None not to clip")
+                raise ValueError("max_grad_norm=0 would stop training: give a norm above 0, or None not to clip")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -98,7 +98,7 @@ class LAMB(LayerWise):
         check_flag("adapt_all", group["adapt_all"])
         limits = {g["max_grad_norm"] for g in self.param_groups}
         if len(limits) > 1:
-            raise ValueError("max_grad_norm is of all gradients together: give one, to LAMB itself and not to a group")
+            raise ValueError("max_grad_norm is for all gradients together: give one, to LAMB itself and not to a group")
 
     def attached(self, sync: GradientSync, scaler: Any) -> Any:
         """Do as every optimizer here; but clipping by the norm of all gradients needs them all at once."""

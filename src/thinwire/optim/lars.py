@@ -125,7 +125,7 @@ class LARS(LayerWise):
         if not skipped or any(p.device.type == "meta" or bool((p > 0).all()) for p in skipped):
             return  # a norm's scale is positive: 1 at the start
         logger.warning(
-            "thinwire: LARS skips biases, so they see the whole learning rate %g, and the model seems to have no norm "
+            "thinwire: LARS skips biases, so they see the full learning rate %g, and the model seems to have no norm "
             "layers, without which that diverges: give skip_lr_scale=0.01",
             steep[0]["lr"],
         )

@@ -27,4 +27,4 @@ def search_picture(found: SearchResult, limit_ms: float) -> Picture:
     panel = Panel(
         "latency of one pair, ms", "end-point error, px", curves, (Mark(limit_ms, f"limit, {limit_ms:g} ms"),)
     )
-    return Picture(f"{len(found.archive)} sub-networks looked at", (panel,))
+    return Picture(f"{len(found.archive)} sub-networks evaluated", (panel,))

@@ -31,7 +31,7 @@ class Infeasible(ValueError):
     def __init__(self, smallest_ms: float, limit_ms: float, unit: str = "ms") -> None:
         self.smallest_ms, self.limit_ms = smallest_ms, limit_ms
         super().__init__(
-            f"no sub-network keeps {limit_ms:g} {unit}: the smallest takes {smallest_ms:.3g} {unit}, so ask for at "
+            f"no sub-network meets {limit_ms:g} {unit}: the smallest takes {smallest_ms:.3g} {unit}, so ask for at "
             "least that much, or use smaller images or a faster device"
         )
 

@@ -18,7 +18,7 @@ def check_semantics(semantics: str) -> None:
     """Raise ``ValueError`` unless it is "skip" or "zero"."""
     if semantics not in SEMANTICS:
         raise ValueError(
-            f'semantics={semantics!r} must be "skip" (leave unused weights) or "zero" (as the published code)'
+            f'semantics={semantics!r} must be "skip" (leave unused weights) or "zero" (as in the published code)'
         )
 
 

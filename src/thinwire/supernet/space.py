@@ -105,7 +105,7 @@ class Space:
         if any(k % 2 == 0 for k in self.kernels):
             raise ValueError(f"kernels={self.kernels!r} must be odd, so that they have a centre")
         if bool(self.refine_widths) != bool(self.refine_depths):
-            raise ValueError("refine_widths and refine_depths come together, or not at all")
+            raise ValueError("refine_widths and refine_depths must be given together, or not at all")
 
     @property
     def largest(self) -> SubNet:
@@ -158,7 +158,7 @@ class Space:
                 if expand not in self.expands:
                     raise ValueError(f"expansion {expand} is outside the space, which has {_words(self.expands)}")
         if (net.refine is None) != (not self.refine_widths):
-            raise ValueError("the sub-network names a refinement exactly if the space makes it elastic")
+            raise ValueError("the sub-network must name a refinement if, and only if, the space makes it elastic")
         if net.refine is not None and not (net.refine[0] in self.refine_widths and net.refine[1] in self.refine_depths):
             raise ValueError(
                 f"refinement {net.refine} is outside the space, which has widths {_words(self.refine_widths)} "

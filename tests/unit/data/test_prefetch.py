@@ -62,7 +62,7 @@ def test_what_cannot_be_right_is_refused() -> None:
         def state_dict(self):
             return {}
 
-    with pytest.raises(ValueError, match="ahead of the training"):
+    with pytest.raises(ValueError, match="ahead of training"):
         Prefetched(Stateful())
     with pytest.raises(ValueError, match="at least one"):
         Prefetched([], batches=0)

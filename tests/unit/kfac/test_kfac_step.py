@@ -366,7 +366,7 @@ def test_other_refusals():
     net = mlp(5, 3)
     with pytest.raises(ValueError, match="optimizer=optimizer"):
         KFAC(net, None, damping=0.1)
-    with pytest.warns(UserWarning, match="inv_update_steps=5 is no multiple"):
+    with pytest.warns(UserWarning, match="inv_update_steps=5 is not a multiple"):
         made(net, factor_update_steps=3, inv_update_steps=5)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with tw.attach(net, optimizer) as sync, pytest.raises(ValueError, match="another model"):

@@ -79,8 +79,8 @@ def test_verdict_says_the_line_and_what_is_unusual():
     assert "no straight line fits AllReduce" in bent
     assert "one flow alone carries 4 Gbit/s" in " ".join(verdict(result(flow_bits_per_second=4e9)))
     left = verdict(result(dropped=(("AllGather", "world", 2, 32 << 20), ("AllGather", "world", 2, 6000))))
-    assert "time did not suffice above 16 MiB for AllGather (world): extrapolated" in left
-    assert "time did not suffice for 1 of 79 points between others: interpolated" in left
+    assert "there was not enough time above 16 MiB for AllGather (world): extrapolated" in left
+    assert "there was not enough time for 1 of 79 points between others: interpolated" in left
     alone = ProbeResult("here", "gloo", (1,), ())
     assert verdict(alone) == ["one rank only: nothing is exchanged"]
     assert alone.costs.lookup("AllReduce", "world", 1)(1e6) == 0

@@ -167,7 +167,7 @@ def test_lists_of_files(tmp_path):
 
 @pytest.mark.parametrize(
     "line,says",
-    [("a", "left right"), ("a b c d", "4 names"), ("x.png y.png", "there is no"), ("# no", "lists no pair")],
+    [("a", "left right"), ("a b c d", "4 names"), ("x.png y.png", "there is no"), ("# no", "lists no pairs")],
 )
 def test_lists_that_are_refused(tmp_path, line, says):
     (tmp_path / "list.txt").write_text(line)

@@ -101,7 +101,7 @@ def test_phases_outside_the_space_are_refused():
     net = tiny()
     with pytest.raises(ValueError, match="outside the space"):
         shrink(net, DATA, [Phase("p", type(net.space)(), 1, 1.0)])
-    with pytest.raises(ValueError, match="name of its own"):
+    with pytest.raises(ValueError, match="its own name"):
         shrink(net, DATA, [*phases(net), *phases(net)])
     with pytest.raises(ValueError, match="empty"):
         shrink(net, dots(4)[:0], phases(net))

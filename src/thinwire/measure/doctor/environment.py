@@ -28,8 +28,8 @@ def environment(setting: Setting) -> Iterator[Finding]:
         yield Finding(
             ERROR,
             "no-backend",
-            "This build of torch has neither Gloo nor NCCL, so that ranks cannot talk to one another.",
-            "Install torch from PyPI or pytorch.org; builds of one's own need USE_DISTRIBUTED=1.",
+            "This build of torch has neither Gloo nor NCCL, so ranks cannot communicate.",
+            "Install torch from PyPI or pytorch.org; your own builds need USE_DISTRIBUTED=1.",
         )
     if facts.gpu_driver and not facts.gpus and "CUDA_VISIBLE_DEVICES" not in facts.environment:
         yield Finding(
@@ -43,8 +43,8 @@ def environment(setting: Setting) -> Iterator[Finding]:
             WARNING,
             "quota",
             f"The container may use {facts.quota:g} of {facts.cores} cores, but torch starts {facts.threads} "
-            "threads, which "
-            "will be stopped in turns.",
+            "threads, which will be "
+            "throttled.",
             f"Set OMP_NUM_THREADS={max(1, int(facts.quota))}.",
         )
     if facts.open_files is not None and facts.open_files[0] < _FILES:
@@ -60,17 +60,17 @@ def environment(setting: Setting) -> Iterator[Finding]:
         yield Finding(
             WARNING,
             "shared-memory",
-            f"/dev/shm holds {facts.shm_bytes / (1 << 20):.0f} MiB: workers of a DataLoader and NCCL's ranks of one "
-            "machine exchange their data there, and die with a bus error when it is full.",
+            f"/dev/shm holds {facts.shm_bytes / (1 << 20):.0f} MiB: DataLoader workers and NCCL's ranks on one machine "
+            "exchange their data there, and die with a bus error when it is full.",
             "Start the container with --shm-size=8g or --ipc=host.",
         )
     if facts.environment.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS":
         yield Finding(
             NOTE,
             "gloo-tls",
-            "GLOO_DEVICE_TRANSPORT=TCP_TLS: Gloo carries all that ranks exchange, encrypted; thinwire's own TCP "
+            "GLOO_DEVICE_TRANSPORT=TCP_TLS: Gloo carries everything that ranks exchange, encrypted; thinwire's own TCP "
             "connections, which are plain and faster, are not used.",
-            "Nothing, if the network is not to be trusted; else unset it.",
+            "Nothing to do if the network is not trusted; otherwise unset it.",
         )
     if facts.lab == "loopback":
         yield Finding(

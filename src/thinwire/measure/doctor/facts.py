@@ -115,7 +115,7 @@ class Facts:
             found["master"] = _made(Name, found["master"]) if found.get("master") else None
             facts: Facts = _made(cls, found)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"these are no facts of `thinwire doctor --json`: {error}") from None
+            raise ValueError(f"this is not the output of `thinwire doctor --json`: {error}") from None
         return facts
 
     def interface(self, name: str | None) -> Interface | None:

@@ -9,7 +9,7 @@ from thinwire.measure.doctor.findings import ERROR, WARNING, Finding, Setting
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-_REMEDY = "Start with torchrun, which sets them all, or unset what is left of an earlier start."
+_REMEDY = "Start with torchrun, which sets them all, or unset what is left from an earlier start."
 
 
 def nodes_of(facts: Facts) -> int | None:
@@ -35,17 +35,20 @@ def launch(setting: Setting) -> Iterator[Finding]:
     for name in _NUMBERS:
         value = facts.environment.get(name)
         if value is not None and _number(facts, name) is None:
-            yield Finding(ERROR, "variables-wrong", f"{name}={value!r} is no number.", _REMEDY)
+            yield Finding(ERROR, "variables-wrong", f"{name}={value!r} is not a number.", _REMEDY)
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE")):
         low, high = _number(facts, rank), _number(facts, size)
         most = high if rank == "LOCAL_WORLD_SIZE" else None if high is None else high - 1
         if low is not None and most is not None and low > most:
             yield Finding(
-                ERROR, "variables-wrong", f"{rank}={low} does not fit {size}={high}: it may be {most} at most.", _REMEDY
+                ERROR,
+                "variables-wrong",
+                f"{rank}={low} does not fit {size}={high}: it must be at most {most}.",
+                _REMEDY,
             )
     port = _number(facts, "MASTER_PORT")
     if port is not None and not 0 < port < 1 << 16:
-        yield Finding(ERROR, "variables-wrong", f"MASTER_PORT={port} is no port: it must be 1 to 65535.", _REMEDY)
+        yield Finding(ERROR, "variables-wrong", f"MASTER_PORT={port} is not a port: it must be 1 to 65535.", _REMEDY)
     yield from _threads(facts)
 
 
@@ -56,7 +59,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             WARNING,
             "too-many-threads",
-            f"{ranks} ranks with {facts.threads} threads each share {facts.cores} cores: they hold one another up.",
+            f"{ranks} ranks with {facts.threads} threads each share {facts.cores} cores: they slow one another down.",
             f"Set OMP_NUM_THREADS={fair}.",
         )
 

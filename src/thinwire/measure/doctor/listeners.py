@@ -31,7 +31,7 @@ LISTENERS = (
         "the ranks' own connections (attach on CPUs, up to 16 ranks)",
         "Gloo's interface: GLOO_SOCKET_IFNAME, else what this machine's name leads to",
         "while ranks connect, at most 10 s",
-        "a rank of this job, by a word of 16 random bytes that is exchanged over Gloo",
+        "a rank of this job, by a token of 16 random bytes that is exchanged over Gloo",
         "no; with GLOO_DEVICE_TRANSPORT=TCP_TLS there are none, and Gloo carries everything",
     ),
     OpenPort(
@@ -45,7 +45,7 @@ LISTENERS = (
         "torchft: its lighthouse, and each replica's manager, store and checkpoint server",
         "all addresses",
         "the training",
-        "whoever reaches them; weights are handed out, and what comes is unpickled",
+        "whoever reaches them; weights are handed out, and what arrives is unpickled",
         "no",
     ),
     OpenPort(

@@ -44,8 +44,8 @@ def quality(setting: Setting) -> Iterator[Finding]:
             yield Finding(
                 NOTE,
                 "small-packets",
-                f"{one.name} has {one.mbits} Mbit/s and packets of {one.mtu} bytes: the processor works more than "
-                "it must.",
+                f"{one.name} runs at {one.mbits} Mbit/s with packets of {one.mtu} bytes: the processor works harder "
+                "than it needs to.",
                 f"If all machines and switches allow it: `ip link set {one.name} mtu 9000`; measure with `thinwire "
                 "probe`.",
             )

@@ -51,9 +51,9 @@ def _loopback(setting: Setting) -> Iterator[Finding]:
         yield Finding(
             setting.on_several(),
             "only-loopback",
-            "This machine has no interface that is up and has an address, but the loopback: no other machine can "
+            "This machine has no interface that is up and has an address, except the loopback: no other machine can "
             "reach it.",
-            "Bring up a network interface; jobs on this machine alone work as it is.",
+            "Bring up a network interface; jobs on this machine alone work without one.",
         )
         return
     for choice in setting.choices:
@@ -149,8 +149,8 @@ def _names(setting: Setting) -> Iterator[Finding]:
         yield Finding(
             ERROR,
             "master-loopback",
-            f"MASTER_ADDR={master.name} leads to {master.addresses[0]}: on another machine than rank 0's that is "
-            "the machine itself.",
+            f"MASTER_ADDR={master.name} leads to {master.addresses[0]}: on every machine but rank 0's, that is the "
+            "machine itself.",
             "Start torchrun with --master-addr (or --rdzv-endpoint) and rank 0's address on the network.",
         )
     if master.seconds > _SLOW_LOOKUP:
@@ -169,7 +169,7 @@ def _differences(setting: Setting) -> Iterator[Finding]:
             NOTE,
             "two-interfaces",
             f"Gloo will use {', '.join(gloo.interfaces) or gloo.address}, NCCL {', '.join(nccl.interfaces)}.",
-            "If that is not meant, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the same interface.",
+            "If that is not intended, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the same interface.",
         )
     if ":" in gloo.address and not gloo.loopback:
         yield Finding(

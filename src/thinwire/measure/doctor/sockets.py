@@ -63,7 +63,7 @@ def gloo_choice(facts: Facts) -> Choice:
         why = f"this machine's name, {host.name}, leads to {host.bound[0]}"
         return Choice("gloo", (found.name,) if found else (), host.bound[0], why)
     lo = facts.interface_of("127.0.0.1")
-    what = f"leads to other machines alone ({', '.join(host.addresses)})" if host.addresses else "has no address"
+    what = f"leads only to other machines ({', '.join(host.addresses)})" if host.addresses else "has no address"
     return Choice("gloo", (lo.name,) if lo else (), "127.0.0.1", f"this machine's name, {host.name}, {what}")
 
 
@@ -88,7 +88,7 @@ def nccl_choice(facts: Facts) -> Choice:
     if len(named) > 1:
         found, why = _matching(usable, named), f"NCCL_SOCKET_IFNAME={named}"
         if not found:
-            problem = "no interface that is up and has an address fits it"
+            problem = "no interface that is up and has an address matches it"
             return Choice("nccl", why=why, problem=problem)
         return _chosen(facts, found, why)
     if found := _matching(usable, "ib"):

@@ -46,7 +46,7 @@ class StereoFiles:
         assert truth_file is not None
         left, right, truth = read_picture(left_file), read_picture(right_file), read_disparity(truth_file, self._kind)
         if not left.shape[1:] == right.shape[1:] == truth.shape:
-            raise ValueError(f"{left_file}: the views and the disparity are not of one size")
+            raise ValueError(f"{left_file}: the views and the disparity differ in size")
         rng = random.Random(digest("files", self._seed, index))
         if self._augment:
             left, right = coloured(left, right, rng)

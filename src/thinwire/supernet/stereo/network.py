@@ -124,7 +124,7 @@ class ElasticStereo(nn.Module):
         super().__init__()
         scales = space.scales[-1]
         if len(widths) != scales:
-            raise ValueError(f"widths={widths!r} must name {scales} stages, as many as the space has scales at most")
+            raise ValueError(f"widths={widths!r} must name {scales} stages, the largest number of scales in the space")
         if max_disparity < 1 or max_disparity % (3 * 2 ** (scales - 1)):
             raise ValueError(f"max_disparity={max_disparity} must be a multiple of {3 * 2 ** (scales - 1)}")
         if space.refine_widths and (space.refine_widths[-1] != refine_width or any(w % 2 for w in space.refine_widths)):

@@ -96,12 +96,12 @@ def read_list(path: str | Path) -> list[tuple[Path, Path, Path | None]]:
         if not names:
             continue
         if len(names) not in (2, 3):
-            raise ValueError(f"{path}, line {number}: write `left right [disparity]`, not {len(names)} names")
+            raise ValueError(f"{path}, line {number}: expected `left right [disparity]`, got {len(names)} names")
         files = [root / name for name in names]
         for file in files:
             if not file.exists():
                 raise ValueError(f"{path}, line {number}: there is no {file}")
         found.append((files[0], files[1], files[2] if len(files) == 3 else None))
     if not found:
-        raise ValueError(f"{path} lists no pair")
+        raise ValueError(f"{path} lists no pairs")
     return found

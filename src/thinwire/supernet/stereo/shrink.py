@@ -98,7 +98,7 @@ def shrink(
     if batch < 1 or checkpoint_every < 1:
         raise ValueError(f"batch={batch} and checkpoint_every={checkpoint_every} must be at least 1")
     if len({phase.name for phase in phases}) != len(phases):
-        raise ValueError("every phase needs a name of its own")
+        raise ValueError("every phase needs its own name")
     for phase in phases:
         for number in range(phase.sub_nets):
             net.space.check(phase.draw(seed, 0, number))
@@ -141,7 +141,7 @@ def _phase(
         first = checkpoint.load(folder, net, trainer.optimizer, sync) or 0
         if first > phase.steps:
             raise ValueError(
-                f"{folder} is from a run of {first} steps, and phase {phase.name} has {phase.steps}: give as many "
+                f"{folder} is from a run of {first} steps, but phase {phase.name} has {phase.steps}: give as many "
                 "steps, or another checkpoint directory"
             )
     net.train()
