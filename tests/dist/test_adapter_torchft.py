@@ -128,10 +128,10 @@ def refused(method="ssgd", *, manager=None, wrapped=False, **options):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"method": "auto"}, '"auto" measures ranks that stay: name a method'),
+        ({"method": "auto"}, '"auto" measures a fixed set of ranks: name a method'),
         ({"timeout": 3}, "timeout= is handled by the manager here: leave it out"),
         ({"method": "dear"}, "a decoupled method updates weights after should_commit was called"),
-        ({"method": "local"}, 'sync_every="auto" measures ranks that stay'),
+        ({"method": "local"}, 'sync_every="auto" measures a fixed set of ranks'),
         ({"method": "local", "sync_every": 8, "fragments": 2}, "leave out fragments="),
         ({"method": "local", "sync_every": 8, "schedule": "dream"}, "leave out schedule="),
         ({"method": "local", "sync_every": 8, "fragment_sync_delay": 2}, "leave out fragment_sync_delay="),

@@ -167,6 +167,6 @@ def test_a_deployment_that_fails_is_a_sentence(tmp_path):
     (tmp_path / "wrong.py").write_text("def build():\n    raise OSError('no data here')\n")
     done = serve(tmp_path, "wrong:build", "--nodes", "1", "--local", "--timeout", "60")
     assert done.returncode == 1
-    assert "error: the run ended as" in done.stderr
+    assert "error: the run ended with status" in done.stderr
     assert "Traceback" not in done.stderr
     assert serve(tmp_path, "none:build").returncode == 2

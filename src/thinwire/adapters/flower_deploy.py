@@ -148,7 +148,7 @@ class Deployment:
         settings = f'nodes={self.nodes} timeout={self.timeout} out="{self.out}"'
         answer = self._flwr("run", str(app), _CONNECTION, "--run-config", settings, "--format", "json")
         if not answer.get("success"):
-            raise DeploymentFailed(f"Flower refuses the run: {str(answer.get('error-message')).strip()}")
+            raise DeploymentFailed(f"Flower refused the run: {str(answer.get('error-message')).strip()}")
         return str(answer["run-id"])
 
     def _follow(self, run: str, on_status: Callable[[str], None]) -> None:
@@ -161,7 +161,7 @@ class Deployment:
             on_status(f"run {run}: {status}")
             if status.startswith("finished"):
                 if status != "finished:completed" or not history.exists():
-                    raise DeploymentFailed(f"the run ended as {status}: {self._reason(run)}")
+                    raise DeploymentFailed(f"the run ended with status {status}: {self._reason(run)}")
                 return
             time.sleep(_POLL_SECONDS)
 

@@ -55,7 +55,7 @@ def attach(
         ValueError: invalid options, or a manager that is not supported; the message says what to write.
     """
     if isinstance(method, str) and method.lower() == "auto":
-        raise ValueError('"auto" measures ranks that stay: name a method')
+        raise ValueError('"auto" measures a fixed set of ranks: name a method')
     for name in ("process_group", "topology", "timeout", "on_failure"):
         if name in options:
             raise ValueError(f"{name}= is handled by the manager here: leave it out")

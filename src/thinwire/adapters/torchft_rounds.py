@@ -46,7 +46,9 @@ def check_settings(local: Local) -> None:
         ValueError: the message says what to leave out.
     """
     if local.sync_every == "auto":
-        raise ValueError('sync_every="auto" measures ranks that stay: name a number of steps, such as sync_every=64')
+        raise ValueError(
+            'sync_every="auto" measures a fixed set of ranks: name a number of steps, such as sync_every=64'
+        )
     for name, unless in (("fragments", 1), ("schedule", "strided"), ("fragment_sync_delay", 0),
                          ("fragment_update_alpha", None), ("moments", {}), ("inside", None)):  # fmt: skip
         if getattr(local, name) != unless:

@@ -114,4 +114,4 @@ class CacheCounters:
                     raise
             else:
                 return place
-        raise RuntimeError(f"more than {ROWS} processes of this machine share one cache")
+        raise RuntimeError(f"more than {ROWS} processes on this machine share one cache")

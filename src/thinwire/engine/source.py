@@ -134,7 +134,7 @@ class GradientSource:
         if step.seen[index]:
             raise RuntimeError(
                 f"{name} received a gradient twice in one backward, after its exchange had begun; "
-                "use torch.utils.checkpoint with use_reentrant=False, or share the module less"
+                "use torch.utils.checkpoint with use_reentrant=False, or use the shared module only once"
             )
         if grad is not None and grad.layout is not torch.strided:
             raise TypeError(f"{name} received a sparse gradient, which thinwire does not exchange: use sparse=False")

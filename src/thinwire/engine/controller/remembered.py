@@ -46,7 +46,7 @@ def recall(network: dict[str, Any]) -> Remembered | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (*UNREADABLE, OSError) as error:
-        logger.info("thinwire: what is remembered of this network cannot be read: %s: %s", path, error)
+        logger.info("thinwire: what is remembered about this network cannot be read: %s: %s", path, error)
         return None
 
 

@@ -126,7 +126,7 @@ def _names(setting: Setting) -> Iterator[Finding]:
             "slow-name",
             f"Looking up this machine's own name, {host.name}, took {host.seconds:.1f} s, and every process group "
             "does it.",
-            f"Write a line with its address and {host.name} into /etc/hosts.",
+            f"Add a line with its address and {host.name} to /etc/hosts.",
         )
     if not host.addresses and not setting.gloo.problem and "GLOO_SOCKET_IFNAME" not in setting.facts.environment:
         yield Finding(
@@ -134,7 +134,7 @@ def _names(setting: Setting) -> Iterator[Finding]:
             "hostname-unknown",
             f"This machine's own name, {host.name}, has no address ({host.error or 'none'}), so Gloo falls back on "
             "127.0.0.1.",
-            f"Write a line with its address and {host.name} into /etc/hosts, or set GLOO_SOCKET_IFNAME.",
+            f"Add a line with its address and {host.name} to /etc/hosts, or set GLOO_SOCKET_IFNAME.",
         )
     if master is None:
         return
@@ -158,7 +158,7 @@ def _names(setting: Setting) -> Iterator[Finding]:
             WARNING,
             "slow-name",
             f"Looking up MASTER_ADDR={master.name} took {master.seconds:.1f} s.",
-            "Give its address as a number, or write it into /etc/hosts.",
+            "Give its address as a number, or add it to /etc/hosts.",
         )
 
 
