@@ -448,7 +448,7 @@ def test_refusals_say_what_works(four):
         for label in ("dear", "decoupled", "dgc", "auto"):
             assert "ssgd, cast, signsgd" in told[label]
             assert "acp" in told[label]
-        assert "cast, with dtype=" in told["scatter"]
+        assert "only cast works, with dtype=" in told["scatter"]
         assert "because no residual is kept" in told["few bits"]
         assert "rank" in told["option"]
         assert "fully_shard first" in told["plain"]
