@@ -162,7 +162,7 @@ def complete(checkpoint_dir: str | Path) -> list[Path]:
 
 def _check_handle(sync: Any) -> None:
     if not isinstance(sync, (GradientSync, LocalSync)):
-        raise TypeError(f"a checkpoint is made from what thinwire.attach returned, not of a {type(sync).__name__}")
+        raise TypeError(f"a checkpoint is made from what thinwire.attach returned, not from a {type(sync).__name__}")
 
 
 def _fitting(
