@@ -20,13 +20,13 @@ from thinwire.kfac.fisher import sampled_loss
 from thinwire.kfac.gradients import clip_factor, learning_rates, preconditioned, write
 from thinwire.kfac.inversion import Inverses
 from thinwire.kfac.layers import find_layers
-from thinwire.kfac.measured import agreed_times, measured_costs
 from thinwire.kfac.options import Options
 from thinwire.kfac.plan import KFACPlan
+from thinwire.kfac.planning import Planning
 from thinwire.kfac.programs import FactorExchange, decay_of
 from thinwire.kfac.rounds import FactorRounds
 from thinwire.kfac.scheduled import Damping, Interval
-from thinwire.kfac.schedules import Choices, make_plan
+from thinwire.kfac.schedules import Choices
 from thinwire.kfac.stats import KFACStats, Tally
 from thinwire.methods.decoupling import deferring
 from thinwire.planner.costs import Costs
@@ -117,10 +117,11 @@ class KFAC:
             logger.info("thinwire: %s", note)
         self._device = self._layers[0].weight.device
         self._ranks = sync if sync is not None and sync.services.topology.world_size > 1 else None  # None: one process
-        self.plan = self._planned(plan, choices, costs)
+        self._planning = Planning(self._ranks, tuple(layer.shape for layer in self._layers), choices)
+        first = self._planning.first(plan, costs, self._device, self._options.facts())
         rank = self._ranks.services.rank if self._ranks is not None else 0
-        self._state = State(rank, self.plan.topology)
-        self._inverses = Inverses(self.plan, self._state, rank)
+        self._state = State(rank, first.topology)
+        self._inverses = Inverses(first, self._state, rank)
         self._channel = self._open_channel()
         self._tally = Tally()
         mine = [self.plan.exchange or self.plan.mine(i, rank) for i in range(len(self._layers))]
@@ -148,46 +149,19 @@ class KFAC:
         if sync is not None:
             sync.services.companions["kfac"] = self
 
-    # --- set-up ----------------------------------------------------------------------------------------------------
+    @property
+    def plan(self) -> KFACPlan:
+        """The plan in use: once times are measured, its messages may change."""
+        return self._inverses.plan
 
-    def _planned(self, plan: KFACPlan | None, choices: Choices, costs: Costs | None) -> KFACPlan:
-        """Return the pinned plan, or one made from costs, measured if needed. Keep what ``_plan_again`` will need."""
-        shapes = tuple(layer.shape for layer in self._layers)
-        world = self._ranks.services.topology.world_size if self._ranks is not None else 1
-        self._choices = choices
-        self._again = plan is None and self._ranks is not None and choices.prices_factors
-        if plan is None:
-            if self._ranks is not None and costs is None and (choices.prices_factors or choices.prices_inverses):
-                costs = measured_costs(self._ranks, shapes, choices.method)
-            self._costs = costs or Costs({})
-            plan = make_plan(shapes, world, choices, self._costs)
-        if self._device.type == "cuda":  # two NCCL communicators must be used in one order on all ranks
-            plan = replace(plan, overlap=False)
-        plan.check(shapes, world, method=choices.method)
-        if self._ranks is not None:
-            self._ranks.services.agree_on({"K-FAC": {"plan": plan.to_json(), **self._options.facts()}})
-        return plan
+    def _adopt(self, plan: KFACPlan) -> None:
+        self._inverses.plan = plan
+        self._rounds.adopt(plan)
 
     def _open_channel(self) -> Channel:
         if self._ranks is None:
             return Channel(None, self.plan.topology, "kfac", {}, None)
         return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
-
-    def _plan_again(self) -> None:
-        """Plan once more, from the times of the second round: other messages, the same owners."""
-        self._again = False
-        assert self._ranks is not None
-        times = agreed_times(self._ranks, self._capture, len(self._layers))
-        made = make_plan(self.plan.layers, self.plan.world_size, self._choices, self._costs, times)
-        self.plan = replace(self._inverses.plan, a_buckets=made.a_buckets, g_buckets=made.g_buckets)
-        self._rounds.adopt(self.plan)
-        self._inverses.plan = self.plan
-        if self._ranks.services.rank == 0:
-            logger.info(
-                "thinwire: K-FAC: A in %d messages, G in %d, from measured times",
-                len(self.plan.a_buckets),
-                len(self.plan.g_buckets),
-            )
 
     # --- calls from the hooks ---------------------------------------------------------------------------------------
 
@@ -256,8 +230,8 @@ class KFAC:
         self._count, self._stepped = self._count + 1, self.passes
         self._capture.close()
         self._take_in()
-        if self._again and self._capture.measured:
-            self._plan_again()
+        if self._planning.again and self._capture.measured:
+            self._adopt(self._planning.second(self.plan, self._capture))
         damping = self._options.damping_at(index)
         if not self._blank and index >= self._next:
             every = self._options.inv_steps_at(index)
@@ -276,7 +250,6 @@ class KFAC:
         with self._tally.phase("inverses", self._channel) as spent:
             run = self._ranks.services.run if self._ranks is not None else run_alone
             spent.waited = self._inverses.update(damping, self._channel, run)
-        self.plan = self._inverses.plan
         self._tally.inverse_updates += 1
         self._active = True
 
@@ -356,9 +329,9 @@ class KFAC:
     def _follow(self, saved: KFACPlan) -> None:
         """Keep a saved plan's messages if the number of ranks is the same: sums of other messages round differently."""
         same = replace(self.plan, a_buckets=saved.a_buckets, g_buckets=saved.g_buckets)
-        if self._again and same == saved:
-            self._again, self.plan, self._inverses.plan = False, same, same
-            self._rounds.adopt(same)
+        if self._planning.again and same == saved:
+            self._planning.again = False
+            self._adopt(same)
 
     def close(self) -> None:
         """Remove the hooks; the optimizer then steps with plain gradients.
