@@ -24,6 +24,7 @@ import torch.distributed as dist
 from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.socket_loop import socket_loop
 from thinwire.collectives.stream import Stream
+from thinwire.link.duplex import readable
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def meet(
         while len(found) < _CHANNELS * (len(endpoints) - 1):
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
-            for ready in select.select([server, *unknown], [], [], left)[0]:
+            for ready in readable([server, *unknown], left):
                 if ready is server:
                     with contextlib.suppress(OSError):  # it has gone again
                         unknown[server.accept()[0]] = b""

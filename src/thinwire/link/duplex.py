@@ -8,9 +8,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from thinwire.link.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.link.tls import Certificate, Cipher, Credentials
@@ -21,7 +21,12 @@ _RECORD = 1 << 14
 _BURST = 1 << 18  # whole records, encrypted together
 _SILENT = "timed out: the other side is silent, or takes nothing"
 _Done = TypeVar("_Done", bytes, int)
+_End = TypeVar("_End", bound="_HasDescriptor")
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # without a descriptor, unlike epoll
+
+
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
 
 
 class Duplex:
@@ -140,7 +145,7 @@ class Duplex:
         return bool(self._closed)
 
     def fileno(self) -> int:
-        """Return the descriptor, for ``select``."""
+        """Return the descriptor, for :func:`readable`."""
         return self._socket.fileno()
 
     def _feed(self, cipher: Cipher, end: float) -> None:
@@ -207,6 +212,14 @@ class Duplex:
                     self._socket.shutdown(socket.SHUT_RDWR)
             if not self._users:
                 self._socket.close()
+
+
+def readable(ends: Iterable[_End], seconds: float) -> list[_End]:
+    """Wait up to ``seconds``; return those with something to read. Unlike ``select.select`` with any descriptor."""
+    with _Selector() as selector:
+        for end in ends:
+            selector.register(end, selectors.EVENT_READ, end)
+        return [key.data for key, _ in selector.select(seconds)]
 
 
 def dial(host: str, port: int, seconds: float, source: tuple[str, int] | None = None) -> Duplex:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import select
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from thinwire.link.door import HELLO_SECONDS, Door
-from thinwire.link.duplex import Duplex
+from thinwire.link.duplex import Duplex, readable
 from thinwire.link.errors import PairError
 from thinwire.link.tls import Credentials
 from thinwire.split.edge import printable
@@ -110,7 +109,7 @@ class CloudServer:
             waiting: list[FrameConnection | socket.socket] = [self._bell]
             if self._wire is not None:
                 waiting.append(self._wire)
-            ready, _, _ = select.select(waiting, [], [], 0.5)
+            ready = readable(waiting, 0.5)
             if self._wire is not None and self._wire in ready:  # before newcomers, one of whom is handled per turn
                 if self._answer() and left is not None:
                     left -= 1

@@ -65,7 +65,7 @@ class FrameConnection:
         self._ledger = self._reader.ledger = ledger
 
     def fileno(self) -> int:
-        """Return the descriptor, for ``select``."""
+        """Return the descriptor, for :func:`readable`."""
         return self._duplex.fileno()
 
     def send(self, message: Message, seconds: float) -> None:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from descriptors import many_open
 from thinwire.collectives.mesh import endpoint_of, listen, meet
 
 
@@ -70,6 +71,16 @@ def test_ranks_meet_among_strangers(kind, strangers):
         assert first[1, channel].recv(5) == b"hello"
     for connection in (*first.values(), *second.values()):
         connection.close()
+
+
+@pytest.mark.timeout(60)
+def test_ranks_meet_in_processes_with_many_files_open():
+    with many_open():
+        first, second = _together(3, silent)
+        assert set(first) == {(1, 0), (1, 1)}
+        assert set(second) == {(0, 0), (0, 1)}
+        for connection in (*first.values(), *second.values()):
+            connection.close()
 
 
 def test_who_does_not_come_is_not_waited_for(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
 
+from descriptors import many_open
 from spawned import free_port, to_itself
 from thinwire.link.keys import new_keys
 from thinwire.split import CloudClient, CloudEnd, CloudServer, Credentials, SplitPlan
@@ -236,6 +237,20 @@ def test_names_are_those_of_the_certificates(keys):
     ):
         edge.bye()
     assert any("edge 'other' begins" in words for words in server.said)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("tls", [True, False])
+def test_a_process_with_many_files_open_serves(keys, tls):
+    front, back = halves()
+    with (
+        many_open(),
+        serving(back, credentials=trust(keys, "cloud") if tls else None) as server,
+        linked(server, edge_end(front), trust(keys, "edge") if tls else None) as (_, edge),
+    ):
+        losses = [float(edge.step(batch_of(step))) for step in range(2)]
+        edge.bye()
+    assert losses == in_process(steps=2)[0]
 
 
 def test_no_call_waits_for_ever():
