@@ -37,7 +37,8 @@ from thinwire.parameter_server.outer import fingerprint
 from thinwire.parameter_server.presets import asp, bsp, fedbuff, inhad
 from thinwire.parameter_server.roster import ShardLost
 from thinwire.parameter_server.shard import ShardRefused
-from thinwire.parameter_server.shard_messages import Enlist, Enlisted, Piece, Ticket
+from thinwire.parameter_server.shard_messages import Enlist, Enlisted, Made, Piece, Show, Ticket
+from thinwire.parameter_server.slice_keeper import SliceKeeper
 from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.submit import LocalSteps
 from thinwire.parameter_server.worker import ServerLost
@@ -315,6 +316,23 @@ def test_a_server_that_waits_for_its_shards_ends_when_it_is_stopped():
     assert not serving.is_alive()
     assert isinstance(failures[0], ShardLost)
     assert "stopped while it waited for its shards" in str(failures[0])
+
+
+def test_a_shard_with_a_slice_of_another_length_ends_the_server_with_what_it_did(tmp_path, monkeypatch):
+    """Nothing more is asked of it: a last checkpoint would be waited for until it counts as silent."""
+    of_a_shard = SliceKeeper.on
+
+    def short(keeper, message):
+        answers = of_a_shard(keeper, message)
+        return [Made(keeper.version, keeper.weights[1:])] if isinstance(message, Show) else answers
+
+    monkeypatch.setattr(SliceKeeper, "on", short)
+    cluster = Cluster(bsp(start_nodes=1, lease_seconds=20.0), 1, shards=1, updates=3,
+                      checkpoint_dir=tmp_path / "c", shard_folder=tmp_path / "c")  # fmt: skip
+    cluster.serving.join(120)
+    assert not cluster.serving.is_alive()
+    assert [str(failure) for failure in cluster.failures if "in place of its slice" in str(failure)], cluster.failures
+    end(cluster)
 
 
 def test_a_server_that_is_long_about_something_lives_on_for_its_shards():

@@ -101,17 +101,17 @@ class Fleet:
             ShardLost: the shard held a part of the weights.
         """
         what, who, value = event
-        if what == "shard":
-            return self._on(who, value, now)
-        if what == "enlist":
-            pair, host = who
-            self.roster.enlist(pair, host, value, self._answer)
-        elif what == "shard lost":
-            try:
+        try:
+            if what == "shard":
+                return self._on(who, value, now)
+            if what == "enlist":
+                pair, host = who
+                self.roster.enlist(pair, host, value, self._answer)
+            elif what == "shard lost":
                 self.roster.gone(who, value, self._machine.version, self.saved_version)
-            except ShardLost:
-                self.lost = True
-                raise
+        except ShardLost:
+            self.lost = True
+            raise
         return ()
 
     def _answer(self, index: int) -> Enlisted:
