@@ -47,6 +47,8 @@ class Duplex:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # where nobody may count the other side's silence, the system asks at last whether its machine is still there
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket = connection
         self._cipher: Cipher | None = None
         self._room = memoryview(b"")
