@@ -374,6 +374,23 @@ def test_nobody_serves(monkeypatch):
         Shard("somewhere", 0)
 
 
+@pytest.mark.parametrize("found", [True, False], ids=["while it serves", "while it looks for its server"])
+def test_a_shard_that_is_closed_from_elsewhere_ends(found):
+    failures, ended = [], []
+    service = Service(model(), bsp(), host="127.0.0.1", outer=sgd(), shards=2)
+    serving = in_thread(failures, service.run)
+    shard = Shard(f"127.0.0.1:{service.port if found else free_port()}", 0, host="127.0.0.1", outer=sgd())
+    running = in_thread(failures, lambda: ended.append(shard.run()))
+    wait_until(lambda: not found or (shard.keeper is not None and shard.keeper.version == 0))
+    shard.close()
+    running.join(30)
+    assert not running.is_alive()
+    assert ended == [0 if found else -1]
+    service.stop()
+    serving.join(60)
+    assert [type(failure) for failure in failures] == [ShardLost]  # the server was stopped
+
+
 def server_that_leaves(hosts, roles=("shard",), heirs=None):
     """A listener that a shard takes for its server, and that ends with the first connection; it notes from where.
 

@@ -95,6 +95,8 @@ class Shard:
     def run(self) -> int:
         """Serve until the end of the training. Return the version of the final weights.
 
+        If ``close`` is called meanwhile, from any thread, return the version that this shard holds; -1: it has none.
+
         Raises:
             ServerLost: the server has gone and did not come back.
             ShardRefused: the server refuses this shard.
@@ -105,18 +107,19 @@ class Shard:
         beat.start()
         found = False
         try:
-            while True:
-                line = self._enlist(found)
+            while line := self._enlist(found):
                 found = True
                 version = self._serve(line)
                 if version is not None:
                     return version
                 line.join(2.0)
+            return -1 if self.keeper is None else self.keeper.version
         finally:
             self.close()
 
     def close(self) -> None:
         self._over.set()
+        self._inbox.put(("closed", None, None))
         self._listener.close()
         if self._line is not None:
             self._line.close()
@@ -131,12 +134,12 @@ class Shard:
 
     # --- the server -----------------------------------------------------------------------------------------------
 
-    def _enlist(self, known: bool) -> Connection:
-        """Connect to the server, waiting for it if necessary."""
+    def _enlist(self, known: bool) -> Connection | None:
+        """Connect to the server, waiting for it if necessary; None: this shard was closed meanwhile."""
         since = time.monotonic()
         lease = 10.0 if self.keeper is None else self.keeper.settings.lease_seconds
         patience = self._leases * lease if known else _FIRST_SECONDS
-        while True:
+        while not self._over.is_set():
             try:
                 meeting = Meeting(self.server, self._badge, min(10.0, 2 * lease), self._source)
                 keeper = self._keeper_for(meeting)
@@ -150,7 +153,9 @@ class Shard:
                 if time.monotonic() - since > patience:
                     advice = "" if known else ": start `thinwire ps server --shards K` there, or correct the address"
                     raise ServerLost(f"no server at {self.server} for {patience:g} s: {error}{advice}") from error
-                time.sleep(min(0.5, lease / 4))
+                self._over.wait(min(0.5, lease / 4))
+        else:
+            return None
         self.keeper, lease = keeper, keeper.settings.lease_seconds
         most = most_bytes(keeper.settings, keeper.layout)
         self.visitors.seconds, self.visitors.most_bytes = lease, most
@@ -195,11 +200,16 @@ class Shard:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _serve(self, line: Connection) -> int | None:
-        """Serve one connection. Return the final version when training has ended, None when the server has gone."""
+        """Serve one connection.
+
+        Return the version when training has ended or this shard was closed, None when the server has gone.
+        """
         assert self.keeper is not None
         keeper, visitors = self.keeper, self.visitors
         while True:
             what, who, value = self._inbox.get()
+            if what == "closed":
+                return keeper.version
             if what not in ("word", "lost"):
                 answers = visitors.on(what, who, value, keeper)
             elif who is not line:
@@ -218,7 +228,7 @@ class Shard:
                     raise ShardRefused(text.format(index=self.index))
                 line.close()
                 # the shard with this index may be dead: the server knows when its lease has ended
-                time.sleep(min(0.5, lease / 4))
+                self._over.wait(min(0.5, lease / 4))
                 return None
             else:
                 self._taken_at = None
