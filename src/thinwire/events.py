@@ -1,13 +1,25 @@
-"""Messages from a rank to the process that started it: lines of JSON after ``@@``, among its other output."""
+"""A process and the one that started it: its command, and its messages: lines of JSON after ``@@`` in its output."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 _LAST = 15  # lines
+
+
+def python(*arguments: str) -> list[str]:
+    """Return the command that runs Python with ``arguments``, importing only from where this process does.
+
+    By itself Python would import from the current directory first, where a file of the user may be called ``random.py``
+    as one of its own. Before 3.11 it has no option against that.
+    """
+    elsewhere = {"", os.getcwd()}.isdisjoint(sys.path) and sys.version_info >= (3, 11)
+    return [sys.executable, *(["-P"] if elsewhere else []), *arguments]
 
 
 def tell_event(event: dict[str, Any]) -> None:

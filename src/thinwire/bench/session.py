@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 
 from thinwire.bench.record import RunRecord
 from thinwire.bench.spec import BenchSpec
-from thinwire.events import LastWords
+from thinwire.events import LastWords, python
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -53,7 +52,7 @@ def run_session(
     words = LastWords(lambda rank, event: on_progress(event))
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         out = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "thinwire.bench.worker", "--spec", spec.to_json(), "--out", str(out)]
+        command = python("-m", "thinwire.bench.worker", "--spec", spec.to_json(), "--out", str(out))
         launched = launch(command, on_line=words, timeout_seconds=spec.timeout_seconds)
         if launched.exit_code == 0 and out.exists():
             return RunRecord.read(out), launched

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ import typer
 from thinwire.cli.console import check_output, plain_table, watched_load
 from thinwire.cli.errors import RunFailed
 from thinwire.cli.ranks import follow, under_torchrun
+from thinwire.events import python
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,7 +111,7 @@ def _in_lab(
     cluster = Cluster.parse(workers, ranks_per_node, link, delay)
     with tempfile.TemporaryDirectory(prefix="thinwire-probe-") as folder:
         path = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "thinwire.measure.worker", "--out", str(path)]
+        command = python("-m", "thinwire.measure.worker", "--out", str(path))
         command += ["--largest-bytes", str(max_bytes), "--seconds", str(seconds)]
         launched = follow(cluster, command, timeout_seconds=5 * seconds + 180)
         return ProbeResult.from_json(path.read_text()), launched.note

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json as json_module
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from itertools import count
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import check_output, plain_table, progress, watched_load
-from thinwire.events import tell_event
+from thinwire.events import python, tell_event
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,7 +100,7 @@ def _several(model: str, steps: int, warmup: int, ranks: int) -> ModelProfile:
     from thinwire.planner.profiles import ModelProfile
 
     with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as folder:
-        command = [sys.executable, "-m", "thinwire.cli.profile", "--model", model, "--out", folder]
+        command = python("-m", "thinwire.cli.profile", "--model", model, "--out", folder)
         command += ["--steps", str(steps), "--warmup", str(warmup)]
         follow(Cluster(ranks, ranks), command, timeout_seconds=600)
         profiles = [ModelProfile.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.errors import RunFailed, exit_code
-from thinwire.events import LastWords, event_in, tell_event
+from thinwire.events import LastWords, event_in, python, tell_event
 
 if TYPE_CHECKING:
     from thinwire.pictures import Picture
@@ -106,7 +106,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
             screen.say(f"{what.seconds:.0f} s: node {node} was {what.what}")
 
         words = LastWords(on_event)
-        command = [sys.executable, "-m", "thinwire.cli.ps_lab", json.dumps(asdict(spec))]
+        command = python("-m", "thinwire.cli.ps_lab", json.dumps(asdict(spec)))
         launched = lab.run(
             cluster, command, on_line=words, timeout_seconds=spec.timeout, grace_seconds=10.0,
             faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kill],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.errors import RunFailed
+from thinwire.events import python
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -211,7 +212,7 @@ def run_node(
                     restarts += 1
                     if restarts > _RESTARTS:
                         raise RunFailed(f"workers of node {number} died {restarts} times; see their output above")
-                    command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps", "worker"]
+                    command = python("-c", "from thinwire.cli.main import run; run()", "ps", "worker")
                     command += [node.address, str(k), model, str(number)]
                     command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
                     command += [] if keys is None else ["--keys", str(keys)]

@@ -1,0 +1,42 @@
+"""Processes that verbs start import what the verb itself would, whatever lies in the current directory."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="Python adds the current directory and knows no -P"),
+]
+VERBS = {
+    "probe": ["probe", "--max-bytes", "8192", "--seconds", "0.5"],
+    "profile": ["profile", "mlp:width=16", "--ranks", "2", "--steps", "1", "--warmup", "0"],
+    "bench": ["bench", "--model", "mlp:width=16", "--methods", "ssgd", "--steps", "2", "--warmup", "0"],
+    "ps": ["ps", "run", "--model", "mlp:width=16", "--nodes", "1", "--workers", "2", "--updates", "2"],
+}
+
+
+@pytest.fixture
+def verb(tmp_path):
+    """A script that stands elsewhere, as the installed one does, and a directory in which files have Python's names."""
+    script, here = tmp_path / "bin" / "verb.py", tmp_path / "here"
+    script.parent.mkdir()
+    here.mkdir()
+    script.write_text("from thinwire.cli.main import run\n\nrun()\n")
+    for name in ("random", "re", "json"):
+        (here / f"{name}.py").write_text("raise RuntimeError('not the one of the standard library')\n")
+
+    def run(*words):
+        command = [sys.executable, str(script), *words]
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=250)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "ps" else []) for name in VERBS]
+)
+def test_files_with_names_of_the_standard_library_disturb_no_verb(verb, name):
+    done = verb(*VERBS[name])
+    assert done.returncode == 0, done.stderr
