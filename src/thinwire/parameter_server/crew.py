@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from threading import RLock
@@ -19,6 +20,10 @@ from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.messages import FRAME, Buffers, Enter, Ping, Result, Stop, Work, decode
 from thinwire.parameter_server.packing import most_bytes
 from thinwire.parameter_server.settings import Settings
+
+LONG_LEASES = 6.0
+
+logger = logging.getLogger("thinwire")
 
 
 class Crew:
@@ -55,6 +60,8 @@ class Crew:
         self._seen: set[int] = set()
         self._given: dict[int, Tensor] = {}  # worker -> the weights that it has
         self._buffers: dict[int, Tensor] = {}
+        self._late_at: dict[int, float] = {}
+        self._long = LONG_LEASES * settings.lease_seconds
         self._farewell: tuple[Anything, ...] = ()
         notes = {"settings": settings.to_json(), "layout": layout.to_json()}
         self._most_bytes = most_bytes(settings, layout)
@@ -75,6 +82,7 @@ class Crew:
             return
         new = self._given.get(start.worker) is not theta
         self._given[start.worker] = theta
+        self._late_at[start.worker] = time.monotonic() + self._long
         connection.post(Work(start.token, start.version, start.step, start.steps, theta if new else None))
 
     def buffers(self) -> Tensor | None:
@@ -82,9 +90,14 @@ class Crew:
         return self._buffer_layout.mean(list(self._buffers.values())) if self._buffers else None
 
     def ping(self) -> None:
-        """Send a sign of life to all workers."""
+        """Send a sign of life to all workers. Name one that lives and is long about its work, but do not give it up."""
         for connection in self._there.values():
             connection.post(Ping())
+        late = [number for number, at in self._late_at.items() if time.monotonic() > at]
+        for number in late:
+            del self._late_at[number]
+            logger.warning("worker %d lives, and has handed in nothing for %g s", number, self._long)
+        self._long *= 2.0 if late else 1.0  # it may always take as long: say so a few times only
 
     def end(self, version: int, theta: Tensor | None, buffers: Tensor | None) -> None:
         """Tell all workers, also those that come later, that training is over; each then closes its connection."""
@@ -135,6 +148,7 @@ class Crew:
                 if self._there.get(number) is not box[0]:
                     return
                 if isinstance(message, Result):
+                    self._late_at.pop(number, None)
                     self._result(number, message)
                 elif isinstance(message, Buffers):
                     self._buffers[number] = self._buffer_layout.read(message.tensor)
@@ -165,4 +179,5 @@ class Crew:
         del self._there[number]
         self._given.pop(number, None)
         self._buffers.pop(number, None)
+        self._late_at.pop(number, None)
         self._lost(number)

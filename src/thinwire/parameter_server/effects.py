@@ -34,7 +34,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Join:
-    """Say HELLO (again), because there is no membership (any more)."""
+    """Say HELLO (again), because there is no membership (any more). ``reason``: of its end; empty if there was none."""
 
     reason: str
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -40,6 +42,8 @@ from thinwire.parameter_server.shard_messages import (
 )
 from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.status import ShardStatus
+
+logger = logging.getLogger("thinwire")
 
 
 class Fleet:
@@ -84,6 +88,7 @@ class Fleet:
         self._seconds = settings.lease_seconds + layout.numel * item / SLOWEST
         self._assemblies: dict[int, Assembly] = {}
         self._making: tuple[int, bool, Done] | None = None
+        self._late_at = math.inf
         self._saving: tuple[str | Path, checkpoints.Saved] | None = None
         self.saved_version = None if theta is not None else machine.version
         self.lost = False
@@ -152,7 +157,7 @@ class Fleet:
                 self._theta = None
                 self._ready(self.roster.addresses())
         elif self._making is not None and min(p.made for p in self.roster.posts.values()) >= self._making[0]:
-            (_, show, done), self._making = self._making, None
+            (_, show, done), self._making, self._late_at = self._making, None, math.inf
             done(self._whole() if show else None)
 
     def _arrived(self, post: Post, message: Arrived, now: float) -> Iterable[Message]:
@@ -252,10 +257,15 @@ class Fleet:
         parts = made.parts if made is not None else ()
         rows = tuple(Term(part.member, part.tensor[1], part.scale) for part in parts)
         divisor, factor = (made.divisor, made.factor) if made is not None else (1.0, 1.0)
-        self._making = effect.version + 1, show, done
+        self._making, self._late_at = (effect.version + 1, show, done), time.monotonic() + self._seconds
         self._ask(Update(effect.version, divisor, factor, show, rows))
 
     def tick(self, now: float) -> list[int]:
+        """See :class:`Keeper`. An update may take long, so a shard that lives is named, and not given up."""
+        if self._making is not None and now > self._late_at:
+            self._late_at, version = math.inf, self._making[0]
+            late = ", ".join(f"shard {i}" for i, post in sorted(self.roster.posts.items()) if post.made < version)
+            logger.warning("%s lives, and has not made version %d in %.0f s", late, version, self._seconds)
         return [member for member, assembly in self._assemblies.items() if assembly.overdue(now)]
 
     def traffic(self, member: int) -> tuple[int, int]:

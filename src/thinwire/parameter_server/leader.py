@@ -232,9 +232,10 @@ class Leader:
 
     def ended(self, reason: str, now: float) -> list[Effect]:
         """End the membership after a broken connection or a silent server: start nothing more, and join again."""
+        was_member = bool(self.member)
         self._heard, self._joining = now, True
         self._membership = self._new()
-        return [Join(reason)]
+        return [Join(reason if was_member else "")]
 
     def tick(self, now: float) -> list[Effect]:
         """Check the lease, and report when due. Called several times per lease."""

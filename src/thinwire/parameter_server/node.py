@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -31,6 +32,8 @@ from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
 
 _FAREWELL_SECONDS = 5.0
+
+logger = logging.getLogger("thinwire")
 
 
 class Node:
@@ -275,6 +278,8 @@ class Node:
                 if self._theta is not None:
                     self._crew.give(effect, self._theta)
             elif isinstance(effect, Join):
+                if effect.reason:
+                    logger.warning("node %d has lost its server (%s): it calls again", self.leader.node, effect.reason)
                 if self._up is not None:
                     self._retire(self._up)
                 self._do(self.leader.join(time.monotonic()))

@@ -1,0 +1,85 @@
+"""Who lives and does not get on: its other threads still say that it lives, so it is named, and not given up."""
+
+import threading
+import time
+
+import pytest
+import torch
+from parameter_cluster import Cluster, in_thread, loss, model, part_of
+
+from thinwire.parameter_server import Node, Service, Worker
+from thinwire.parameter_server.presets import bsp
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+
+
+def heard(caplog, words):
+    """Wait until they are said; return the whole."""
+    while not (found := [message for message in caplog.messages if words in message]):
+        time.sleep(0.01)
+    return found[0]
+
+
+def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
+    monkeypatch.setattr("thinwire.parameter_server.crew.LONG_LEASES", 0.2)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def batch(number):
+        if number == 3:
+            hangs.set()
+            goes_on.wait(150.0)
+        return part_of(0, 1)[0](number)
+
+    failures = []
+    service = Service(model(), bsp(start_nodes=1, lease_seconds=6.0), host="127.0.0.1", updates=8)
+    serving = in_thread(failures, service.run)
+    with Node(f"127.0.0.1:{service.port}", 0, 2) as node:
+        workers = [
+            in_thread(failures, Worker(model(), batches, loss, node.address, number).run)
+            for number, batches in enumerate((part_of(0, 0)[0], batch))
+        ]
+        assert hangs.wait(60.0)
+        heard(caplog, "worker 1 lives, and has handed in nothing for")
+        goes_on.set()
+        for thread in (*workers, serving):
+            thread.join(60.0)
+    assert not failures
+    assert service.machine.version == 8
+
+
+class Blocks(torch.optim.SGD):
+    """The fourth step of the first shard that makes it takes until the test says so."""
+
+    lock, goes_on = threading.Lock(), threading.Event()
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 4 and self.lock.acquire(blocking=False):
+            self.goes_on.wait(150.0)
+        return super().step(closure)
+
+
+def test_a_shard_that_is_long_about_an_update_is_named(caplog):
+    cluster = Cluster(bsp(start_nodes=1, lease_seconds=4.0), 1, shards=2, updates=8,
+                      outer=lambda params: Blocks(params, lr=0.05))  # fmt: skip
+    told = heard(caplog, "lives, and has not made version 4 in 4 s")
+    slow = [shard.index for shard in cluster.shards if shard.keeper.version == 3]
+    assert told.startswith(f"shard {slow[0]} ")
+    Blocks.goes_on.set()
+    assert cluster.join().version == 8
+
+
+def test_a_server_that_is_long_about_something_is_named_by_its_nodes(caplog):
+    busy, goes_on = threading.Event(), threading.Event()
+
+    def on_update(version, theta):
+        if version == 3:
+            busy.set()
+            goes_on.wait(150.0)
+
+    cluster = Cluster(bsp(start_nodes=1, lease_seconds=3.0), 1, updates=8, on_update=on_update)
+    assert busy.wait(60.0)
+    assert "silent" in heard(caplog, "node 0 has lost its server (")
+    goes_on.set()
+    assert cluster.join().version == 8
