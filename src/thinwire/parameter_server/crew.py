@@ -96,7 +96,7 @@ class Crew:
         late = [number for number, at in self._late_at.items() if time.monotonic() > at]
         for number in late:
             del self._late_at[number]
-            logger.warning("worker %d lives, and has handed in nothing for %g s", number, self._long)
+            logger.warning("worker %d is alive but has handed in nothing for %g s", number, self._long)
         self._long *= 2.0 if late else 1.0  # it may always take as long: say so a few times only
 
     def end(self, version: int, theta: Tensor | None, buffers: Tensor | None) -> None:

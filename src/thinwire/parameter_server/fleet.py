@@ -265,7 +265,7 @@ class Fleet:
         if self._making is not None and now > self._late_at:
             self._late_at, version = math.inf, self._making[0]
             late = ", ".join(f"shard {i}" for i, post in sorted(self.roster.posts.items()) if post.made < version)
-            logger.warning("%s lives, and has not made version %d in %.0f s", late, version, self._seconds)
+            logger.warning("no version %d from %s after %.0f s, despite signs of life", version, late, self._seconds)
         return [member for member, assembly in self._assemblies.items() if assembly.overdue(now)]
 
     def traffic(self, member: int) -> tuple[int, int]:

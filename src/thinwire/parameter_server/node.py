@@ -279,7 +279,8 @@ class Node:
                     self._crew.give(effect, self._theta)
             elif isinstance(effect, Join):
                 if effect.reason:
-                    logger.warning("node %d has lost its server (%s): it calls again", self.leader.node, effect.reason)
+                    number, reason = self.leader.node, effect.reason
+                    logger.warning("node %d has lost its server (%s) and is reconnecting", number, reason)
                 if self._up is not None:
                     self._retire(self._up)
                 self._do(self.leader.join(time.monotonic()))
