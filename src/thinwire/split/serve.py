@@ -82,7 +82,9 @@ class CloudServer:
         if self.credentials is None:
             check_plain(self.host, self.insecure)
         self._heard: queue.SimpleQueue[_Newcomer] = queue.SimpleQueue()
-        self._bell, self._ring = socket.socketpair()  # readable when a newcomer's hello has been read
+        self._serving = threading.RLock()
+        # readable when a newcomer's hello has been read, or at an end of file, when this server is closed
+        self._bell, self._ring = socket.socketpair()
         try:
             self._door = Door(self.port, self.host, self._hear, self.hello_seconds, MOST)
         except (PairError, ValueError) as error:
@@ -93,7 +95,7 @@ class CloudServer:
         self._door.open()
 
     def serve(self, edges: int | None = 1, idle_seconds: float | None = None) -> None:
-        """Answer until that many edges have said bye.
+        """Answer until that many edges have said bye, or ``close`` is called from another thread.
 
         Args:
             edges: how many; None: forever.
@@ -103,7 +105,10 @@ class CloudServer:
             LinkError: no edge has said anything for ``idle_seconds``.
         """
         self._say(f"listening at {self.host} port {self.port}{'' if self.credentials else ', in the clear'}")
-        left = edges
+        with self._serving:
+            self._serve(edges, idle_seconds)
+
+    def _serve(self, left: int | None, idle_seconds: float | None) -> None:
         self._heard_at = time.monotonic()
         while left is None or left > 0:
             waiting: list[FrameConnection | socket.socket] = [self._bell]
@@ -115,7 +120,8 @@ class CloudServer:
                     left -= 1
                 self._heard_at = time.monotonic()
             if self._bell in ready:
-                self._bell.recv(1)
+                if not self._bell.recv(1):
+                    return
                 newcomer = self._heard.get()
                 self._admit(newcomer)
                 newcomer.answered.set()
@@ -221,14 +227,16 @@ class CloudServer:
         self.say(printable(sentence))
 
     def close(self) -> None:
+        """Close all connections. From another thread, first wait until the request being served is answered."""
         self._door.close()
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-        while not self._heard.empty():
-            self._heard.get().duplex.close()
-        self._bell.close()
         self._ring.close()
+        with self._serving:
+            if self._wire is not None:
+                self._wire.close()
+                self._wire = None
+            while not self._heard.empty():
+                self._heard.get().duplex.close()
+            self._bell.close()
 
     def __enter__(self) -> CloudServer:
         return self

@@ -5,6 +5,7 @@ import socket
 import ssl
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -251,6 +252,17 @@ def test_a_process_with_many_files_open_serves(keys, tls):
         losses = [float(edge.step(batch_of(step))) for step in range(2)]
         edge.bye()
     assert losses == in_process(steps=2)[0]
+
+
+@pytest.mark.timeout(60)
+def test_a_cloud_that_is_closed_from_another_thread_stops_serving():
+    listens = threading.Event()
+    server = CloudServer(CloudEnd(halves()[1], "pair", RECIPE), say=lambda sentence: listens.set())
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(server.serve, edges=None)
+        assert listens.wait(30.0)
+        server.close()
+        served.result(30.0)
 
 
 def test_no_call_waits_for_ever():
