@@ -79,7 +79,7 @@ class EdgeEnd:
         self._call, self._over = call, False
         resume = ready.get("resume")
         if not isinstance(resume, int) or resume not in self.hello()["steps"]:
-            raise SessionError(f"the cloud wants to go on from step {resume!r}, which this edge does not have")
+            raise SessionError(f"the cloud wants to continue from step {resume!r}, which this edge does not have")
         if resume != self.steps:
             self._load(resume)
         store.drop_after(self.checkpoint_dir, resume)
@@ -145,7 +145,7 @@ class EdgeEnd:
                 assert isinstance(wanted, Receive)
                 reply = self._request(request)
                 if reply.kind != wanted.kind:
-                    raise SessionError(f"the cloud answered {reply.kind!r} where {wanted.kind!r} was due")
+                    raise SessionError(f"expected {wanted.kind!r} from the cloud, got {reply.kind!r}")
                 try:
                     said = program.send(reply)
                 except ValueError as error:
@@ -166,7 +166,7 @@ class EdgeEnd:
         if reply.kind == "error":
             raise SessionError(f"the cloud refused: {printable((reply.fields or {}).get('sentence'))}")
         if (reply.sequence, reply.step) != (request.sequence, request.step):
-            raise SessionError(f"the cloud answered request {reply.sequence} where {request.sequence} was put")
+            raise SessionError(f"the cloud answered request {reply.sequence} instead of {request.sequence}")
         self._over = message.kind == "bye"
         return reply
 

@@ -146,7 +146,7 @@ def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, list[
     if shape.pixels:
         return [("pixels", shape.itemsize * shape.pixels * batch, [4])]
     if not shape.uses_lengths:
-        raise ValueError("front_on='cloud': the inputs cross; say in Shape(pixels=...) how many numbers a picture has")
+        raise ValueError("front_on='cloud' sends the inputs: set Shape(pixels=...) to how many numbers a picture has")
     ids = ("ids", 4 * batch * length, [2])
     return [ids, ("types", batch * length, [2])] if shape.types else [ids]
 

@@ -105,9 +105,9 @@ def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
         with safe_open(str(path), framework="pt") as file:
             facts = json.loads((file.metadata() or {})["thinwire"])
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} is no half of a model: thinwire split plan --out writes them ({error})") from error
+        raise ValueError(f"{path} is not a half of a model: thinwire split plan --out writes them ({error})") from error
     if not isinstance(facts, dict) or not {"role", "plan", "pair", "class", "config", "notes"} <= facts.keys():
-        raise ValueError(f"{path} is no half of a model: thinwire split plan --out writes them")
+        raise ValueError(f"{path} is not a half of a model: thinwire split plan --out writes them")
     if role not in (None, facts["role"]):
         raise ValueError(f"{path} is the half of the {facts['role']}, not of the {role}")
     return facts

@@ -113,7 +113,7 @@ def split_finetune(
     directory = None if checkpoint_dir is None else Path(checkpoint_dir)
     if role == "local":
         if plan is None or not isinstance(halves, nn.Module) or task is None:
-            raise ValueError("role='local' takes a plan, a model of transformers and a task")
+            raise ValueError("role='local' needs a plan, a transformers model and a task")
         check_task(view_of(halves), task)
         batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[:samples]]
         front, back = split_model(halves, plan, [(b.inputs, b.lengths) for b in batches] if plan.calibrated else None)
@@ -137,7 +137,7 @@ def split_finetune(
         cloud = CloudEnd(half.module, half.pair, recipe, directory)
         server = CloudServer(cloud, *address, credentials=tls, insecure=insecure, say=say or (lambda words: None))
         return serve(server, edges, on_step)
-    raise ValueError(f"role={role!r}: write local, edge (with a task) or cloud (without one)")
+    raise ValueError(f"role={role!r} is unknown; use local, edge (with a task) or cloud (without one)")
 
 
 def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, on_step: OnStep | None) -> SplitReport:
@@ -180,7 +180,7 @@ def check_task(view: View, task: Task) -> None:
     ):
         if needed > there:
             raise ValueError(
-                f"task {task.name} has {needed} {what}, the model takes {there}: cut a model for this task"
+                f"task {task.name} has {needed} {what}, the model accepts {there}: cut a model for this task"
             )
 
 

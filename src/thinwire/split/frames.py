@@ -108,7 +108,7 @@ def encode(message: Message, ledger: ByteLedger | None = None) -> Iterator[bytes
         frames.append((message.kind, _TEXT, (), _text(message.fields)))
     for kind, tensor in message.parts:
         if tensor.dtype not in _CODES or tensor.dim() > _MOST_DIMENSIONS:
-            raise FrameError(f"{kind!r}: no frame holds a {tensor.dtype} of {tensor.dim()} dimensions")
+            raise FrameError(f"{kind!r}: no frame can hold a {tensor.dtype} of {tensor.dim()} dimensions")
         frames.append((kind, _CODES[tensor.dtype], tuple(tensor.shape), _payload(tensor)))
     if not 1 <= len(frames) <= _MOST_FRAMES or frames[0][0] != message.kind:
         raise FrameError(f"a message {message.kind!r} of {len(frames)} frames cannot be sent")
@@ -245,7 +245,7 @@ class MessageReader:
         magic, kind, dtype, dims, flags, step, sequence, size = HEADER.unpack(raw[: HEADER.size])
         (check,) = CHECKSUM.unpack(raw[HEADER.size :])
         if magic != MAGIC:
-            raise FrameError("what came is not a frame of thinwire split: is another program on this port?")
+            raise FrameError("what arrived is not a frame of thinwire split: is another program using this port?")
         if not 1 <= kind <= len(KINDS) or (dtype not in DTYPES and dtype != _TEXT):
             raise FrameError(f"a frame of kind {kind} and dtype {dtype} is unknown: the ends run different versions")
         if dims > _MOST_DIMENSIONS or flags & ~(_LAST | _EVALUATION) or (dtype == _TEXT and dims):
@@ -269,9 +269,9 @@ class MessageReader:
             try:
                 fields = json.loads(payload)
             except (ValueError, RecursionError) as error:
-                raise FrameError(f"a control message is no JSON: {error}") from error
+                raise FrameError(f"a control message is not JSON: {error}") from error
             if not isinstance(fields, dict):
-                raise FrameError("a control message is no JSON object")
+                raise FrameError("a control message is not a JSON object")
             self._fields = fields
             return
         dtype = DTYPES[frame.dtype]

@@ -57,13 +57,13 @@ def received_inputs(message: Message, front: Front, device: torch.device) -> dic
         shape = tuple(found[view.inputs[0]].shape) if found else None
         tensor = message.one(frame.kind, frame.dtype or numbers, shape)
         if tensor.dim() != frame.dims or not tensor.numel():
-            raise SessionError(f"step {message.step}: {frame.kind!r} came as {list(tensor.shape)}")
+            raise SessionError(f"step {message.step}: {frame.kind!r} cannot have the shape {list(tensor.shape)}")
         if frame.below:
             tensor, most = tensor.long(), int(getattr(view.config, frame.below))
             if int(tensor.min()) < 0 or int(tensor.max()) >= most:
                 raise SessionError(
-                    f"step {message.step}: {frame.kind!r} must be 0 to {most - 1} for this model; "
-                    f"{int(tensor.min())} to {int(tensor.max())} came"
+                    f"step {message.step}: {frame.kind!r} must be 0 to {most - 1} for this model, "
+                    f"got {int(tensor.min())} to {int(tensor.max())}"
                 )
             check_size(message, len(tensor), tensor.shape[1], view.hidden, numbers)
         found[name] = tensor.to(device)

@@ -153,7 +153,7 @@ class CloudClient:
         if ready.kind != "ready" or not isinstance(fields.get("known"), bool):
             raise SessionError(f"the cloud answered hello with {ready.kind!r}: the ends run different versions")
         if known and not fields["known"]:
-            raise SessionError("the cloud was restarted meanwhile: restart this end too, both go on from checkpoints")
+            raise SessionError("the cloud has restarted: restart this end too, both continue from checkpoints")
         return fields
 
     def _drop(self) -> None:

@@ -49,20 +49,20 @@ class SplitPlan:
         object.__setattr__(self, "down", tuple(self.down))
         for name, known in (("kind", KINDS), ("labels", LABELS), ("init", INITS), ("front_on", FRONT_ON)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: write one of {', '.join(known)}")
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
         for name in ("cut", "rank"):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
         if self.residual not in ("drop", "keep") and self.kept_directions < 1:
-            raise ValueError(f"residual={self.residual!r} is unknown: write drop, keep or lowrank:4")
+            raise ValueError(f"residual={self.residual!r} is unknown; use drop, keep or a rank such as lowrank:4")
         if self.kind == "boundary" and self.residual != "drop":
-            raise ValueError("a boundary cut keeps every residual by itself: leave residual out")
+            raise ValueError("a boundary cut always keeps every residual: leave residual out")
         if self.kind != "lowrank" and self.init != "svd":
             raise ValueError(f"init={self.init!r} needs factors: use it with kind='lowrank'")
         if self.front_on == "cloud" and self.labels == "cloud":
             raise ValueError(
-                "labels='cloud' does not go with front_on='cloud': the edge has the back, which computes the loss; "
+                "labels='cloud' cannot be used with front_on='cloud': the edge has the back, which computes the loss; "
                 "leave labels out"
             )
         check_chain(self.up, "up", self.carries("up"))

@@ -178,7 +178,7 @@ def fitted(dz: Tensor, z: Tensor, visit: Visit, step: int) -> Tensor:
     if visit.lengths is not None and dz.shape[1] == max(visit.lengths):
         dz = torch.nn.functional.pad(dz, (0, 0, 0, z.shape[1] - dz.shape[1]))
     if dz.shape != z.shape:
-        raise SessionError(f"step {step}: the gradient came as {list(dz.shape)}, the activation was {list(z.shape)}")
+        raise SessionError(f"step {step}: the gradient has the shape {list(dz.shape)}, the activation {list(z.shape)}")
     return dz
 
 
@@ -198,7 +198,7 @@ def checked_loss(recipe: Recipe, logits: Tensor, labels: Tensor) -> Tensor:
         return recipe.loss_function(logits, labels)
     except (IndexError, RuntimeError, ValueError) as error:
         raise SessionError(
-            f"the loss takes no logits {list(logits.shape)} with labels {list(labels.shape)}: {error}"
+            f"the loss does not accept logits {list(logits.shape)} with labels {list(labels.shape)}: {error}"
         ) from error
 
 

@@ -52,9 +52,9 @@ class Recipe:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
         if self.warmup >= 1:
-            raise ValueError(f"warmup={self.warmup!r} is a share of the steps: write for example 0.1")
+            raise ValueError(f"warmup={self.warmup!r} must be a share of the steps, such as 0.1")
         if self.loss not in LOSSES:
-            raise ValueError(f"loss={self.loss!r} is unknown: write one of {', '.join(LOSSES)}")
+            raise ValueError(f"loss={self.loss!r} is unknown; use one of {', '.join(LOSSES)}")
 
     @property
     def hash(self) -> str:

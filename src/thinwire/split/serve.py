@@ -129,7 +129,7 @@ class CloudServer:
             if self._wire is not None and self._wire.middle and silent > self.message_seconds:
                 self._lose("it fell silent within a message")
             if idle_seconds is not None and silent > idle_seconds:
-                raise LinkError(f"no edge has said anything for {idle_seconds:g} s")
+                raise LinkError(f"no edge has sent anything for {idle_seconds:g} s")
 
     def _hear(self, duplex: Duplex, end: float) -> None:
         """Read a newcomer's hello, then wait until it is answered or closed to make room. Runs in its own thread."""
@@ -162,7 +162,7 @@ class CloudServer:
         held = self._wire is not None or time.monotonic() - self._lost_at < self.hold_seconds
         try:
             if holder and name != holder and held:
-                sentence = f"the cloud is busy with edge {printable(holder)!r}; this one comes after it"
+                sentence = f"the cloud is busy with edge {printable(holder)!r}; this one has to wait"
                 wire.send(Message("error", fields={"sentence": sentence, "busy": True}), HELLO_SECONDS)
                 self._close(newcomer)
                 return

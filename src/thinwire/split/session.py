@@ -145,8 +145,8 @@ class CloudEnd:
         raise SessionError(
             f"no step in common: edge {name!r} has step {', '.join(map(str, theirs)) or 'none'}, the cloud is "
             f"{'inside' if self.training else 'after'} step {self.steps_of(name)} with it and has {here}; restart both "
-            "ends: with --checkpoint-dir on both they go on from the newest step that both saved; without, from the "
-            "start"
+            "ends: with --checkpoint-dir on both they continue from the newest step that both saved; without it, from "
+            "the start"
         )
 
     def handle(self, request: Message) -> Message:
@@ -161,7 +161,7 @@ class CloudEnd:
             self._end(request)
             return self._reply
         if request.sequence != self._sequence + 1:
-            raise SessionError(f"request {request.sequence} came where {self._sequence + 1} was due")
+            raise SessionError(f"expected request {self._sequence + 1}, got {request.sequence}")
         try:
             reply = self._carry_out(request)
         except SplitError:
@@ -194,7 +194,7 @@ class CloudEnd:
             return self._run(self._evaluation(self._context(edge)), request)[0]
         if request.kind == self._opening:
             if self.training or request.step != edge.steps:
-                raise SessionError(f"step {request.step} begins where {edge.steps} is due")
+                raise SessionError(f"step {request.step} begins, expected step {edge.steps}")
             self.recipe.set_rate(self._optimizer, request.step, self._total)
             self._optimizer.zero_grad()
             self.half.train()
@@ -223,7 +223,7 @@ class CloudEnd:
         wanted = next(program)
         assert isinstance(wanted, Receive)
         if request.kind != wanted.kind:
-            raise SessionError(f"a request {request.kind!r} came where {wanted.kind!r} was due")
+            raise SessionError(f"expected a request {wanted.kind!r}, got {request.kind!r}")
         return self._resume(program, request)
 
     def _resume(self, program: Program, request: Message) -> tuple[Message, bool]:
@@ -278,5 +278,5 @@ _REMEDY = {
     "protocol": "install the same version of thinwire on both",
     "plan": "start both from the files of one thinwire split plan --out",
     "recipe": "start both with the same training options",
-    "pair": "the two files are not of one surgery; copy both from one thinwire split plan --out",
+    "pair": "the two files are not from the same surgery; copy both from one thinwire split plan --out",
 }

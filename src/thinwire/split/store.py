@@ -35,7 +35,7 @@ def load(directory: Path, step: int) -> dict[str, Any]:
     try:
         return read_file(kept.found().get(step, kept.path(step)) / _CONTENT)
     except (OSError, ValueError) as error:
-        raise SessionError(f"no checkpoint can be taken over: {error}") from error
+        raise SessionError(f"the checkpoint cannot be read: {error}") from error
 
 
 def check_pair(content: dict[str, Any], pair: str, directory: Path) -> None:

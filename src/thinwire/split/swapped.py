@@ -101,11 +101,11 @@ def _came_down(reply: Message, back: Back, batch: Batch, visit: Visit, context: 
     parts = [part.to(first.device) for part in reply.tensors("z")]
     z = context.down.decode(parts, visit, back.width, first.dtype, length=known)
     if z.shape[0] != samples or (known and z.shape[1] != known) or not z.numel():
-        raise SessionError(f"step {reply.step}: the activation of {samples} samples came as {list(z.shape)}")
+        raise SessionError(f"step {reply.step}: the activation of {samples} samples has the shape {list(z.shape)}")
     return z
 
 
 def _check_lengths(message: Message, inputs: dict[str, Tensor], visit: Visit) -> None:
     samples, length = next(iter(inputs.values())).shape[:2]
     if visit.lengths is not None and (len(visit.lengths) != samples or max(visit.lengths) > length):
-        raise SessionError(f"step {message.step}: {samples} x {length} tokens came, which their lengths do not fit")
+        raise SessionError(f"step {message.step}: got {samples} x {length} tokens, which do not fit their lengths")

@@ -121,7 +121,7 @@ class FrameConnection:
         self._duplex.close()
 
     def _write(self, plain: bytearray, seconds: float) -> None:
-        with self._lost("the other end to take bytes", seconds):
+        with self._lost("the other end to accept bytes", seconds):
             self._duplex.write(plain, end_of(seconds))
         self._count_tls(len(plain), 0)
 
@@ -147,7 +147,7 @@ class FrameConnection:
             raise TrustError(str(error)) from error
         except PairTimeout as error:
             if self._end < math.inf:
-                raise LinkTimeout(f"{waiting_for} was not over within {self._seconds:g} s") from error
-            raise LinkTimeout(f"nothing came for {seconds:g} s while waiting for {waiting_for}") from error
+                raise LinkTimeout(f"{waiting_for} did not finish within {self._seconds:g} s") from error
+            raise LinkTimeout(f"no progress for {seconds:g} s while waiting for {waiting_for}") from error
         except PairError as error:
             raise LinkError(f"the connection was lost while waiting for {waiting_for}: {error}") from error

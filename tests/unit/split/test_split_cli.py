@@ -130,10 +130,10 @@ def test_the_table_of_a_comparison():
         ("--plans is empty", ["compare", "--plans", ""]),
         ("kind='thin' is unknown", ["compare", "--plans", "thin"]),
         ("--seeds must be at least 1", ["compare", "--seeds", "0"]),
-        ("does not go with front_on='cloud'", ["plan", "--front-on", "cloud", "--labels", "cloud"]),
+        ("cannot be used with front_on='cloud'", ["plan", "--front-on", "cloud", "--labels", "cloud"]),
         ("front_on='x' is unknown", ["compare", "--front-on", "x"]),
-        ("is no half of a model", ["cloud", "nowhere.safetensors"]),
-        ("is no half of a model", ["edge", "nowhere.safetensors"]),
+        ("is not a half of a model", ["cloud", "nowhere.safetensors"]),
+        ("is not a half of a model", ["edge", "nowhere.safetensors"]),
     ],
 )
 def test_wrong_words_are_one_sentence(says, words):
@@ -145,7 +145,7 @@ def test_wrong_addresses_keys_and_shares(tmp_path):
     refused("is not host:port", "edge", "halves", "--cloud", "somewhere")
     refused("no keys for a connection with 10.0.0.1", "edge", "halves", "--cloud", "10.0.0.1:7443")
     refused("no keys for a connection with 0.0.0.0", "cloud", "halves", "--listen", "0.0.0.0:7443")
-    refused("certificate: keys/identity.crt is no file", "edge", "halves", "--keys", "keys")
+    refused("certificate: keys/identity.crt is not a file", "edge", "halves", "--keys", "keys")
     refused("give --keys too", "edge", "halves", "--fingerprint", "00")
     refused("share '5/4' is not a part", "edge", "halves", "--share", "5/4")
     refused("share '¹/4' is not a part", "edge", "halves", "--share", "¹/4")

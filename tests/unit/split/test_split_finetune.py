@@ -67,9 +67,9 @@ def test_another_surgery_is_another_pair(tmp_path):
 
 def test_files_that_are_no_halves(tmp_path):
     (tmp_path / "edge.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is no half of a model"):
+    with pytest.raises(ValueError, match="is not a half of a model"):
         load_half(tmp_path, "edge")
-    with pytest.raises(ValueError, match="is no half of a model"):
+    with pytest.raises(ValueError, match="is not a half of a model"):
         load_half(tmp_path / "nowhere.safetensors", "edge")
     prepare(small.model(), SplitPlan(2), tmp_path)
     with pytest.raises(ValueError, match="is the half of the edge, not of the cloud"):
@@ -169,9 +169,9 @@ def test_the_ledger_of_a_training_is_that_of_the_formulas():
 @pytest.mark.parametrize(
     "words,says",
     [
-        ({"plan": None}, "role='local' takes a plan"),
-        ({"task": None}, "role='local' takes a plan"),
-        ({"halves": "x.safetensors"}, "role='local' takes a plan"),
+        ({"plan": None}, "role='local' needs a plan"),
+        ({"task": None}, "role='local' needs a plan"),
+        ({"halves": "x.safetensors"}, "role='local' needs a plan"),
         ({"role": "edge"}, "takes a file that split.prepare wrote"),
     ],
 )
@@ -184,7 +184,7 @@ def test_arguments_that_do_not_fit(words, says):
 def test_roles_and_their_data(tmp_path):
     prepare(toy_model(), SplitPlan(1), tmp_path)
     for role, task in (("edge", None), ("cloud", toy_task(8, 8)), ("middle", None)):
-        with pytest.raises(ValueError, match=f"role='{role}': write local, edge"):
+        with pytest.raises(ValueError, match=f"role='{role}' is unknown; use local, edge"):
             split_finetune(None, tmp_path, task, role=role)
 
 
@@ -214,7 +214,7 @@ def test_presets_and_directories(tmp_path):
     heads = [pretrained(tmp_path, 7, seed).classifier.weight for seed in (1, 1, 2)]
     assert torch.equal(heads[0], heads[1])  # seeds of a comparison begin alike, whatever was drawn before
     assert not torch.equal(heads[0], heads[2])
-    with pytest.raises(ValueError, match="holds no model of transformers"):
+    with pytest.raises(ValueError, match="does not hold a transformers model"):
         pretrained(tmp_path / "nowhere", 2)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     with pytest.raises(ValueError, match="holds a t5, which cannot be split"):

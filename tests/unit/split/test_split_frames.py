@@ -109,8 +109,8 @@ def forged(kind=3, dtype=1, dims=(4,), flags=1, size=16, payload=bytes(16), magi
         (forged(dims=(5,)), "cannot hold"),
         (forged(size=LIMIT + 1), "over the limit"),
         (forged(dims=(2**32 - 1,) * 3 + (0,), size=0, payload=b""), "cannot have the dimensions"),
-        (forged(dtype=9, dims=(), size=3, payload=b"[1]"), "no JSON object"),
-        (forged(dtype=9, dims=(), size=2, payload=b"{]"), "no JSON"),
+        (forged(dtype=9, dims=(), size=3, payload=b"[1]"), "not a JSON object"),
+        (forged(dtype=9, dims=(), size=2, payload=b"{]"), "is not JSON"),
         (forged(dtype=9, dims=(), size=1 << 17, payload=bytes(1 << 17)), "over the limit"),
     ],
 )
@@ -152,8 +152,8 @@ def test_an_announced_payload_takes_no_memory_before_it_comes():
         (Message("z"), "0 frames"),
         (Message("z", parts=(("z", torch.zeros(1)),) * 9), "9 frames"),
         (Message("z", parts=(("dz", torch.zeros(1)),)), "cannot be sent"),
-        (Message("z", parts=(("z", torch.zeros(1, dtype=torch.int64)),)), "no frame holds"),
-        (Message("z", parts=(("z", torch.zeros(1, 1, 1, 1, 1)),)), "no frame holds"),
+        (Message("z", parts=(("z", torch.zeros(1, dtype=torch.int64)),)), "no frame can hold"),
+        (Message("z", parts=(("z", torch.zeros(1, 1, 1, 1, 1)),)), "no frame can hold"),
         (Message("hello", fields={"x": "y" * 70000}), "over the limit"),
     ],
 )

@@ -79,7 +79,7 @@ def test_where_the_labels_are_does_not_change_the_training(labels):
     [
         ({"plan": "x"}, "the plan of edge and cloud differ"),
         ({"recipe": "x"}, "the recipe of edge and cloud differ"),
-        ({"pair": "x"}, "the two files are not of one surgery"),
+        ({"pair": "x"}, "the two files are not from the same surgery"),
         ({"protocol": 1}, "install the same version"),
         ({"steps": [7]}, "no step in common"),
         ({"steps": "7"}, "malformed"),
@@ -108,8 +108,8 @@ def z_of(edge, step=0, sequence=1, **more):
 @pytest.mark.parametrize(
     "request_of,says",
     [
-        (lambda edge: z_of(edge, sequence=2), "request 2 came where 1 was due"),
-        (lambda edge: z_of(edge, step=3), "step 3 begins where 0 is due"),
+        (lambda edge: z_of(edge, sequence=2), "expected request 1, got 2"),
+        (lambda edge: z_of(edge, step=3), "step 3 begins, expected step 0"),
         (lambda edge: z_of(edge, lengths=None), "without the lengths"),
         (lambda edge: z_of(edge, lengths=torch.tensor([7, 0, 5]).to(torch.uint16)), "without a token"),
         (lambda edge: z_of(edge, lengths=torch.tensor([9, 1, 5]).to(torch.uint16)), "do not fit"),
@@ -276,5 +276,5 @@ def test_a_loss_that_does_not_fit_the_labels():
     edge = edge_end(front, recipe=Recipe(loss="next_token"))
     cloud = CloudEnd(back, "pair", Recipe(loss="next_token"))
     edge.open(cloud.handle, cloud.hello(edge.hello()))
-    with pytest.raises(SessionError, match="the loss takes no logits"):
+    with pytest.raises(SessionError, match="the loss does not accept logits"):
         edge.step(small.batch())

@@ -67,7 +67,7 @@ def test_of_too_many_strangers_the_longest_there_makes_room():
     ):
         assert [one.recv(1) for one in first[:6]] == [b""] * 6
         end = time.monotonic() + 30.0  # each is said by a thread of its own, after its connection has closed
-        while sum(f"{MOST} others came" in words for words in server.said) < 6:
+        while sum(f"{MOST} others connected" in words for words in server.said) < 6:
             assert time.monotonic() < end, server.said
             time.sleep(0.01)
         edge.bye()
@@ -102,7 +102,7 @@ def test_handshake_and_hello_have_one_deadline(keys):
                         slow.sendall(b"\x00")
                         time.sleep(0.1)
                 assert not any(words.startswith("edge") for words in server.said)
-                assert any("was not over within 2 s" in words for words in server.said)
+                assert any("did not finish within 2 s" in words for words in server.said)
             with linked(server, edge_end(front), keys["edge"] if credentials else None) as (_, edge):
                 edge.bye()
 

@@ -74,7 +74,7 @@ def test_quotes_are_text_and_long_samples_are_cut_and_counted(tmp_path):
         ("sst2", ["sentence\tlabel", "no label"], "line 2 does not have the columns of this task"),
         ("sst2", ["sentence\tlabel", "film\tgood"], "line 2 does not have the columns of this task"),
         ("sst2", ["text\tlabel", "film\t1"], "no column 'sentence', only text, label"),
-        ("sst2", ["sentence\tlabel"], "holds no sample"),
+        ("sst2", ["sentence\tlabel"], "holds no samples"),
         ("stsb", ["index\tgenre\tsentence1\tsentence2\tscore", "0\tn\ta\tb\tx"], "line 2"),
     ],
 )
@@ -84,11 +84,11 @@ def test_files_of_something_else(name, lines, says, tmp_path):
 
 
 def test_what_is_missing(tmp_path):
-    with pytest.raises(ValueError, match="is not there: a GLUE task is a directory with train"):
+    with pytest.raises(ValueError, match="does not exist: a GLUE task is a directory with train"):
         glue_task("mnli", tmp_path, TOKENIZER)
     with pytest.raises(ValueError, match="GLUE task 'wnli' is unknown"):
         glue_task("wnli", tmp_path, TOKENIZER)
-    with pytest.raises(ValueError, match="holds no tokeniser"):
+    with pytest.raises(ValueError, match="does not hold a transformers tokeniser"):
         local_tokenizer(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_the_standard_library_task():
     assert stdlib_task(60, 24, 500, seed=1).train != task.train
     halved = stdlib_task(60, 24, 500, every=2)
     assert len(halved.held_out) == len(halved.train) == 30 * len(PACKAGES)
-    with pytest.raises(ValueError, match="every=1 leaves no line to learn from"):
+    with pytest.raises(ValueError, match="every=1 leaves no lines to learn from"):
         stdlib_task(60, every=1)
 
 

@@ -48,4 +48,4 @@ def check_parts(name: str, parts: Sequence[Tensor], wanted: Sequence[tuple[torch
     found = [(part.dtype, tuple(part.shape[1:])) for part in parts]
     if found != list(wanted) or len({len(part) for part in parts}) != 1:
         come, due = ([(str(d), s) for d, s in these] for these in (found, wanted))
-        raise ValueError(f"the other end sent {come} where codec {name!r} has {due}")
+        raise ValueError(f"the other end sent {come}, codec {name!r} expects {due}")

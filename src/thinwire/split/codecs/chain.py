@@ -81,7 +81,7 @@ class Chain:
         if isinstance(self.values, Delta) and visit.training:
             lengths = list(visit.lengths or ())
             if visit.slots is None or len(visit.slots) != len(lengths) or not lengths:
-                raise ValueError("the other end sent no slot per sample, which delta needs")
+                raise ValueError("the other end did not send a slot per sample, which delta needs")
             rows = self.values.decode_visits(parts, visit.slots, lengths, width).to(dtype)
             return _spread(rows, lengths, length)
         values = Codec() if isinstance(self.values, Delta) else self.values
@@ -89,14 +89,14 @@ class Chain:
             rows = values.decode(parts, width, dtype)
             lengths = list(visit.lengths or ())
             if len(rows) != sum(lengths) or not lengths:
-                raise ValueError(f"the other end sent {len(rows)} tokens where its lengths sum up to {sum(lengths)}")
+                raise ValueError(f"the other end sent {len(rows)} tokens, but its lengths sum to {sum(lengths)}")
             return _spread(rows, lengths, length)
         if not parts or any(part.dim() < 2 or part.shape[:2] != parts[0].shape[:2] for part in parts):
             raise ValueError("the other end sent parts that are not [B, L, ...]")
         lead = tuple(parts[0].shape[:2])
         rows = values.decode([part.reshape(-1, *part.shape[2:]) for part in parts], width, dtype)
         if visit.lengths is not None and (len(visit.lengths) != lead[0] or max(visit.lengths, default=0) > lead[1]):
-            raise ValueError(f"the other end sent {lead[0]} x {lead[1]} tokens, which its lengths do not fit")
+            raise ValueError(f"the other end sent {lead[0]} x {lead[1]} tokens, which do not fit its lengths")
         return rows.view(*lead, width)
 
     def nbytes(self, batch: int, length: int, visit: Visit, width: int, itemsize: int, fresh: int = 0) -> int:
@@ -132,17 +132,15 @@ def check_chain(words: Sequence[str], direction: str, carries: str | None = None
     """
     for word in words:
         if word not in WORDS:
-            raise ValueError(f"{direction}: codec {word!r} is unknown: write some of {', '.join(WORDS)}")
+            raise ValueError(f"{direction}: codec {word!r} is unknown; use some of {', '.join(WORDS)}")
     values = [word for word in words if word != "pack"]
     if len(values) > 1 or len(words) > 1 + len(values) or (values and words[0] != values[0]):
-        raise ValueError(f"{direction}: {','.join(words)} is no chain: write one value codec, then pack, as int8,pack")
+        raise ValueError(f"{direction}: {','.join(words)} is not a chain: use one value codec, then pack: int8,pack")
     if values and values[0].startswith("delta"):
         if (carries or {"up": "activation", "down": "gradient"}[direction]) == "gradient":
-            raise ValueError(
-                f"{direction}: delta is for activations, which come again with their sample; use int8 or int4"
-            )
+            raise ValueError(f"{direction}: delta is for activations, which recur with their sample; use int8 or int4")
         if "pack" not in words:
-            raise ValueError(f"{direction}: delta keeps a row per real token: write {values[0]},pack")
+            raise ValueError(f"{direction}: delta keeps a row per real token: use {values[0]},pack")
 
 
 def _codec(word: str) -> Codec:

@@ -35,7 +35,7 @@ class Delta(Codec):
         first = _joined([rows[i].float() for i in fresh], width)
         for i in known:
             if self.cache[slots[i]].shape != rows[i].shape:
-                raise ValueError(f"sample {slots[i]} changed its length: delta needs the same tokens on every visit")
+                raise ValueError(f"sample {slots[i]} changed length: delta needs the same tokens on every visit")
         change = _joined([rows[i].float() - self.cache[slots[i]] for i in known], width)
         codes, scales = quantise(change, self.bits)
         self._update(slots, fresh, known, [len(row) for row in rows], first, codes, scales, width)
@@ -51,7 +51,7 @@ class Delta(Codec):
         """
         fresh, known = self._sort(slots)
         if len(parts) != 3:
-            raise ValueError(f"the other end sent {len(parts)} parts where codec {self.name!r} has 3")
+            raise ValueError(f"the other end sent {len(parts)} parts, codec {self.name!r} expects 3")
         first, codes, scales = parts
         check_parts(self.name, [first], [(torch.float32, (width,))])
         wanted = [(torch.uint8, (packed_bytes(width, self.bits),)), (torch.bfloat16, ())]
@@ -61,7 +61,7 @@ class Delta(Codec):
         if [len(first), len(codes)] != rows_of or not fits:
             raise ValueError(
                 f"the caches of {self.name} differ: the other end sent {len(first)} new and {len(codes)} known rows, "
-                f"here they are {rows_of[0]} and {rows_of[1]}; restart both ends from a checkpoint"
+                f"here there are {rows_of[0]} and {rows_of[1]}; restart both ends from a checkpoint"
             )
         self._update(slots, fresh, known, lengths, first, codes, scales, width)
         return _joined([self.cache[slot] for slot in slots], width)
@@ -89,7 +89,7 @@ class Delta(Codec):
     def _sort(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the batch positions of first visits, and of the others."""
         if len(set(slots)) != len(slots):
-            raise ValueError("a sample comes twice in one batch: delta needs distinct slots")
+            raise ValueError("a sample occurs twice in one batch: delta needs distinct slots")
         fresh = [i for i, slot in enumerate(slots) if slot not in self.cache]
         return fresh, [i for i, slot in enumerate(slots) if slot in self.cache]
 

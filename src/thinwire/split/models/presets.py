@@ -41,7 +41,7 @@ def sizes_of(
     size = size if dash else "small"
     if kind not in _CLASSES or size not in _SIZES:
         raise ValueError(
-            f"model {name!r} is unknown: write one of {', '.join(_CLASSES)}, with -small, -base or -large, or a "
+            f"model {name!r} is unknown; use one of {', '.join(_CLASSES)}, with -small, -base or -large, or a "
             "directory that holds a pre-trained one"
         )
     of_size = _SIZES[size]
@@ -114,7 +114,7 @@ def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} holds no model of transformers: {error}") from error
+        raise ValueError(f"{directory} does not hold a transformers model: {error}") from error
     for view in VIEWS:
         if view.model_type == config.model_type:
             try:
@@ -131,4 +131,4 @@ def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
                 raise ValueError(f"{directory} cannot be loaded as {view.classes[0]}: {error}") from error
             return model
     known = ", ".join(view.model_type for view in VIEWS)
-    raise ValueError(f"{directory} holds a {config.model_type}, which cannot be split: there are views of {known}")
+    raise ValueError(f"{directory} holds a {config.model_type}, which cannot be split: use one of {known}")

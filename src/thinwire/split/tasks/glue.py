@@ -45,7 +45,7 @@ def read_tsv(path: Path, columns: _Columns) -> tuple[list[str], list[str] | None
         ValueError: the file is missing or empty, or a line lacks the task's columns; names file and line.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is not there: a GLUE task is a directory with train.tsv and {columns.held_out}")
+        raise ValueError(f"{path} does not exist: a GLUE task is a directory with train.tsv and {columns.held_out}")
     first: list[str] = []
     second: list[str] = []
     labels: list[int | float] = []
@@ -65,7 +65,7 @@ def read_tsv(path: Path, columns: _Columns) -> tuple[list[str], list[str] | None
                     f"{path} line {rows.line_num} does not have the columns of this task: {error}"
                 ) from error
     if not labels:
-        raise ValueError(f"{path} holds no sample")
+        raise ValueError(f"{path} holds no samples")
     return first, (second if columns.second is not None else None), labels
 
 
@@ -76,7 +76,7 @@ def glue_task(name: str, directory: str | Path, tokenizer: Any, length: int = 12
         ValueError: the task is unknown, or the files do not belong to it.
     """
     if name not in COLUMNS:
-        raise ValueError(f"GLUE task {name!r} is unknown: write one of {', '.join(COLUMNS)}")
+        raise ValueError(f"GLUE task {name!r} is unknown; use one of {', '.join(COLUMNS)}")
     columns = COLUMNS[name]
     parts = []
     for file in ("train.tsv", columns.held_out):

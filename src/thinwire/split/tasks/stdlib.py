@@ -65,7 +65,7 @@ def stdlib_task(
         ValueError: no line would be left to learn from, or this Python was installed without its sources.
     """
     if every < 2:
-        raise ValueError(f"every={every!r} leaves no line to learn from: write at least 2")
+        raise ValueError(f"every={every!r} leaves no lines to learn from: use at least 2")
     draw = random.Random(seed)
     texts: dict[str, tuple[list[str], list[int]]] = {"train": ([], []), "held_out": ([], [])}
     for label, lines in enumerate(lines_of(packages).values()):

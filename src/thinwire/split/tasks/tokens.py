@@ -54,7 +54,7 @@ def local_tokenizer(directory: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{directory} holds no tokeniser of transformers: {error}") from error
+        raise ValueError(f"{directory} does not hold a transformers tokeniser: {error}") from error
 
 
 def encode(
