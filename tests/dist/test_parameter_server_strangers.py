@@ -116,7 +116,7 @@ def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
     while not roster(cluster, 1):
         time.sleep(0.01)
     port = roster(cluster, 1)[0].port
-    with pytest.raises(NotAdmitted, match=f"takes no {role}s"):
+    with pytest.raises(NotAdmitted, match=f"does not accept {role}s"):
         talk(f"127.0.0.1:{port}", Badge(role, 0, secret), Ticket(7))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1

@@ -48,9 +48,9 @@ def test_the_numbers_are_those_of_plain_connections(keys, shards):
 
 def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(keys, caplog):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.02], keys=keys / "ours")
-    with pytest.raises(NodeRefused, match="node 0 belongs to another name than this certificate's"):
+    with pytest.raises(NodeRefused, match="node 0 belongs to a name other than this certificate's"):
         Node(cluster.address, 0, 1, keys=keys / "ours" / "node1")
-    told = "turned away 127.0.0.1: it comes with the number of another name"
+    told = "turned away 127.0.0.1: it uses a number that belongs to another name"
     while cluster.version < 3 or told not in caplog.messages:
         time.sleep(0.01)
     cluster.nodes[0].close()  # its worker looks for it, and goes on doing so
@@ -127,7 +127,7 @@ def test_a_leader_knows_a_shard_by_its_certificate(keys):
     connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned(fingerprint))).close()
     with pytest.raises(NotAdmitted, match="not the pinned one"):
         connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned("0" * 64)))
-    with pytest.raises(NotAdmitted, match="takes no shards"):
+    with pytest.raises(NotAdmitted, match="does not accept shards"):
         connect("127.0.0.1", posts[0].port, hello, Badge("shard", 1, node1.pinned(fingerprint)))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1
@@ -142,7 +142,7 @@ def test_keys_go_before_the_secret_of_the_environment_and_not_beside_another(key
             Meeting(f"127.0.0.1:{service.port}", Badge("node", 0))
     with pytest.raises(ValueError, match="not both"):
         Service(model(), bsp(), secret=SECRET, keys=keys / "ours" / "server")
-    with pytest.raises(ValueError, match=r"server.crt|identity.crt is no file"):
+    with pytest.raises(ValueError, match=r"server.crt|identity.crt is not a file"):
         Service(model(), bsp(), keys=keys)
 
 

@@ -45,7 +45,7 @@ class Door:
         try:
             self._server: socket.socket | None = socket.create_server((host, port), backlog=MOST_UNKNOWN)
         except OSError as error:
-            advice = "choose another or end its user" if port else "is that an address of this machine?"
+            advice = "choose another or end the program using it" if port else "is that an address of this machine?"
             raise PairError(f"port {port} of {host} cannot be used ({error.strerror}): {advice}") from error
         self.port = int(self._server.getsockname()[1])
 
@@ -92,7 +92,7 @@ class Door:
                     oldest = next(iter(self._unknown))
                     del self._unknown[oldest]
                     # while the lock is held: a connection that has been forgotten must not be closed for this reason
-                    oldest.close(f"{self._most} others came before it had said hello")
+                    oldest.close(f"{self._most} others connected before it had said hello")
                 self._unknown[duplex] = None
             try:
                 threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()

@@ -19,7 +19,7 @@ _LOOK_SECONDS = 5.0
 _ROOM = 1 << 16
 _RECORD = 1 << 14
 _BURST = 1 << 18  # whole records, encrypted together
-_SILENT = "timed out: the other side is silent, or takes nothing"
+_SILENT = "timed out: the other side is silent, or does not read"
 _Done = TypeVar("_Done", bytes, int)
 _End = TypeVar("_End", bound="_HasDescriptor")
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # without a descriptor, unlike epoll

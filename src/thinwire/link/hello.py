@@ -50,7 +50,7 @@ class Badge:
 def check_badge(badge: Badge, role: str, number: int) -> None:
     """Raise ``ValueError`` if a process claims another role or number than in its hello."""
     if (badge.role, badge.number) != (role, number):
-        raise ValueError(f"it came as {badge.role} {badge.number} and speaks as {role} {number}")
+        raise ValueError(f"it connected as {badge.role} {badge.number} but speaks as {role} {number}")
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, 
         raise NotAdmitted(f"{duplex.host} has another secret: give both the same")
     if verdict == _NOT_ITS_NUMBER:
         raise NotAdmitted(
-            f"{badge.role} {badge.number} belongs to another name than this certificate's, or that name has too many "
-            "numbers: come with the certificate that it first came with, or with a number of its own"
+            f"{badge.role} {badge.number} belongs to a name other than this certificate's, or that name has too many "
+            "numbers: use the certificate that it first used, or a number that no other uses"
         )
     if verdict != _IN:
-        raise NotAdmitted(f"{duplex.host} takes no {badge.role}s: is this the right address?")
+        raise NotAdmitted(f"{duplex.host} does not accept {badge.role}s: is this the right address?")
     if not hmac.compare_digest(proof, _proof(secret, b"listener", first + second)):
         raise NotAdmitted(f"whoever listens at {duplex.host} does not know the secret")
 
@@ -138,7 +138,7 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Kn
     second = _ANSWER.pack(_MAGIC, VERSION, asks, secrets.token_bytes(32))
     duplex.write(second, end)
     if asks == _CERTIFICATE:
-        raise NotAdmitted("it shows no certificate")
+        raise NotAdmitted("it does not present a certificate")
     if version != VERSION:
         raise NotAdmitted(f"it speaks version {version} of our protocol, not {VERSION}")
     try:
@@ -152,7 +152,7 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Kn
         raise NotAdmitted("it does not know the secret")
     if role >= len(ROLES) or ROLES[role] not in roles or channel not in (NOTES, FRAMES, TENSORS):
         duplex.write(_VERDICT.pack(_WRONG_ROLE, bytes(32)), end)
-        raise NotAdmitted("it comes as somebody who has nothing to do here")
+        raise NotAdmitted("it connects in a role that is not accepted here")
     return Knock(Badge(ROLES[role], number, shown=duplex.shown), channel, token, first + second)
 
 
@@ -168,7 +168,7 @@ def refuse(duplex: Duplex, end: float) -> NoReturn:
         NotAdmitted: always.
     """
     duplex.write(_VERDICT.pack(_NOT_ITS_NUMBER, bytes(32)), end)
-    raise NotAdmitted("it comes with the number of another name")
+    raise NotAdmitted("it uses a number that belongs to another name")
 
 
 def _secret_of(trust: Trust) -> bytes | None:

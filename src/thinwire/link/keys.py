@@ -61,12 +61,12 @@ def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] =
 
     folder = Path(directory)
     if not names or len(set(names)) < len(names):
-        raise ValueError("each machine needs a name of its own: --names server,a,b")
+        raise ValueError("each machine needs its own name: --names server,a,b")
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"name {name!r} must be letters, digits, - and _")
         if (folder / name).exists():
-            raise ValueError(f"{folder / name} is there already: choose another name or directory, or remove it")
+            raise ValueError(f"{folder / name} already exists: choose another name or directory, or remove it")
     if days < 1:
         raise ValueError(f"days={days} must be at least 1")
     known = {name: _host(name, x509) for name in hosts}
@@ -96,13 +96,13 @@ def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] =
 
     contents: dict[Path, bytes] = {}
     if (folder / "ca.crt").exists() and not (folder / "ca.key").exists():
-        raise ValueError(f"{folder} has an authority without its key (ca.key), which signs no more: choose another")
+        raise ValueError(f"{folder} has an authority without its key (ca.key), so it cannot sign: choose another")
     if (folder / "ca.key").exists():
         try:
             authority: Any = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
             signed = (folder / "ca.crt").read_bytes()
         except (OSError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder} holds no authority of thinwire keys new: {error}") from error
+            raise ValueError(f"{folder} does not hold an authority from thinwire keys new: {error}") from error
     else:
         authority = ec.generate_private_key(ec.SECP256R1())
         signs = x509.KeyUsage(
@@ -147,7 +147,7 @@ def _read(folder: Path, x509: Any) -> Issued:
     except x509.ExtensionNotFound:
         hosts = ()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / 'identity.crt'} is no certificate of thinwire keys new: {error}") from error
+        raise ValueError(f"{folder / 'identity.crt'} is not a certificate from thinwire keys new: {error}") from error
     expires = found.not_valid_after_utc.date()
     return Issued(folder, name.value, hosts, expires, found.fingerprint(hashes.SHA256()).hex())
 
@@ -176,7 +176,7 @@ def _host(host: str, x509: Any) -> Any:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         if not _HOST.fullmatch(host) or host.rpartition(".")[2].isdigit():
-            raise ValueError(f"host {host!r} is no name and no address: write --host cloud.example.org") from None
+            raise ValueError(f"host {host!r} is neither a name nor an address: use --host cloud.example.org") from None
         return x509.DNSName(host)
 
 

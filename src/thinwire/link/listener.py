@@ -126,7 +126,7 @@ class Listener:
             self._say(f"turned away {duplex.host}: {error}")
             duplex.close()
         except (PairError, ValueError, RuntimeError) as error:
-            logger.debug("%s did not come in: %s", duplex.host, error)
+            logger.debug("%s was not let in: %s", duplex.host, error)
             duplex.close()
 
     def _is_its_own(self, badge: Badge) -> bool:
@@ -147,7 +147,7 @@ class Listener:
         half = _Half(heard.badge, duplex, duplex.read(self._hello_bytes, end))
         with self._changed:
             if heard.token in self._halves:
-                raise PairError("this pair is there already")
+                raise PairError("this pair already exists")
             self._halves[heard.token] = half
             self._changed.notify_all()
             try:
@@ -163,7 +163,7 @@ class Listener:
             self._wait(lambda: heard.token in self._halves, end)
             half = self._halves[heard.token]
             if half.badge != heard.badge:
-                raise NotAdmitted("it wants the tensors of another")
+                raise NotAdmitted("it asks for the tensors of another process")
             admit(duplex, heard, self._trust, end)
             del self._halves[heard.token]
             for ours in (duplex, half.duplex):

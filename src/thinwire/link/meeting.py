@@ -66,7 +66,7 @@ class Meeting:
     def note(self, key: str) -> str:
         """Return the listener's note for ``key``."""
         if not isinstance(found := self._notes.get(key), str):
-            raise PairError(f"{self._host} does not tell its {key}: is it a thinwire server?")
+            raise PairError(f"{self._host} does not give its {key}: is it a thinwire server?")
         return found
 
     def connect(self, hello: bytes) -> Pair:
@@ -95,7 +95,7 @@ def connect(
             duplex.close()
         if isinstance(error, NotAdmitted):
             raise
-        raise PairError(f"{host} did not take us in ({error})") from error
+        raise PairError(f"{host} did not let this process in ({error})") from error
     return Pair(opened[0], opened[1], Badge("listener", 0))
 
 
@@ -120,5 +120,5 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ValueError(f"address {address!r} is no host:port: write for example 10.0.0.1:29400")
+        raise ValueError(f"address {address!r} is not a host:port, such as 10.0.0.1:29400")
     return host, int(port)

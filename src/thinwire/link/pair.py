@@ -64,7 +64,7 @@ class Pair:
         try:
             self._tensors.read_into(memory_of(x), end_of(seconds))
         except PairError as error:
-            raise PairError(f"a tensor did not pass: {error}") from error
+            raise PairError(f"a tensor was not received: {error}") from error
         self.received_bytes += x.numel() * x.element_size()
         return x
 

@@ -57,7 +57,7 @@ def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials
     if keys is None:
         return find_secret(secret)
     if secret is not None:
-        raise ValueError("give keys, or a secret, not both: under certificates nobody needs a secret")
+        raise ValueError("give keys, or a secret, not both: with certificates nobody needs a secret")
     return keys if isinstance(keys, Credentials) else Credentials.of(keys)
 
 
@@ -70,7 +70,7 @@ def _checked(secret: bytes, where: str) -> bytes:
     if len(secret) < _LEAST:
         raise ValueError(
             f"{where} has {len(secret)} bytes and needs at least {_LEAST}: "
-            'write one with python -c "import secrets; print(secrets.token_hex())"'
+            'make one with python -c "import secrets; print(secrets.token_hex())"'
         )
     return secret
 

@@ -45,7 +45,7 @@ class Credentials:
             path = Path(getattr(self, name))
             object.__setattr__(self, name, path)
             if not path.is_file():
-                raise ValueError(f"{name}: {path} is no file; thinwire keys new makes a directory for each machine")
+                raise ValueError(f"{name}: {path} is not a file; thinwire keys new makes a directory for each machine")
         if self.fingerprint is not None:
             object.__setattr__(self, "fingerprint", self.fingerprint.replace(":", "").strip().lower())
         if self.fingerprint is not None and len(self.fingerprint) != 64:
@@ -120,7 +120,7 @@ class Cipher:
         pinned = self._credentials.fingerprint
         if pinned not in (None, self.shown().fingerprint):
             raise NotAdmitted(
-                f"the other end shows a certificate with the fingerprint {self.shown().fingerprint}, which is not the "
+                f"the other end presented a certificate with fingerprint {self.shown().fingerprint}, which is not the "
                 "pinned one"
             )
         return True
@@ -170,11 +170,11 @@ def _fingerprint(certificate: bytes) -> str:
 def _words(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         why = "another authority signed it" if error.verify_code in _ANOTHER_AUTHORITY else error.verify_message
-        advice = ": thinwire keys new --host names where it is called" if error.verify_code in _ANOTHER_HOST else ""
-        return f"the other end's certificate is not to be trusted: {why}{advice}"
+        advice = ": give thinwire keys new --host the host that is called" if error.verify_code in _ANOTHER_HOST else ""
+        return f"the other end's certificate cannot be trusted: {why}{advice}"
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "alert" in reason:
         return f"the other end refused this end's certificate ({reason})"
     if "did not return a certificate" in reason:
-        return "the other end shows no certificate"
+        return "the other end presented no certificate"
     return f"the other end does not speak TLS ({reason}): give keys to both ends, or to neither"

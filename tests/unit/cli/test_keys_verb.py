@@ -66,19 +66,19 @@ def test_more_of_them_are_signed_by_the_same_authority(tmp_path):
 
 def test_what_is_there_is_not_replaced_and_nothing_is_half_written(tmp_path):
     new_keys("keys", ["server"])
-    refused("keys/server is there already", "keys", "--names", "server")
+    refused("keys/server already exists", "keys", "--names", "server")
     for host in ("", "a b", "cloud.example.org:7443", "ä.example.org", "-a", "a..b", "10.0.0.300"):
-        refused(f"host {host!r} is no name and no address", "other", "--names", "a", "--host", host)
+        refused(f"host {host!r} is neither a name nor an address", "other", "--names", "a", "--host", host)
     for name in ("a/b", "", "..", "a b"):
         refused(f"name {name!r} must be letters", "other", "--names", f"server,{name}")
-    refused("a name of its own", "other", "--names", "a,a")
+    refused("its own name", "other", "--names", "a,a")
     refused("days=0 must be at least 1", "other", "--names", "a", "--days", "0")
     assert not (tmp_path / "other").exists()
     (tmp_path / "file").write_text("x")
     refused("cannot write to file", "file", "--names", "a")
     refused("cannot write to file/below", "file/below", "--names", "a")
     (tmp_path / "keys" / "ca.key").write_text("spoiled")
-    refused("keys holds no authority", "keys", "--names", "a")
+    refused("keys does not hold an authority", "keys", "--names", "a")
     (tmp_path / "keys" / "ca.key").unlink()
     refused("keys has an authority without its key", "keys", "--names", "a")
     (tmp_path / "keys" / "ca.crt").unlink()
@@ -87,7 +87,7 @@ def test_what_is_there_is_not_replaced_and_nothing_is_half_written(tmp_path):
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["ca.crt", "server"]
     assert "holds no keys: thinwire keys new makes them" in call("show", "other", code=2).stderr
     (tmp_path / "keys" / "server" / "identity.crt").write_text("spoiled")
-    assert "identity.crt is no certificate of thinwire keys new" in call("show", "keys", code=2).stderr
+    assert "identity.crt is not a certificate from thinwire keys new" in call("show", "keys", code=2).stderr
     with pytest.raises(ValueError, match="do not fit together"):
         Credentials.of("keys/server")
 

@@ -62,7 +62,7 @@ def test_who_knows_the_secret_comes_in_as_who_it_is(inn):
     there.listener.note("a", "c")
     meeting.look()
     assert meeting.note("a") == "c"
-    with pytest.raises(PairError, match="does not tell its z"):
+    with pytest.raises(PairError, match="does not give its z"):
         meeting.note("z")
 
 
@@ -72,7 +72,7 @@ def test_who_knows_the_secret_comes_in_as_who_it_is(inn):
         (SECRET, Badge("node", 3), "asks for a secret: give --secret-file"),
         (SECRET, Badge("node", 3, OTHER), "has another secret"),
         (None, NODE, "lets everybody in"),
-        (SECRET, Badge("worker", 3, SECRET), "takes no workers"),
+        (SECRET, Badge("worker", 3, SECRET), "does not accept workers"),
     ],
 )
 def test_others_are_told_why_not(inn, caplog, secret, badge, sentence):
@@ -259,7 +259,7 @@ def test_a_slow_hello_has_one_time_limit_in_all(inn):
 def test_before_it_serves_a_listener_tells_its_notes_and_lets_others_wait():
     there = Inn()
     assert Meeting(there.address, NODE).note("a") == "b"
-    with pytest.raises(PairError, match="did not take us in"):
+    with pytest.raises(PairError, match="did not let this process in"):
         connect("127.0.0.1", there.listener.port, b"1234", NODE, 0.3)
     waiting = threading.Thread(target=Meeting(there.address, NODE, 20.0).connect, args=(b"5678",), daemon=True)
     waiting.start()

@@ -154,7 +154,7 @@ def test_strangers_are_told_why_not(of, inn):
         refused(inn(secret), Badge("node", 3, of("a")), "does not speak TLS .*: give keys to both ends, or to neither")
     refused(inn(of("a")), Badge("node", 3, of("b")), "not valid for '127.0.0.1'.*--host")  # no server's certificate
     refused(inn(of("late")), Badge("node", 3, of("a").pinned("0" * 64)), "has expired")
-    refused(there, Badge("worker", 3, of("a")), "takes no workers")
+    refused(there, Badge("worker", 3, of("a")), "does not accept workers")
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     with (
@@ -176,7 +176,7 @@ def test_a_number_belongs_to_the_name_that_first_came_with_it(of, inn):
     for _ in range(2):
         connect("127.0.0.1", there.port, b"1234", Badge("node", 3, of("a")))
         there.pairs.get(timeout=10)
-    refused(there, Badge("node", 3, of("b")), "node 3 belongs to another name than this certificate's")
+    refused(there, Badge("node", 3, of("b")), "node 3 belongs to a name other than this certificate's")
     connect("127.0.0.1", there.port, b"1234", Badge("shard", 3, of("b")))
     connect("127.0.0.1", there.port, b"1234", Badge("node", 4, of("b")))
 
@@ -222,7 +222,7 @@ def test_keys_or_a_secret(keys):
     check_host("0.0.0.0", credentials, False)
     with pytest.raises(ValueError, match="not both"):
         find_trust(SECRET, keys / "ours" / "a")
-    with pytest.raises(ValueError, match=r"certificate: .*identity.crt is no file; thinwire keys new"):
+    with pytest.raises(ValueError, match=r"certificate: .*identity.crt is not a file; thinwire keys new"):
         find_trust(keys=keys / "ours")
     with pytest.raises(ValueError, match="64 hex digits"):
         credentials.pinned("ab")
