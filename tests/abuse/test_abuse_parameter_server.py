@@ -208,7 +208,7 @@ def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(met
     pair.close()
     node.close()
     assert flat(service.model).isfinite().all()
-    assert "a mistake of ours" not in caplog.text
+    assert "a bug in thinwire" not in caplog.text
 
 
 def test_whatever_a_worker_sends_to_its_leader():

@@ -251,7 +251,7 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     late = Worker(model(99), *part_of(0, 1), node.address, 1)
     stats = late.run()
     assert (stats.submissions, stats.version) == (0, 10)
-    assert "when training had ended" in caplog.text
+    assert "after training had ended" in caplog.text
     seen_off.join(30.0)
     assert not seen_off.is_alive()  # nobody else is to come
     node.close()
@@ -352,12 +352,12 @@ def test_a_node_that_cannot_even_call_its_server_ends_with_the_reason(monkeypatc
     service = Service(model(), bsp(start_nodes=2), host="127.0.0.1", outer=sgd())
 
     def reaching(*words):
-        raise ValueError("certificate: /gone/identity.crt is no file")
+        raise ValueError("certificate: /gone/identity.crt is not a file")
 
     monkeypatch.setattr(node_module, "reach", reaching)
     with Node(f"127.0.0.1:{service.port}", 0, 1) as node:
         first = Meeting(node.address, Badge("worker", 0)).connect(encode(Enter(0)))
-        assert "is no file" in refusal_of(node)
+        assert "is not a file" in refusal_of(node)
         first.close()
     service.close()
 

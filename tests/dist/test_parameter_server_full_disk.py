@@ -76,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_and_the_next_is
     assert versions(folder) == [20, 22]
     assert cluster.service.unsaved is None
     assert caplog.text.count("could not be written") == 2
-    assert "goes on from version 5" in caplog.text
+    assert "continues from version 5" in caplog.text
 
 
 def test_at_the_end_an_unsaved_version_is_said(tmp_path):
@@ -86,7 +86,7 @@ def test_at_the_end_an_unsaved_version_is_said(tmp_path):
     cluster.join()
     assert versions(folder) == [15, 20]
     assert "version 22" in cluster.service.unsaved
-    assert "goes on from version 20" in cluster.service.unsaved
+    assert "continues from version 20" in cluster.service.unsaved
 
 
 def test_the_verb_ends_with_a_sentence_and_exit_code_1(tmp_path):
@@ -116,7 +116,7 @@ def test_a_shard_that_cannot_write_ends_nothing_and_the_others_keep_what_fits(tm
     assert status.version == 30
     assert torch.equal(flat(cluster.model), flat(cluster.models[0, 0]))
     assert versions(folder) == [0]
-    assert "goes on from version 0" in cluster.service.unsaved
+    assert "continues from version 0" in cluster.service.unsaved
     assert re.search(r"shard 0 could not write its checkpoint of version \d+", caplog.text)
     run = checkpoints.load(folder).run
     for index in range(2):

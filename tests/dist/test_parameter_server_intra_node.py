@@ -95,5 +95,5 @@ def test_ranks_that_compute_together_are_one_worker_with_the_mean_gradient_bit_f
 
 
 def test_an_unknown_way_to_work_together():
-    with pytest.raises(ValueError, match='"leader", "collectives"'):
+    with pytest.raises(ValueError, match='"leader" or "collectives"'):
         ps.run(build(), [batch(0, 0)], loss, server="127.0.0.1:1", intra_node="ring")

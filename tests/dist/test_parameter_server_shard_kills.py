@@ -129,7 +129,7 @@ def test_a_killed_shard_ends_the_verb_with_a_sentence_and_all_go_on_when_started
         _, words = first.communicate(timeout=120)
         assert first.returncode == 1
         assert "error: shard 1 (port " in words
-        assert "they go on from version" in words
+        assert "they continue from version" in words
         assert "Traceback" not in words
         saved = max(int(path.stem[-9:]) for path in tmp_path.glob("version-*.pt"))
         second, back = server(saved + 50), shard(1)

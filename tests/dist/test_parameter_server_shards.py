@@ -187,7 +187,7 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     (failure,) = [x for x in cluster.failures if isinstance(x, ShardLost)]
     saved = cluster.service.keeper.saved_version
     assert "shard 1 (port " in str(failure)
-    assert f"they go on from version {saved}" in str(failure)
+    assert f"they continue from version {saved}" in str(failure)
     assert saved >= 20
     assert checkpoints.load(tmp_path / "server").version == saved
 
@@ -236,7 +236,7 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
     wait_until(lambda: cluster.service.machine.version >= 3)
     address = cluster.address
     for index, options, sentence in (
-        (1, {"outer": sgd()}, "shard 1 is there already"),
+        (1, {"outer": sgd()}, "shard 1 already exists"),
         (2, {"outer": sgd()}, "no shard 2: .* it has 0 to 1"),
     ):
         kind = ValueError if index == 2 else ShardRefused
@@ -262,8 +262,8 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     serving.start()
     address = f"127.0.0.1:{service.port}"
     for options, sentence in (
-        ({"outer": sgd(lr=0.3), "checkpoint_dir": tmp_path}, "another optimizer"),
-        ({"outer": sgd()}, "directory of its own"),
+        ({"outer": sgd(lr=0.3), "checkpoint_dir": tmp_path}, "a different optimizer"),
+        ({"outer": sgd()}, "its own directory"),
     ):
         with pytest.raises(ShardRefused, match=sentence):
             Shard(address, 0, host="127.0.0.1", **options).run()
@@ -442,10 +442,10 @@ def test_a_shard_gives_up_a_server_that_does_not_come_back():
 def test_a_shard_and_a_worker_wait_while_somebody_else_has_the_port_of_who_was_lost():
     heirs = []
     listener = server_that_leaves([], heirs=heirs)
-    with pytest.raises(ServerLost, match=r"no server at .* takes no shards"):
+    with pytest.raises(ServerLost, match=r"no server at .* does not accept shards"):
         Shard(f"127.0.0.1:{listener.port}", 0, outer=sgd(), host="127.0.0.1", leases=0.0).run()
     listener = server_that_leaves([], ("worker",), heirs)
-    with pytest.raises(ServerLost, match=r"finds no leader any more: .* takes no workers"):
+    with pytest.raises(ServerLost, match=r"can no longer reach its leader: .* does not accept workers"):
         Worker(model(), *part_of(0, 0), f"127.0.0.1:{listener.port}", 0).run()
     for heir in heirs:
         heir.close()

@@ -65,7 +65,7 @@ class Assembly:
         """
         held = self._pieces.setdefault(number, {})
         if number <= self._newest or index in held or not 0 <= index < self._count or len(self._pieces) > _MOST_OPEN:
-            raise ValueError(f"piece {index} of message {number} came twice, or from nowhere")
+            raise ValueError(f"piece {index} of message {number} arrived twice or unexpectedly")
         held[index] = piece
         return self._whole(now)
 

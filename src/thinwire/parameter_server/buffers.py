@@ -62,7 +62,7 @@ class BufferLayout:
             ValueError: the length does not fit.
         """
         if message.numel() != 8 * self.numel:
-            raise ValueError(f"{message.numel()} bytes of buffers arrived where this model has {8 * self.numel}")
+            raise ValueError(f"{message.numel()} bytes of buffers arrived, expected {8 * self.numel}")
         return message.view(torch.float64)
 
     def mean(self, rows: Sequence[Tensor]) -> Tensor:

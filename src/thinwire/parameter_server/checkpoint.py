@@ -102,12 +102,12 @@ def load_slice(directory: str | Path, version: int, index: int, shards: int, run
     if version not in paths:
         there = ", ".join(map(str, paths)) or "none"
         raise ValueError(
-            f"{directory} has no checkpoint of shard {index} at version {version}, from which the server goes on "
-            f"(there: {there}): {advice}"
+            f"{directory} has no checkpoint of shard {index} at version {version}, from which the server continues "
+            f"(found: {there}): {advice}"
         )
     saved = _read(paths[version])
     if (saved.index, saved.shards, saved.run) != (index, shards, run):
-        raise ValueError(f"{paths[version]} is of another training, or of another number of shards: {advice}")
+        raise ValueError(f"{paths[version]} is from another training, or has another number of shards: {advice}")
     kept.drop_after(version)
     return saved
 
@@ -118,7 +118,7 @@ def _read(path: Path) -> Saved:
         _check(saved)
         return saved
     except Exception as error:  # torch.load can raise any exception
-        raise ValueError(f"{path} is no checkpoint of a parameter server ({error}): remove it") from error
+        raise ValueError(f"{path} is not a checkpoint of a parameter server ({error}): remove it") from error
 
 
 def _check(saved: Saved) -> None:
@@ -142,9 +142,9 @@ def _check(saved: Saved) -> None:
 
 def _check_flat(name: str, x: object, numel: int, dtype: torch.dtype) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} is no tensor")
+        raise ValueError(f"{name} is not a tensor")
     if x.shape != (numel,) or (numel and x.dtype != dtype):
-        raise ValueError(f"{name} is {x.dtype} {list(x.shape)} where its layout has {dtype} [{numel}]")
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)} but its layout has {dtype} [{numel}]")
 
 
 def kept_in(directory: str | Path, index: int = -1) -> CheckpointDirectory:

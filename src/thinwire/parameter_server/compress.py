@@ -49,12 +49,12 @@ class Codec:
             ValueError: the length is wrong, or an index points outside of the model.
         """
         if message.numel() != self.size(numel, dtype):
-            raise ValueError(f"{message.numel()} bytes arrived where {self.size(numel, dtype)} encode this model")
+            raise ValueError(f"{message.numel()} bytes arrived, but {self.size(numel, dtype)} encode this model")
         out = torch.zeros(numel, dtype=dtype)
         if self.kind == "topk":
             values, indices = unpack(message, keep_count(numel, self.density), dtype)
             if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
-                raise ValueError("a sparse message points outside of the model")
+                raise ValueError("a sparse message points outside the model")
             return out.index_copy_(0, indices, values)
         cut = -(-numel // BLOCK) * dtype.itemsize
         scales = message[:cut].clone().view(dtype)

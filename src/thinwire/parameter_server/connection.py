@@ -141,7 +141,7 @@ class Connection:
             loop()
         except Exception as error:
             if not isinstance(error, (PairError, ValueError)):
-                logger.exception("a connection of the parameter server ends by a mistake of ours")
+                logger.exception("a connection of the parameter server ends because of a bug in thinwire")
             with self._lock:
                 first, self._over = not self._over, True
                 self._lock.notify_all()
@@ -201,7 +201,7 @@ class Connection:
             if rows > _MOST_ROWS:
                 raise ValueError(f"a message announces {rows} gradients, which no node has")
             if size > self._most_bytes:
-                raise ValueError(f"a message announces {size} bytes, and this model has at most {self._most_bytes}")
+                raise ValueError(f"a message announces {size} bytes, but this model has at most {self._most_bytes}")
             if rows:
                 table = self._pair.receive_frame(ROW_BYTES * rows, self._seconds)
                 message = replace(message, rows=decode_rows(message, table))

@@ -144,7 +144,7 @@ class Fleet:
         piece = self.pieces[post.index]
         if message.tensor is not None and message.tensor.numel() != (piece.stop - piece.start) * self._dtype.itemsize:
             post.connection.close()
-            why = f"it sent {message.tensor.numel()} bytes in place of its slice"
+            why = f"it sent {message.tensor.numel()} bytes instead of its slice"
             self.roster.gone(post, why, self._machine.version, self.saved_version)
             return
         post.made = message.version
@@ -194,7 +194,7 @@ class Fleet:
             now = time.monotonic()
             if now > end:
                 self.lost = True
-                raise ShardLost(f"the shards are silent for {self._seconds:.0f} s: start the server and them again")
+                raise ShardLost(f"the shards were silent for {self._seconds:.0f} s: restart the server and its shards")
             event = next_event()
             if event is not None:
                 tuple(self.hear(event, now))
@@ -208,7 +208,7 @@ class Fleet:
 
     def read(self, message: Grad) -> Grad:
         if message.tensor is not None:
-            raise ValueError("a sum came to the server and not to its shards: its connection is closed")
+            raise ValueError("a sum was sent to the server instead of its shards: its connection is closed")
         return message
 
     def heard(self, member: int, message: Message, now: float) -> Iterable[Message]:

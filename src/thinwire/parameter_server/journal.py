@@ -90,7 +90,7 @@ class Journal:
                         raise
             return cls(settings, dict(head["facts"]), tuple(updates))
         except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no journal of a parameter server ({error})") from error
+            raise ValueError(f"{path} is not a journal of a parameter server ({error})") from error
 
 
 class JournalWriter:

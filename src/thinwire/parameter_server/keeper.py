@@ -100,7 +100,7 @@ class Whole:
 
     def read(self, message: Grad) -> Grad:
         if bool(message.rows) != (message.tensor is not None):
-            raise ValueError("a sum came without its gradients, or gradients without their sum")
+            raise ValueError("a sum arrived without its gradients, or gradients without their sum")
         return message if message.tensor is None else replace(message, tensor=self._end.sum(message.tensor))
 
     def heard(self, member: int, message: Message, now: float) -> Iterable[Message]:

@@ -35,13 +35,11 @@ class Layout:
         """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
-            raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
+            raise ValueError("the model has no trainable parameters; set requires_grad=True on what should be trained")
         dtypes = {p.dtype for _, p in named}
         if dtypes - {torch.float32, torch.float64} or len(dtypes) > 1:
             found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-            raise ValueError(
-                f"all trainable parameters must be fp32, or all fp64; there are {found}: use model.float()"
-            )
+            raise ValueError(f"all trainable parameters must be fp32, or all fp64, not {found}: use model.float()")
         names, shapes = tuple(name for name, _ in named), tuple(tuple(p.shape) for _, p in named)
         return cls(names, shapes, dtypes.pop(), BufferLayout.of(model))
 
@@ -61,7 +59,7 @@ class Layout:
         for ours, other in zip(mine, theirs):
             if ours != other:
                 raise LayoutMismatch(
-                    f"this node's model has {ours[0]} {list(ours[1])} where the server's has {other[0]} "
+                    f"this node's model has {ours[0]} {list(ours[1])}, the server's has {other[0]} "
                     f"{list(other[1])}: start all with the same model"
                 )
         if len(mine) != len(theirs):
@@ -69,7 +67,7 @@ class Layout:
         if self.dtype != server.dtype:
             raise LayoutMismatch(f"this node's model is {self.dtype}, the server's {server.dtype}")
         if self.buffers != server.buffers:
-            raise LayoutMismatch("this node's model has other buffers than the server's: start all with the same model")
+            raise LayoutMismatch("this node's model buffers differ from the server's: start all with the same model")
 
     def to_json(self) -> str:
         """Return one line of JSON."""
@@ -89,7 +87,7 @@ class Layout:
             buffers = data.get("buffers", {"names": [], "shapes": [], "floats": 0})
             return cls(names, shapes, dtype, BufferLayout(*_read(buffers), int(buffers["floats"])))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"{str(text)[:40]!r} is no layout of a model ({error})") from error
+            raise ValueError(f"{str(text)[:40]!r} is not the layout of a model ({error})") from error
 
     # --- tensors --------------------------------------------------------------------------------------------------
 
@@ -112,7 +110,7 @@ class Layout:
             ValueError: the length does not fit.
         """
         if message.numel() != self.numel * self.dtype.itemsize:
-            raise ValueError(f"{message.numel()} bytes arrived where this model has {self.numel} elements")
+            raise ValueError(f"{message.numel()} bytes arrived, but this model has {self.numel} elements")
         return message.view(self.dtype)
 
     @torch.no_grad()

@@ -188,8 +188,8 @@ class Refused:
 
 TAKEN, OTHER_MODEL, OTHER_PROTOCOL = 1, 2, 3
 REASONS = {
-    TAKEN: "node {node} is at work in another process: give this one a number of its own (node_id=, or --node)",
-    OTHER_MODEL: "node {node} has another model than the server: start all with the same model",
+    TAKEN: "node {node} is at work in another process: give this one its own number (node_id=, or --node)",
+    OTHER_MODEL: "node {node} has a different model from the server: start all with the same model",
     OTHER_PROTOCOL: "node {node} and the server run different versions of thinwire: install the same one on both",
 }
 
@@ -269,21 +269,21 @@ def decode(frame: bytes) -> tuple[Message | Local | ShardMessage, int, int]:
     """
     number, rows, tensor_bytes, *values = FRAME.unpack(frame)
     if not 0 <= number < len(KINDS) or rows < 0 or tensor_bytes < 0:
-        raise ValueError("what arrived is no message of a parameter server: is another program using the port?")
+        raise ValueError("what arrived is not a message of a parameter server: is another program using the port?")
     kind = KINDS[number]
     if rows and kind not in _WITH_ROWS:
-        raise ValueError(f"a {kind.__name__} with rows is no message of a parameter server")
+        raise ValueError(f"a {kind.__name__} with rows is not a message of a parameter server")
     if tensor_bytes and kind not in _WITH_TENSOR:
-        raise ValueError(f"a {kind.__name__} with a tensor is no message of a parameter server")
+        raise ValueError(f"a {kind.__name__} with a tensor is not a message of a parameter server")
     if not tensor_bytes and kind is Buffers:
-        raise ValueError("Buffers without a tensor are no message of a parameter server")
+        raise ValueError("Buffers without a tensor are not a message of a parameter server")
     options: dict[str, Any] = {}
     for name, value in zip(_NAMES[kind], values):
         options[name] = _float(value) if name in _FLOATS else bool(value) if name in _FLAGS else value
         if name not in _FLOATS and name not in _HASHES:
             _checked(value)
         if name in _FINITE and not math.isfinite(options[name]):
-            raise ValueError(f"a {kind.__name__} with {name}={options[name]} is no message of a parameter server")
+            raise ValueError(f"a {kind.__name__} with {name}={options[name]} is not a message of a parameter server")
     return kind(**options), rows, tensor_bytes
 
 

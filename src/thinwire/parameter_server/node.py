@@ -186,7 +186,7 @@ class Node:
             if max(1, len(shards)) != len(self._sums.pieces):
                 for other in (pair, *shards):
                     other.close()
-                self._give_up(ServerLost("the server came back with another number of shards: start this node again"))
+                self._give_up(ServerLost("the server came back with another number of shards: restart this node"))
                 return
             with self._lock:
                 if self._over.is_set():  # closed in the meantime: nobody else would close these
@@ -314,5 +314,5 @@ class Node:
                 now = time.monotonic()
                 self._do(self.leader.tick(now))
                 if self._up is not None and self._up.overdue(now):
-                    self._do(self.leader.ended("weights did not come whole in time", now))
+                    self._do(self.leader.ended("weights did not arrive completely in time", now))
                 self._crew.ping()

@@ -172,7 +172,7 @@ class Master:
             self.optimizer.load_state_dict(optimizer)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the checkpoint is of another optimizer ({error}): give the one that it was made with (outer=, or "
+                f"the checkpoint is from another optimizer ({error}): give the one that it was made with (outer=, or "
                 "--outer)"
             ) from error
 

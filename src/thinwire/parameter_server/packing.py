@@ -71,7 +71,7 @@ class WeightsIn:
         """
         if delta:
             if self._held is None or self._held[piece].held is None:
-                raise ValueError("a difference of weights came before the weights")
+                raise ValueError("a difference of weights arrived before the weights")
             return self._held[piece].receive(message)
         theta = message.view(self._dtype)
         if self._held is not None:

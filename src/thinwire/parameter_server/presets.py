@@ -94,12 +94,12 @@ def preset(text: str) -> Settings:
     """
     name, *words = text.split(":")
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; there is {', '.join(PRESETS)}")
+        raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
     options: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ValueError(f"preset {text!r}: {word!r} is no option; write for example inhad:max_staleness=2")
+            raise ValueError(f"preset {text!r}: {word!r} is not an option; use for example inhad:max_staleness=2")
         options[key] = _value(value)
     known = {*inspect.signature(PRESETS[name]).parameters, *(field.name for field in fields(Settings))} - {"options"}
     for key in options:

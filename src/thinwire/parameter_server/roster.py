@@ -138,13 +138,13 @@ class Roster:
             return
         if not self.started:
             del self.posts[post.index]
-            logger.warning("shard %d has gone before the start (%s): the server waits for it", post.index, reason)
+            logger.warning("shard %d left before the start (%s): the server waits for it", post.index, reason)
             return
         where = f"{post.host}:{post.port}" if post.host else f"port {post.port} of the server's machine"
         again = (
             "without --checkpoint-dir they start over"
             if saved is None
-            else f"with the --checkpoint-dir directories that they had they go on from version {saved}"
+            else f"with the --checkpoint-dir directories that they had, they continue from version {saved}"
         )
         raise ShardLost(
             f"shard {post.index} ({where}) has gone ({reason}), so training ends at version {version}: start the "

@@ -45,7 +45,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in ("kill", "return", "pause", "cut"):
-            raise ValueError(f'kind={self.kind!r} is unknown; there is "kill", "return", "pause", "cut"')
+            raise ValueError(f'kind={self.kind!r} is unknown; use "kill", "return", "pause" or "cut"')
 
 
 @dataclass

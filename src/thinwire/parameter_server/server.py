@@ -166,7 +166,7 @@ class Server:
             self._permits()
         elif isinstance(message, Grad) and any(row.base > self.version for row in message.rows):
             self._unused(message, "late")
-            self._drop(member.number, "sends gradients at weights that there are not yet")
+            self._drop(member.number, "sends gradients at weights that do not exist yet")
         elif isinstance(message, Grad):
             self._grad(member, message)
 

@@ -170,7 +170,7 @@ class Service:
             self.layout.check(Layout.from_json(saved.layout))
         if saved.shards != shards:
             raise ValueError(
-                f"the checkpoint in {self._directory} is of a model in {saved.shards} shards, not {shards}: start the "
+                f"the checkpoint in {self._directory} holds a model in {saved.shards} shards, not {shards}: start the "
                 f"server with the same number (shards=, or --shards)"
             )
         return saved
@@ -418,7 +418,7 @@ class Service:
         """Return what would happen if the server were started again."""
         assert self._directory is not None
         there = checkpoints.kept_in(self._directory).found()
-        start = f"goes on from version {max(there)}" if there else "starts over"
+        start = f"continues from version {max(there)}" if there else "starts over"
         return f"a server that is started again {start}"
 
     def status(self) -> Status:

@@ -188,7 +188,7 @@ def run(
     port = leader_port or int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
     work = (model, batches, loss)
     if intra_node not in ("leader", "collectives"):
-        raise ValueError(f'intra_node={intra_node!r} is unknown; there is "leader", "collectives"')
+        raise ValueError(f'intra_node={intra_node!r} is unknown; use "leader" or "collectives"')
     number = _node_number() if node_id is None else node_id
     if intra_node == "collectives" and workers > 1:
         return _together(work, server, number, local, slowdown, pace_seconds, trust)

@@ -100,7 +100,7 @@ class Settings:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown; there is {', '.join(map(repr, allowed))}")
+                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, allowed))}")
         for name, least in (("max_staleness", 0), ("clock_limit", 0), ("buffer", 1), ("start_nodes", 1)):
             value = getattr(self, name)
             if value is not None or name in ("buffer", "start_nodes"):
@@ -121,7 +121,7 @@ class Settings:
 
     def _check_together(self) -> None:
         if self.pull == "stalest" and self.transfer == "push":
-            raise ValueError('pull="stalest" needs transfer="pull": what is pushed has come already')
+            raise ValueError('pull="stalest" needs transfer="pull": what is pushed has already arrived')
         if self.enforce == "drop" and self.transfer == "pull":
             raise ValueError('enforce="drop" needs transfer="push": a pulled sum mixes gradients of several ages')
         if self.enforce == "drop" and self.max_staleness is None:
@@ -188,7 +188,7 @@ class Settings:
                 raise ValueError(f"unknown fields {sorted(unknown)} or submission {kind!r}")
             return cls(local_update=kinds[kind](**update), **data)
         except (KeyError, RecursionError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"these are no settings of a parameter server: {error}") from error
+            raise ValueError(f"these are not settings of a parameter server: {error}") from error
 
 
 @cache

@@ -11,10 +11,10 @@ LAST = 1 << 62
 NO_INDEX, SHARD_TAKEN, SHARD_PROTOCOL, OTHER_OUTER, NO_DIRECTORY = 1, 2, 3, 4, 5
 SHARD_REASONS = {
     NO_INDEX: "the server has no shard {index}: count from 0, below what it was started with (--shards)",
-    SHARD_TAKEN: "shard {index} is there already: give this one another index, or end the other",
+    SHARD_TAKEN: "shard {index} already exists: give this one another index, or end the other",
     SHARD_PROTOCOL: "shard {index} and the server run different versions of thinwire: install the same one on both",
-    OTHER_OUTER: "shard {index} has another optimizer than the server: give both the same (outer=, or --outer)",
-    NO_DIRECTORY: "the server keeps checkpoints and shard {index} does not: give it a directory of its own "
+    OTHER_OUTER: "shard {index} has a different optimizer from the server: give both the same (outer=, or --outer)",
+    NO_DIRECTORY: "the server keeps checkpoints and shard {index} does not: give it its own directory "
     "(checkpoint_dir=, or --checkpoint-dir)",
 }
 

@@ -106,21 +106,21 @@ class SliceKeeper:
         if message.tensor is not None:
             if self._directory is not None and checkpoints.kept_in(self._directory, self._index).found():
                 raise ValueError(
-                    f"{self._directory} has checkpoints of shard {self._index} and the server starts over: give an "
+                    f"{self._directory} has checkpoints of shard {self._index} but the server starts over: give an "
                     "empty directory, or give the server the --checkpoint-dir that it had"
                 )
             theta = message.tensor.view(self.layout.dtype)
             self._master = Master(theta, self.outer, self.settings, self._full)
         else:
             if self._directory is None:
-                raise ValueError(f"the server goes on from a checkpoint: give shard {self._index} its --checkpoint-dir")
+                raise ValueError(f"the server resumes from a checkpoint: give shard {self._index} its --checkpoint-dir")
             saved = checkpoints.load_slice(self._directory, message.version, self._index, self._count, message.run)
             if saved.layout != self.layout.to_json():
                 self.layout.check(Layout.from_json(saved.layout))
             self._master = Master(saved.theta, self.outer, self.settings, self._full)
             self._master.restore(saved.theta, saved.optimizer)
         if self._master.theta.numel() != self._numel:
-            raise ValueError(f"{self._master.theta.numel()} elements came where shard {self._index} has {self._numel}")
+            raise ValueError(f"{self._master.theta.numel()} elements arrived, shard {self._index} has {self._numel}")
         self._snapshot = self._master.theta.clone()
 
     def _update(self, message: Update) -> None:

@@ -40,7 +40,7 @@ class LocalSteps:
     def __post_init__(self) -> None:
         check_count("steps", self.steps, 1)
         if self.inner not in INNER:
-            raise ValueError(f"inner={self.inner!r} is unknown; there is {', '.join(map(repr, INNER))}")
+            raise ValueError(f"inner={self.inner!r} is unknown; use one of {', '.join(map(repr, INNER))}")
         if not isinstance(self.lr, (int, float)) or not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr!r} must be a number above 0")
 

@@ -70,9 +70,9 @@ class Visitors:
     def _deliver(self, visitor: Visitor, message: Anything) -> None:
         """Check and forward a piece. Called in the connection's thread."""
         if not isinstance(message, Piece) or message.tensor is None:
-            raise ValueError("a leader sends a shard something else than pieces: its connection is closed")
+            raise ValueError("a leader sends a shard something other than pieces: its connection is closed")
         if not visitor.member or message.member != visitor.member or message.number <= visitor.newest:
-            raise ValueError("a leader sends a piece of another, or one twice: its connection is closed")
+            raise ValueError("a leader sends another leader's piece, or one twice: its connection is closed")
         visitor.newest = message.number
         self._tell("piece", visitor, message)
 

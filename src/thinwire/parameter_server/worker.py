@@ -126,7 +126,7 @@ class Worker:
                     raise NodeRefused(f"worker {self.number}: {error}") from error
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > 6 * lease:
-                    raise ServerLost(f"worker {self.number} finds no leader any more: {error}") from error
+                    raise ServerLost(f"worker {self.number} can no longer reach its leader: {error}") from error
                 time.sleep(min(0.5, lease / 4))
                 continue
             been, lost_at = True, None
@@ -156,10 +156,10 @@ class Worker:
                 if isinstance(message, Stop):
                     if message.version < 0:
                         self._check()
-                        raise ServerLost(f"worker {self.number}: its node has given up; the leader's words say why")
+                        raise ServerLost(f"worker {self.number}: its node has given up; the leader's output says why")
                     if not self.stats.submissions:
                         logger.warning(
-                            "worker %d came when training had ended, at version %d: it takes the last weights",
+                            "worker %d arrived after training had ended, at version %d: it takes the last weights",
                             self.number,
                             message.version,
                         )

@@ -48,8 +48,8 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["simulate", "--settings", "inhat"], "unknown preset 'inhat'"),
-        (["simulate", "--settings", "inhad:limit"], "'limit' is no"),
+        (["simulate", "--settings", "inhat"], "preset 'inhat' is unknown"),
+        (["simulate", "--settings", "inhad:limit"], "'limit' is not an option"),
         (["simulate", "--settings", "inhad:max_staleness=-1"], "max_staleness=-1 must be a whole number of at least 0"),
         (["simulate", "--settings", "inhad:depth=3"], "did you mean"),
         (["simulate", "--slow", "9:4"], "there are nodes 0 to 3"),

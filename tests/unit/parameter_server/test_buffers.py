@@ -33,7 +33,7 @@ def test_the_layout_of_a_model_tells_its_buffers_too():
     layout = Layout.of(Model())
     assert Layout.from_json(layout.to_json()) == layout
     without = torch.nn.Sequential(torch.nn.BatchNorm1d(3, track_running_stats=False))
-    with pytest.raises(LayoutMismatch, match="other buffers"):
+    with pytest.raises(LayoutMismatch, match="buffers differ"):
         Layout.of(torch.nn.Sequential(torch.nn.BatchNorm1d(3))).check(Layout.of(without))
 
 

@@ -79,7 +79,7 @@ def test_other_json_is_no_settings(text):
         ({"transfer": "fetch"}, "transfer='fetch'"),
         ({"enforce": "drop"}, 'transfer="push"'),
         ({"clock_limit": 2}, "clock_limit"),
-        ({"pull": "stalest", "transfer": "push"}, "has come already"),
+        ({"pull": "stalest", "transfer": "push"}, "has already arrived"),
         ({"local": "sync", "local_update": LocalSteps(3)}, 'local="async"'),
         ({"deterministic": True, "compress_up": "topk"}, "deterministic"),
         ({"density": 0.0}, "density=0.0"),
@@ -225,7 +225,7 @@ def test_a_checkpoint_is_whole_or_absent(tmp_path):
     assert (again.version, again.positions, again.next_member) == (4, {0: 3}, 9)
     assert torch.equal(again.theta, torch.arange(4.0) + 4)
     (tmp_path / "version-000000005.pt").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="is no checkpoint"):
+    with pytest.raises(ValueError, match="is not a checkpoint"):
         checkpoints.load(tmp_path)
     assert checkpoints.load(tmp_path / "nowhere") is None
 
@@ -252,7 +252,7 @@ def test_a_checkpoint_with_wrong_content_is_named(tmp_path, place):
     name, value = WRONG[place]
     network = torch.nn.Linear(3, 2)
     torch.save(saved_options(network, **{name: value}), tmp_path / "version-000000005.pt")
-    with pytest.raises(ValueError, match=r"version-000000005\.pt is no checkpoint of a parameter server"):
+    with pytest.raises(ValueError, match=r"version-000000005\.pt is not a checkpoint of a parameter server"):
         Service(
             network, Settings(), outer=lambda params: torch.optim.SGD(params, 0.1), updates=1, checkpoint_dir=tmp_path
         )
@@ -264,7 +264,9 @@ def test_a_shards_checkpoint_with_wrong_content_is_named(tmp_path):
         wrong = {"index": 0, "shards": 2, "run": 7, "theta": torch.zeros(4), name: value}
         torch.save(saved_options(network, **wrong), tmp_path / "shard-0-version-000000005.pt")
         shard = SliceKeeper(Settings(), Layout.of(network), lambda p: torch.optim.SGD(p, 0.1), 0, 2, 1, tmp_path)
-        with pytest.raises(ValueError, match=r"shard-0-version-000000005\.pt is no checkpoint of a parameter server"):
+        with pytest.raises(
+            ValueError, match=r"shard-0-version-000000005\.pt is not a checkpoint of a parameter server"
+        ):
             shard.on(Enlisted(5, 7))
 
 
@@ -305,7 +307,7 @@ def test_local_steps_of_a_wrong_type_are_refused_with_a_sentence():
     "text", ["", "5", "[]", "{}", "[" * 100_000, '{"local_update": {"kind": []}}'], ids=lambda t: t[:9]
 )
 def test_what_are_no_settings_is_refused_with_a_sentence(text):
-    with pytest.raises(ValueError, match="these are no settings of a parameter server"):
+    with pytest.raises(ValueError, match="these are not settings of a parameter server"):
         Settings.from_json(text)
 
 

@@ -48,7 +48,7 @@ def test_a_second_process_is_refused_as_soon_as_the_first_answers(pair):
 
     (end,) = Leader(Settings(), 7, 1, instance=22).on(Refused(7, TAKEN), 1.4)
     assert isinstance(end, GiveUp)
-    assert "number of its own" in end.reason
+    assert "its own number" in end.reason
 
 
 def test_a_second_process_takes_the_place_of_a_silent_one_after_its_lease(pair):

@@ -128,7 +128,7 @@ def test_a_piece_that_comes_twice_is_refused():
     assembly = Assembly(2, True)
     assembly.piece(3, 0, None, 0.0)
     for number, index in ((3, 0), (4, 2)):
-        with pytest.raises(ValueError, match="twice, or from nowhere"):
+        with pytest.raises(ValueError, match="arrived twice or unexpectedly"):
             assembly.piece(number, index, None, 0.0)
     assembly.piece(3, 1, None, 0.0)
     assembly.message("whole", 3, 1.0, 0.0)
@@ -281,8 +281,8 @@ def test_a_shard_goes_on_from_exactly_the_servers_version_and_drops_newer_ones(t
 @pytest.mark.parametrize(
     ("message", "index", "sentence"),
     [
-        (Enlisted(9, 7), 0, r"no checkpoint of shard 0 at version 9, from which the server goes on \(there: 0\)"),
-        (Enlisted(0, 8), 0, "of another training"),
+        (Enlisted(9, 7), 0, r"no checkpoint of shard 0 at version 9, from which the server continues \(found: 0\)"),
+        (Enlisted(0, 8), 0, "from another training"),
         (Enlisted(0, 7), 1, "no checkpoint of shard 1"),
         (Enlisted(0, 8, as_bytes(torch.zeros(5))), 0, "the server starts over"),
     ],

@@ -370,7 +370,7 @@ SPOILED = [b"what?\n", b"", b"\xff\xfe\n", b"[]\n", b"5\n", b"[" * 100_000 + b"\
 def test_a_file_that_is_no_journal_is_named(tmp_path, content):
     path = tmp_path / "journal"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="/journal is no journal"):
+    with pytest.raises(ValueError, match="/journal is not a journal"):
         Journal.read(path)
 
 
@@ -384,7 +384,7 @@ def test_a_line_of_a_journal_that_cannot_be_is_refused_by_the_files_name(tmp_pat
     head, first, second = path.read_text().splitlines()
     for line in ("5", "{}", '{"version": 1e999, "at": 0, "parts": []}', first.replace("[[", "[", 1)):
         path.write_text(f"{head}\n{line}\n{second}\n")
-        with pytest.raises(ValueError, match="/journal is no journal"):
+        with pytest.raises(ValueError, match="/journal is not a journal"):
             Journal.read(path)
 
 
