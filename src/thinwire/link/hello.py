@@ -106,7 +106,7 @@ def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, 
     if verdict == _NOT_ITS_NUMBER:
         raise NotAdmitted(
             f"{badge.role} {badge.number} belongs to a name other than this certificate's, or that name has too many "
-            "numbers: use the certificate that it first used, or a number that no other uses"
+            "numbers: use the certificate that it first used, or a number that no other name uses"
         )
     if verdict != _IN:
         raise NotAdmitted(f"{duplex.host} does not accept {badge.role}s: is this the right address?")

@@ -137,7 +137,7 @@ def split_finetune(
         cloud = CloudEnd(half.module, half.pair, recipe, directory)
         server = CloudServer(cloud, *address, credentials=tls, insecure=insecure, say=say or (lambda words: None))
         return serve(server, edges, on_step)
-    raise ValueError(f"role={role!r} is unknown; use local, edge (with a task) or cloud (without one)")
+    raise ValueError(f"role={role!r}: use local, edge (with a task) or cloud (without one)")
 
 
 def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, on_step: OnStep | None) -> SplitReport:

@@ -184,7 +184,7 @@ def test_arguments_that_do_not_fit(words, says):
 def test_roles_and_their_data(tmp_path):
     prepare(toy_model(), SplitPlan(1), tmp_path)
     for role, task in (("edge", None), ("cloud", toy_task(8, 8)), ("middle", None)):
-        with pytest.raises(ValueError, match=f"role='{role}' is unknown; use local, edge"):
+        with pytest.raises(ValueError, match=f"role='{role}': use local, edge"):
             split_finetune(None, tmp_path, task, role=role)
 
 
