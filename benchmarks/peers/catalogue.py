@@ -111,10 +111,13 @@ _OF_TWO = (
     "local sync_every=16 codec=int2 fragment_sync_delay=7", _LATEST, "Accelerate LocalSGD, every 8",
 )  # fmt: skip
 """Rows of two workers alone: there another of their kind is sooner on the links that four workers have too."""
+_OF_FOUR = ("local sync_every=4 codec=int2", "local sync_every=8 codec=int2")
+"""Rows of four workers alone: there long periods need many more steps."""
 _TOLL_TRAINED = (
     *BASELINE,
     *parse_rows(
-        "powersgd:rank=4, local:sync_every=8:codec=int8, local:sync_every=8:codec=int8:fragment_sync_delay=3, "
+        "powersgd:rank=4, local:sync_every=4:codec=int2, local:sync_every=8:codec=int2, "
+        "local:sync_every=8:codec=int8, local:sync_every=8:codec=int8:fragment_sync_delay=3, "
         "local:sync_every=16:codec=int8, local:sync_every=16:codec=int2, "
         "local:sync_every=16:codec=int2:fragment_sync_delay=7, local:sync_every=32:codec=int2, "
         "local:sync_every=32:codec=int2:fragment_sync_delay=7, torch-powersgd:rank=4"
@@ -130,7 +133,8 @@ def toll_trained(workers: int) -> tuple[Row, ...]:
     hivemind's ranks find each other by time, not after so many steps: where turns end before both have met, one waits
     until it gives up.
     """
-    return tuple(row for row in _TOLL_TRAINED if workers == 2 or row.label not in _OF_TWO)
+    left_out = _OF_FOUR if workers == 2 else _OF_TWO
+    return tuple(row for row in _TOLL_TRAINED if row.label not in left_out)
 
 
 def trained_as(label: str) -> str:

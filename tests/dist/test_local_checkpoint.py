@@ -215,7 +215,7 @@ def _refusals(rank, size, folder):
         dcp.load({"sync": sync}, checkpoint_id=f"{folder}/dcp")
     except ValueError as error:
         said = str(error)
-    with pytest.raises(TypeError, match="not of a Linear"):
+    with pytest.raises(TypeError, match="not from a Linear"):
         tw.checkpoint.save(folder, net, optimizer, net[0], 5)
     sync.close()
     for settings, other, words in (

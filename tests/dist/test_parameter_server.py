@@ -205,7 +205,7 @@ def test_a_service_that_has_run_is_closed_and_saves_nothing_again(tmp_path):
 def test_another_model_is_refused_by_name():
     cluster = Cluster(inhad(start_nodes=2), 1, updates=5)
     worker = Worker(model(width=7), *part_of(0, 0), cluster.nodes[0].address, 0)
-    with pytest.raises(LayoutMismatch, match=r"0\.weight \[7, 4\] where the server's has 0\.weight \[6, 4\]"):
+    with pytest.raises(LayoutMismatch, match=r"0\.weight \[7, 4\], the server's has 0\.weight \[6, 4\]"):
         worker.run()
     while not cluster.service.machine.members:
         time.sleep(0.01)

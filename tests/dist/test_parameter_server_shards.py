@@ -331,7 +331,7 @@ def test_a_shard_with_a_slice_of_another_length_ends_the_server_with_what_it_did
                       checkpoint_dir=tmp_path / "c", shard_folder=tmp_path / "c")  # fmt: skip
     cluster.serving.join(120)
     assert not cluster.serving.is_alive()
-    assert [str(failure) for failure in cluster.failures if "in place of its slice" in str(failure)], cluster.failures
+    assert [str(failure) for failure in cluster.failures if "instead of its slice" in str(failure)], cluster.failures
     end(cluster)
 
 
