@@ -2,8 +2,8 @@
 
 ``python benchmarks/whole_runs.py``: 300 steps of a character GPT of 3.3 M parameters with ``"auto", lossy=True`` and
 with the method that wins at 100 Mb/s, in turns; about 9 minutes. ``python benchmarks/whole_runs.py --link 2mbit
---methods compute,local --steps 296``: ``"local"`` on a very thin link, and the same steps without any exchange; about
-12 minutes. The network is not remembered. Writes ``benchmarks/results/whole_runs.json``.
+--methods compute,local --steps 296 --rounds 1``: ``"local"`` on a very thin link, and the same steps without any
+exchange; about 3 minutes. The network is not remembered. Writes ``benchmarks/results/whole_runs.json``.
 """
 
 from __future__ import annotations

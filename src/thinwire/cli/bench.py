@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from thinwire.cli.console import watched_load
+from thinwire.cli.options import Json, Plot
 
 
 def bench(
@@ -35,8 +35,8 @@ def bench(
         bool,
         typer.Option("--predict", help="Also measure the network and the model, and show what the planner predicts."),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    plot: Plot = None,
+    json: Json = False,
 ) -> None:
     """Compare methods on one model and one network: step time, exposed communication, bytes, loss."""
     from rich.console import Console

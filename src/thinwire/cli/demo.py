@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import plain_table, watched_load
+from thinwire.cli.options import Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +29,7 @@ def demo(
         typer.Option(help="Steps of DDP, whose final loss is then the target of Power-SGD: 25, or 15 with --quick."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for demo.png and demo.json.")] = Path("thinwire-out"),
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Train a character GPT over an emulated slow link: DDP, then thinwire's Power-SGD until it reaches DDP's loss."""
     from rich.console import Console

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from thinwire.cli.console import check_output, progress
+from thinwire.cli.options import Plot
 from thinwire.cli.ranks import torchrun_group
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
@@ -61,7 +62,7 @@ def run(
         Path | None, typer.Option(help="File with the speeds of the clients' own devices, to compute their seconds.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the weights, by name, as safetensors.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")] = None,
+    plot: Plot = None,
     json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
 ) -> None:
     """Train a federation here: in this process, or on the ranks that torchrun has started."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.options import Json
+
 if TYPE_CHECKING:
     from thinwire.link.keys import Issued
 
 app = typer.Typer(help="Certificates for the machines of a training.", no_args_is_help=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
 @app.command()

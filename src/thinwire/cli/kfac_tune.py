@@ -5,12 +5,12 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from thinwire.cli.console import plain_table, progress, watched_load
+from thinwire.cli.options import Plot
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,7 +33,7 @@ def tune(
     factor_update_steps: Annotated[int, typer.Option(help="Steps between new statistics.")] = 5,
     inv_update_steps: Annotated[int, typer.Option(help="Steps between inversions.")] = 25,
     threads: Annotated[int, typer.Option(help="Number of torch's threads.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")] = None,
+    plot: Plot = None,
     json: Annotated[bool, typer.Option("--json", help="Print all runs as JSON on stdout.")] = False,
 ) -> None:
     """Try dampings and rates in short runs on one process, next to SGD; the fastest to a loss comes first."""

@@ -10,6 +10,7 @@ import typer
 
 from thinwire.cli.console import watched_load
 from thinwire.cli.errors import RunFailed
+from thinwire.cli.options import Json
 
 app = typer.Typer(
     help="Asynchronous training: a server, nodes that come and go, and a simulation in virtual time.",
@@ -26,7 +27,6 @@ SettingsText = Annotated[
     ),
 ]
 OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, such as sgd:lr=0.1:momentum=0.9.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Host = Annotated[
     str, typer.Option(help="Address to listen on; one that other machines can reach needs keys or a secret.")
 ]

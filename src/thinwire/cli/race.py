@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import Bar, plain_table, progress, watched_load
+from thinwire.cli.options import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +42,7 @@ def race(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for race.json and race.png.")] = Path("thinwire-out"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier results: measure and train again.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Race methods to DDP's loss on your model and link: who is first, what it costs in steps, how sure that is."""
     import tempfile

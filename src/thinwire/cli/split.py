@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thinwire.cli.console import Watched, progress, watched_load
+from thinwire.cli.options import Json
 
 if TYPE_CHECKING:
     from thinwire.split import SplitReport
@@ -48,7 +49,6 @@ LinkDown = Annotated[
     str | None, typer.Option("--link-down", help="Rate from the cloud to the edge; by default the same.")
 ]
 Latency = Annotated[str, typer.Option(help="One-way delay, such as 10ms.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Keys = Annotated[Path | None, typer.Option(help="This machine's directory from thinwire keys new; without it, no TLS.")]
 Fingerprint = Annotated[str | None, typer.Option(help="SHA-256 of the other side's certificate; no other is accepted.")]
 Insecure = Annotated[

@@ -14,6 +14,7 @@ import typer
 
 from thinwire.cli.console import plain_table, progress, watched_load
 from thinwire.cli.errors import RunFailed
+from thinwire.cli.options import Json
 from thinwire.cli.ranks import torchrun_group
 from thinwire.cli.supernet_inputs import (
     check_folder,
@@ -41,7 +42,6 @@ Data = Annotated[
 Size = Annotated[str, typer.Option(help="Height x width of the images, or of the crops if pairs are files.")]
 MaxDisparity = Annotated[float, typer.Option(help="Largest disparity of synthetic pairs, in pixels.")]
 Threads = Annotated[int, typer.Option(help="Number of torch's threads, on which latencies depend.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 _CALIBRATION, _BATCH = 80, 20
 
 
