@@ -44,6 +44,19 @@ SHAPES = [(300, 200), (200,), (64, 32, 3, 3), (64,), (1000, 40), (40,), ()]
 STEPS = 5
 
 
+def device_of_rank(kind, leave_current=False):
+    """This rank's device. If there are fewer cards than ranks they share, which NCCL admits from host to host only."""
+    if kind != "cuda":
+        return torch.device(kind)
+    cards = torch.cuda.device_count()
+    if cards < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ |= {"NCCL_HOSTID": f"rank {os.environ['RANK']}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % cards)
+    if not leave_current:
+        torch.cuda.set_device(device)
+    return device
+
+
 class Given(nn.Module):
     """Its gradients are what its forward is told."""
 
@@ -139,11 +152,7 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="of the methods, those with these names")
     parser.add_argument("--timed", type=int, metavar="WIDTH", help="times in place of comparisons")
     args = parser.parse_args()
-    device = torch.device(args.device)
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if not args.leave_current:
-            torch.cuda.set_device(device)
+    device = device_of_rank(args.device, args.leave_current)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     methods = [(name, options) for name, options in METHODS if args.only is None or name in args.only]
