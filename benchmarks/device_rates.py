@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.measure.kernels import KERNELS, kernel_points
+from thinwire.measure.kernels import kernel_points
 from thinwire.planner.choose.devices import DEVICES
 from thinwire.planner.profiles.builtin import BUILTIN, builtin
 
@@ -72,7 +72,7 @@ def models(device: torch.device, assumed: float) -> Iterator[dict[str, object]]:
         batch = int(profile.source.split(", ")[1].split()[0])
         positions = 512 if name == "gpt2" else 64
         net, loss = loss_of(name, batch, positions, device)
-        work = FLOPS * (profile.forward_seconds + profile.backward_seconds)
+        work = FLOPS * (profile.forward_seconds + sum(profile.backward_seconds))
         elements = sum(p.numel() for p in net.parameters())
         for half in (False, True):
             seconds = seconds_of(net, loss, half)

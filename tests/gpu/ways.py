@@ -7,12 +7,9 @@ compared with the same training on CPUs over Gloo, by its losses. Rank 0 writes 
 import argparse
 import dataclasses
 import json
-import os
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
