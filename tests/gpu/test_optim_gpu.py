@@ -6,7 +6,11 @@ from torch import nn
 
 from thinwire.optim import LAMB, LARS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 MAKE = {
     "lars": lambda p: LARS(p, 0.5, weight_decay=0.01, clamp=(0.0, 1.0)),
