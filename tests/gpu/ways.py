@@ -72,7 +72,7 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.01),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.01, fused=True),
     "lars": lambda p: LARS(p, 0.5, weight_decay=1e-4),
-    "lamb": lambda p: LAMB(p, 0.01),
+    "lamb": lambda p: LAMB(p, 0.01, max_grad_norm=None),
 }
 
 

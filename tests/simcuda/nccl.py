@@ -179,6 +179,7 @@ class Nccl:
             "get_rank": lambda group=None: (group or self.world).rank(),
             "get_world_size": lambda group=None: len((group or self.world).ranks),
             "get_backend": lambda group=None: "nccl",
+            "get_backend_config": lambda group=None: "cuda:nccl",
             "get_process_group_ranks": lambda group: list((group or self.world).ranks),
             "get_global_rank": lambda group, place: group.ranks[place],
             "new_group": self.new_group,

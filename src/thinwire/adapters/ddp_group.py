@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.backends import backend_for
+
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which the group can exchange small tensors; None is the default group."""
-    backend = str(dist.get_backend(group))
-    if "nccl" in backend and "gloo" not in backend:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    cpu = torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if backend_for(cpu, group) is None else cpu
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:

@@ -8,16 +8,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from thinwire.bench.device import rank_device
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.models.workload import Workload
 from thinwire.bench.rows import COMPUTE, Row
+from thinwire.bench.spec import BenchSpec
 from thinwire.bench.trainer import OptimizerLike, build_trainer
+from thinwire.measure.timing import Stopwatch
 
 ONE_BUCKET_MB = 1_000_000
 
@@ -35,9 +37,11 @@ class StepTime:
 class Contender:
     """Builds a row and runs its steps."""
 
-    def __init__(self, row: Row, model: str, seed: int, group: Any, rate_factor: float = 1.0) -> None:
+    def __init__(self, row: Row, spec: BenchSpec, group: Any) -> None:
+        device = rank_device(spec.device)
         self.row = row
-        self.workload: Workload = at_rate(build_model(model, seed), rate_factor)
+        self.workload: Workload = at_rate(build_model(spec.model, spec.seed, device), spec.rate_factor)
+        self._watch = Stopwatch(device)
         self.optimizer: OptimizerLike
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
@@ -58,16 +62,18 @@ class Contender:
 
     def step(self, rank: int) -> StepTime:
         """Run one whole training step."""
-        host = time.thread_time()
-        start = time.perf_counter()
+        host, mark, between = time.thread_time(), self._watch.mark, self._watch.between
+        start = mark()
         self.optimizer.zero_grad()
         loss = self.workload.loss(self.module, self.steps, rank)
-        forward = time.perf_counter()
+        forward = mark()
         loss.backward()
         self.optimizer.step()
-        end = time.perf_counter()
+        end = mark()
         self.steps += 1
-        return StepTime(end - start, forward - start, time.thread_time() - host, loss.item())
+        host = time.thread_time() - host
+        value = loss.item()  # on a GPU the marks can be read from here on
+        return StepTime(between(start, end), between(start, forward), host, value)
 
     @property
     def period(self) -> int:
@@ -165,12 +171,7 @@ def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:
 
 
 def new_group(seconds: float) -> Any:
-    """Create a separate Gloo group of all ranks, so that a row that fails does not break the next row's group."""
+    """Create a separate group of all ranks, so that a row that fails does not break the next row's group."""
     from datetime import timedelta
 
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-
-
-def prepare_rank() -> None:
-    """Use one thread per rank, as if each worker had one core; deterministic kernels are not requested."""
-    torch.set_num_threads(1)
+    return dist.new_group(timeout=timedelta(seconds=seconds))

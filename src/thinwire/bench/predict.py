@@ -7,6 +7,7 @@ from itertools import count
 
 import torch.distributed as dist
 
+from thinwire.bench.device import rank_device
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.record import RowRecord
 from thinwire.bench.rows import Row
@@ -30,7 +31,8 @@ class Predictor:
         from thinwire.measure import probe, profile_model
 
         self._spec, self._topology = spec, topology
-        workload = build_model(spec.model, spec.seed)
+        self._device = rank_device(spec.device)
+        workload = build_model(spec.model, spec.seed, self._device)
         self._model = workload.model
         rank = dist.get_rank()
         dist.barrier()
@@ -55,10 +57,12 @@ class Predictor:
         if row.kind not in METHODS or not compute.step_seconds:
             return None
         method = named(row.kind, **row.options)
-        side_stream = spare_cores(self._topology.world_size)  # the bench's nodes are all this machine
+        on_card = self._device.type == "cuda"
+        side_stream = on_card or spare_cores(self._topology.world_size)  # the bench's nodes are all this machine
         measured = Measured(self.profile, self.costs, self._topology, side_stream)
         alone = statistics.median(compute.step_seconds)
         passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
         rest = max(0.0, alone - passes)  # rest of a step without exchange: optimizer and data
         managed = managed_parameters(self._model, method, "auto")
-        return price_plan(method, managed, "gloo", measured, None, rest).step_seconds
+        backend = "nccl" if on_card else "gloo"
+        return price_plan(method, managed, backend, measured, None, rest).step_seconds

@@ -89,6 +89,7 @@ class Track:
         steps: steps of each row.
         every: steps between two evaluations.
         rate: the learning rate that factors multiply; None: that of the model's optimizer.
+        device: where the ranks compute.
     """
 
     model: str
@@ -96,6 +97,7 @@ class Track:
     steps: int = 240
     every: int = 8
     rate: float | None = 1e-3
+    device: str = "cpu"
 
     def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
         """Return the spec of one run with the rate times ``factor``."""
@@ -103,7 +105,7 @@ class Track:
         model = f"{self.model}:lr={self.rate * factor:g}" if self.rate is not None else self.model
         return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
                          curves=True, every=self.every, timeout_seconds=36000.0,
-                         rate_factor=1.0 if named else factor)  # fmt: skip
+                         rate_factor=1.0 if named else factor, device=self.device)  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -158,6 +160,8 @@ def _key(spec: BenchSpec, row: Row) -> str:
     """Return a digest of everything that determines a trajectory."""
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
             "row": [row.kind, row.options], "text": text_digest(), "python": sys.version}  # fmt: skip
+    if spec.device != "cpu":
+        told["device"] = spec.device
     if spec.rate_factor != 1:
         told["rate_factor"] = spec.rate_factor
     for kind, name in (("model", spec.model), ("row", row.kind)):

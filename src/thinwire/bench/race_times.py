@@ -28,6 +28,7 @@ from thinwire.bench.spec import BenchSpec
 from thinwire.bench.words import split_options
 from thinwire.durable import write_whole
 from thinwire.local.named import named_local
+from thinwire.measure.timing import settle
 from thinwire.methods.registry import METHODS, method
 
 _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
@@ -43,6 +44,7 @@ class RaceSpec:
         workers, ranks_per_node, link, link_bits, delay: the cluster; ``link_bits`` None: no limit.
         minutes: time limit.
         seeds: number of seeds on which rows are compared; None: as many as fit.
+        device: "cpu" or "cuda", where the ranks compute.
     """
 
     model: str
@@ -54,6 +56,7 @@ class RaceSpec:
     delay: str = "0"
     minutes: float = 10.0
     seeds: int | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:
@@ -132,10 +135,10 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
         data = json.loads(place.read_text())
         return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
     course.tell("computing time of a step", 1)
-    steps, turns = _timed(asked, *_computing(asked.model, asked.workers))
+    steps, turns = _timed(asked, *_computing(asked))
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
                      link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
-                     operation_seconds=max(300.0, 60 * asked.minutes))  # fmt: skip
+                     operation_seconds=max(300.0, 60 * asked.minutes), device=asked.device)  # fmt: skip
     total = sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
     course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
     began = time.monotonic()
@@ -149,11 +152,13 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
     return found
 
 
-def _computing(model: str, workers: int) -> tuple[float, int]:
+def _computing(asked: RaceSpec) -> tuple[float, int]:
     """Return seconds of forward and backward on a rank, estimated from this process, and the bytes of the gradients."""
     import torch
 
-    workload = build_model(model)
+    device = torch.device(asked.device)
+    places = os.cpu_count() or 1 if asked.device == "cpu" else torch.cuda.device_count()
+    workload = build_model(asked.model, device=device)
     loss, seconds, threads = loss_of(workload, 0), 0.0, torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -161,10 +166,11 @@ def _computing(model: str, workers: int) -> tuple[float, int]:
             began = time.perf_counter()
             with told(f"the loss of {workload.name!r}"):
                 loss(workload.model, step).backward()
+                settle(device)
             seconds = time.perf_counter() - began
     finally:
         torch.set_num_threads(threads)
-    return seconds * max(1.0, workers / (os.cpu_count() or 1)), workload.gradient_bytes
+    return seconds * max(1.0, asked.workers / places), workload.gradient_bytes
 
 
 def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int]:

@@ -79,7 +79,9 @@ class _Runs:
         missing = [label for label in labels if (label, rate, seed) not in self.found]
         if missing:
             rows = [row for row in self.asked.rows if row.label in missing]
-            track = Track(self.asked.model, self.asked.workers, self.budget.steps, self.budget.every, None)
+            track = Track(
+                self.asked.model, self.asked.workers, self.budget.steps, self.budget.every, None, self.asked.device
+            )
             at = f", {rate:g} x the learning rate" if len(self.budget.rates) > 1 else ""
             told = f"losses of {', '.join(missing)}: {track.steps} steps, seed {seed}{at}"
 

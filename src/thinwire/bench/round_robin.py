@@ -66,7 +66,7 @@ class RoundRobin:
         say(self.rank, row=row.label, state="building")
         own = row.kind != COMPUTE and not row.is_thinwire
         group = new_group(spec.operation_seconds) if own else None
-        made = functools.partial(Contender, row, spec.model, spec.seed, group, spec.rate_factor)
+        made = functools.partial(Contender, row, spec, group)
         row_run.contender = self.guarded(row_run, made)
 
     def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:

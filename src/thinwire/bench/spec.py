@@ -28,6 +28,7 @@ class BenchSpec:
         operation_seconds: time-out of one collective.
         timeout_seconds: time-out of the whole run.
         rate_factor: factor on the learning rates of the model's optimizer.
+        device: "cpu" or "cuda", where the ranks compute.
     """
 
     model: str
@@ -48,6 +49,7 @@ class BenchSpec:
     ranks_per_node: int = 1
     target: float | None = None
     rate_factor: float = 1.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from thinwire.bench import wire
 from thinwire.bench.compare import compare
-from thinwire.bench.contenders import new_group, prepare_rank
+from thinwire.bench.contenders import new_group
 from thinwire.bench.curves import draw_curves
+from thinwire.bench.device import place_of, prepare_rank
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.round_robin import RoundRobin, RowRun
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
     spec = BenchSpec.from_json(arguments.spec)
-    prepare_rank()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=spec.operation_seconds))
+    backends = prepare_rank(spec.device)
+    dist.init_process_group(backends, timeout=timedelta(seconds=spec.operation_seconds))
     record = run(spec)
     if dist.get_rank() == 0:
         record.write(arguments.out)
@@ -44,7 +45,7 @@ def run(spec: BenchSpec) -> RunRecord:
     workload = build_model(spec.model, spec.seed)
     parameters = [p for p in workload.model.parameters() if p.requires_grad]
     shared = RunRecord(
-        describe=workload.describe,
+        describe=workload.describe + place_of(spec.device, workers),
         parameters=workload.parameters,
         tensors=len(parameters),
         gradient_bytes=workload.gradient_bytes,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from thinwire.cli.console import watched_load
-from thinwire.cli.options import Json, Plot
+from thinwire.cli.options import Device, Json, Plot
 
 
 def bench(
@@ -35,12 +35,14 @@ def bench(
         bool,
         typer.Option("--predict", help="Also measure the network and the model, and show what the planner predicts."),
     ] = False,
+    device: Device = "cpu",
     plot: Plot = None,
     json: Json = False,
 ) -> None:
     """Compare methods on one model and one network: step time, exposed communication, bytes, loss."""
     from rich.console import Console
 
+    from thinwire.bench.device import check_device
     from thinwire.bench.models.registry import check_model
     from thinwire.bench.plots import plot_bench
     from thinwire.bench.rows import parse_rows
@@ -54,6 +56,7 @@ def bench(
 
     cluster = Cluster.parse(workers, ranks_per_node, link, delay)
     check_plot(plot)
+    check_device(device)
     check_model(model)
     rows = parse_rows(methods)
     bits = slowest_link(cluster)
@@ -71,6 +74,7 @@ def bench(
         timeout_seconds=timeout,
         predict=predict,
         ranks_per_node=ranks_per_node,
+        device=device,
     )
     total = (len(rows) + 1) * (warmup + rounds * steps + rounds - 1)
     with watched_load(workers) as load:

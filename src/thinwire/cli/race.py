@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import Bar, plain_table, progress, watched_load
-from thinwire.cli.options import Json
+from thinwire.cli.options import Device, Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +42,7 @@ def race(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for race.json and race.png.")] = Path("thinwire-out"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier results: measure and train again.")] = False,
+    device: Device = "cpu",
     json: Json = False,
 ) -> None:
     """Race methods to DDP's loss on your model and link: who is first, what it costs in steps, how sure that is."""
@@ -50,6 +51,7 @@ def race(
     from rich.console import Console
 
     from thinwire import lab
+    from thinwire.bench.device import check_device
     from thinwire.bench.models.registry import check_model
     from thinwire.bench.plots import loss_picture
     from thinwire.bench.race_answer import curves, race_data
@@ -62,9 +64,10 @@ def race(
 
     cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay)
     bits = slowest_link(cluster)
+    check_device(device)
     check_model(model)
     rows = parse_rows(DEFAULT_METHODS if methods is None else methods)
-    asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds)
+    asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds, device)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: give a folder")
     if bits and lab.available() == "loopback":

@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.backends import backend_for
 from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.socket_loop import socket_loop
 from thinwire.collectives.stream import Stream
@@ -63,7 +64,8 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
         rank: this rank's place in ``ranks``.
         timeout: time without a byte after which a message fails; None: torch's.
     """
-    if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
+    on_gloo = backend_for(torch.device("cpu"), group) == "gloo"
+    if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or not on_gloo:
         return None
     encrypted = gloo_encrypts()
     server, token = None if encrypted else listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)

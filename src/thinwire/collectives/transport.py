@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.backends import backend_for
 from thinwire.collectives.by_mesh import all_gather_by_mesh, all_reduce_by_mesh, reduce_scatter_by_mesh
 from thinwire.collectives.countdown_work import CountdownWork
 from thinwire.collectives.lanes import Lane, disjoint_links
@@ -122,12 +123,12 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
     raise TypeError(f"{type(op).__name__} is not an op")
 
 
-def _on_gloo(lane: Lane) -> bool:
-    return bool(dist.get_backend(lane.group) == "gloo")
+def _on_gloo(x: Tensor, lane: Lane) -> bool:
+    return backend_for(x.device, lane.group) == "gloo"
 
 
 def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
-    if _on_gloo(lane):
+    if _on_gloo(x, lane):
         return all_to_all(x.view(lane.size, -1), out.view(lane.size, -1), lane, tag)
     return dist.all_to_all_single(out, x, group=lane.group, async_op=True)
 
@@ -170,7 +171,7 @@ def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
     if lane.mesh is not None and x.device.type == "cpu":
         scatter, total = reduce_scatter_by_mesh(x, lane)
         return Pending((scatter,), total)
-    if not _on_gloo(lane):
+    if not _on_gloo(x, lane):
         shard = x.new_empty(x.numel() // lane.size)
         return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)
     work, parts = parts_of_all(x.view(lane.size, -1), lane, tag)
@@ -181,7 +182,7 @@ def _exchange(op: Exchange, x: Tensor, lane: Lane, tag: int) -> Pending:
     if op.peer is None:
         return Pending((), lambda: x)
     out = torch.empty_like(x)
-    if _on_gloo(lane):
+    if _on_gloo(x, lane):
         return Pending((send_and_receive({op.peer: x}, {op.peer: out}, lane, tag),), lambda: out)
     peer = lane.ranks[op.peer]
     works = dist.batch_isend_irecv(

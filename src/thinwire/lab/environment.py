@@ -37,4 +37,6 @@ def rank_environment(
         "MASTER_PORT": str(master_port),
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
+        "NCCL_NET": "Socket",  # over that interface; between nodes, which are hosts of their own,
+        "NCCL_HOSTID": f"thinwire node {node}",  # and not through memory that they share only here
     }

@@ -12,6 +12,7 @@ from datetime import date, timedelta
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.backends import backend_for
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.topology import topology_of
 from thinwire.measure.probe_run import ProbeRun, Progress
@@ -59,14 +60,17 @@ def probe(
     topology = topology or topology_of(len(ranks))
     if topology.world_size != len(ranks):
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {len(ranks)}")
-    backend = str(dist.get_backend(process_group))
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+        on_nccl = torch.cuda.is_available() and backend_for(torch.device("cuda"), process_group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
+    backend = backend_for(device, process_group)
+    if backend is None:
+        raise ValueError(f"the process group ({dist.get_backend_config(process_group)}) has no backend for {device}")
     sizes = message_sizes(largest=largest_bytes)
-    lanes = Lanes(ranks, topology, rank, timeout, device if "nccl" in backend else None)
+    lanes = Lanes(ranks, topology, rank, timeout, device if backend == "nccl" else None)
     broken = True
     try:
-        wire = ExchangeTimer(lanes, topology, rank, device, counts_cpu="gloo" in backend)
+        wire = ExchangeTimer(lanes, topology, rank, device, counts_cpu=backend == "gloo")
         run = ProbeRun(wire, seconds, on_progress=on_progress)
         if len(ranks) > 1:
             for _ in run.exchanges(sizes):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.bench.corpus import standard_library
-from thinwire.bench.models.workload import Workload
+from thinwire.bench.models.workload import Workload, beside
 
 MASK = 103
 
@@ -30,6 +30,7 @@ def build(batch: int = 4, length: int = 64, lr: float = 1e-4) -> Workload:
         hidden[:, 0] = True
         shown = torch.where(hidden, torch.full_like(text, MASK), text + 1000)
         labels = torch.where(hidden, text + 1000, torch.full_like(text, -100))
+        shown, labels = beside(model, shown, labels)
         result: Tensor = model(input_ids=shown, labels=labels).loss
         return result
 

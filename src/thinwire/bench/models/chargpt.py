@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.bench.corpus import VOCABULARY, standard_library
-from thinwire.bench.models.workload import Workload
+from thinwire.bench.models.workload import Workload, beside
 
 
 class TransformerBlock(nn.Module):
@@ -79,11 +79,11 @@ def build(
     corpus = standard_library()
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
-        text, target = corpus.batch(batch, block, step=step, rank=rank, shares=shares)
+        text, target = beside(model, *corpus.batch(batch, block, step=step, rank=rank, shares=shares))
         return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
 
     def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
-        text, target = corpus.batch(16, block, step=step, rank=rank, validation=True)
+        text, target = beside(model, *corpus.batch(16, block, step=step, rank=rank, validation=True))
         with torch.no_grad():
             return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
 

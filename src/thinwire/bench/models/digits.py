@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.bench.models.workload import Workload
+from thinwire.bench.models.workload import Workload, beside
 
 HELD_OUT = 360
 SMOOTHING = 0.1  # a floor under the loss, so that ratios stay meaningful once every digit is known
@@ -62,11 +62,13 @@ def build(width: int = 32, hidden: int = 256, batch: int = 32, lr: float = 0.05)
         chosen = torch.randint(known, (batch,), generator=generator)
         dx, dy = torch.randint(-1, 2, (2,), generator=generator).tolist()
         shifted = torch.roll(pixels[chosen], (dy, dx), (2, 3))
-        return F.cross_entropy(model(shifted), labels[chosen], label_smoothing=SMOOTHING)
+        images, wanted = beside(model, shifted, labels[chosen])
+        return F.cross_entropy(model(images), wanted, label_smoothing=SMOOTHING)
 
     def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
+        images, wanted = beside(model, pixels[known:], labels[known:])
         with torch.no_grad():
-            return F.cross_entropy(model(pixels[known:]), labels[known:], label_smoothing=SMOOTHING)
+            return F.cross_entropy(model(images), wanted, label_smoothing=SMOOTHING)
 
     return Workload(
         name="digits",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.bench.models.workload import Workload
+from thinwire.bench.models.workload import Workload, beside
 
 CLASSES = 10
 
@@ -24,7 +24,7 @@ def build(width: int = 4480, layers: int = 5, batch: int = 8, lr: float = 0.05) 
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 7919)
-        x = torch.randn(batch, width, generator=generator)
+        (x,) = beside(model, torch.randn(batch, width, generator=generator))
         return F.cross_entropy(model(x), x[:, :CLASSES].argmax(1))
 
     return Workload(

@@ -10,6 +10,7 @@ from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from thinwire.bench.models.workload import Workload
@@ -30,10 +31,11 @@ def check_model(text: str) -> None:
     check_options(f"model {name!r}", _function(name), options, ours=name in FILES)
 
 
-def build_model(text: str, seed: int = 0) -> Workload:
+def build_model(text: str, seed: int = 0, device: torch.device | None = None) -> Workload:
     """Build ``"chargpt"``, ``"mlp:width=512"`` or ``"my_module:my_function"`` from a seed.
 
-    A user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``.
+    A user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``. The model
+    is moved to ``device``; the loss puts its batch there, beside the model's parameters.
     """
     import torch
 
@@ -42,10 +44,14 @@ def build_model(text: str, seed: int = 0) -> Workload:
     torch.manual_seed(seed)
     function = _function(name)
     if name in FILES:
-        return _as_workload(name, function(**options))
-    with told(f"model {name!r}"):
-        built = function(**options)
-    return _as_workload(name, built)
+        workload = _as_workload(name, function(**options))
+    else:
+        with told(f"model {name!r}"):
+            built = function(**options)
+        workload = _as_workload(name, built)
+    if device is not None:
+        workload.model.to(device)
+    return workload
 
 
 def loss_of(workload: Workload, rank: int) -> Callable[[nn.Module, int], Any]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.bench.models.workload import Workload
+from thinwire.bench.models.workload import Workload, beside
 
 
 class ResidualBlock(nn.Module):
@@ -48,6 +48,7 @@ def build(classes: int = 10, batch: int = 8, width: int = 64, lr: float = 0.005)
         generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 7919)
         labels = torch.randint(classes, (batch,), generator=generator)
         images = 0.5 * patterns[labels] + torch.randn(batch, 3, 32, 32, generator=generator)
+        images, labels = beside(model, images, labels)
         return F.cross_entropy(model(images), labels)
 
     return Workload(

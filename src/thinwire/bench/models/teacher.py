@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from thinwire.bench.models.workload import Workload
+from thinwire.bench.models.workload import Workload, beside
 
 SAMPLES, INPUTS, HIDDEN, OUTPUTS = 2048, 32, 48, 10
 
@@ -57,11 +57,13 @@ def build(batch: int = 256, ranks: int = 1, lr: float = 0.1, seed: int = 0) -> W
         draw = torch.Generator().manual_seed(seed * 1_000_003 + step // per_pass)
         first = step % per_pass * batch + rank % ranks * (batch // ranks)
         chosen = torch.randperm(SAMPLES, generator=draw)[first : first + batch // ranks]
-        return half_squares(model(x[chosen]), y[chosen])
+        inputs, outputs = beside(model, x[chosen], y[chosen])
+        return half_squares(model(inputs), outputs)
 
     def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
+        inputs, outputs = beside(model, x, y)
         with torch.no_grad():
-            return half_squares(model(x), y)
+            return half_squares(model(inputs), outputs)
 
     return Workload(
         name="teacher",

@@ -11,6 +11,12 @@ from torch.optim import Optimizer
 Loss = Callable[[nn.Module, int, int], Tensor]
 
 
+def beside(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors on the device of the model's parameters."""
+    device = next(model.parameters()).device
+    return tuple(x.to(device) for x in tensors)
+
+
 @dataclass(frozen=True)
 class Workload:
     """A training task.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.backends import backend_for
 from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
@@ -370,15 +371,19 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timede
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Return the backend that serves this device's tensors."""
-    name = str(dist.get_backend(group))
-    if ":" in name:  # "cpu:gloo,cuda:nccl"
-        name = dict(part.split(":") for part in name.split(","))[device.type]
+    name = backend_for(device, group)
+    remedy = 'call init_process_group("cpu:gloo,cuda:nccl")'
+    if name is None:
+        raise ValueError(
+            f"the parameters are on {device}, for which the process group ({dist.get_backend_config(group)}) has no "
+            f"backend: {remedy}"
+        )
     if name not in ("gloo", "nccl"):
         raise ValueError(f"the process group's backend is {name}; thinwire runs on gloo and nccl")
     if name == "gloo" and device.type != "cpu":
         raise ValueError(
             f"the parameters are on {device}, but the process group's backend for it is gloo, which sends from CPUs: "
-            'call init_process_group("cpu:gloo,cuda:nccl")'
+            f"{remedy}"
         )
     return name
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.collectives.backends import backend_for
 from thinwire.engine.attach import attach
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.parameters import managed_parameters
@@ -192,7 +193,8 @@ def whole_plan(net: nn.Module, method: Method) -> Plan | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     managed = managed_parameters(net, method, "auto")
-    return make_plan(method, managed, [m.index for m in reversed(managed)], (), str(dist.get_backend()))
+    backend = str(backend_for(next(net.parameters()).device))
+    return make_plan(method, managed, [m.index for m in reversed(managed)], (), backend)
 
 
 def _total(count: Tensor) -> Program:

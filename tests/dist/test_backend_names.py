@@ -1,0 +1,62 @@
+"""Groups of other names than "gloo" have Gloo for CPUs too: with several devices' backends, or with no name at all."""
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+from spawned import run
+
+pytestmark = pytest.mark.dist
+
+METHODS = [
+    ("ssgd", {}),
+    ("dear", {}),
+    ("cast", {"dtype": "bf16", "decoupled": True}),
+    ("topk", {"density": 0.1}),
+    ("gtopk", {"density": 0.1}),
+    ("oktopk", {"density": 0.1}),
+    ("local", {"sync_every": 2, "codec": "int8"}),
+]
+
+
+def _every_method(rank, size, *names):
+    found = []
+    for name in names:
+        dist.init_process_group(*filter(None, [name]))
+        for method, options in METHODS:
+            net = cases.model()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+            sync = tw.attach(net, optimizer, method, **options)
+            for step in range(3):
+                cases.loss_of(net, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sync.close()
+            found.append(cases.weights(net))
+        dist.destroy_process_group()
+        torch.manual_seed(0)
+    return found
+
+
+def test_the_same_weights_whatever_the_group_was_given():
+    for ranks in (2, 3):
+        named, several, nothing = (
+            run(_every_method, ranks, name, init=False)[0] for name in ("gloo", "cpu:gloo", None)
+        )
+        for (method, _), weights in zip(METHODS, named):
+            for others in (several.pop(0), nothing.pop(0)):
+                assert all(map(torch.equal, weights, others)), method
+
+
+def _refused(rank, size):
+    from thinwire.engine.ranks.communicator import backend_of
+
+    dist.init_process_group("cpu:gloo")
+    with pytest.raises(ValueError, match=r"on cuda:0, for which the process group \(cpu:gloo\) has no backend: call"):
+        backend_of(None, torch.device("cuda:0"))
+
+
+def test_a_device_without_a_backend_is_refused():
+    run(_refused, 1, init=False)
