@@ -683,7 +683,78 @@ def local_steps(data: Any) -> Iterator[Row]:
                     )
 
 
+def gpu(data: Any) -> Iterator[Row]:
+    """What was right on a card, of what ran there."""
+    machine = data["machine"]
+    where = (
+        f"one {machine['cards'][0]}, torch {machine['torch']}, NCCL {machine['nccl']}"
+    )
+    yield Row(f"tests of kernels and optimizers, {where}", data["tests"]["says"][0])
+    for part, ranks in (("sanitizer", 2), ("three ranks", 3), ("four ranks", 4)):
+        rows = data[part]["rows"]
+        right = f"{sum(row['right'] for row in rows)} of {len(rows)}"
+        raced = (
+            f"; {data[part]['races']} races found by torch's stream sanitizer"
+            if part == "sanitizer"
+            else ""
+        )
+        yield Row(f"methods as in LocalWorld, {ranks} ranks", right + raced)
+    ways = data["ways of training"]["rows"]
+    right = f"{sum(row['right'] for row in ways)} of {len(ways)}"
+    yield Row("ways of training that are right, 2 ranks", right)
+    yield Row(
+        "of these, the same bits as DDP, or as without a restart",
+        f"{sum(row.get('as_ddp') == 0 for row in ways)}",
+    )
+    drawn = ("qsgd", "terngrad")  # a card draws other numbers than a CPU
+    far = [
+        row["as_cpu"]
+        for row in ways
+        if row.get("as_cpu") is not None and row["way"] not in drawn
+    ]
+    yield Row(
+        f"largest difference of a loss from the CPU's, {len(far)} ways",
+        f"{100 * max(far):.2g}{PERCENT}",
+    )
+
+
+def gpu_bench(data: Any) -> Iterator[Row]:
+    """Steps on a card that two ranks share, over an emulated link."""
+    where = f"{data['parameters'] / 1e6:.0f} M parameters, {data['workers']} ranks, {data['link']}"
+    for row in data["rows"]:
+        faster = row["speedup"]
+        yield Row(
+            f"step of {row['label']}, {where}",
+            f"{1e3 * row['step_seconds']:.0f}{NBSP}ms"
+            + (f", {faster:.1f} x" if faster else ""),
+        )
+
+
+def device_rates(data: Any) -> Iterator[Row]:
+    """Measured over assumed seconds: of models, and of the largest amount of each of the methods' own work."""
+    where = f"{data['device']}, as --device {data['assumed']}"
+    for row in data["models"]:
+        what = (
+            f"measured / assumed step of {row['model']} in {row['precision']}, {where}"
+        )
+        yield claim(what, row["ms"] / row["assumed_ms"])
+    largest = {row["kernel"]: row for row in data["kernels"]}  # the last of each
+    for name, row in largest.items():
+        yield claim(
+            f"measured / assumed {name}, {where}", row["us"] / row["assumed_us"]
+        )
+
+
 SOURCES = {
+    "device_rates": Source(
+        "python benchmarks/device_rates.py", "plan.md", device_rates
+    ),
+    "gpu": Source("make gpu", "gpu.md", gpu),
+    "gpu_bench": Source(
+        "thinwire bench --device cuda --model chargpt:layers=8:width=512:heads=8:block=256:batch=16 --link 1gbit",
+        "gpu.md",
+        gpu_bench,
+    ),
     "local_steps": Source(
         "python benchmarks/local_steps.py", "methods/local.md", local_steps
     ),

@@ -12,6 +12,7 @@ sys.path.insert(0, str(GPU))
 
 import gpu_report  # noqa: E402
 import on_ranks  # noqa: E402
+import ways  # noqa: E402
 
 pytestmark = pytest.mark.dist
 
@@ -29,6 +30,26 @@ def test_methods_are_right_on_ranks(names):
     assert [row["method"] for row in found["rows"]] == [name for name, _ in on_ranks.METHODS if name in names]
     assert [row["method"] for row in found["rows"] if not row["right"]] == []
     assert {row["method"] for row in found["rows"] if row["worst"] is None} == set(on_ranks.DRAWN) & set(names)
+
+
+FEW = ["unused", "cut, topk", "cast int8", "topk under DDP", "FSDP2's replicas, powersgd", "K-FAC, dkfac", "local"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FEW, id="a few"),
+        pytest.param(sorted(ways.WAYS), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="every way"),
+    ],
+)
+def test_ways_of_training(names):
+    found = gpu_report.on_ranks(2, "--device", "cpu", "--only", *names, script="ways.py")
+    assert found["ended"], found["errors"]
+    assert [row for row in found["rows"] if not row["right"]] == []
+    assert {row["way"] for row in found["rows"]} == set(names)
+    exact = {name for name in names if ways.WAYS[name].exact or ways.WAYS[name].cut}
+    assert {row["way"] for row in found["rows"] if row["as_ddp"] is not None} == exact
+    assert gpu_report.shown("ways", found["rows"], ("as_ddp", "right")).row_count == len(names)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """``make gpu``: what the owner of a card runs first. Prints a report and writes it to thinwire-out/gpu.json.
 
-One card: selection, optimizers and Triton kernels. Two and more, over NCCL: every method against LocalWorld, once under
-torch's stream sanitizer, once with the model on another card than the current one; then step times and memory.
+Selection, optimizers and Triton kernels; every method over NCCL against LocalWorld, under torch's stream sanitizer;
+models trained in every way that the engine has, against DDP and the CPU. Two ranks share a card if there is only one.
+With more, once more with the model on another card than the current one; then step times and memory.
 """
 
 import json
@@ -42,11 +43,11 @@ def tests():
     }
 
 
-def on_ranks(ranks, *words, **variables):
-    """The rows of on_ranks.py, what the sanitizer says, and whether it came to its end."""
+def on_ranks(ranks, *words, script="on_ranks.py", **variables):
+    """The rows that a script prints, what the sanitizer says, and whether it came to its end."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run([*launch, str(HERE / "on_ranks.py"), *words], env=environment, capture_output=True, text=True)
+    done = subprocess.run([*launch, str(HERE / script), *words], env=environment, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     races = len(re.findall("CSAN detected", done.stderr))
     ended = done.returncode == 0
@@ -58,10 +59,10 @@ def shown(title, rows, columns):
     for column in ("method", *columns):
         table.add_column(column)
     for row in rows:
-        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
-        values = (row[column] for column in columns)
+        options = ", ".join(f"{key}={value}" for key, value in row.get("options", {}).items())
+        values = (row.get(column) for column in columns)
         cells = ("-" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in values)
-        table.add_row(f"{row['method']} {options}", *cells)
+        table.add_row(row["way"] if "way" in row else f"{row['method']} {options}", *cells)
     return table
 
 
@@ -70,24 +71,27 @@ def main():
         sys.exit(
             "make gpu needs a CUDA device, and torch finds none: see nvidia-smi, and install a torch built for CUDA"
         )
-    console, found = Console(width=110), {"machine": machine(), "tests": tests()}
-    console.print(found["machine"], found["tests"]["says"])
-    right = found["tests"]["passed"]
-    if (cards := torch.cuda.device_count()) > 1:
-        for name, words, variables in (
-            ("sanitizer", [], SANITIZER),
-            ("another current device", ["--leave-current"], {}),
-            ("times", ["--timed", "2048"], {}),
-        ):
-            found[name] = part = on_ranks(min(cards, 8), *words, **variables)
-            columns = ("step_ms", "MiB") if name == "times" else ("worst", "equal_on_all_ranks", "right")
-            console.print(shown(f"{name}: races {part['races']}, ended {part['ended']}", part["rows"], columns))
-            right &= part["ended"] and not part["races"] and all(row.get("right", True) for row in part["rows"])
-    else:
-        console.print("One card: NCCL needs one for each rank, so nothing was exchanged.")
     out = Path("thinwire-out") / "gpu.json"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(found, indent=1))
+    console, found = Console(width=110), {"machine": machine(), "tests": tests()}
+    console.print(found["machine"], found["tests"]["says"])
+    right, cards = found["tests"]["passed"], torch.cuda.device_count()
+    against = ("worst", "equal_on_all_ranks", "right")
+    ranks = min(max(cards, 2), 8)
+    parts = [
+        ("sanitizer", ranks, [], against, SANITIZER),
+        ("ways of training", 2, [], ("as_ddp", "as_cpu", "right", "error"), {"script": "ways.py"}),
+    ]
+    if cards > 1:
+        parts.append(("another current device", ranks, ["--leave-current"], against, {}))
+        parts.append(("times", ranks, ["--timed", "2048"], ("step_ms", "MiB"), {}))
+    else:
+        parts += [("three ranks", 3, [], against, {}), ("four ranks", 4, [], against, {})]
+    for name, size, words, columns, options in parts:
+        found[name] = part = on_ranks(size, *words, **options)
+        console.print(shown(f"{name}: races {part['races']}, ended {part['ended']}", part["rows"], columns))
+        right &= part["ended"] and not part["races"] and all(row.get("right", True) for row in part["rows"])
+        out.write_text(json.dumps(found, indent=1))
     console.print(f"{'All right' if right else 'NOT all right'}. Please send {out} in with an issue, whatever it says.")
     sys.exit(not right)
 

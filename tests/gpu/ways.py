@@ -361,7 +361,7 @@ def main():
             found = row(name, WAYS[name], device)
         except Exception as error:  # the next one may still work
             traceback.print_exc()
-            found = {"way": name, "right": False, "error": f"{type(error).__name__}: {error}"[:600]}
+            found = {"way": name, "right": False, "as_ddp": None, "error": f"{type(error).__name__}: {error}"[:600]}
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -241,7 +241,14 @@ PAGES: dict[str, dict[str, Shown]] = {
             by=f"{FLOWER}::test_a_real_deployment_with_tls_gives_the_bits_of_the_simulation"
         ),
     },
-    "docs/gpu.md": {"make gpu": Shown(by="tests/dist/test_gpu_report.py::test_methods_are_right_on_ranks")},
+    "docs/gpu.md": {
+        "make gpu": Shown(by="tests/dist/test_gpu_report.py::test_methods_are_right_on_ranks"),
+        "thinwire race chargpt:layers=8:width=320:heads=8 --link 1gbit --device cuda": Shown(
+            wrote("thinwire-out/race.json"),
+            instead="thinwire race mlp:width=64:layers=1 --link 1mbit --device cpu --minutes 3",
+        ),
+        "thinwire lab run --workers 2 --link 1gbit -- python train.py": Shown(_script),
+    },
     "docs/kfac.md": {
         "thinwire kfac tune --plot tune.png": Shown(by=f"{TUNE}::test_the_pages_tuning"),
         "thinwire kfac plan resnet50 --workers 16 --link 10gbit": Shown(by=f"{TUNE}::test_the_pages_plan"),
@@ -420,6 +427,7 @@ BENCH, SCRIPTS = "docs/bench.md", "docs/script.md"
 FILES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
     "docs/bench.md": {"mymodule.py": lambda: "\n".join(python_of(BENCH))},
+    "docs/gpu.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
     "docs/lab.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
     "docs/measure.md": {"my_module.py": lambda: python_of(BENCH)[0]},
     "docs/quickstart.md": {"train.py": lambda: python_of("docs/quickstart.md")[0]},

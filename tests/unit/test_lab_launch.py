@@ -71,6 +71,8 @@ def test_environment_is_torchruns():
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_NET": "Socket",
+        "NCCL_HOSTID": "thinwire node 1",
     }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import check_output, plain_table, progress, watched_load
+from thinwire.cli.options import Device, Json
 from thinwire.events import python, tell_event
 
 if TYPE_CHECKING:
@@ -34,12 +35,14 @@ def profile(
     ranks: Annotated[
         int, typer.Option(help="Processes that compute at the same time, as on a machine with that many ranks.")
     ] = 1,
+    device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.json"),
-    json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Time a model's forward pass by module and its backward pass by gradient."""
     from rich.console import Console
 
+    from thinwire.bench.device import check_device
     from thinwire.bench.models.registry import check_model
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -47,9 +50,11 @@ def profile(
     if steps < 1 or warmup < 0 or ranks < 1:
         raise ValueError(f"--steps {steps} and --ranks {ranks} must be at least 1, --warmup {warmup} not negative")
     check_output("--out", out)
+    check_device(device)
     check_model(model)
     with watched_load(ranks) as load:
-        found = _here(model, steps, warmup) if ranks == 1 else _several(model, steps, warmup, ranks)
+        several = ranks > 1
+        found = _several(model, steps, warmup, ranks, device) if several else _here(model, steps, warmup, device)
     text = json_module.dumps(load.with_load(json_module.loads(found.to_json())))
     out.write_text(text + "\n")
     console = Console(stderr=json)
@@ -63,20 +68,21 @@ def profile(
     console.print(f"next: thinwire probe, then thinwire plan {out} --costs costs.json", markup=False)
 
 
-def _here(model: str, steps: int, warmup: int) -> ModelProfile:
+def _here(model: str, steps: int, warmup: int, device: str) -> ModelProfile:
     with progress(f"building {model}", steps + warmup) as bar:
-        return _profile(model, steps, warmup, 0, 1, lambda done, total: bar(completed=done, description=model))
+        return _profile(model, steps, warmup, 0, 1, device, lambda done, total: bar(completed=done, description=model))
 
 
 def _profile(
-    model: str, steps: int, warmup: int, rank: int, ranks: int, on_step: Callable[[int, int], None]
+    model: str, steps: int, warmup: int, rank: int, ranks: int, device: str, on_step: Callable[[int, int], None]
 ) -> ModelProfile:
     import torch
 
+    from thinwire.bench.device import rank_device
     from thinwire.bench.models.registry import build_model, loss_of
     from thinwire.measure import profile_model
 
-    workload = build_model(model)
+    workload = build_model(model, device=rank_device(device))
     together = f"{ranks} processes at once" if ranks > 1 else ""
     if ranks > 1:
         torch.distributed.barrier()
@@ -93,7 +99,7 @@ def _profile(
     )
 
 
-def _several(model: str, steps: int, warmup: int, ranks: int) -> ModelProfile:
+def _several(model: str, steps: int, warmup: int, ranks: int, device: str) -> ModelProfile:
     """Return the profile of the slowest of several processes that compute at the same time."""
     from thinwire.cli.ranks import follow
     from thinwire.lab import Cluster
@@ -101,7 +107,7 @@ def _several(model: str, steps: int, warmup: int, ranks: int) -> ModelProfile:
 
     with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as folder:
         command = python("-m", "thinwire.cli.profile", "--model", model, "--out", folder)
-        command += ["--steps", str(steps), "--warmup", str(warmup)]
+        command += ["--steps", str(steps), "--warmup", str(warmup), "--device", device]
         follow(Cluster(ranks, ranks), command, timeout_seconds=600)
         profiles = [ModelProfile.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     return max(profiles, key=lambda p: p.forward_seconds + sum(p.backward_seconds))
@@ -111,20 +117,23 @@ def main() -> None:
     """Run one of several processes, with torchrun's environment variables set."""
     import torch.distributed as dist
 
+    from thinwire.bench.device import prepare_rank
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--steps", required=True, type=int)
     parser.add_argument("--warmup", required=True, type=int)
+    parser.add_argument("--device", required=True)
     words = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group(prepare_rank(words.device))
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def report(done: int, total: int) -> None:
         if rank == 0:
             tell_event({"done": done / total, "text": words.model})
 
-    found = _profile(words.model, words.steps, words.warmup, rank, ranks, report)
+    found = _profile(words.model, words.steps, words.warmup, rank, ranks, words.device, report)
     (words.out / f"{rank}.json").write_text(found.to_json())
     dist.barrier()
     dist.destroy_process_group()

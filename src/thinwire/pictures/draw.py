@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _png(picture: Picture, colours: Colours, path: Path) -> None:
         _panel(panel, colours, place)
     for place in list(axes.flat)[len(picture.panels) :]:
         place.set_visible(False)
-    figure.suptitle(picture.title, fontsize=10)
+    figure.suptitle(textwrap.fill(picture.title, int(13 * figure.get_figwidth())), fontsize=10)
     save_png(figure, path)
 
 

@@ -27,7 +27,9 @@ def test_every_source_is_on_the_page_and_can_be_run():
     shown = DIRECTIVE.findall((ROOT / "docs" / "results.md").read_text())
     assert sorted(shown) == sorted([*recorded.SOURCES, "tally"])
     for source in recorded.SOURCES.values():
-        assert any((ROOT / word).exists() for word in source.command.split() if word.startswith("benchmarks/"))
+        program, *words = source.command.split()
+        ours = program == "thinwire" or f"\n{words[0]}:" in (ROOT / "Makefile").read_text()
+        assert ours or any((ROOT / word).exists() for word in words if word.startswith("benchmarks/"))
         assert (ROOT / "docs" / source.page).is_file()
 
 

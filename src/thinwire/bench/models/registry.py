@@ -50,6 +50,9 @@ def build_model(text: str, seed: int = 0, device: torch.device | None = None) ->
             built = function(**options)
         workload = _as_workload(name, built)
     if device is not None:
+        elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", device.type}
+        if elsewhere:
+            raise ValueError(f"model {name!r} is on {elsewhere.pop()}: leave it on the CPU, and give --device cuda")
         workload.model.to(device)
     return workload
 
