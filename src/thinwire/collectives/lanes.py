@@ -151,7 +151,7 @@ class Lanes:
 
     def _lease(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         _fresh_pool()
-        key = (ranks, self._timeout)
+        key = (ranks, self._timeout, self._device)  # a group that CPUs have used may have an NCCL not connected yet
         free = _pool.setdefault(key, [])
         if free:
             group = free.pop(0)

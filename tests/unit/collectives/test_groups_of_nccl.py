@@ -7,6 +7,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 import thinwire as tw
 from thinwire.adapters.traced import traced
+from thinwire.collectives.lanes import Lanes
 from thinwire.engine.ranks import communicator
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.program import AllReduce, Topology
@@ -43,6 +44,17 @@ def _groups():
 
 def _one(tensor):
     return (yield AllReduce(tensor, group=WORLD))
+
+
+def test_a_group_that_cpus_have_used_is_not_taken_for_cards(ranks, monkeypatch):
+    """Its NCCL has not connected yet, and would at the first op, in which perhaps not all ranks take part."""
+    used = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group=None, **_: used.append(group))
+    for device, connected in ((None, 0), (torch.device("cpu"), 1), (torch.device("cpu"), 1), (None, 1)):
+        lanes = Lanes(tuple(range(ranks)), Topology(ranks), 1, None, device)
+        lanes.get("gradients", WORLD, 0)
+        lanes.release()
+        assert len(used) == connected
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
