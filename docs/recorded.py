@@ -537,9 +537,9 @@ def peers(data: Any) -> Iterator[Row]:
 def tolls(data: Any) -> Iterator[Row]:
     """Of thinwire's best row: over DDP's steps without a network, and over the best of the others."""
     bounds = {"10mbit": (1.30, 0.70), "100mbit": (1.10, 0.85), "1gbit": (1.06, 0.95)}
-    trained = {one["workers"]: one for one in data["trained"]}
+    trained = {one["name"]: one for one in data["trained"]}
     for network in data["clocked"]:
-        one = trained[network["workers"]]
+        one = trained[network["name"]]
         seconds = {}
         for label, pace in network["paces"].items():
             factors = one["rows"][label]["factors"]
@@ -550,7 +550,8 @@ def tolls(data: Any) -> Iterator[Row]:
         mine = [label for label in seconds if label.startswith(("local", "powersgd"))]
         best = min(mine, key=seconds.__getitem__)
         peer = min(set(seconds) - set(mine), key=seconds.__getitem__)
-        where = f"3.3 M parameters, {network['workers']} workers, {network['link']}"
+        size, _, workers = network["name"].partition("/")
+        where = f"{size.removesuffix('M')} M parameters, {workers} workers, {network['link']}"
         toll, over = bounds[network["link"]]
         alone = one["steps"] * network["compute_seconds"]
         yield claim(

@@ -102,17 +102,6 @@ SIZES = {
     ),
 }
 
-TOLL_MODEL = "chargpt:layers=6:width=208:heads=4"
-TOLL_SLOW = "10mbit"
-TOLL_NETWORKS = ((2, TOLL_SLOW), (2, "100mbit"), (2, "1gbit"), (4, "100mbit"), (4, "1gbit"))
-_LATEST = "local sync_every=32 codec=int2 fragment_sync_delay=7"
-_OF_TWO = (
-    "local sync_every=8 codec=int8 fragment_sync_delay=3", "local sync_every=16 codec=int8",
-    "local sync_every=16 codec=int2 fragment_sync_delay=7", _LATEST, "Accelerate LocalSGD, every 8",
-)  # fmt: skip
-"""Rows of two workers alone: there another of their kind is sooner on the links that four workers have too."""
-_OF_FOUR = ("local sync_every=4 codec=int2", "local sync_every=8 codec=int2")
-"""Rows of four workers alone: there long periods need many more steps."""
 _TOLL_TRAINED = (
     *BASELINE,
     *parse_rows(
@@ -125,16 +114,45 @@ _TOLL_TRAINED = (
     *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 16, 32)),
 )
 _TOLL_TIMED = tuple(_peer(f"torchft LocalSGD, every {h}", "torchft_rows:local_sgd", every=h) for h in (8, 16, 32))
+_LATEST = "local sync_every=32 codec=int2 fragment_sync_delay=7"
 
 
-def toll_trained(workers: int) -> tuple[Row, ...]:
-    """Rows that are trained apart with so many workers.
+@dataclass(frozen=True)
+class Tolls:
+    """A model on so many workers, whose rows' tolls are measured.
 
-    hivemind's ranks find each other by time, not after so many steps: where turns end before both have met, one waits
-    until it gives up.
+    Attributes:
+        rates: of 0.001; DDP takes none at the ends.
+        links: on which rows are timed.
+        left_out: labels of the rows that are not trained.
+        not_timed: more labels, by link.
     """
-    left_out = _OF_FOUR if workers == 2 else _OF_TWO
-    return tuple(row for row in _TOLL_TRAINED if row.label not in left_out)
+
+    model: str
+    workers: int
+    rates: tuple[float, ...]
+    links: tuple[str, ...]
+    left_out: tuple[str, ...]
+    not_timed: dict[str, tuple[str, ...]]
+
+    @property
+    def trained(self) -> tuple[Row, ...]:
+        """Rows that are trained apart.
+
+        hivemind's ranks find each other by time, not after so many steps: where turns end before both have met, one
+        waits until it gives up.
+        """
+        return tuple(row for row in _TOLL_TRAINED if row.label not in self.left_out)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Those, and those that are timed alone."""
+        labels = [row.label for row in self.trained]
+        return (*self.trained, *(row for row in _TOLL_TIMED if trained_as(row.label) in labels))
+
+    def timed(self, link: str) -> tuple[Row, ...]:
+        """Rows that are timed on one network."""
+        return tuple(row for row in self.rows if row.label not in self.not_timed.get(link, ()))
 
 
 def trained_as(label: str) -> str:
@@ -142,21 +160,27 @@ def trained_as(label: str) -> str:
     return label.replace("torchft", "Accelerate")
 
 
-def toll_rows(workers: int) -> tuple[Row, ...]:
-    """Those, and those that are timed alone."""
-    trained = toll_trained(workers)
-    labels = [row.label for row in trained]
-    return (*trained, *(row for row in _TOLL_TIMED if trained_as(row.label) in labels))
-
-
-def toll_timed(workers: int, link: str) -> tuple[Row, ...]:
-    """Rows that are timed on one network.
-
-    On the slowest a step of DDP takes ten seconds, and on the others no round takes as long as seven steps. On the
-    fastest a round in 8 bits is so short that 2 bits gain nothing.
-    """
-    left_out = {TOLL_SLOW: ("ddp",), "1gbit": (_LATEST, *_OF_FOUR)}.get(link, (_LATEST,))
-    return tuple(row for row in toll_rows(workers) if row.label not in left_out)
+_SMALL = "chargpt:layers=6:width=208:heads=4"
+_SHORT_IN_2_BITS = ("local sync_every=4 codec=int2", "local sync_every=8 codec=int2")
+_LATE = (
+    "local sync_every=8 codec=int8 fragment_sync_delay=3",
+    "local sync_every=16 codec=int2 fragment_sync_delay=7",
+    _LATEST,
+)
+TOLLS = {
+    "3.3M/2": Tolls(
+        _SMALL, 2, (0.25, 0.35, 0.5, 0.7, 1.0), ("10mbit", "100mbit", "1gbit"),
+        left_out=_SHORT_IN_2_BITS,  # long periods need hardly more steps here
+        # A step of DDP takes ten seconds on the slowest link; on the others no round takes as long as seven steps.
+        not_timed={"10mbit": ("ddp",), "100mbit": (_LATEST,), "1gbit": (_LATEST,)},
+    ),
+    "3.3M/4": Tolls(
+        _SMALL, 4, (0.35, 0.5, 0.7), ("100mbit", "1gbit"),
+        left_out=("local sync_every=16 codec=int8", "Accelerate LocalSGD, every 8", *_LATE),
+        not_timed={"1gbit": _SHORT_IN_2_BITS},  # a round in 8 bits is so short that 2 bits gain nothing
+    ),
+}  # fmt: skip
+"""By size and number of workers."""
 
 
 INSTALLED = ("torch", "accelerate", "torchft", "hivemind")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import store
-from catalogue import TRIED, toll_rows
+from catalogue import TOLLS, TRIED
 
 from thinwire.bench.finish import Finish, Pace, finish
 from thinwire.bench.race import StepsFactor
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "peers.md"
 PICTURES = ROOT / "docs" / "images"
 FEDERATED = ROOT / "benchmarks" / "results" / "federated.json"
-TOLLS = ROOT / "benchmarks" / "results" / "tolls.json"
+TOLLS_FILE = ROOT / "benchmarks" / "results" / "tolls.json"
 DRAWN = (
     "ddp",
     "ddp-fp16",
@@ -233,21 +233,22 @@ def finishes(trained: Run, clocked: Run) -> dict[str, Finish]:
 
 def tolls(results: Run) -> str:
     """Seconds to DDP's loss over those of DDP's steps without any exchange, and steps over DDP's; medians and ends."""
-    found = json.loads(TOLLS.read_text())
+    found = json.loads(TOLLS_FILE.read_text())
     return "\n\n".join(_tolls_of(one, found["clocked"]) for one in found["trained"])
 
 
 def _tolls_of(trained: Run, clocked: list[Run]) -> str:
-    """The table of one number of workers."""
-    workers = trained["workers"]
-    columns = [(f"steps, {workers} workers", {label: _three(row["factors"]) for label, row in trained["rows"].items()})]
-    for network in (one for one in clocked if one["workers"] == workers):
+    """The table of one size and number of workers."""
+    size, _, workers = trained["name"].partition("/")
+    factors = {label: _three(row["factors"]) for label, row in trained["rows"].items()}
+    columns = [(f"steps, {size}, {workers} workers", factors)]
+    for network in (one for one in clocked if one["name"] == trained["name"]):
         alone = trained["steps"] * network["compute_seconds"]
         ended = finishes(trained, network)
         over = {label: _three([seconds / alone for seconds in row.times]) for label, row in ended.items()}
-        columns.append((f"toll, {network['link']}, {workers} workers", over))
+        columns.append((f"toll, {size}, {network['link']}, {workers} workers", over))
     lines = ["| row | " + " | ".join(name for name, _ in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
-    for row in toll_rows(workers):
+    for row in TOLLS[trained["name"]].rows:
         name = title({"label": row.label, "kind": row.kind})
         cells = [_cell(row.label, column, bold=head.startswith("toll")) for head, column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

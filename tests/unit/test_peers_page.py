@@ -66,19 +66,23 @@ def test_a_loss_of_ours_and_a_failure_are_shown(peers):
 
 def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
     catalogue, page = peers["catalogue"], peers["page"]
-    assert len(catalogue.toll_trained(2)) == len(catalogue.toll_trained(4)) + 5 - 2  # labels that are left out are rows
-    found = json.loads(page.TOLLS.read_text())
-    trained = {one["workers"]: one for one in found["trained"]}
-    for workers, one in trained.items():
-        assert list(one["rows"]) == [row.label for row in catalogue.toll_rows(workers)]
+    found = json.loads(page.TOLLS_FILE.read_text())
+    trained = {one["name"]: one for one in found["trained"]}
+    assert list(trained) == list(catalogue.TOLLS)
+    every = catalogue.Tolls("", 2, (), (), (), {})
+    for name, one in trained.items():
+        asked = catalogue.TOLLS[name]
+        assert len(asked.trained) == len(every.trained) - len(asked.left_out)  # labels that are left out are rows
+        assert {label for labels in asked.not_timed.values() for label in labels} <= {row.label for row in asked.rows}
+        assert list(one["rows"]) == [row.label for row in asked.rows]
         assert one["rows"]["ddp"]["factors"] == pytest.approx([1.0] * 3)
         for label, row in one["rows"].items():
             assert row == one["rows"][catalogue.trained_as(label)]
     shown = page.tolls({})
     assert found["clocked"]
     for network in found["clocked"]:
-        one = trained[network["workers"]]
-        assert list(network["paces"]) == [row.label for row in catalogue.toll_timed(one["workers"], network["link"])]
+        one = trained[network["name"]]
+        assert list(network["paces"]) == [r.label for r in catalogue.TOLLS[network["name"]].timed(network["link"])]
         for label, pace in network["paces"].items():
             factors = one["rows"][label]["factors"]
             steps = one["steps"] * sorted(float("inf") if f is None else f for f in factors)[1]
