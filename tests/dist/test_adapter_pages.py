@@ -1,4 +1,4 @@
-"""Runs what the pages of the adapters show on so many real ranks: blocks under ``<!-- tested on N ranks -->``."""
+"""Runs what pages show on so many real ranks: blocks under ``<!-- tested on N ranks -->``."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from spawned import run
 
 pytestmark = pytest.mark.dist
 
-PAGES = Path(__file__).parents[2] / "docs" / "adapters"
+DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^<!-- tested on (\d+) ranks -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -35,12 +35,12 @@ def _run(rank, size, page, code, folder):
     return sorted(name for name in vars(module) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "checkpoints"])
+@pytest.mark.parametrize("name", ["adapters/ddp", "adapters/fsdp2", "adapters/checkpoints", "gpu"])
 def test_blocks_run_on_ranks(name, tmp_path):
-    page = PAGES / f"{name}.md"
+    page = DOCS / f"{name}.md"
     blocks = _blocks(page)
     assert len(blocks) == page.read_text().count("<!-- tested on ")
     (size,) = {size for size, _ in blocks}
-    fresh = name == "fsdp2"  # DTensor remembers meshes beyond the life of a process group
+    fresh = name == "adapters/fsdp2"  # DTensor remembers meshes beyond the life of a process group
     for names in run(_run, size, str(page), [code for _, code in blocks], str(tmp_path), init=False, fresh=fresh):
         assert "tw" in names
