@@ -1,4 +1,4 @@
-"""Groups of other names than "gloo" have Gloo for CPUs too: with several devices' backends, or with no name at all."""
+"""Groups of other names than "gloo" may have Gloo for CPUs too: with several devices' backends, or with no name."""
 
 import cases
 import pytest
@@ -41,9 +41,10 @@ def _every_method(rank, size, *names):
 
 
 def test_the_same_weights_whatever_the_group_was_given():
+    unnamed = "gloo" if torch.accelerator.is_available() else None  # there, a group without a name is for accelerators
     for ranks in (2, 3):
         named, several, nothing = (
-            run(_every_method, ranks, name, init=False)[0] for name in ("gloo", "cpu:gloo", None)
+            run(_every_method, ranks, name, init=False)[0] for name in ("gloo", "cpu:gloo", unnamed)
         )
         for (method, _), weights in zip(METHODS, named):
             for others in (several.pop(0), nothing.pop(0)):
@@ -56,7 +57,25 @@ def _refused(rank, size):
     dist.init_process_group("cpu:gloo")
     with pytest.raises(ValueError, match=r"on cuda:0, for which the process group \(cpu:gloo\) has no backend: call"):
         backend_of(None, torch.device("cuda:0"))
+    dist.destroy_process_group()
 
 
 def test_a_device_without_a_backend_is_refused():
     run(_refused, 1, init=False)
+
+
+def _own_group(rank, size):
+    dist.init_process_group("cuda:gloo")  # stands for NCCL alone
+    group = dist.new_group(list(range(size)), backend="gloo")
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, "ssgd", process_group=group):
+        cases.loss_of(net, rank, 0).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return cases.weights(net)
+
+
+def test_lanes_have_the_backends_of_the_users_group_and_not_of_the_default_one():
+    first, second = run(_own_group, 2, init=False)
+    assert all(map(torch.equal, first, second))

@@ -171,7 +171,10 @@ def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:
 
 
 def new_group(seconds: float) -> Any:
-    """Create a separate group of all ranks, so that a row that fails does not break the next row's group."""
+    """Create a separate group of all ranks, so that a row that fails does not break the next row's group.
+
+    NCCL is less patient: where one of its exchanges takes longer, its watchdog ends the process.
+    """
     from datetime import timedelta
 
     return dist.new_group(timeout=timedelta(seconds=seconds))

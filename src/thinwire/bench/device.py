@@ -7,6 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.backends import backends_to_ask_for
+
 DEVICES = ("cpu", "cuda")
 
 
@@ -35,16 +37,21 @@ def prepare_rank(name: str) -> str:
         os.environ |= {"NCCL_HOSTID": f"thinwire rank {rank}", "NCCL_NET": "Socket"}
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.cuda.set_device(rank % cards)
-    return "cpu:gloo,cuda:nccl"
+    return backends_to_ask_for(torch.device(name))
+
+
+def names_of_cards() -> list[str]:
+    """Return the names of the GPUs that ranks share."""
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def place_of(name: str, workers: int) -> str:
     """Return what a table's title says of the ranks' device; "" for CPUs."""
     if name == "cpu":
         return ""
-    cards = torch.cuda.device_count()
-    shared = f"{workers} ranks on {cards} " if cards < workers else ""
-    return f", {shared}{torch.cuda.get_device_name()}"
+    cards = names_of_cards()
+    shared = f"{workers} ranks on {len(cards)} " if len(cards) < workers else ""
+    return f", {shared}{cards[0]}"
 
 
 def rank_device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from thinwire.bench.device import names_of_cards
 from thinwire.bench.finish import Pace, pace_of
 from thinwire.bench.functions import told
 from thinwire.bench.halving import BASE
@@ -73,6 +74,8 @@ class RaceSpec:
     def key(self) -> str:
         """A digest of everything that determines seconds per step, including this machine."""
         told = {**asdict(self), "minutes": None, "seeds": None, "text": text_digest(), "machine": platform.node()}
+        if self.device != "cpu":
+            told["cards"] = names_of_cards()
         name = split_options(self.model)[0]
         return digest_of({**told, "model's text": own_digest(name) if ":" in name else ""})
 
@@ -170,7 +173,10 @@ def _computing(asked: RaceSpec) -> tuple[float, int]:
             seconds = time.perf_counter() - began
     finally:
         torch.set_num_threads(threads)
-    return seconds * max(1.0, asked.workers / places), workload.gradient_bytes
+    size = workload.gradient_bytes
+    del workload, loss
+    torch.cuda.empty_cache()  # the ranks need the card's memory; does nothing without one
+    return seconds * max(1.0, asked.workers / places), size
 
 
 def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int]:

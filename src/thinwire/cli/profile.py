@@ -82,7 +82,8 @@ def _profile(
     from thinwire.bench.models.registry import build_model, loss_of
     from thinwire.measure import profile_model
 
-    workload = build_model(model, device=rank_device(device))
+    # On "cpu" a model stays where its own function puts it: nothing is exchanged, so it may be anywhere.
+    workload = build_model(model, device=None if device == "cpu" else rank_device(device))
     together = f"{ranks} processes at once" if ranks > 1 else ""
     if ranks > 1:
         torch.distributed.barrier()

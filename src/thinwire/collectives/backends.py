@@ -14,3 +14,14 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
     """
     pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}.get(device.type)
+
+
+def backends_to_ask_for(device: torch.device) -> str:
+    """Return what ``init_process_group`` should be given where models are on this device."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def backend_of_new(group: dist.ProcessGroup | None) -> str | None:
+    """Return what ``new_group`` must be given for the backends of ``group``; None if the default group has the same."""
+    config = dist.get_backend_config(group)
+    return None if config == dist.get_backend_config() else config

@@ -87,6 +87,7 @@ class Lanes:
         timeout: of the collectives; None keeps torch's.
         device: of NCCL's tensors. With NCCL, one group serves all lanes over the same ranks: one thread issues ops in
             the plan's order, each group costs GPU memory, and groups must not be used in different orders.
+        backend: what ``new_group`` is given; None: it takes the default group's.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class Lanes:
         rank: int,
         timeout: timedelta | None,
         device: torch.device | None = None,
+        backend: str | None = None,
     ) -> None:
         self._ranks, self._topology, self._rank, self._timeout = ranks, topology, rank, timeout
-        self._device = device
+        self._device, self._backend = device, backend
         self._held: dict[tuple[str, Scope, int], Lane] = {}
         self._leases: list[tuple[tuple[Any, ...], dist.ProcessGroup]] = []
         self._leased_meshes: list[tuple[tuple[Any, ...], Mesh]] = []
@@ -134,8 +136,10 @@ class Lanes:
         return Lane(self._lease(ranks), ranks, place, disjoint=disjoint)
 
     def _lease_mesh(self, group: dist.ProcessGroup, ranks: tuple[int, ...], place: int) -> Mesh | None:
+        if self._device is not None:  # NCCL's messages take no sockets of ours
+            return None
         _fresh_pool()
-        key = (ranks, self._timeout)
+        key = (ranks, self._timeout, self._backend)
         free = meshes.setdefault(key, [])
         if free:
             mesh: Mesh | None = free.pop(0)
@@ -151,7 +155,8 @@ class Lanes:
 
     def _lease(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         _fresh_pool()
-        key = (ranks, self._timeout, self._device)  # a group that CPUs have used may have an NCCL not connected yet
+        # A group that CPUs have used may have an NCCL that has not connected yet.
+        key = (ranks, self._timeout, self._backend, self._device)
         free = _pool.setdefault(key, [])
         if free:
             group = free.pop(0)
@@ -159,7 +164,9 @@ class Lanes:
             made = bounded(
                 seconds_of(self._timeout)
                 + _STORE_SECONDS,  # it fails by its own limit, unless the process that holds the store is frozen
-                lambda: dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True),
+                lambda: dist.new_group(
+                    list(ranks), timeout=self._timeout, backend=self._backend, use_local_synchronization=True
+                ),
             )
             assert isinstance(made, dist.ProcessGroup)
             group = made

@@ -12,7 +12,7 @@ from datetime import date, timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.backends import backend_for
+from thinwire.collectives.backends import backend_for, backend_of_new
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.topology import topology_of
 from thinwire.measure.probe_run import ProbeRun, Progress
@@ -67,7 +67,7 @@ def probe(
     if backend is None:
         raise ValueError(f"the process group ({dist.get_backend_config(process_group)}) has no backend for {device}")
     sizes = message_sizes(largest=largest_bytes)
-    lanes = Lanes(ranks, topology, rank, timeout, device if backend == "nccl" else None)
+    lanes = Lanes(ranks, topology, rank, timeout, device if backend == "nccl" else None, backend_of_new(process_group))
     broken = True
     try:
         wire = ExchangeTimer(lanes, topology, rank, device, counts_cpu=backend == "gloo")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.collectives.backends import backends_to_ask_for
 from thinwire.engine.attach import attach
 from thinwire.link.meeting import split_address
 from thinwire.link.tls import Credentials
@@ -220,10 +221,9 @@ def _together(
     work: _Work, server: str, number: int, local: int, slowdown: float, pace: float, trust: _Trust
 ) -> WorkerStats:
     """Run one rank of a node whose ranks compute each gradient together."""
-    made = not dist.is_initialized()
+    model, made = work[0], not dist.is_initialized()
     if made:
-        dist.init_process_group()
-    model = work[0]
+        dist.init_process_group(backends_to_ask_for(next(model.parameters()).device))
     unused = torch.optim.SGD(model.parameters(), lr=0.0)  # the server makes the steps
     sync = attach(model, unused, "ssgd")
     together = NodeMean(*work, sync.services)

@@ -9,6 +9,10 @@ from torch import nn
 
 from thinwire.bench.device import check_device, place_of, prepare_rank, rank_device
 from thinwire.bench.models.registry import build_model
+from thinwire.bench.race_times import RaceSpec
+from thinwire.bench.rows import parse_rows
+from thinwire.lab.cluster import Cluster
+from thinwire.lab.environment import rank_environment
 
 
 @pytest.fixture
@@ -19,7 +23,7 @@ def cards(monkeypatch):
         taken = []
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
         monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "a card")
         monkeypatch.setattr(os, "environ", {"RANK": str(rank), "WORLD_SIZE": str(ranks)})
         return taken
 
@@ -46,12 +50,25 @@ def test_the_labs_interface_stays(cards):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=eth0"
 
 
-def test_with_a_card_for_each_rank_nccl_is_left_alone(cards):
+def test_with_a_card_for_each_rank_only_the_lab_decides_about_nccl(cards):
     taken = cards(4, 3, 4)
+    os.environ |= rank_environment({}, Cluster(4, 2), 3, master_address="10.0.0.1", master_port=29500, interface="eth0")
+    before = dict(os.environ)
     prepare_rank("cuda")
     assert taken == [3]
-    assert not any(name.startswith("NCCL") for name in os.environ)
+    assert os.environ == before
+    assert before["NCCL_HOSTID"] == "thinwire node 1"  # that of rank 2 too
     assert place_of("cuda", 4) == ", a card"
+
+
+def test_times_of_other_cards_are_not_taken_for_this_ones(cards, monkeypatch):
+    keys = set()
+    for number, name in ((1, "a card"), (2, "a card"), (1, "another card")):
+        cards(number, 0, 2)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0, name=name: name)
+        keys.add(RaceSpec("mlp", parse_rows("ssgd"), device="cuda").key)
+    assert len(keys) == 3
+    assert RaceSpec("mlp", parse_rows("ssgd")).key not in keys
 
 
 def test_cpus():
@@ -91,5 +108,5 @@ def on_another_device():
 
 def test_a_model_of_the_users_stays_on_the_cpu_until_it_is_moved(monkeypatch):
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    with pytest.raises(ValueError, match="is on meta: leave it on the CPU, and give --device cuda"):
+    with pytest.raises(ValueError, match="is on meta: leave it on the CPU, and say --device"):
         build_model("test_device:on_another_device", device=torch.device("cpu"))

@@ -52,7 +52,8 @@ def build_model(text: str, seed: int = 0, device: torch.device | None = None) ->
     if device is not None:
         elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", device.type}
         if elsewhere:
-            raise ValueError(f"model {name!r} is on {elsewhere.pop()}: leave it on the CPU, and give --device cuda")
+            there = elsewhere.pop()
+            raise ValueError(f"model {name!r} is on {there}: leave it on the CPU, and say --device where ranks compute")
         workload.model.to(device)
     return workload
 

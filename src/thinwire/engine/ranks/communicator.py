@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.backends import backend_for
+from thinwire.collectives.backends import backend_for, backend_of_new, backends_to_ask_for
 from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
@@ -122,7 +122,7 @@ class Communicator:
         """Return lanes of these ranks, none opened yet; with NCCL, they use few communicators."""
         who = self.members
         card = who.device if who.backend == "nccl" else None
-        return Lanes(who.ranks, topology, who.rank, who.timeout, card)
+        return Lanes(who.ranks, topology, who.rank, who.timeout, card, backend_of_new(who.group))
 
     def machine_group(self) -> dist.ProcessGroup:
         """Return a process group of this machine's ranks, given back with the lanes. All ranks must call it."""
@@ -372,7 +372,7 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timede
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Return the backend that serves this device's tensors."""
     name = backend_for(device, group)
-    remedy = 'call init_process_group("cpu:gloo,cuda:nccl")'
+    remedy = f'call init_process_group("{backends_to_ask_for(device)}")'
     if name is None:
         raise ValueError(
             f"the parameters are on {device}, for which the process group ({dist.get_backend_config(group)}) has no "
