@@ -26,6 +26,7 @@ from thinwire.bench.device import check_device
 from thinwire.measure.kernels import kernel_points
 from thinwire.measure.timing import Stopwatch
 from thinwire.planner.choose.devices import DEVICES
+from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.profiles.builtin import BUILTIN, builtin
 
 RESULTS = Path(__file__).parent / "results" / "device_rates.json"
@@ -76,12 +77,16 @@ def seconds_of(net: nn.Module, loss: Callable[[], Tensor], half: bool, device: t
     return statistics.median(times)
 
 
+def work_of(profile: ModelProfile) -> float:
+    """Return the FLOPs of a step of a profile made with ``FLOPS``."""
+    return FLOPS * (profile.forward_seconds + sum(profile.backward_seconds))
+
+
 def models(device: torch.device, assumed: float, names: list[str]) -> Iterator[dict[str, object]]:
     """Yield the row of each model; on a GPU, in TF32 and in bf16."""
     for name in names:
-        profile = builtin(name, device_flops=FLOPS)
-        batch = int(profile.source.split(", ")[1].split()[0])
-        work = FLOPS * (profile.forward_seconds + sum(profile.backward_seconds))
+        work = work_of(builtin(name, device_flops=FLOPS))
+        batch = round(work / work_of(builtin(name, device_flops=FLOPS, batch_size=1)))
         net, loss = loss_of(name, batch, device)
         for precision in ("tf32", "bf16") if device.type == "cuda" else ("fp32",):
             seconds = seconds_of(net, loss, precision == "bf16", device)

@@ -6,7 +6,6 @@ the exchange. Rank 0 writes a row of JSON for each method.
 
 import argparse
 import json
-import os
 import time
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
+from thinwire.bench.device import prepare_rank, rank_device
 from thinwire.collectives.topology import topology_of
 
 ALONE = {"fusion": "none"}  # these choose or scale values per bucket, which LocalWorld does not make
@@ -43,20 +43,6 @@ NEAR = {"cast": 0.02}  # 16-bit sums are added in 16 bits here, in 32 there
 ROUNDED = {"signsgd": 1e-3}  # of a tensor: elements so near 0 that their sign is one of rounding, on the CPU
 SHAPES = [(300, 200), (200,), (64, 32, 3, 3), (64,), (1000, 40), (40,), ()]
 STEPS = 5
-
-
-def device_of_rank(kind, leave_current=False):
-    """This rank's device. If there are fewer cards than ranks they share, which NCCL admits from host to host only."""
-    if kind != "cuda":
-        return torch.device(kind)
-    cards = torch.cuda.device_count()
-    if cards < int(os.environ["WORLD_SIZE"]):
-        os.environ |= {"NCCL_HOSTID": f"rank {os.environ['RANK']}", "NCCL_NET": "Socket"}
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % cards)
-    if not leave_current:
-        torch.cuda.set_device(device)
-    return device
 
 
 class Given(nn.Module):
@@ -119,9 +105,9 @@ def compared(name, options, rank, size, device):
         ]  # fmt: skip
         row["worst"] = max(float(x.max()) for x in far)
         share = ROUNDED.get(name, 0.0) if device.type == "cuda" else 0.0
-        row["far"] = sum(int((x > NEAR.get(name, 1e-3)).sum()) for x in far)
-        row["elements"] = sum(x.numel() for x in far)
-        row["right"] = all(int((x > NEAR.get(name, 1e-3)).sum()) <= share * x.numel() for x in far)
+        counts = [int((x > NEAR.get(name, 1e-3)).sum()) for x in far]
+        row["far"], row["elements"] = sum(counts), sum(x.numel() for x in far)
+        row["right"] = all(count <= share * x.numel() for count, x in zip(counts, far))
     row["right"] = row.get("right", True) and row["finite"] and row["equal_on_all_ranks"]
     return row
 
@@ -155,12 +141,15 @@ def timed(name, options, rank, device, width, steps=20):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--leave-current", action="store_true", help="do not call torch.cuda.set_device")
+    parser.add_argument("--leave-current", action="store_true", help="let the first device be the current one")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="of the methods, those with these names")
     parser.add_argument("--timed", type=int, metavar="WIDTH", help="times in place of comparisons")
     args = parser.parse_args()
-    device = device_of_rank(args.device, args.leave_current)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    backends = prepare_rank(args.device)
+    device = rank_device(args.device)
+    if args.leave_current:
+        torch.cuda.set_device(0)
+    dist.init_process_group(backends)
     rank, size = dist.get_rank(), dist.get_world_size()
     methods = [(name, options) for name, options in METHODS if args.only is None or name in args.only]
     for name, options in [(None, {}), *methods] if args.timed else methods:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_ranks import device_of_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.adapters import fsdp2
 from thinwire.adapters.ddp import ddp_hook
+from thinwire.bench.device import prepare_rank, rank_device
 from thinwire.bench.models.chargpt import CharGPT
 from thinwire.kfac import KFAC
 from thinwire.optim import LAMB, LARS
@@ -352,10 +352,11 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="WAY")
     parser.add_argument("--part", metavar="I/N", default="0/1", help="every N-th way, from the I-th")
     args = parser.parse_args()
-    device = device_of_rank(args.device)
+    backends = prepare_rank(args.device)
+    device = rank_device(args.device)
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     first, every = map(int, args.part.split("/"))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    dist.init_process_group(backends)
     for name in [n for n in WAYS if args.only is None or n in args.only][first::every]:
         try:
             found = row(name, WAYS[name], device)

@@ -53,8 +53,10 @@ def profile(
     check_device(device)
     check_model(model)
     with watched_load(ranks) as load:
-        several = ranks > 1
-        found = _several(model, steps, warmup, ranks, device) if several else _here(model, steps, warmup, device)
+        if ranks == 1:
+            found = _here(model, steps, warmup, device)
+        else:
+            found = _several(model, steps, warmup, ranks, device)
     text = json_module.dumps(load.with_load(json_module.loads(found.to_json())))
     out.write_text(text + "\n")
     console = Console(stderr=json)
