@@ -9,7 +9,6 @@ from typing import Any
 from thinwire.bench.finish import Finish
 from thinwire.bench.halving import BASE
 from thinwire.bench.race import spoken_for
-from thinwire.bench.race_times import RaceSpec
 from thinwire.bench.racing import RaceResult
 from thinwire.bench.record import Point
 from thinwire.bench.rows import Row
@@ -148,9 +147,9 @@ def curves(found: RaceResult) -> dict[str, list[Point]]:
     return made
 
 
-def race_data(asked: RaceSpec, found: RaceResult) -> dict[str, Any]:
+def race_data(found: RaceResult) -> dict[str, Any]:
     """Return the file's content: the result, and what report (``bench``, ``curves``) and plan (``rows``) read of it."""
-    measured = found.measured
+    asked, measured = found.asked, found.measured
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip
     bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from thinwire.bench.device import names_of_cards
@@ -42,6 +42,8 @@ class RaceSpec:
     Attributes:
         model: as the bench reads it.
         rows: rows that race against DDP.
+        longer: (ratio, row) pairs: more rows, which race only where a step of DDP sends for that many times as long as
+            it computes.
         workers, ranks_per_node, link, link_bits, delay: the cluster; ``link_bits`` None: no limit.
         minutes: time limit.
         seeds: number of seeds on which rows are compared; None: as many as fit.
@@ -58,6 +60,7 @@ class RaceSpec:
     minutes: float = 10.0
     seeds: int | None = None
     device: str = "cpu"
+    longer: tuple[tuple[float, Row], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:
@@ -138,7 +141,15 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
         data = json.loads(place.read_text())
         return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
     course.tell("computing time of a step", 1)
-    steps, turns = _timed(asked, *_computing(asked))
+    alone, gradient_bytes = _computing(asked)
+    wire = _wire_seconds(asked, gradient_bytes)
+    longer = tuple(row for ratio, row in asked.longer if wire >= ratio * alone)
+    with_longer = replace(asked, rows=(*asked.rows, *longer))
+    if (timed := _timed(with_longer, alone, wire)) is not None:
+        asked = with_longer
+    elif (timed := _timed(asked, alone, wire)) is None:
+        raise _too_few_minutes(asked, alone, wire)
+    steps, turns = timed
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
                      link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
                      operation_seconds=max(300.0, 60 * asked.minutes), device=asked.device)  # fmt: skip
@@ -179,32 +190,47 @@ def _computing(asked: RaceSpec) -> tuple[float, int]:
     return seconds * max(1.0, asked.workers / places), size
 
 
-def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int]:
-    """Return (steps, turns): two turns within a fifth of the time, or a short one, by the traffic of exact averages."""
+def _wire_seconds(asked: RaceSpec, gradient_bytes: int) -> float:
+    """Return for how long the link is busy with an exact average."""
     nodes = asked.workers // asked.ranks_per_node
-    wire = 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
+    return 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
 
-    def seconds(steps: int, turns: int) -> float:
-        exact = sum(_steps_of(row, steps, turns) for row in asked.rows if is_exact(row))
-        return exact * wire + alone * sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
 
+def _timed(asked: RaceSpec, alone: float, wire: float) -> tuple[int, int] | None:
+    """Return (steps, turns): two turns within a fifth of the time, or a short one within two fifths, or None."""
+    seconds = 60 * asked.minutes
     for steps in range(10, 1, -1):
-        if seconds(steps, 2) <= 0.2 * 60 * asked.minutes:
+        if _timing_seconds(asked, steps, 2, alone, wire) <= 0.2 * seconds:
             return steps, 2
-    if (least := seconds(2, 1)) > 0.4 * 60 * asked.minutes:
-        enough = math.ceil(least / 0.4 / 60)
-        step = f"a step of DDP takes at least {max(alone, wire):.3g} s"
-        raise BenchError(f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here, as {step}: "
-                         f"give --minutes {enough} or more, or fewer --methods")  # fmt: skip
-    return 2, 1
+    return (2, 1) if _timing_seconds(asked, 2, 1, alone, wire) <= 0.4 * seconds else None
+
+
+def _timing_seconds(asked: RaceSpec, steps: int, turns: int, alone: float, wire: float) -> float:
+    """Estimate for how long all rows are timed, by the traffic of exact averages."""
+    exact = sum(_steps_of(row, steps, turns) for row in asked.rows if is_exact(row))
+    return exact * wire + alone * sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+
+
+def _too_few_minutes(asked: RaceSpec, alone: float, wire: float) -> BenchError:
+    least = _timing_seconds(asked, 2, 1, alone, wire)
+    step = f"a step of DDP takes at least {max(alone, wire):.3g} s"
+    return BenchError(
+        f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here, as {step}: "
+        f"give --minutes {math.ceil(least / 0.4 / 60)} or more, or fewer --methods"
+    )
 
 
 def _steps_of(row: Row, steps: int, turns: int) -> int:
     """Return the steps that a row makes in that many turns, in whole periods."""
-    settings = named_local(row.kind, row.options)
-    period = settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
+    period = period_of(row)
     parts = [_WARMUP, *[1] * (turns - 1), *[steps] * turns]
     return sum(-(-part // period) * period for part in parts)
+
+
+def period_of(row: Row) -> int:
+    """Return after how many steps the row exchanges; 1 if that is in every step, or not known beforehand."""
+    settings = named_local(row.kind, row.options)
+    return settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
 
 
 def is_exact(row: Row) -> bool:

@@ -21,9 +21,9 @@ from thinwire.bench.race import (
     Trajectory,
     trajectories,
 )
-from thinwire.bench.race_times import Course, LinkTimes, RaceSpec, is_exact, measure
+from thinwire.bench.race_times import Course, LinkTimes, RaceSpec, is_exact, measure, period_of
 from thinwire.bench.record import RunRecord
-from thinwire.bench.rows import COMPUTE, Row
+from thinwire.bench.rows import COMPUTE, Row, parse_rows
 from thinwire.bench.session import BenchError, Launched
 from thinwire.local.named import named_method
 from thinwire.local.settings import PRESETS
@@ -35,6 +35,10 @@ DEFAULT_METHODS = (
 )
 """Methods that win somewhere in the table in the package, and the exact average; hopeless ones are not trained."""
 
+LONGER_PERIODS = tuple(zip((25.0, 50.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
+"""More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
+spend a tenth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
+
 _SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
 
 
@@ -43,6 +47,7 @@ class RaceResult:
     """A race that has been run.
 
     Attributes:
+        asked: the settings, with all rows that raced.
         measured: seconds per step.
         budget: budget of the training.
         target: DDP's loss on seed 0, at its best rate, after ``ddp_steps``.
@@ -53,6 +58,7 @@ class RaceResult:
         left_out: number of rounds for which there was no time.
     """
 
+    asked: RaceSpec
     measured: LinkTimes
     budget: Budget
     target: float
@@ -108,6 +114,8 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     """
     began = time.monotonic()
     measured = measure(asked, course)
+    timed = {row.label for row in measured.record.rows}
+    asked = replace(asked, rows=(*asked.rows, *(row for _, row in asked.longer if row.label in timed)))
     paces, compute = measured.paces(), statistics.fmean(measured.compute.step_seconds)
     raced, budget, notes = _starters(asked, measured, paces)
     for label, note in notes.items():
@@ -144,7 +152,7 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     ]
     trained = {label: factors[label] for label in raced}
     return RaceResult(
-        measured, budget, target, ddp_steps, _ordered(asked, measured, rows), trained, curves,
+        asked, measured, budget, target, ddp_steps, _ordered(asked, measured, rows), trained, curves,
         runs.trained, len(runs.found) - runs.trained, budget.rounds - ended[0] if ended else 0,
     )  # fmt: skip
 
@@ -162,12 +170,19 @@ def _starters(
             notes[row.label] = "its step is not shorter than DDP's: not trained"
     rows.sort(key=lambda row: paces[row.label].seconds * _prior(row, measured.record))
     labels, base = [row.label for row in rows], paces[BASE].apart_seconds
+    periods = {row.label: period_of(row) for _, row in asked.longer}
     left = _SPEND * 60 * asked.minutes - measured.wall_seconds
     while True:
         apart = [paces[label].apart_seconds for label in labels]
         budget = fit(base, apart, left, start=measured.start_seconds, seeds=asked.seeds)
         if budget is not None:
-            return labels, budget, notes
+            longest = max(labels, key=lambda label: periods.get(label, 0), default=BASE)
+            if 2 * periods.get(longest, 0) <= SHARE * budget.steps:
+                return labels, budget, notes
+            steps = f"{SHARE * budget.steps:.0f} steps"
+            notes[longest] = f"not trained: DDP reaches the loss in {steps}, within two periods"
+            labels.remove(longest)
+            continue
         if len(labels) < 2:
             break
         notes[labels.pop()] = "not trained: not enough minutes"

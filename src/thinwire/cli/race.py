@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from thinwire.bench.race_times import Course, RaceSpec
+    from thinwire.bench.race_times import Course
     from thinwire.bench.racing import RaceResult
     from thinwire.lab import Cluster
 
@@ -32,7 +32,8 @@ def race(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods that race against ddp: powersgd:rank=4,local:sync_every=8 ... By default six methods."
+            help="Methods that race against ddp: powersgd:rank=4,local:sync_every=8 ... By default six methods; where "
+            "the network takes most of the time, also local steps with longer periods."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes that the race may take.")] = 10.0,
@@ -56,7 +57,7 @@ def race(
     from thinwire.bench.plots import loss_picture
     from thinwire.bench.race_answer import curves, race_data
     from thinwire.bench.race_times import RaceSpec
-    from thinwire.bench.racing import DEFAULT_METHODS, run_race
+    from thinwire.bench.racing import DEFAULT_METHODS, LONGER_PERIODS, run_race
     from thinwire.bench.rows import parse_rows
     from thinwire.cli.errors import RunFailed
     from thinwire.cli.ranks import slowest_link
@@ -67,7 +68,9 @@ def race(
     check_device(device)
     check_model(model)
     rows = parse_rows(DEFAULT_METHODS if methods is None else methods)
-    asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds, device)
+    longer = LONGER_PERIODS if methods is None else ()
+    asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds, device,
+                     longer)  # fmt: skip
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: give a folder")
     if bits and lab.available() == "loopback":
@@ -77,19 +80,19 @@ def race(
     console = Console(stderr=json)
     with watched_load(workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
         found = run_race(asked, _course(cluster, console, bar, Path(nowhere) if fresh else None))
-    data = load.with_load(race_data(asked, found))
+    data = load.with_load(race_data(found))
     out.mkdir(parents=True, exist_ok=True)
     (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
     written = [str(out / "race.json")]
     try:
-        picture = loss_picture(curves(found), _title(asked, found), found.target, log=True)
+        picture = loss_picture(curves(found), _title(found), found.target, log=True)
         write_picture(picture, out / "race.png")
         written.append(str(out / "race.png"))
     except ValueError as error:
         console.print(f"no picture: {error}", markup=False)
     if json:
         typer.echo(json_module.dumps(data, indent=2))
-    console.print(race_table(asked, found))
+    console.print(race_table(found))
     for line in _told(found):
         console.print(line, style="dim", markup=False, highlight=False)
     for line in data["race"]["sentences"]:
@@ -113,8 +116,8 @@ def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -
     return Course(functools.partial(lab.run, cluster), functools.partial(lab.run, apart), tell, moving(bar), folder)
 
 
-def _title(asked: RaceSpec, found: RaceResult) -> str:
-    record = found.measured.record
+def _title(found: RaceResult) -> str:
+    asked, record = found.asked, found.measured.record
     link = f"link {asked.link}" if asked.link else "link without a limit"
     return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers, {link}"
 
@@ -137,16 +140,16 @@ def _told(found: RaceResult) -> list[str]:
     return said
 
 
-def race_table(asked: RaceSpec, found: RaceResult) -> Table:
+def race_table(found: RaceResult) -> Table:
     """Return a table of every row, the soonest first."""
     from thinwire.bench.race_answer import duration, steps_range, winner
     from thinwire.bench.table import seconds
 
     tuned = len(found.budget.rates) > 1
     columns = ["method", "step", "x compute", "steps", "range", *(["rate"] if tuned else []), "to loss", "x DDP"]
-    table = plain_table(f"{_title(asked, found)}\nto a loss of {found.target:.3f}", columns)
+    table = plain_table(f"{_title(found)}\nto a loss of {found.target:.3f}", columns)
     first = winner(found.rows)
-    options = {row.label: row.options for row in asked.rows}
+    options = {row.label: row.options for row in found.asked.rows}
     for row in found.rows:
         raced, there = row.label in found.raced, row.seconds is not None
         name = " ".join([row.label.partition(" ")[0], *map(str, options[row.label].values())])

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import re
 import statistics
 
 import pytest
 
-from thinwire.bench import race, race_times
+from thinwire.bench import halving, race, race_times
 from thinwire.bench.finish import pace_of
 from thinwire.bench.race import own_digest
 from thinwire.bench.race_answer import line_to_write, race_data, sentences
@@ -102,7 +103,7 @@ def test_who_is_first_what_it_costs_and_how_sure(raced, tmp_path):
     assert line_to_write(asked.rows, "powersgd rank=4") == 'sync = tw.attach(model, optimizer, "powersgd", rank=4)'
     assert not any("ssgd" in label for kind, labels, _ in world.sessions if kind == "losses" for label in labels)
 
-    data = race_data(asked, found)
+    data = race_data(found)
     (tmp_path / "race.json").write_text(json.dumps(data))
     rows = [MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in data["rows"]]
     assert {row.method for row in rows} == {"powersgd", "acp", "cast"}
@@ -188,9 +189,9 @@ def test_what_fails_or_does_not_get_there_is_told(raced):
     assert notes["cast dtype=int8"] == "failed: it broke"
     assert notes["acp rank=16"] == f"not reached in {found.budget.steps} steps"
     assert found.rows[0].label == "powersgd rank=4"
-    asked, found, _ = raced(World(FAST, NEEDS, diverging=("acp rank=16",)), METHODS, link="5mbit", workers=4)
+    _, found, _ = raced(World(FAST, NEEDS, diverging=("acp rank=16",)), METHODS, link="5mbit", workers=4)
     assert {row.label: row.note for row in found.rows}["acp rank=16"] == "failed: it diverged"
-    assert {row["method"] for row in race_data(asked, found)["rows"]} == {"cast", "powersgd"}
+    assert {row["method"] for row in race_data(found)["rows"]} == {"cast", "powersgd"}
     with pytest.raises(BenchError, match="DDP does not train this model: it broke"):
         raced(World(FAST, NEEDS, broken=("ddp",)), METHODS, link="3mbit")
     with pytest.raises(BenchError, match="DDP's loss does not fall in "):
@@ -203,6 +204,36 @@ def test_of_many_rows_those_that_promise_least_are_left_out(raced):
     _, found, _ = raced(world, METHODS, minutes=14.0)
     left = [row.label for row in found.rows if row.note == "not trained: not enough minutes"]
     assert left in ([], ["cast dtype=int8"], ["cast dtype=int8", "acp rank=16"])
+
+
+LONG = "local sync_every=32 codec=int2"
+
+
+def test_longer_periods_race_where_the_network_takes_most_of_the_time(raced):
+    """On a link of 1 Mb/s this model computes for less than a hundredth of an exchange, on one of 1 Tb/s for longer."""
+    world = World({**FAST, LONG: 0.12}, {**NEEDS, LONG: 1.25})
+    longer = ((25.0, parse_rows("local:sync_every=32:codec=int2")[0]),)
+    asked, found, _ = raced(world, METHODS, longer=longer, minutes=40.0)
+    assert found.budget.steps * halving.SHARE >= 64
+    assert found.rows[0].label == LONG
+    assert line_to_write(found.asked.rows, LONG).endswith("\"local\", sync_every=32, codec='int2')")
+    assert "local sync_every=32 codec=int2" in {row["label"] for row in race_data(found)["race"]["rows"]}
+    assert LONG not in {row.label for row in asked.rows}
+    again = raced(world, METHODS, longer=longer, minutes=40.0)[1]  # seconds per step are known, and of which rows
+    assert (again.trained, again.rows) == (0, found.rows)
+
+    _, found, _ = raced(world, METHODS, longer=longer, minutes=40.0, link="1tbit", link_bits=10**12)
+    assert LONG not in {row.label for row in found.rows}
+
+
+def test_a_period_that_is_too_long_for_the_runs_is_not_trained(raced):
+    world = World({**FAST, LONG: 0.12}, {**NEEDS, LONG: 1.25})
+    longer = ((25.0, parse_rows("local:sync_every=32:codec=int2")[0]),)
+    _, found, _ = raced(world, METHODS, longer=longer, minutes=3.0)
+    note = {row.label: row.note for row in found.rows}[LONG]
+    (steps,) = re.fullmatch(r"not trained: DDP reaches the loss in (\d+) steps, within two periods", note).groups()
+    assert int(steps) < 64
+    assert not any(LONG in labels for kind, labels, _ in world.sessions if kind == "losses")
 
 
 def test_a_pace_is_the_mean_of_whole_turns_and_what_comes_first_is_start_up():
