@@ -58,7 +58,7 @@ def test_training_goes_on_without_checkpoint_and_journal_and_the_model_gets_its_
     assert list(folder.iterdir()) == []  # what was written of them is gone, and the disk has room again
     assert "version-000000010.pt could not be written ([Errno 27] File too large)" in caplog.text
     assert "version-000000040.pt could not be written" in caplog.text
-    assert f"the weights of version 40 are in no checkpoint in {folder}" in cluster.service.unsaved
+    assert f"the weights of version 40 are in no checkpoint in {folder}" in cluster.service.saves.unsaved
     assert caplog.text.count(f"the journal {journal} could not be written") == 1
     kept = Journal.read(journal)
     assert 0 < len(kept.updates) < 40
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_and_the_next_is
     cluster = Cluster(bsp(), 1, updates=22, checkpoint_every=5, checkpoint_dir=folder)
     cluster.join()
     assert versions(folder) == [20, 22]
-    assert cluster.service.unsaved is None
+    assert cluster.service.saves.unsaved is None
     assert caplog.text.count("could not be written") == 2
     assert "continues from version 5" in caplog.text
 
@@ -85,8 +85,8 @@ def test_at_the_end_an_unsaved_version_is_said(tmp_path):
     cluster = Cluster(bsp(), 1, updates=22, checkpoint_every=5, checkpoint_dir=folder)
     cluster.join()
     assert versions(folder) == [15, 20]
-    assert "version 22" in cluster.service.unsaved
-    assert "continues from version 20" in cluster.service.unsaved
+    assert "version 22" in cluster.service.saves.unsaved
+    assert "continues from version 20" in cluster.service.saves.unsaved
 
 
 def test_the_verb_ends_with_a_sentence_and_exit_code_1(tmp_path):
@@ -116,7 +116,7 @@ def test_a_shard_that_cannot_write_ends_nothing_and_the_others_keep_what_fits(tm
     assert status.version == 30
     assert torch.equal(flat(cluster.model), flat(cluster.models[0, 0]))
     assert versions(folder) == [0]
-    assert "continues from version 0" in cluster.service.unsaved
+    assert "continues from version 0" in cluster.service.saves.unsaved
     assert re.search(r"shard 0 could not write its checkpoint of version \d+", caplog.text)
     run = checkpoints.load(folder).run
     for index in range(2):

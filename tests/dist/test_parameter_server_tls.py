@@ -73,7 +73,7 @@ def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
     port = int(cluster.address.rpartition(":")[2])
     again = Service(model(), bsp(), outer=sgd(), port=port, updates=cluster.version + 30,
                     keys=keys / "ours" / "server", **options)  # fmt: skip
-    assert again.resumed >= 10
+    assert again.saves.resumed >= 10
     status = again.run()
     assert status.counters["joined"] == 2
     cluster.nodes[0].close()

@@ -83,8 +83,8 @@ def server(
         screen.say(f"serving {model} at {host}:{service.port}; nodes to wait for: {nodes}, shards: {shards}")
         status = service.run()
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
-    if service.unsaved:
-        raise RunFailed(service.unsaved)
+    if service.saves.unsaved:
+        raise RunFailed(service.saves.unsaved)
 
 
 @app.command()

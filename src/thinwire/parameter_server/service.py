@@ -43,6 +43,7 @@ from thinwire.parameter_server.messages import (
 from thinwire.parameter_server.outer import Master, Outer, default_outer, fingerprint
 from thinwire.parameter_server.packing import ServerEnd, most_bytes
 from thinwire.parameter_server.roster import Roster, ShardLost
+from thinwire.parameter_server.saves import Saves
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.shard_messages import Enlist
@@ -79,15 +80,13 @@ class Service:
         on_status: called about twice a second.
 
     Attributes:
-        unsaved: the reason why the final weights are in no checkpoint although they should be.
+        saves: its checkpoints.
 
     Raises:
         ValueError: the checkpoint is of another model or another number of shards, or checkpoint_dir or journal cannot
             be written.
         PairError: the port is taken.
     """
-
-    unsaved: str | None = None
 
     def __init__(
         self,
@@ -114,21 +113,17 @@ class Service:
         on_status: Callable[[Status], None] | None = None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda event, facts: None,
     ) -> None:
-        if checkpoint_every < 1:
-            raise ValueError(f"checkpoint_every={checkpoint_every!r} must be at least 1")
         if on_update_every < 1:
             raise ValueError(f"on_update_every={on_update_every!r} must be at least 1")
         self.settings, self.model, self.layout = settings, model, Layout.of(model)
         self._updates, self._gradients = updates, gradients
-        self._directory, self._checkpoint_every = checkpoint_dir, checkpoint_every
         self._on_update, self._every = on_update, on_update_every
         self._on_status, self._on_event = on_status, on_event
         count = nodes or settings.start_nodes
         if shards:
             slices(self.layout.numel, shards)  # raises if the model cannot be cut into so many
-        if checkpoint_dir is not None:
-            checkpoints.prepare(checkpoint_dir)
-        saved = self._load(shards)
+        self.saves = Saves(checkpoint_dir, checkpoint_every)
+        saved = self.saves.load(self.layout, shards)
         # above all member numbers of earlier runs, even of a run without a checkpoint
         first = (time.time_ns() >> 20) << 10
         self.machine = Server(settings, first_member=first)
@@ -138,7 +133,6 @@ class Service:
             first = max(first, saved.next_member)
             self.machine = Server(settings, version=saved.version, first_member=first, positions=saved.positions)
             self.machine.counters.update(saved.counters)
-        self.resumed, self._begins = self.machine.version, saved is None
         self._positions = dict(self.machine.positions)
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self.keeper = self._make_keeper(outer or default_outer(settings, count), shards, count, saved)
@@ -157,23 +151,10 @@ class Service:
             port, host, notes, roles=("node", "shard"), trust=find_trust(secret, keys), insecure=insecure
         )
         try:  # only after listening: another server on this port may be writing the journal
-            self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
+            self._journal = JournalWriter(journal, settings, facts or {}, self.saves.resumed) if journal else None
         except ValueError:
             self._listener.close()
             raise
-
-    def _load(self, shards: int) -> checkpoints.Saved | None:
-        saved = checkpoints.load(self._directory) if self._directory else None
-        if saved is None:
-            return None
-        if saved.layout != self.layout.to_json():
-            self.layout.check(Layout.from_json(saved.layout))
-        if saved.shards != shards:
-            raise ValueError(
-                f"the checkpoint in {self._directory} holds a model in {saved.shards} shards, not {shards}: start the "
-                f"server with the same number (shards=, or --shards)"
-            )
-        return saved
 
     def _make_keeper(self, outer: Outer, shards: int, full: int, saved: checkpoints.Saved | None) -> Keeper:
         theta, settings = self.layout.flat(self.model), self.settings
@@ -181,16 +162,16 @@ class Service:
             end = ServerEnd(settings, self.layout.numel, self.layout.dtype)
             return Whole(Master(theta, outer, settings, full), end, saved)
         number = fingerprint(outer, self.layout.dtype)
-        most, keeps = most_bytes(settings, self.layout), self._directory is not None
+        most, keeps = most_bytes(settings, self.layout), self.saves.directory is not None
         roster = Roster(shards, settings.lease_seconds, number, keeps, self._tell, most_bytes=most)
         run = secrets.randbits(62) if saved is None else saved.run
         start = theta if saved is None else None
         return Fleet(roster, self.layout, settings, self.machine, start, run=run, full=full,
-                     ready=self._publish, failed=self._not_saved)  # fmt: skip
+                     ready=self._publish, failed=self.saves.failed)  # fmt: skip
 
     def _publish(self, addresses: str) -> None:
         """Let nodes join, because all shards are there."""
-        if self._directory and self._begins:
+        if self.saves.directory and self.saves.fresh:
             self._save()  # from here on, server and shards can continue together after a restart
         self._listener.note("shards", addresses)
 
@@ -261,11 +242,13 @@ class Service:
         self._listener.close()
         self._links.finish(_FAREWELL_SECONDS)
         try:
-            if self._directory and self.machine.version > self.resumed and not self.machine.applying:
+            saves, machine = self.saves, self.machine
+            if saves.directory and machine.version > saves.resumed and not machine.applying:
                 self.keeper.settle(self._next_event)
                 self._save()
                 self.keeper.settle(self._next_event)
-                self._look_back()
+                if self._over:
+                    saves.look_back(machine.version)
         finally:
             if self._journal is not None:
                 self._journal.close()
@@ -276,15 +259,6 @@ class Service:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-    def _look_back(self) -> None:
-        """Set ``unsaved``, and warn, if the final weights were not saved."""
-        assert self._directory is not None
-        there, version = checkpoints.kept_in(self._directory).found(), self.machine.version
-        if not self._over or max(there, default=-1) >= version:
-            return
-        self.unsaved = f"the weights of version {version} are in no checkpoint in {self._directory}; {self._goes_on()}"
-        logger.warning("%s; the model holds the last weights: save them elsewhere", self.unsaved)
 
     def _reached(self, updates: int = 0, gradients: int = 0) -> bool:
         """Return whether the end is reached, or will be after that many more updates and gradients."""
@@ -378,7 +352,7 @@ class Service:
             self.machine.finished = True  # send no more weights, make no more updates
         after = self.machine.applied(time.monotonic())
         version = self.machine.version
-        if self._directory and version % self._checkpoint_every == 0:
+        if self.saves.due(version):
             self._save()
         if theta is not None and self._on_update is not None:
             self._on_update(version, theta)
@@ -395,7 +369,7 @@ class Service:
 
     def _save(self) -> None:
         machine = self.machine
-        assert self._directory is not None
+        assert self.saves.directory is not None
         saved = checkpoints.Saved(
             torch.empty(0),
             {},
@@ -407,19 +381,9 @@ class Service:
             self.buffers.value,
         )
         try:
-            self.keeper.save(self._directory, saved)
+            self.keeper.save(self.saves.directory, saved)
         except OSError as error:
-            self._not_saved(str(error))
-
-    def _not_saved(self, why: str) -> None:
-        logger.warning("%s; %s", why, self._goes_on())
-
-    def _goes_on(self) -> str:
-        """Return what would happen if the server were started again."""
-        assert self._directory is not None
-        there = checkpoints.kept_in(self._directory).found()
-        start = f"continues from version {max(there)}" if there else "starts over"
-        return f"a server that is started again {start}"
+            self.saves.failed(str(error))
 
     def status(self) -> Status:
         """Return the current status; may be called from any thread."""
