@@ -57,11 +57,12 @@ class Trajectory:
         """Return the mean over the points within ``reach`` steps on either side, since a single evaluation is noisy.
 
         Both sides cover the same distance. The curve falls ever more slowly, so a wider mean is higher: rows are
-        compared with the same reach, even if one has fewer points.
+        compared with the same reach, even if one has fewer points. The loss before the first step counts in no mean but
+        its own: it is the highest by far, and would be within reach of one row's points and not of another's.
         """
         made = []
         for place, here in enumerate(self.steps):
-            before = sum(here - step <= reach for step in self.steps[:place])
+            before = sum(step > 0 and here - step <= reach for step in self.steps[:place])
             after = sum(step - here <= reach for step in self.steps[place + 1 :])
             beside = min(before, after)
             made.append(statistics.fmean(self.losses[place - beside : place + beside + 1]))

@@ -31,7 +31,15 @@ def test_smoothing_leaves_what_is_straight_and_takes_out_what_leaps():
     line = Trajectory(tuple(range(7)), (7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0))
     assert line.smoothed(2) == line
     leaping = Trajectory(tuple(range(7)), (7.0, 6.0, 5.0, 9.0, 3.0, 2.0, 1.0))
-    assert leaping.smoothed(2).losses == pytest.approx((7.0, 6.0, 6.0, 5.0, 4.0, 2.0, 1.0))
+    assert leaping.smoothed(2).losses == pytest.approx((7.0, 6.0, 20 / 3, 5.0, 4.0, 2.0, 1.0))
+
+
+def test_the_loss_before_the_first_step_counts_in_no_other_mean():
+    """Two rows on one curve, whose points lie a step apart: one's third point would reach back to the start."""
+    curves = [Trajectory(steps, tuple(50.0 if s == 0 else 4 - s / 100 for s in steps))
+              for steps in ((0, 19, 38, 57, 76), (0, 20, 39, 58, 77))]  # fmt: skip
+    for curve in curves:
+        assert curve.smoothed(38).losses == pytest.approx(curve.losses)
 
 
 def test_who_is_judged_seldom_is_not_smoothed_wider():
