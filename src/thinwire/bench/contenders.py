@@ -109,10 +109,8 @@ class Contender:
 
     def evaluate(self, rank: int) -> float | None:
         """Return the loss on this rank's held-out data."""
-        if self.workload.evaluate is None:
-            return None
         with self._evaluated():
-            return self.workload.evaluate(self.workload.model, 0, rank).item()
+            return self.workload.held_out_loss(rank)
 
     def close(self) -> None:
         """Release hooks and groups."""

@@ -88,8 +88,8 @@ class Tuning:
         recent: list[float] = []
 
         def look() -> float:
-            if workload.evaluate is not None:
-                return float(workload.evaluate(model, 0, 0))
+            if (held_out := workload.held_out_loss()) is not None:
+                return held_out
             if recent:
                 return sum(recent) / len(recent)
             with torch.no_grad():

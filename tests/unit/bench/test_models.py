@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from thinwire.bench.models.registry import build_model
+from thinwire.bench.models.workload import Workload
 
 SMALL = ["chargpt:layers=1:width=32:heads=2:batch=2", "mlp:width=64:layers=2", "resnet18:width=8:batch=2:classes=100"]
 
@@ -31,6 +32,36 @@ def test_one_backward_reaches_every_parameter_and_is_reproducible(name):
 def test_held_out_loss_of_a_fresh_chargpt_is_that_of_guessing():
     workload = build_model(SMALL[0])
     assert workload.evaluate(workload.model, 0, 0).item() == pytest.approx(5.545, abs=0.15)
+
+
+def test_held_out_data_is_seen_in_evaluation_mode_and_leaves_nothing_behind():
+    """Batch norms keep their statistics, dropout is off, and what the user froze stays in its own mode."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
+    model[0].eval()
+    seen = []
+
+    def evaluate(model, step, rank):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))
+        found = model(x).square().mean()
+        seen.append((model.training, model[1].training, found.requires_grad, found.item()))
+        return found
+
+    workload = Workload("own", model, evaluate, None, "", evaluate)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    assert workload.held_out_loss(3) == workload.held_out_loss(3) == seen[0][3]
+    assert seen[0][:3] == (False, False, False)
+    assert [m.training for m in model.modules()] == [True, False, True, True]
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert Workload("own", model, evaluate, None, "").held_out_loss() is None
+
+
+@pytest.mark.parametrize("name", [SMALL[0], SMALL[2], "digits"])
+def test_held_out_data_is_no_training_data_and_differs_between_ranks_where_it_is_drawn(name):
+    workload = build_model(name)
+    model = workload.model.eval()
+    losses = [workload.loss(model, step, rank).item() for step in range(3) for rank in range(2)]
+    assert workload.held_out_loss(0) not in losses
+    assert (workload.held_out_loss(0) == workload.held_out_loss(1)) == (name == "digits")
 
 
 def test_chargpt_is_trained_with_fused_adamw_or_with_torchs_default():

@@ -84,8 +84,7 @@ def build(
 
     def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
         text, target = beside(model, *corpus.batch(16, block, step=step, rank=rank, validation=True))
-        with torch.no_grad():
-            return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
+        return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
 
     return Workload(
         name="chargpt",

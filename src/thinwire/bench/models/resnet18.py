@@ -44,12 +44,18 @@ def build(classes: int = 10, batch: int = 8, width: int = 64, lr: float = 0.005)
         raise ValueError(f"resnet18: classes={classes} must be at least 2")
     patterns = torch.randn(classes, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
-    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 7919)
-        labels = torch.randint(classes, (batch,), generator=generator)
-        images = 0.5 * patterns[labels] + torch.randn(batch, 3, 32, 32, generator=generator)
+    def loss_of(model: nn.Module, seed: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(classes, (count,), generator=generator)
+        images = 0.5 * patterns[labels] + torch.randn(count, 3, 32, 32, generator=generator)
         images, labels = beside(model, images, labels)
         return F.cross_entropy(model(images), labels)
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        return loss_of(model, step * 1_000_003 + rank * 7919, batch)
+
+    def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
+        return loss_of(model, step * 1_000_003 + rank * 7919 + (1 << 40), 64)
 
     return Workload(
         name="resnet18",
@@ -57,4 +63,5 @@ def build(classes: int = 10, batch: int = 8, width: int = 64, lr: float = 0.005)
         loss=loss,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
         describe=f"ResNet-18 for 32 x 32 images, {classes} classes, batch {batch}",
+        evaluate=evaluate,
     )

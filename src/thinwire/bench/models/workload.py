@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,7 +29,8 @@ class Workload:
             model passed in may be a wrapper (DDP), so only calling it is allowed.
         optimizer: creates the optimizer of a module.
         describe: one-line description.
-        evaluate: ``evaluate(model, 0, rank)``: loss on held-out data of that rank, or None.
+        evaluate: ``evaluate(model, 0, rank)``: loss on held-out data of that rank, or None. The model is in evaluation
+            mode then, and no gradients are kept.
     """
 
     name: str
@@ -47,3 +49,16 @@ class Workload:
     def gradient_bytes(self) -> int:
         """Bytes of one dense gradient."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+
+    def held_out_loss(self, rank: int = 0) -> float | None:
+        """Return the loss on a rank's held-out data, None without such data; the model and its modes do not change."""
+        if self.evaluate is None:
+            return None
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return float(self.evaluate(self.model, 0, rank))
+        finally:
+            for module, training in modes.items():
+                module.training = training  # not train(), which would change its children too
