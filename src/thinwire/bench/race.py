@@ -6,6 +6,7 @@ link, and kept: seconds per step times steps to a loss is the time that a user w
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
@@ -13,7 +14,7 @@ import math
 import statistics
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -177,16 +178,57 @@ def digest_of(told: Any) -> str:
 
 
 def own_digest(name: str) -> str:
-    """Return a digest of a user's ``module:function``: its file and those beside and below it that it imported."""
+    """Return a digest of a user's ``module:function``: its file and those of its own that it imports."""
     load_function(name, "function")
-    main = Path(str(sys.modules[name.partition(":")[0]].__file__)).resolve()
-    loaded = {Path(file).resolve() for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
-    libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+    module = name.partition(":")[0]
     digest = hashlib.blake2b(digest_size=12)
-    for file in sorted(file for file in loaded if file.is_file()):  # the file of some torch modules is not a real file
-        if file == main or (main.parent in file.parents and not any(place in file.parents for place in libraries)):
-            digest.update(file.read_bytes())
+    for file in _own_files(module, Path(str(sys.modules[module].__file__)).resolve()):
+        digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+@cache
+def _own_files(module: str, main: Path) -> tuple[Path, ...]:
+    """Return the files of a user's module: its own, and those that it has imported or imports later, in a function.
+
+    They lie in or below the folder where the module was found, and not in a library. The result must not depend on
+    whether the model has been built, so it is determined once.
+    """
+    root = main.parents[module.count(".") + (main.name == "__init__.py")]
+    libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+    libraries.append(Path(__file__).resolve().parents[1])
+
+    def is_own(file: Path) -> bool:
+        return root in file.parents and not any(place in file.parents for place in libraries) and file.is_file()
+
+    loaded = {Path(file).resolve() for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
+    found, left = {main}, [main, *filter(is_own, loaded)]
+    while left:
+        file = left.pop()
+        found.add(file)
+        left += [one for one in _imported(file, root) if one not in found and is_own(one)]
+    return tuple(sorted(found))
+
+
+def _imported(file: Path, root: Path) -> Iterator[Path]:
+    """Yield the files that a file's import statements may mean, below ``root`` or the file's folder."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # not Python, such as an extension module
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, places = [alias.name for alias in node.names], [root, file.parent]
+        elif isinstance(node, ast.ImportFrom):
+            start = node.module or ""
+            names = [start, *(f"{start}.{alias.name}".lstrip(".") for alias in node.names)]
+            places = [file.parents[node.level - 1]] if node.level else [root, file.parent]
+        else:
+            continue
+        for parts in (name.split(".") for name in names if name):
+            for place in places:
+                inner = [place.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+                yield from (found.resolve() for one in inner for found in (one.with_suffix(".py"), one / "__init__.py"))
 
 
 @cache

@@ -1,6 +1,7 @@
 """What a race says of made-up records and losses, without ranks."""
 
 import dataclasses
+import importlib
 import json
 import re
 import statistics
@@ -259,3 +260,36 @@ def test_ones_own_text_is_part_of_what_losses_follow_from(tmp_path, monkeypatch)
     assert changed != before
     (tmp_path / "racer_text.py").write_text("import racer_helper\ndef build(): return 1\n")
     assert own_digest("racer_text:build") not in (before, changed)
+
+
+def test_so_is_what_it_imports_only_when_it_builds(tmp_path, monkeypatch):
+    """Otherwise a race would train again after it had built the model, and miss later changes of that file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "racer_late.py").write_text("from racer_later import deep\nwidth = 3\n")
+    (tmp_path / "racer_later.py").write_text("deep = 1\n")
+    (tmp_path / "racer_lazy.py").write_text("def build():\n    from racer_late import width\n    return width\n")
+    before = own_digest("racer_lazy:build")
+    assert importlib.import_module("racer_lazy").build() == 3
+    assert own_digest("racer_lazy:build") == before
+    (tmp_path / "racer_later.py").write_text("deep = 2\n")
+    assert own_digest("racer_lazy:build") != before
+
+
+def test_and_what_a_module_in_a_package_imports_from_beside_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for place, text in (
+        ("racer_nets/__init__.py", ""),
+        ("racer_nets/wide.py", "width = 3\n"),
+        ("racer_scripts/__init__.py", ""),
+        ("racer_scripts/sizes.py", "size = 3\n"),
+        ("racer_scripts/run.py", "from racer_nets import wide\nfrom .sizes import size\ndef build(): pass\n"),
+    ):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(text)
+    digests = [own_digest("racer_scripts.run:build")]
+    for changed in ("racer_nets/wide.py", "racer_scripts/sizes.py"):
+        (tmp_path / changed).write_text("another = 4\n")
+        digests.append(own_digest("racer_scripts.run:build"))
+    assert len(set(digests)) == 3
