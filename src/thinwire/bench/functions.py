@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+        with as_guest(module_name):
+            function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{what} {name!r} cannot be loaded: {error}") from error
     except Exception as error:
@@ -41,10 +42,31 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
 
 @contextmanager
+def as_guest(name: str) -> Iterator[None]:
+    """Run user code as if it had been started alone: without our arguments, and with stdout kept for our output.
+
+    What it prints goes to stderr. An ``argparse`` of its own sees no arguments, and so takes its defaults.
+
+    Raises:
+        RuntimeError: it called ``sys.exit``, as an ``argparse`` does that needs an argument.
+    """
+    arguments = sys.argv
+    sys.argv = [name]
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as end:
+        raise RuntimeError(f"it called sys.exit({end.code!r})").with_traceback(end.__traceback__) from end
+    finally:
+        sys.argv = arguments
+
+
+@contextmanager
 def told(what: str) -> Iterator[None]:
     """Turn an exception in user code into a one-sentence ``ValueError`` with its place; ``what`` names what failed."""
     try:
-        yield
+        with as_guest(what):
+            yield
     except Exception as error:
         raise ValueError(f"{what} failed: {in_words(error)}") from error
 

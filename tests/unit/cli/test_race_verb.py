@@ -55,6 +55,38 @@ def test_a_loss_that_fails_is_told_before_ranks_start(tmp_path):
     assert "the loss of 'racer_that_fails:build' failed: racer_that_fails.py, line 3: NameError" in said
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_model_that_reads_its_own_arguments_gets_none_of_ours(tmp_path, inside):
+    """It takes its defaults; one that needs an argument is told of by its place, and not by our exit code alone."""
+    read = "parser = argparse.ArgumentParser()\nparser.add_argument('--size', type=int, {})\n"
+    read += "size = parser.parse_args().size\n"
+    for name, option in (("default", "default=2"), ("needed", "required=True")):
+        lines = read.format(option)
+        rest = "return torch.nn.Linear(size, 2), lambda model, step, rank: missing\n"
+        if inside:
+            text = "def build():\n" + "".join(f"    {line}\n" for line in (*lines.splitlines(), rest))
+        else:
+            text = f"{lines}def build():\n    {rest}"
+        (tmp_path / f"racer_{name}_{inside}.py").write_text(f"import argparse, torch\n{text}")
+    assert "NameError" in refused(f"racer_default_{inside}:build", "--minutes", "1")[1]
+    result = CliRunner().invoke(app, ["race", f"racer_needed_{inside}:build", "--minutes", "1"])
+    assert result.exit_code == 2
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: model ")
+    assert f"racer_needed_{inside}.py, line " in last
+    assert last.endswith("RuntimeError: it called sys.exit(2)")
+
+
+def test_what_a_model_prints_does_not_mix_with_json(tmp_path):
+    text = "import torch\nprint('hello')\ndef build():\n    print('hello')\n    return torch.nn.Linear(2, 2), loss\n"
+    text += "def loss(model, step, rank):\n    print('hello')\n    return missing\n"
+    (tmp_path / "racer_that_prints.py").write_text(text)
+    result = CliRunner().invoke(app, ["race", "racer_that_prints:build", "--json"])
+    assert "NameError" in result.stderr
+    assert result.stderr.count("hello") == 3
+    assert result.stdout == ""
+
+
 def test_minutes_that_cannot_suffice_are_told_before_ranks_start(monkeypatch):
     monkeypatch.setattr(lab, "available", lambda: "root")
     code, said = refused("mlp:width=64", "--minutes", "0.01", "--link", "100kbit")
