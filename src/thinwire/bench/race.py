@@ -10,6 +10,7 @@ import ast
 import functools
 import hashlib
 import json
+import logging
 import math
 import statistics
 import sys
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire.bench.functions import load_function
 from thinwire.bench.record import RowRecord, reached
@@ -30,10 +31,14 @@ from thinwire.bench.words import split_options
 from thinwire.durable import user_cache, write_whole
 from thinwire.local.settings import local_settings
 from thinwire.methods.registry import METHODS
+from thinwire.program.plan import UNREADABLE
 
 _AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)
 _DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py")
 """Parts of the package whose source determines the losses."""
+
+Known = TypeVar("Known")
+log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,11 @@ class Trajectory:
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     error: str = ""
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Trajectory:
+        """Return the trajectory that ``asdict`` was given."""
+        return cls(tuple(data["steps"]), tuple(data["losses"]), data["error"])
 
     def steps_to(self, target: float) -> float | None:
         """Return the steps until the loss is at or below ``target``, linear between points; None if it never is."""
@@ -133,7 +143,8 @@ def trajectories(
     folder = folder or cache_folder()
     spec = track.spec(rows, factor, seed)
     places = {row.label: folder / f"{_key(spec, row)}.json" for row in rows}
-    found = {label: _read(place) for label, place in places.items() if place.exists()}
+    known = {label: recalled(place, Trajectory.from_data) for label, place in places.items()}
+    found = {label: one for label, one in known.items() if one is not None}
     missing = [row for row in rows if row.label not in found]
     if missing:
 
@@ -143,8 +154,7 @@ def trajectories(
             made = Trajectory(tuple(step for step, _ in points), tuple(loss for _, loss in points), row.error)
             found[row.label] = made
             if not row.error:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_whole(places[row.label], json.dumps(asdict(made)), synced=False)
+                remember(places[row.label], asdict(made))
 
         def follow(event: dict[str, Any]) -> None:
             if "trained" in event:  # saved at once, even if later rows fail
@@ -245,9 +255,21 @@ def text_digest() -> str:
     return digest.hexdigest()
 
 
-def _read(place: Path) -> Trajectory:
-    data: dict[str, Any] = json.loads(place.read_text())
-    return Trajectory(tuple(data["steps"]), tuple(data["losses"]), data["error"])
+def recalled(place: Path, parse: Callable[[dict[str, Any]], Known]) -> Known | None:
+    """Return what was kept in a file; None if there is no such file, or it is damaged: then it is measured again."""
+    try:
+        return parse(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def remember(place: Path, data: Any) -> None:
+    """Keep data in a file; where that is impossible, say so in the log, since the race itself can go on."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, json.dumps(data), synced=False, shared=True)
+    except OSError as error:
+        log.warning("results cannot be kept in %s (%s): the same race would start again", place.parent, error.strerror)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from thinwire.bench.device import names_of_cards
 from thinwire.bench.finish import Pace, pace_of
@@ -20,6 +20,8 @@ from thinwire.bench.race import (
     cache_folder,
     digest_of,
     own_digest,
+    recalled,
+    remember,
     text_digest,
 )
 from thinwire.bench.record import RowRecord, RunRecord
@@ -27,7 +29,6 @@ from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.session import BenchError, Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.words import split_options
-from thinwire.durable import write_whole
 from thinwire.local.named import named_local
 from thinwire.measure.timing import settle
 from thinwire.methods.registry import METHODS, method
@@ -112,6 +113,11 @@ class LinkTimes:
     note: str
     known_since: str = ""
 
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> LinkTimes:
+        """Return the times that ``asdict`` was given."""
+        return cls(**{**data, "record": RunRecord.from_data(data["record"])})
+
     @property
     def compute(self) -> RowRecord:
         """The row without exchange."""
@@ -136,10 +142,9 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
         ValueError: the user's loss fails.
     """
     place = (course.folder or cache_folder()) / f"measured-{asked.key}.json"
-    if place.exists():
+    if (known := recalled(place, LinkTimes.from_data)) is not None:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
-        data = json.loads(place.read_text())
-        return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
+        return replace(known, known_since=since)
     course.tell("computing time of a step", 1)
     alone, gradient_bytes = _computing(asked)
     wire = _wire_seconds(asked, gradient_bytes)
@@ -161,8 +166,7 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
     for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
         if error := next(row.error for row in record.rows if row.label == label):
             raise BenchError(f"{what}: {error}")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(place, json.dumps(asdict(found)), synced=False)
+    remember(place, asdict(found))
     return found
 
 

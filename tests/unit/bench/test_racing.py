@@ -70,13 +70,13 @@ class World:
 
 @pytest.fixture
 def raced(monkeypatch, tmp_path):
-    def run(world, methods, **options):
+    def run(world, methods, folder=tmp_path, **options):
         monkeypatch.setattr(race, "run_session", world.session)
         monkeypatch.setattr(race_times, "run_session", world.session)
         asked = RaceSpec("mlp:width=64:layers=1", parse_rows(methods), **{"minutes": 4.0, "link": "1mbit",
                          "link_bits": 10**6, **options})  # fmt: skip
         said = []
-        course = Course(None, None, lambda text, steps: said.append(text), folder=tmp_path)
+        course = Course(None, None, lambda text, steps: said.append(text), folder=folder)
         return asked, run_race(asked, course), said
 
     return run
@@ -293,3 +293,22 @@ def test_and_what_a_module_in_a_package_imports_from_beside_the_package(tmp_path
         (tmp_path / changed).write_text("another = 4\n")
         digests.append(own_digest("racer_scripts.run:build"))
     assert len(set(digests)) == 3
+
+
+def test_damaged_results_are_measured_again(raced, tmp_path):
+    """A machine may stop before its disk has what was written."""
+    world = World(FAST, NEEDS)
+    _, found, _ = raced(world, METHODS)
+    for number, file in enumerate(sorted(tmp_path.glob("*.json"))):
+        file.write_text(("", file.read_text()[:40], "[]", "{}")[number % 4])
+    again = raced(world, METHODS)[1]
+    assert (again.trained, again.known, again.rows) == (found.trained, 0, found.rows)
+    assert raced(world, METHODS)[1].trained == 0
+
+
+def test_a_race_goes_on_where_nothing_can_be_kept(raced, tmp_path, caplog):
+    (tmp_path / "a_file").write_text("")
+    world = World(FAST, NEEDS)
+    _, found, _ = raced(world, METHODS, folder=tmp_path / "a_file" / "race")
+    assert found.rows[0].label == "powersgd rank=4"
+    assert f"results cannot be kept in {tmp_path / 'a_file' / 'race'} (Not a directory)" in caplog.text
