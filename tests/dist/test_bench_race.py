@@ -4,6 +4,7 @@ import contextlib
 import io
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from spawned import run
@@ -106,6 +107,41 @@ def test_nor_while_others_are_timed():
     for late, waited in run(_timed, 2):
         assert late == (4 + 4 + 2 + 4 + 4, 2 * 4)
         assert waited == (2 * (4 + 4), 2 * 4)
+
+
+def fails_on_one_rank(how="nan", at=3):
+    model = torch.nn.Linear(4, 1)
+
+    def loss(model, step, rank):
+        if step == at and rank == 1 and how == "raise":
+            raise OSError("a damaged sample")
+        made = model(torch.full((2, 4), float(rank))).square().mean()
+        return made * float("nan") if step == at and rank == 1 else made
+
+    return model, loss
+
+
+def _failing(rank, size, how, curves):
+    model = f"test_bench_race:fails_on_one_rank:how={how}"
+    rows = parse_rows("ddp,ssgd")
+    record = worker.run(
+        BenchSpec(model, rows, size, steps=8, rounds=1, warmup=0, every=8, operation_seconds=60, curves=curves)
+    )
+    return [row.error for row in record.rows]
+
+
+@pytest.mark.parametrize(
+    ("how", "curves", "says"),
+    [
+        ("nan", True, "ArithmeticError: the loss is nan at step "),
+        ("nan", False, "rank 1: ArithmeticError: the loss is nan at step 4"),
+        ("raise", False, "rank 1: OSError: a damaged sample"),
+    ],
+)
+def test_what_fails_on_one_rank_is_told_at_once(how, curves, says):
+    """Nobody waits for that rank in an exchange, until it is given up."""
+    for rows in run(_failing, 2, how, curves, seconds=50.0):
+        assert all(says in error for error in rows), rows
 
 
 def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():

@@ -83,7 +83,7 @@ class RoundRobin:
         def some(number: int) -> list[StepTime]:
             if row_run.contender is None:  # the row has failed, on all ranks
                 return []
-            return self.guarded(row_run, lambda: [self._step(contender, label) for _ in range(number)]) or []
+            return self.guarded(row_run, lambda: self._steps(contender, label, number)) or []
 
         def until_merged() -> list[StepTime]:
             made: list[StepTime] = []
@@ -110,12 +110,16 @@ class RoundRobin:
         self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
         contender.rest()
 
-    def _step(self, contender: Contender, label: str) -> StepTime:
-        time = contender.step(self.rank)
-        if not math.isfinite(time.loss):
-            raise ArithmeticError(f"the loss is {time.loss} at step {contender.steps}")
-        say(self.rank, row=label, step=contender.steps, loss=round(time.loss, 4), seconds=round(time.seconds, 4))
-        return time
+    def _steps(self, contender: Contender, label: str, number: int) -> list[StepTime]:
+        """Run steps. A loss that is not finite is reported after the last: others may still exchange with this rank."""
+        made = []
+        for _ in range(number):
+            made.append(time := contender.step(self.rank))
+            say(self.rank, row=label, step=contender.steps, loss=round(time.loss, 4), seconds=round(time.seconds, 4))
+        for step, time in enumerate(made, contender.steps - number + 1):
+            if not math.isfinite(time.loss):
+                raise ArithmeticError(f"the loss is {time.loss} at step {step}")
+        return made
 
     def _sent(self, contender: Contender) -> float | None:
         if self.interface is None:

@@ -84,9 +84,20 @@ def _interleave(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], 
     for number in range(spec.rounds):
         for row_run in row_runs:
             round_robin.run(row_run, spec.steps, spec.warmup if number == 0 else 1)
+            if row_run.record.kind == COMPUTE and row_run.record.error:
+                _stop(row_runs, row_run.record.error)  # in an exchange, each row would wait for the rank that failed
     for row_run in row_runs:
         if row_run.contender is not None:
             row_run.contender.close()
+
+
+def _stop(row_runs: list[RowRun], error: str) -> None:
+    """End all rows with the error of the one that exchanges nothing: the model does not train."""
+    for row_run in row_runs:
+        if row_run.contender is not None:
+            row_run.contender.close()
+            row_run.contender = None
+            row_run.record.error = error
 
 
 if __name__ == "__main__":
