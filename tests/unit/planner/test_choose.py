@@ -275,7 +275,12 @@ def test_the_table_that_is_shipped(tmp_path):
     worth = shipped()
     assert worth(PowerSGD(rank=4), 3_000_000, 2).known
     assert "measured with " in worth(PowerSGD(rank=4), 3_000_000, 2).source
-    for text in ("", "[]", '{"rows": [{"method": 3}]}'):
+    row = {"method": "powersgd", "options": {}, "every": 1, "delay": 0, "elements": 5, "workers": 2, "factors": [1.2]}
+    (tmp_path / "good.json").write_text(json.dumps({"rows": [row]}))
+    assert read_worth(tmp_path / "good.json")(PowerSGD(rank=4), 5, 2).middle == 1.2
+    edited = [{"factors": []}, {"factors": ["1.2"]}, {"factors": [-1.2]}, {"workers": 0}, {"elements": "5"}]
+    texts = [json.dumps({"rows": [row | change]}) for change in edited]
+    for text in ("", "[]", '{"rows": [{"method": 3}]}', *texts):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="holds no table of steps to a loss as written by thinwire race"):
             read_worth(tmp_path / "bad.json")

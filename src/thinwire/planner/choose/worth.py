@@ -74,6 +74,11 @@ class MeasuredWorth:
     workers: int
     factors: tuple[float | None, ...]
 
+    def __post_init__(self) -> None:
+        numbers = (self.every, self.elements, self.workers, *(factor for factor in self.factors if factor is not None))
+        if not self.factors or not all(number > 0 and math.isfinite(number) for number in numbers) or self.delay < 0:
+            raise ValueError(f"{self.method} has no such number of steps: {self}")
+
     def speaks_for(self, method: Method) -> bool:
         """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
         every, delay = 1, 0
