@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import Bar, plain_table, progress, watched_load
-from thinwire.cli.options import Device, Json
+from thinwire.cli.options import Device, Json, check_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,8 +71,7 @@ def race(
     longer = LONGER_PERIODS if methods is None else ()
     asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds, device,
                      longer)  # fmt: skip
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: give a folder")
+    check_folder(out)
     if bits and lab.available() == "loopback":
         raise RunFailed(
             "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"

@@ -1,5 +1,7 @@
 """``thinwire race``: wrong words, and models that do not train, are one sentence."""
 
+import os
+
 import pytest
 
 from thinwire import lab
@@ -37,7 +39,8 @@ def here(tmp_path, monkeypatch):
         (["chargpt", "--minutes", "-3"], "--minutes -3 must be above 0"),
         (["chargpt", "--minutes", "nan"], "--minutes nan must be above 0"),
         (["chargpt", "--seeds", "0"], "--seeds 0 must be at least 1"),
-        (["chargpt", "--out", "a_file"], "--out a_file is a file"),
+        (["chargpt", "--out", "a_file"], "--out a_file is a file: give a folder"),
+        (["chargpt", "--out", "a_file/results"], "a_file is a file: give a folder"),
     ],
 )
 def test_wrong_words_are_one_sentence_and_exit_2(words, says, tmp_path):
@@ -45,6 +48,13 @@ def test_wrong_words_are_one_sentence_and_exit_2(words, says, tmp_path):
     code, said = refused(*words)
     assert code == 2
     assert says in said
+
+
+def test_a_folder_that_is_not_writable_is_told_before_the_race(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)  # root may write everywhere
+    code, said = refused("chargpt", "--out", "results/new")
+    assert code == 2
+    assert said == f"error: --out results/new: {tmp_path} is not writable: give another folder\n"
 
 
 def test_a_loss_that_fails_is_told_before_ranks_start(tmp_path):
