@@ -116,6 +116,9 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     measured = measure(asked, course)
     timed = {row.label for row in measured.record.rows}
     asked = replace(asked, rows=(*asked.rows, *(row for _, row in asked.longer if row.label in timed)))
+    errors = [row.error for row in measured.record.rows if row.kind not in (BASE, COMPUTE)]
+    if errors and all(errors):
+        raise BenchError(f"no method trains this model, only DDP does: {errors[0]}")
     paces, compute = measured.paces(), statistics.fmean(measured.compute.step_seconds)
     raced, budget, notes = _starters(asked, measured, paces)
     for label, note in notes.items():

@@ -195,6 +195,8 @@ def test_what_fails_or_does_not_get_there_is_told(raced):
     assert {row["method"] for row in race_data(found)["rows"]} == {"cast", "powersgd"}
     with pytest.raises(BenchError, match="DDP does not train this model: it broke"):
         raced(World(FAST, NEEDS, broken=("ddp",)), METHODS, link="3mbit")
+    with pytest.raises(BenchError, match="no method trains this model, only DDP does: it broke"):
+        raced(World(FAST, NEEDS, broken=tuple(FAST)[1:]), METHODS, link="7mbit")
     with pytest.raises(BenchError, match="DDP's loss does not fall in "):
         raced(World(FAST, {**NEEDS, "ddp": -1.0}), METHODS, workers=3)
 
