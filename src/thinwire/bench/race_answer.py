@@ -101,7 +101,8 @@ def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
     if rival is not None:
         close = "later on every seed" if rival.seeds > 1 else "later"
         if overlap(rival, first):
-            close = "as fast but less simple" if as_soon(rival, first) else "whose range overlaps with that"
+            tied = as_soon(rival, first) or rival is found.rows[0]
+            close = "as fast but less simple" if tied else "whose range overlaps with that"
         assert rival.seconds is not None
         said += f"; next is {rival.label}, {duration(rival.seconds)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")

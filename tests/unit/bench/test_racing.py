@@ -153,6 +153,17 @@ def test_of_two_that_are_as_soon_the_simpler_one(raced):
     assert "as fast but less simple" in sentences(found)[2]
 
 
+def test_what_is_sooner_by_the_median_but_ties_is_told_as_less_simple(raced):
+    """Otherwise the answer would name a later method as first, and not say why."""
+    local = "local sync_every=8 codec=int8"
+    world = World({"ddp": 1.0, "powersgd rank=4": 0.2, local: 0.2}, {"powersgd rank=4": 1.2, local: (1.0, 1.1, 1.4)})
+    _, found, _ = raced(world, "powersgd:rank=4,local:sync_every=8:codec=int8", seeds=3)
+    assert [row.label for row in found.rows[:2]] == [local, "powersgd rank=4"]
+    _, _, third = sentences(found)
+    assert f"; next is {local}, " in third
+    assert "as fast but less simple" in third
+
+
 @pytest.mark.parametrize("worst", [1.35, 30.0])
 def test_what_is_later_on_one_seed_or_does_not_get_there_is_not_as_soon(raced, worst):
     """By the planner's rule, whose range it is too: ``thinwire plan --worth`` says the same."""
