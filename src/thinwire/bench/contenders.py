@@ -152,12 +152,27 @@ class Contender:
 
 
 def at_rate(workload: Workload, factor: float) -> Workload:
-    """Return the same workload with its optimizer's learning rates times ``factor``."""
+    """Return the same workload with its optimizer's learning rates times ``factor``.
+
+    They are multiplied as the optimizer gets them: a scheduler that is created beside it keeps the first.
+    """
 
     def optimizer(model: nn.Module) -> Optimizer:
-        made = workload.optimizer(model)
-        for parameters in made.param_groups:
-            parameters["lr"] *= factor
+        add, scaled = Optimizer.add_param_group, list[Optimizer]()
+
+        def add_scaled(made: Optimizer, group: dict[str, Any]) -> None:
+            add(made, group)
+            made.param_groups[-1]["lr"] *= factor
+            scaled.append(made)
+
+        Optimizer.add_param_group = add_scaled  # type: ignore[method-assign, assignment]
+        try:
+            made = workload.optimizer(model)
+        finally:
+            Optimizer.add_param_group = add  # type: ignore[method-assign]
+        if not any(made is one for one in scaled):  # it existed before
+            for parameters in made.param_groups:
+                parameters["lr"] *= factor
         return made
 
     return workload if factor == 1 else replace(workload, optimizer=optimizer)

@@ -34,7 +34,7 @@ from thinwire.methods.registry import METHODS
 from thinwire.program.plan import UNREADABLE
 
 _AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)
-_DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py")
+_DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py", "bench/contenders.py")
 """Parts of the package whose source determines the losses."""
 
 Known = TypeVar("Known")

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from thinwire.bench.contenders import at_rate
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.models.workload import Workload
 
@@ -69,6 +70,30 @@ def test_chargpt_is_trained_with_fused_adamw_or_with_torchs_default():
         workload = build_model(name)
         assert workload.optimizer(workload.model).defaults["fused"] is fused
         assert ("default AdamW" in workload.describe) is (fused is None)
+
+
+def test_a_factor_on_the_rate_also_holds_under_a_scheduler():
+    """A race tries 0.5, 1 and 2 times the rate: a scheduler would set the rate back, and all three would be alike."""
+
+    def optimizer(model):
+        first, second = model.parameters()
+        made = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1)
+        warm = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, (step + 1) / 4))
+        made.register_step_post_hook(lambda *_: warm.step())
+        return made
+
+    model = torch.nn.Linear(2, 2)
+    made = at_rate(Workload("linear", model, None, optimizer, ""), 2.0).optimizer(model)
+    rates = []
+    for _ in range(5):
+        rates.append([group["lr"] for group in made.param_groups])
+        made.step()
+    assert rates[0] == pytest.approx([0.05, 0.25])
+    assert rates[-1] == pytest.approx([0.2, 1.0])
+    there = optimizer(model)
+    assert at_rate(Workload("linear", model, None, lambda _: there, ""), 2.0).optimizer(model) is there
+    assert there.param_groups[1]["lr"] == pytest.approx(0.25)
+    assert torch.optim.SGD(model.parameters(), lr=0.1).param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(
