@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 
 from spawned import run
 from thinwire.bench import worker
+from thinwire.bench.contenders import UNUSED
 from thinwire.bench.models.registry import build_model
+from thinwire.bench.models.workload import Workload
 from thinwire.bench.record import RowRecord, seconds_to
 from thinwire.bench.rows import Row, parse_rows
 from thinwire.bench.spec import BenchSpec
@@ -142,6 +145,47 @@ def test_what_fails_on_one_rank_is_told_at_once(how, curves, says):
     """Nobody waits for that rank in an exchange, until it is given up."""
     for rows in run(_failing, 2, how, curves, seconds=50.0):
         assert all(says in error for error in rows), rows
+
+
+def uses_a_part(find=False):
+    """One of two layers is used in each step, on all ranks the same."""
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 1) for _ in range(2)])
+    model.forward = lambda x, which: model[which](x)
+
+    def loss(model, step, rank):
+        return model(torch.full((2, 4), 1.0 + rank), step % 2).square().mean()
+
+    return Workload(
+        "parts", model, loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.01), "", None, find_unused_parameters=find
+    )
+
+
+def drawn_anew():
+    model = torch.nn.Linear(4, 1)
+    torch.nn.init.constant_(model.bias, int.from_bytes(os.urandom(2), "big"))
+    return model, lambda model, step, rank: model(torch.ones(2, 4)).square().mean()
+
+
+def _records(rank, size, model, rows):
+    spec = BenchSpec(model, parse_rows(rows), size, steps=4, rounds=1, warmup=0, operation_seconds=60)
+    return [(row.error, row.losses) for row in worker.run(spec).rows]
+
+
+def test_a_model_that_is_used_in_parts_trains_where_ddp_knows_of_it():
+    for (_, _), (error, _), (fine, _) in run(_records, 2, "test_bench_race:uses_a_part", "ddp,ssgd"):
+        assert error == f"rank 0: RuntimeError: {UNUSED}"
+        assert fine == ""
+    for (_, _), (error, ddp), (_, ssgd) in run(_records, 2, "test_bench_race:uses_a_part:find=true", "ddp,ssgd"):
+        assert error == ""
+        assert len(ddp) == 4
+        assert ssgd[:4] == ddp
+
+
+def test_rows_that_would_start_from_different_weights_are_refused():
+    """Each row builds the model: what is drawn from a source without a seed would decide the race."""
+    for (alone, _), *rows in run(_records, 2, "test_bench_race:drawn_anew", "ddp,ssgd"):
+        assert alone == ""
+        assert all("the model's initial weights differ from those of the row before" in error for error, _ in rows)
 
 
 def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():

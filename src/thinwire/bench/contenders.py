@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from thinwire.bench.device import rank_device
@@ -22,6 +24,10 @@ from thinwire.bench.trainer import OptimizerLike, build_trainer
 from thinwire.measure.timing import Stopwatch
 
 ONE_BUCKET_MB = 1_000_000
+UNUSED = (
+    "some parameters got no gradient in the step before, which DDP must know of: return a Workload with "
+    "find_unused_parameters=True"
+)
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,17 @@ class StepTime:
 
 
 class Contender:
-    """Builds a row and runs its steps."""
+    """Builds a row and runs its steps.
+
+    Attributes:
+        initial: sums of the model's weights as it was built, which must be those of all rows.
+    """
 
     def __init__(self, row: Row, spec: BenchSpec, group: Any) -> None:
         device = rank_device(spec.device)
         self.row = row
         self.workload: Workload = at_rate(build_model(spec.model, spec.seed, device), spec.rate_factor)
+        self.initial = _sums(self.workload.model)
         self._watch = Stopwatch(device)
         self.optimizer: OptimizerLike
         self.module: nn.Module = self.workload.model
@@ -65,7 +76,12 @@ class Contender:
         host, mark, between = time.thread_time(), self._watch.mark, self._watch.between
         start = mark()
         self.optimizer.zero_grad()
-        loss = self.workload.loss(self.module, self.steps, rank)
+        try:
+            loss = self.workload.loss(self.module, self.steps, rank)
+        except RuntimeError as error:
+            if self.module is not self.workload.model and "find_unused_parameters=True" in str(error):
+                raise RuntimeError(UNUSED) from error
+            raise
         forward = mark()
         loss.backward()
         self.optimizer.step()
@@ -129,7 +145,7 @@ class Contender:
         self._close = self.sync.close
 
     def _wrap(self, group: Any) -> None:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"find_unused_parameters": self.workload.find_unused_parameters}
         if "bucket" in self.row.options:
             options["bucket_cap_mb"] = float(self.row.options["bucket"])
         if self.row.kind == "torch-powersgd":
@@ -151,6 +167,11 @@ class Contender:
         model.register_comm_hook(state, powerSGD_hook)
 
 
+def _sums(model: nn.Module) -> list[str]:
+    weights = (p.detach() for p in model.parameters() if not is_lazy(p))
+    return [str(x.abs().sum(dtype=torch.float64).item()) for x in weights]
+
+
 def at_rate(workload: Workload, factor: float) -> Workload:
     """Return the same workload with its optimizer's learning rates times ``factor``.
 
@@ -162,7 +183,8 @@ def at_rate(workload: Workload, factor: float) -> Workload:
 
         def add_scaled(made: Optimizer, group: dict[str, Any]) -> None:
             add(made, group)
-            made.param_groups[-1]["lr"] *= factor
+            last = made.param_groups[-1]
+            last["lr"] = last["lr"] * factor  # not in place: groups may share a tensor
             scaled.append(made)
 
         Optimizer.add_param_group = add_scaled  # type: ignore[method-assign, assignment]
@@ -172,7 +194,7 @@ def at_rate(workload: Workload, factor: float) -> Workload:
             Optimizer.add_param_group = add  # type: ignore[method-assign]
         if not any(made is one for one in scaled):  # it existed before
             for parameters in made.param_groups:
-                parameters["lr"] *= factor
+                parameters["lr"] = parameters["lr"] * factor
         return made
 
     return workload if factor == 1 else replace(workload, optimizer=optimizer)

@@ -15,7 +15,7 @@ from thinwire.bench.device import names_of_cards
 from thinwire.bench.finish import Pace, pace_of
 from thinwire.bench.functions import told
 from thinwire.bench.halving import BASE
-from thinwire.bench.models.registry import build_model, loss_of
+from thinwire.bench.models.registry import build_model
 from thinwire.bench.race import (
     cache_folder,
     digest_of,
@@ -177,19 +177,19 @@ def _computing(asked: RaceSpec) -> tuple[float, int]:
     device = torch.device(asked.device)
     places = os.cpu_count() or 1 if asked.device == "cpu" else torch.cuda.device_count()
     workload = build_model(asked.model, device=device)
-    loss, seconds, threads = loss_of(workload, 0), 0.0, torch.get_num_threads()
+    seconds, threads = 0.0, torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for step in range(2):
             began = time.perf_counter()
             with told(f"the loss of {workload.name!r}"):
-                loss(workload.model, step).backward()
+                workload.loss(workload.model, step, 0).backward()
                 settle(device)
             seconds = time.perf_counter() - began
     finally:
         torch.set_num_threads(threads)
     size = workload.gradient_bytes
-    del workload, loss
+    del workload
     torch.cuda.empty_cache()  # the ranks need the card's memory; does nothing without one
     return seconds * max(1.0, asked.workers / places), size
 

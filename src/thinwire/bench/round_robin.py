@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +42,7 @@ class RoundRobin:
     workers: int
     control: Any
     interface: str | None = field(default_factory=wire.interface)
+    initial: list[str] = field(default_factory=list)
 
     def guarded(self, row_run: RowRun, action: Callable[[], Any]) -> Any:
         """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere."""
@@ -66,7 +66,17 @@ class RoundRobin:
         say(self.rank, row=row.label, state="building")
         own = row.kind != COMPUTE and not row.is_thinwire
         group = new_group(spec.operation_seconds) if own else None
-        made = functools.partial(Contender, row, spec, group)
+
+        def made() -> Contender:
+            contender = Contender(row, spec, group)
+            self.initial = self.initial or contender.initial
+            if self.rank == 0 and contender.initial != self.initial:  # the others start from its weights
+                raise ValueError(
+                    "the model's initial weights differ from those of the row before: "
+                    "draw them from torch, random or numpy.random, which are seeded"
+                )
+            return contender
+
         row_run.contender = self.guarded(row_run, made)
 
     def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:

@@ -52,7 +52,7 @@ def profile_model(
         on_step: called after each step with the number done and the total.
 
     Raises:
-        ValueError: no trainable parameters, a loss that is not a scalar, or numbers out of range.
+        ValueError: no trainable parameters, a loss that is not a scalar, sparse gradients, or numbers out of range.
     """
     if steps < 1 or warmup < 0:
         raise ValueError(f"steps={steps} must be at least 1 and warmup={warmup} not negative")
@@ -108,6 +108,9 @@ def _step(
     watch.turn()
     value.backward()
     stopwatch.settle()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError(f"{name} gets sparse gradients, which thinwire does not exchange: use sparse=False")
     if record is not None:
         record.add(watch, before if watch.started is None else watch.started, between)
 

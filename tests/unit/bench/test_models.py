@@ -96,6 +96,21 @@ def test_a_factor_on_the_rate_also_holds_under_a_scheduler():
     assert torch.optim.SGD(model.parameters(), lr=0.1).param_groups[0]["lr"] == 0.1
 
 
+def test_what_a_user_draws_is_the_same_each_time(tmp_path, monkeypatch):
+    """From torch, random and numpy; another seed gives other weights."""
+    (tmp_path / "drawn_model.py").write_text(
+        "import random, numpy, torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    model.drawn = random.random(), numpy.random.rand(), model.weight.sum().item()\n"
+        "    return model, lambda model, step, rank: model.weight.sum()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    first, again, other = (build_model("drawn_model:build", seed).model.drawn for seed in (1, 1, 2))
+    assert first == again
+    assert all(a != b for a, b in zip(first, other))
+
+
 @pytest.mark.parametrize(
     "name,says",
     [

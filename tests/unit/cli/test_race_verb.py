@@ -62,7 +62,7 @@ def test_a_loss_that_fails_is_told_before_ranks_start(tmp_path):
     (tmp_path / "racer_that_fails.py").write_text(text)
     code, said = refused("racer_that_fails:build")
     assert code == 2
-    assert "the loss of 'racer_that_fails:build' failed: racer_that_fails.py, line 3: NameError" in said
+    assert said.startswith("error: the loss of 'racer_that_fails:build' failed: racer_that_fails.py, line 3: NameError")
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -213,6 +213,12 @@ def test_bad_words(change, says):
         profile_model(words.pop("model"), count(), words.pop("loss"), **words)
 
 
+def test_sparse_gradients_are_refused_as_attach_refuses_them():
+    net = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
+    with pytest.raises(ValueError, match=r"0\.weight gets sparse gradients, which thinwire does not exchange"):
+        profile_model(net, [torch.tensor([1, 2])], lambda net, x: net(x).sum(), steps=1, warmup=0)
+
+
 def test_sixteen_bit_gradients():
     net = nn.Linear(4, 4).bfloat16()
     profile = profile_model(net, [torch.ones(2, 4).bfloat16()], lambda net, x: net(x).sum(), steps=1, warmup=0)

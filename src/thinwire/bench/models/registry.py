@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
@@ -32,7 +35,7 @@ def check_model(text: str) -> None:
 
 
 def build_model(text: str, seed: int = 0, device: torch.device | None = None) -> Workload:
-    """Build ``"chargpt"``, ``"mlp:width=512"`` or ``"my_module:my_function"`` from a seed.
+    """Build ``"chargpt"``, ``"mlp:width=512"`` or ``"my_module:my_function"`` from a seed, of torch, random and numpy.
 
     A user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``. The model
     is moved to ``device``; the loss puts its batch there, beside the model's parameters.
@@ -42,6 +45,8 @@ def build_model(text: str, seed: int = 0, device: torch.device | None = None) ->
     check_model(text)
     name, options = split_options(text)
     torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
     function = _function(name)
     if name in FILES:
         workload = _as_workload(name, function(**options))

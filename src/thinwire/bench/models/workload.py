@@ -31,6 +31,7 @@ class Workload:
         describe: one-line description.
         evaluate: ``evaluate(model, 0, rank)``: loss on held-out data of that rank, or None. The model is in evaluation
             mode then, and no gradients are kept.
+        find_unused_parameters: as DDP takes it, for models in which some parameters get no gradient in some steps.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Workload:
     optimizer: Callable[[nn.Module], Optimizer]
     describe: str
     evaluate: Loss | None = None
+    find_unused_parameters: bool = False
 
     @property
     def parameters(self) -> int:
