@@ -278,6 +278,9 @@ def test_the_table_that_is_shipped(tmp_path):
     row = {"method": "powersgd", "options": {}, "every": 1, "delay": 0, "elements": 5, "workers": 2, "factors": [1.2]}
     (tmp_path / "good.json").write_text(json.dumps({"rows": [row]}))
     assert read_worth(tmp_path / "good.json")(PowerSGD(rank=4), 5, 2).middle == 1.2
+    (tmp_path / "good.json").write_text(json.dumps({"rows": [row], "race": {"model": "mine:build"}}))
+    found = read_worth(tmp_path / "good.json")(PowerSGD(rank=4), 5, 2)
+    assert found.source == "your race of mine:build with 5e-06 M parameters, 2 workers"
     edited = [{"factors": []}, {"factors": ["1.2"]}, {"factors": [-1.2]}, {"workers": 0}, {"elements": "5"}]
     texts = [json.dumps({"rows": [row | change]}) for change in edited]
     for text in ("", "[]", '{"rows": [{"method": 3}]}', *texts):

@@ -151,22 +151,27 @@ def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> 
     return own if measured else steps_with(Cast("int8"))
 
 
-def read_worth(path: Path, by: str = "your race") -> WorthOf:
-    """Read the table of a file that ``thinwire race`` or ``benchmarks/race.py`` wrote. ``by``: how sources begin.
+def read_worth(path: Path) -> WorthOf:
+    """Read the table of a file that ``thinwire race`` wrote. Sources name the model that raced.
 
     Raises:
         ValueError: it cannot be read, or holds no table.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        return worth_from(tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in rows), by)
+        data = json.loads(path.read_text(encoding="utf-8"))
+        by = f"your race of {data['race']['model']}" if "race" in data else "your race"
+        return worth_from(_rows(data), by)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
         raise ValueError(f"{path} holds no table of steps to a loss as written by thinwire race") from error
 
 
+def _rows(data: Any) -> tuple[MeasuredWorth, ...]:
+    return tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in data["rows"])
+
+
 @cache
 def shipped() -> WorthOf:
     """Return the table in the package."""
-    return read_worth(TABLE, "measured")
+    return worth_from(_rows(json.loads(TABLE.read_text(encoding="utf-8"))))
