@@ -599,6 +599,20 @@ def race(data: Any) -> Iterator[Row]:
             )
 
 
+def other_models(data: Any) -> Iterator[Row]:
+    """Times sooner than DDP at its loss, and steps over DDP's with their ends, of the rows that raced."""
+    for one in data:
+        for row in one["rows"]:
+            if row["seeds"] and row["label"] != "ddp" and row["sooner"] is not None:
+                where = f"{one['model']}, {one['workers']} workers, {one['link']}"
+                ends = " to ".join(
+                    f"{row[end]:.2f}" if row[end] else "never"
+                    for end in ("fewest_steps", "most_steps")
+                )
+                yield Row(f"{where}: {row['label']}, times sooner than DDP",
+                          f"{row['sooner']:.2f} (steps {row['steps']:.2f}, {ends})")  # fmt: skip
+
+
 def late_rounds(data: Any) -> Iterator[Row]:
     """Steps to plain averaging's loss, over its own, of rounds that come back late: median and ends."""
     for one in data["rows"]:
@@ -760,6 +774,9 @@ SOURCES = {
         "python benchmarks/local_steps.py", "methods/local.md", local_steps
     ),
     "race": Source("python benchmarks/race.py", "methods/local.md", race),
+    "other_models": Source(
+        "python benchmarks/other_models.py", "race.md", other_models
+    ),
     "late_rounds": Source(
         "python benchmarks/late_rounds.py", "methods/local.md", late_rounds
     ),

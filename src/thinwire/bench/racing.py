@@ -35,9 +35,9 @@ DEFAULT_METHODS = (
 )
 """Methods that win somewhere in the table in the package, and the exact average; hopeless ones are not trained."""
 
-LONGER_PERIODS = tuple(zip((25.0, 50.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
+LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
 """More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
-spend a tenth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
+spend a fifth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
 
 _SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
 
