@@ -110,11 +110,11 @@ def train(key: str, options: argparse.Namespace) -> dict[str, Any]:
         workload.loss(network, step, rank_of(node + 16 * int(seed), worker)).backward()
         return layout.gradient(network)
 
-    @torch.no_grad()
     def evaluate(theta: Tensor) -> float:
         layout.write(theta, network)
-        assert workload.evaluate is not None
-        return float(workload.evaluate(network, 0, 0))
+        loss = workload.held_out_loss()
+        assert loss is not None
+        return loss
 
     outer = read_outer(f"{OPTIMIZERS[optimizer]}:lr={rate}")
     link = Link() if scheme == SYNCHRONOUS else Link(0.0005, options.link)

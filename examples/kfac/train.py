@@ -31,7 +31,7 @@ def train(optimizer_name: str, target: float, lr: float, most: int) -> list[tupl
     if optimizer_name == "kfac":
         every = {"factor_update_steps": 1, "inv_update_steps": 5}
         KFAC(model, sync, damping=1e-3, method="eigen", schedule="dkfac", **every)  # factors this small need no plan
-    seconds, curve = 0.0, [(0, 0.0, float(workload.evaluate(model, 0, rank)))]
+    seconds, curve = 0.0, [(0, 0.0, workload.held_out_loss(rank))]
     for step in range(most):
         start = time.perf_counter()
         workload.loss(model, step, rank).backward()
@@ -39,7 +39,7 @@ def train(optimizer_name: str, target: float, lr: float, most: int) -> list[tupl
         optimizer.zero_grad()
         seconds += time.perf_counter() - start
         if step % 10 == 9:
-            loss = float(workload.evaluate(model, 0, rank))
+            loss = workload.held_out_loss(rank)
             curve.append((step + 1, seconds, loss))
             if rank == 0 and step % 500 == 499:
                 print(f"{optimizer_name:>5} step {step + 1:5d}  loss {loss:.3f}  {seconds:.1f} s", flush=True)

@@ -173,9 +173,7 @@ def _serve(spec: LabSpec) -> None:
     began: list[float] = []
 
     def held_out(seconds: float, gradients: int) -> None:
-        if workload.evaluate is not None:
-            workload.model.eval()
-            value = float(workload.evaluate(workload.model, 0, 0))
+        if (value := workload.held_out_loss()) is not None:
             tell_event({"loss_at": [seconds, gradients, value]})
 
     def on_update(version: int, theta: Any) -> None:
