@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
 
@@ -40,6 +38,7 @@ def build_model(text: str, seed: int = 0, device: torch.device | None = None) ->
     A user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``. The model
     is moved to ``device``; the loss puts its batch there, beside the model's parameters.
     """
+    import numpy
     import torch
 
     check_model(text)
