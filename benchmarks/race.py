@@ -90,9 +90,12 @@ def main() -> None:
     found = factors(track, parse_rows(told.methods), told.share, told.rates, told.tune_on)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     mine = {"size": told.size, "track": asdict(track), "share": told.share}
-    known = [one for one in known if {key: one[key] for key in mine} != mine]
+    before = [one for one in known if {key: one[key] for key in mine} == mine]
     text = {row.label: part for part in told.methods.split(",") for row in parse_rows(part)}
     rows = {label: {"methods": text[label], "rate": one.rate, "factors": one.factors} for label, one in found.items()}
+    for one in before:  # its rows that are not trained now stay: DDP, which all are held against, trains as it did
+        rows = one["rows"] | rows
+        known.remove(one)
     known.append(mine | {"elements": build_model(track.model).parameters, "rates": told.rates, "rows": rows})
     RESULTS.write_text(json.dumps(known, indent=2) + "\n")
     ship(known)

@@ -37,7 +37,7 @@ class Halved(Method):
     name: ClassVar[str] = "halved"
     loss: ClassVar[str] = "rounded to 8 bits or so"
     candidates: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"scale": 2.0})
-    auto: ClassVar[tuple[int, dict[str, Any]]] = (6, {})
+    auto: ClassVar[tuple[int, tuple[dict[str, Any], ...]]] = (6, ({},))
 
     scale: float = 1.0
     fusion: Any = "auto"

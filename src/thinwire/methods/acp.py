@@ -54,7 +54,7 @@ class ACP(LowRank, Decoupling):
     phases: ClassVar[int] = 2
     factors: ClassVar[float] = 0.5
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"rank": 4}, {"rank": 32})
-    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (2, {"rank": 4})
+    auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = (2, ({"rank": 4},))
 
     collective: str = "flat"
 

@@ -7,10 +7,10 @@ cannot overflow if the mean does not. No residual: it works in the units it find
 range where fp16 is accurate.
 
 ``Cast("int8")`` is 8-bit linear quantisation, and another program (``two_step.py``): blocks of A = M + E with the
-scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. ``"int4"`` and ``"int2"`` are the same
-program with 16 and 4 bins around 0, whose means are sent with the codes. Its traffic does not grow with the number of
-ranks, whereas torch's 8-bit hooks gather all ranks' codes. It keeps the error of both steps in a residual, which those
-hooks drop. Chunks follow the bucket, so values depend on the plan; the state does not.
+scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. ``"int4"`` is the same program with the
+scale max|a| / 7, ``"int2"`` with four bins around 0, whose means are sent with the codes. Its traffic does not grow
+with the number of ranks, whereas torch's 8-bit hooks gather all ranks' codes. It keeps the error of both steps in a
+residual, which those hooks drop. Chunks follow the bucket, so values depend on the plan; the state does not.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Cast(Decoupling, Method):
     name: ClassVar[str] = "cast"
     cheap_pack: ClassVar[bool] = True
     loss: ClassVar[str] = "rounded to 16 bits"
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "bf16"},)
-    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (1, {"dtype": "bf16"})
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "bf16"}, {"dtype": "int8"}, {"dtype": "int4"})
+    auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = (1, candidates)
 
     dtype: torch.dtype | str = torch.bfloat16
     block: int = 256

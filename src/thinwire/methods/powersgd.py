@@ -37,7 +37,7 @@ class PowerSGD(LowRank):
 
     name: ClassVar[str] = "powersgd"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"rank": 4},)
-    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (3, {"rank": 4})
+    auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = (3, ({"rank": 4},))
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Return elements sent per tensor: r (n + m), all of a dense tensor."""

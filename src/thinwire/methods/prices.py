@@ -19,8 +19,9 @@ ACCUMULATE = 3.0  # read gradient and residual, write their sum
 FINITE = READ  # one aminmax
 LINE_PASSES = 16.0  # a scattered element moves a cache line of 64 bytes
 # Counted in the code of kernels.quantise, where a byte is a quarter of an element.
-ENCODE, TERNARY, DECODE = 16.0, 15.0, 7.0
-MEANS = 40.0  # means of each bin: measured on a CPU, where torch.bincount takes most of it
+ENCODE, TERNARY, DECODE = 10.0, 15.0, 5.0
+AT_RANDOM, ERROR = 6.0, 3.0  # beside ENCODE: noise instead of the nearest code; what is left of the input
+MEANS = 22.0  # beside ENCODE: means of four bins
 DRAW = 8.0  # a quarter of a 64-bit draw takes as long as that many passes, on a CPU
 
 

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from thinwire.kernels.quantise import BITS, add_decoded, encode, packed_bytes
+from thinwire.kernels.quantise import BITS, decode_sum, encode, packed_bytes
 from thinwire.methods.base import all_finite, check_choice, check_count, check_fusion, poison, split_message
-from thinwire.methods.prices import DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
+from thinwire.methods.prices import AT_RANDOM, DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
 from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
 from thinwire.program import AllGather, Bucket, Method, Program, State, Topology
@@ -77,7 +77,7 @@ class QSGD(Method):
         if not size:
             return [0.0]
         after = WRITE + DECODE * topology.world_size + IN_PLACE
-        return [prices.passes(DRAW + ENCODE, size), prices.passes(after, size)]
+        return [prices.passes(DRAW + ENCODE + AT_RANDOM, size), prices.passes(after, size)]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """Do one all-gather of scales and codes."""
@@ -91,5 +91,5 @@ class QSGD(Method):
         finite = all_finite(scales)
         state.verdict(finite)
         codes = rows.spread(codes, packed_bytes(self.block, self.bits))
-        add_decoded(a.zero_(), codes, scales, self.bits, self.block)  # reused: fresh memory costs more
+        decode_sum(a, codes, scales, self.bits, self.block)  # reused: fresh memory costs more
         rows.write(a.div_(poison(finite, state.size, a.dtype)))

@@ -122,8 +122,9 @@ def candidates() -> list[tuple[str, dict[str, Any]]]:
 
 def lossy_candidates() -> list[tuple[str, dict[str, Any]]]:
     """Return (name, options) of what ``attach("auto", lossy=True)`` prices, in that order."""
-    found = [(cls.auto[0], name, dict(cls.auto[1])) for name, cls in classes().items() if cls.auto is not None]
-    return [(name, options) for _, name, options in sorted(found, key=lambda entry: entry[0])]
+    found = [(*cls.auto, name) for name, cls in classes().items() if cls.auto is not None]
+    found.sort(key=lambda entry: entry[0])
+    return [(name, dict(options)) for _, several, name in found for options in several]
 
 
 def method(name: str, **options: Any) -> Method:

@@ -45,7 +45,7 @@ class SignSGD(Method):
 
     name: ClassVar[str] = "signsgd"
     has_residual: ClassVar[bool] = True
-    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (5, {})
+    auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = (5, ({},))
 
     error_feedback: bool = True
     vote: str = "mean"

@@ -62,7 +62,7 @@ class TopK(Method):
     start_steps: ClassVar[int] = 2
     selects: ClassVar[bool] = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.01}, {"density": 0.001})
-    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (4, {"density": 0.01, "exchange": "auto"})
+    auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = (4, ({"density": 0.01, "exchange": "auto"},))
 
     density: float
     exchange: str = "allgather"

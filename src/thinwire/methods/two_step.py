@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.quantise import add_decoded, encode, encode_means
+from thinwire.kernels.quantise import decode_sum, encode, encode_means
 from thinwire.methods.base import all_finite, poison, split_message
 from thinwire.methods.feedback import accumulate_flat, stage_flat
-from thinwire.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, IN_PLACE, MEANS, WRITE, Prices
+from thinwire.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, ERROR, IN_PLACE, MEANS, Prices
 from thinwire.program import AllGather, AllToAll, Bucket, Program, State
 
 
@@ -26,7 +26,7 @@ class Code:
     """The format of a chunk of a bucket as a message: scales, then means, then codes.
 
     Attributes:
-        bits: 8: linear, with a scale for each block. 4 and 2: bins, with a scale for each block, and for each message
+        bits: 8 and 4: linear, with a scale for each block. 2: bins, with a scale for each block, and for each message
             the mean of what fell into each bin.
         blocks: number of blocks in a chunk.
         size: elements of a block, which share a scale.
@@ -51,38 +51,32 @@ class Code:
 
     def encode(self, a: Tensor) -> Tensor:
         """Return a message for each chunk of ``a``, ``[chunks, bytes]``. Leave the encoding error in ``a``."""
-        means = None
-        if self.bits == 8:
-            codes, scales = encode(a, self.bits, self.size)
+        chunks = a.numel() // self.chunk
+        if self.bits > 2:
+            codes, scales = encode(a, self.bits, self.size, leave_error=True)
+            head = scales.view(chunks, -1)
         else:
-            codes, scales, means = encode_means(a, self.bits, self.size, a.numel() // self.chunk)
-        scales = scales.view(-1, self.blocks)
-        codes = codes.view(len(scales), -1)
-        self._add_chunks(a, codes, -scales, means)
-        head = scales if means is None else torch.cat([scales, means], dim=1)
-        return torch.cat([head.view(torch.uint8), codes], dim=1)
+            codes, scales, means = encode_means(a, self.size, chunks)
+            a.sub_(decode_sum(a.new_empty(len(a)), codes[None], scales[None], self.bits, self.size, means[None]))
+            head = torch.cat([scales.view(chunks, -1), means], dim=1)
+        return torch.cat([head.view(torch.uint8), codes.view(chunks, -1)], dim=1)
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the decoded messages, one chunk after another; and whether all of it is finite."""
         codes, scales, means = self._split(messages, dtype)
-        out = torch.zeros(len(messages) * self.chunk, dtype=dtype, device=messages.device)
-        self._add_chunks(out, codes, scales, means)
-        return out, all_finite(scales)
+        out = torch.empty(len(messages) * self.chunk, dtype=dtype, device=messages.device)
+        rows = codes.reshape(1, -1), scales.reshape(1, -1)
+        return decode_sum(out, *rows, self.bits, self.size, None if means is None else means[None]), all_finite(scales)
 
     def decode_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of decoded messages of one chunk, in their order."""
         codes, scales, means = self._split(messages, dtype)
-        out = torch.zeros(self.chunk, dtype=dtype, device=messages.device)
-        add_decoded(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])
-        return out
+        out = torch.empty(self.chunk, dtype=dtype, device=messages.device)
+        return decode_sum(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])
 
     def _split(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        head, codes = split_message(messages, self.blocks + (0 if self.bits == 8 else 2**self.bits), dtype)
-        return codes, head[:, : self.blocks], None if self.bits == 8 else head[:, self.blocks :]
-
-    def _add_chunks(self, out: Tensor, codes: Tensor, scales: Tensor, means: Tensor | None) -> None:
-        rows = codes.reshape(1, -1), scales.reshape(1, -1)
-        add_decoded(out, *rows, self.bits, self.size, None if means is None else means[None])
+        head, codes = split_message(messages, self.blocks + (0 if self.bits > 2 else 4), dtype)
+        return codes, head[:, : self.blocks], None if self.bits > 2 else head[:, self.blocks :]
 
 
 def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: bool = True) -> Program:
@@ -123,10 +117,11 @@ def payload(sizes: Sequence[int], bits: int, block: int) -> list[int]:
 
 
 def seconds(size: int, ranks: int, bits: int, prices: Prices) -> list[float]:
-    """Accumulate, encode, decode this rank's codes; sum and encode a chunk; decode all."""
-    written = bits / 8  # codes of 8 bits, written and read, are a quarter of a pass of fp32 each
-    means = 0.0 if bits == 8 else MEANS
-    before = prices.passes(ACCUMULATE + ENCODE + means + DECODE + written, size)
-    between = prices.passes(WRITE + DECODE * ranks + ENCODE + means + written / 2, size / ranks)
-    after = prices.passes(DECODE + ACCUMULATE, size / ranks) + prices.passes(WRITE + DECODE + IN_PLACE + COPY, size)
+    """Accumulate and encode; sum and encode a chunk; decode all."""
+    encode = ENCODE + ERROR + bits / 8  # codes of 8 bits, written and read, are a quarter of a pass of fp32 each
+    if bits == 2:
+        encode += MEANS + DECODE
+    before = prices.passes(ACCUMULATE + encode, size)
+    between = prices.passes(DECODE * ranks + encode, size / ranks)
+    after = prices.passes(ACCUMULATE, size / ranks) + prices.passes(DECODE + IN_PLACE + COPY, size)
     return [before, between, after]

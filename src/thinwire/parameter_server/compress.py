@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.pairs import message_bytes, pack, unpack
-from thinwire.kernels.quantise import add_decoded, encode
+from thinwire.kernels.quantise import decode_sum, encode
 from thinwire.kernels.select import keep_count, top_k
 
 BITS = 8
@@ -58,8 +58,7 @@ class Codec:
             return out.index_copy_(0, indices, values)
         cut = -(-numel // BLOCK) * dtype.itemsize
         scales = message[:cut].clone().view(dtype)
-        add_decoded(out, message[cut:][None], scales[None], BITS, BLOCK)
-        return out
+        return decode_sum(out, message[cut:][None], scales[None], BITS, BLOCK)
 
 
 class Feedback:

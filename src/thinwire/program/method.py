@@ -40,7 +40,7 @@ class Method(abc.ABC):
         fusion_rule: rule by which measured plans make its buckets, whatever ``fusion`` says; "": as ``fusion`` says.
         bucket_unit: what ``fusion="auto"`` counts without measurements: "gradient" (MiB of gradients) or "payload".
         candidates: options under which ``thinwire plan`` prices it if no method is named.
-        auto: its place among what ``attach("auto", lossy=True)`` prices, with options; None: it is not among them.
+        auto: its place among what ``attach("auto", lossy=True)`` prices, and under which options; None: none.
         unfit: where it cannot be used, and why: "fsdp2", what it needs; "federated" and "local", a clause.
         fusion: the fusion rule.
         deterministic: whether sums are made in rank order.
@@ -62,7 +62,7 @@ class Method(abc.ABC):
     fusion_rule: ClassVar[str] = ""
     bucket_unit: ClassVar[str] = "gradient"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
-    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = None
+    auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = None
     unfit: ClassVar[Mapping[str, str]] = {}
     fusion: Any = "auto"
     deterministic: bool = False

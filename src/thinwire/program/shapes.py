@@ -86,5 +86,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.__rshift__: _like,
     Tensor.mul: _times,
     Tensor.div_: _same,
+    Tensor.sub_: _same,
     **dict.fromkeys((Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.eq, Tensor.ne), _compared),
 }

@@ -15,9 +15,9 @@ from verbs import CliRunner
 
 runner = CliRunner()
 CANDIDATES = {
-    "ssgd", "cast:dtype=bf16", "signsgd", "onebit", "qsgd", "terngrad", "topk:density=0.01", "topk:density=0.001",
-    "gtopk:density=0.01", "oktopk:density=0.01", "dgc", "powersgd:rank=4", "acp:rank=4", "acp:rank=32", "dear", "lags",
-    "local", "local:codec=int2", "local:codec=none", "diloco",
+    "ssgd", "cast:dtype=bf16", "cast:dtype=int8", "cast:dtype=int4", "signsgd", "onebit", "qsgd", "terngrad",
+    "topk:density=0.01", "topk:density=0.001", "gtopk:density=0.01", "oktopk:density=0.01", "dgc", "powersgd:rank=4",
+    "acp:rank=4", "acp:rank=32", "dear", "lags", "local", "local:codec=int2", "local:codec=none", "diloco",
 }  # fmt: skip
 FEW = ("--methods", "cast:dtype=bf16,acp:rank=4,topk:density=0.01")  # where it does not matter which: all take seconds
 

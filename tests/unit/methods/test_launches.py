@@ -18,8 +18,9 @@ from thinwire.program.lockstep import run_lockstep
 RANKS = 4
 # Of one rank with all seven tensors in one bucket, and in the three buckets of PLAN.
 MOST = [
-    (Cast("int8"), 68, 203),
-    (Cast("int2"), 146, 438),
+    (Cast("int8"), 57, 170),
+    (Cast("int4"), 71, 213),
+    (Cast("int2"), 183, 549),  # without a weighted histogram, for which a GPU stops its host
     (SignSGD(), 57, 170),
     (SignSGD(error_feedback=False, vote="majority"), 56, 167),
     (OneBit(), 77, 194),
@@ -82,7 +83,7 @@ def count(method, plan, shapes=SHAPES):
 @pytest.mark.parametrize("method,one,three", MOST, ids=[label(method) for method, *_ in MOST])
 def test_few_launches_for_each_bucket(method, one, three):
     assert count(method, [list(SHAPES)]).total() <= one
-    assert count(method, PLAN).total() <= three <= 450
+    assert count(method, PLAN).total() <= three <= 550
 
 
 @pytest.mark.parametrize("method", [method for method, *_ in MOST], ids=label)

@@ -24,24 +24,23 @@ def uniform(n, method, name, step, rank):
     return (k.numpy().astype(np.float64) + 32768.5) / 65536
 
 
-def linear(a, block):
-    """8 bits and back, block by block."""
-    out = np.zeros_like(a)
+def linear(a, block, bits):
+    """8 or 4 bits and back, block by block."""
+    out, s = np.zeros_like(a), 2 ** (bits - 1) - 1
     for start in range(0, len(a), block):
         v = a[start : start + block]
-        scale = np.abs(v).max() / 127
+        scale = np.abs(v).max() / s
         out[start : start + block] = np.round(v / scale) * scale if scale else 0
     return out
 
 
-def binned(a, block, bits):
-    """Equal bins around 0 in units of each block's root mean square; a bin stands for its weighted mean."""
-    width, half = {2: 0.9957, 4: 0.3352}[bits], 2 ** (bits - 1)
+def binned(a, block):
+    """2 bits: equal bins around 0 in units of each block's root mean square; a bin stands for its weighted mean."""
     v = np.pad(a, (0, -len(a) % block)).reshape(-1, block)
     unit = np.sqrt((v**2).mean(1, keepdims=True))
-    bins = np.clip(np.floor(v / np.where(unit, unit, 1) / width) + half, 0, 2 * half - 1)
+    bins = np.clip(np.floor(v / np.where(unit, unit, 1) / 0.9957) + 2, 0, 3)
     out = np.zeros_like(v)
-    for b in range(2 * half):
+    for b in range(4):
         here = bins == b
         squares = (here * unit**2).sum()
         out += here * unit * ((here * v * unit).sum() / squares if squares else 0)
@@ -106,7 +105,7 @@ def test_few_bits_in_two_steps(bits, ranks, n):
     chunk = blocks * size
 
     def code(x, block):
-        return linear(x, block) if bits == 8 else binned(x, block, bits)
+        return binned(x, block) if bits == 2 else linear(x, block, bits)
 
     for step in range(3):
         gradients = draw(step, {"w": (n,)}, ranks)
@@ -308,7 +307,7 @@ def test_bytes(ranks):
     chunk = {2: 112, 3: 75, 8: 28}[ranks]
     assert sent(Cast("int8", block=16)) == 2 * others * (4 * blocks + chunk)
     whole = 16 * blocks  # whole bytes of codes: 112, 80 and 32 elements
-    assert sent(Cast("int4", block=16)) == 2 * others * (4 * (blocks + 16) + whole // 2)
+    assert sent(Cast("int4", block=16)) == 2 * others * (4 * blocks + whole // 2)
     assert sent(Cast("int2", block=16)) == 2 * others * (4 * (blocks + 4) + whole // 4)
 
 

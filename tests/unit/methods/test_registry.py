@@ -32,7 +32,7 @@ def test_every_name_gives_a_frozen_method(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_declares_holds_for_its_options(name):
     cls = class_of(name)
-    for options in [*cls.candidates, *([cls.auto[1]] if cls.auto else [])]:
+    for options in [*cls.candidates, *(cls.auto[1] if cls.auto else [])]:
         if set(needed(cls)) <= set(options):
             assert method(name, **options).exact == cls.exact
     assert cls.bucket_unit in ("gradient", "payload")
@@ -43,6 +43,8 @@ def test_what_a_method_declares_holds_for_its_options(name):
 def test_what_is_priced_unasked():
     assert lossy_candidates() == [
         ("cast", {"dtype": "bf16"}),
+        ("cast", {"dtype": "int8"}),
+        ("cast", {"dtype": "int4"}),
         ("acp", {"rank": 4}),
         ("powersgd", {"rank": 4}),
         ("topk", {"density": 0.01, "exchange": "auto"}),

@@ -58,7 +58,7 @@ def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantise(codes: Tensor, scales: Tensor, width: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Return rows ``[n, width]`` of ``dtype`` from codes and scales."""
     n, k, stored = len(codes), levels(bits), codes.shape[1] * (8 // bits)
-    rows = unpack_codes(codes.reshape(-1), n * stored, bits, dtype).view(n, stored)[:, :width]
+    rows = unpack_codes(codes.reshape(-1), n * stored, bits).view(n, stored)[:, :width].to(dtype)
     return (rows - k) * (scales.to(dtype) / k)[:, None]
 
 
