@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 import torch
 
+from fences import blocks
 from thinwire.bench.contenders import at_rate
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.models.workload import Workload
@@ -151,3 +154,21 @@ def test_bert_small_is_built_or_says_what_is_missing():
             build_model("bert-small")
     else:
         assert build_model("bert-small").parameters == pytest.approx(28.8e6, rel=0.02)
+
+
+def test_a_workload_clips_and_warms_up_in_hooks_as_the_page_says():
+    """All averaged gradients are clipped before the step; a race's factor holds for the rates of the schedule."""
+    page = (Path(__file__).parents[3] / "docs/bench.md").read_text()
+    names = {}
+    exec(next(block.code for block in blocks(page) if "def clipped" in block.code), names)
+    workload = at_rate(names["clipped"](), 2.0)
+    optimizer = workload.optimizer(workload.model)
+    rates, norms = [], []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    for step in range(3):
+        (100 * workload.loss(workload.model, step, 0)).backward()
+        optimizer.step()
+        norms.append(torch.cat([p.grad.view(-1) for p in workload.model.parameters()]).norm().item())
+        optimizer.zero_grad()
+    assert norms == pytest.approx([1.0] * 3, abs=1e-4)
+    assert rates == pytest.approx([2e-3 * (0.1 + 0.9 * step / 50) for step in range(3)])
