@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from catalogue import TOLLS, trained_as
+from catalogue import BASELINE, TOLLS, trained_as
 
 from thinwire import lab
 from thinwire.bench.finish import pace_of
 from thinwire.bench.race import Track
-from thinwire.bench.rows import COMPUTE
+from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.session import run_session
 from thinwire.bench.spec import BenchSpec
 
@@ -35,14 +35,29 @@ STEPS, SHARE = 320, 0.6  # of each row, and at which share of DDP's its loss is 
 TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes whole periods
 
 
-def train(name: str) -> dict[str, Any]:
-    """Steps to DDP's loss of every row, over DDP's."""
+def train(name: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Steps to DDP's loss of every row, over DDP's; ``known``: what is recorded of some of them."""
     asked = TOLLS[name]
     track = Track(asked.model, asked.workers, STEPS)
-    found = factors(track, asked.trained, SHARE, list(asked.rates), [0])
-    known = {label: {"rate": one.rate, "factors": one.factors} for label, one in found.items()}
+
+    def learn(rows: tuple[Row, ...], rates: list[float]) -> None:
+        missing = [row for row in rows if row.label not in known]
+        if missing:
+            found = factors(track, (*BASELINE, *(row for row in missing if row not in BASELINE)), SHARE, rates, [0])
+            for row in missing:
+                known[row.label] = {"rate": found[row.label].rate, "factors": found[row.label].factors}
+
+    learn(asked.trained, list(asked.rates))
+    learn(asked.near, [known["ddp"]["rate"]])
     rows = {row.label: known[trained_as(row.label)] for row in asked.rows}
     return {"name": name, "steps": STEPS * SHARE, "rows": rows}
+
+
+def is_whole(kind: str, one: dict[str, Any]) -> bool:
+    """Whether all rows that are asked for now are in it."""
+    asked = TOLLS[one["name"]]
+    rows = one["rows"] if kind == "trained" else one["paces"]
+    return all(row.label in rows for row in (asked.rows if kind == "trained" else asked.timed(one["link"])))
 
 
 def clock(name: str, link: str) -> dict[str, Any]:
@@ -81,9 +96,11 @@ def main() -> None:
         asked.append(("clocked", clock, {"name": name, "link": link}))
     for kind, measure, key in asked:
         known = [one for one in read()[kind] if all(one[name] == value for name, value in key.items())]
-        if known and not told.again:
+        if all(is_whole(kind, one) for one in known) and known and not told.again:
             continue
         print("...", kind, *key.values(), file=sys.stderr, flush=True)
+        if kind == "trained":
+            key["known"] = {} if told.again or not known else dict(known[0]["rows"])
         made = measure(**key)
         results = read()
         results[kind] = [one for one in results[kind] if one not in known] + [made]

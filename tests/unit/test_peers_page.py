@@ -72,7 +72,8 @@ def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
     every = catalogue.Tolls("", 2, (), (), (), {})
     for name, one in trained.items():
         asked = catalogue.TOLLS[name]
-        assert len(asked.trained) == len(every.trained) - len(asked.left_out)  # labels that are left out are rows
+        rows = len(asked.trained + asked.near)
+        assert rows == len(every.trained + every.near) - len(asked.left_out)  # labels that are left out are rows
         assert {label for labels in asked.not_timed.values() for label in labels} <= {row.label for row in asked.rows}
         assert list(one["rows"]) == [row.label for row in asked.rows]
         assert one["rows"]["ddp"]["factors"] == pytest.approx([1.0] * 3)
