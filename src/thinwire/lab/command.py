@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import socket
@@ -13,6 +14,7 @@ from thinwire.lab.errors import LabError
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_SELDOM_GIVEN = range(20_000, 32_000)  # below the ports that Linux gives by default
 
 
 def check_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -49,14 +51,18 @@ def check_port(port: int | None) -> None:
 
 
 def loopback_port(port: int | None) -> int:
-    """Return the given port if nobody listens on it, or a free one; raise `LabError` if it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port or 0))
-            probe.listen(1)
-        except OSError as error:
-            raise LabError(
-                f"master port {port} cannot be used ({error.strerror}): choose another --master-port or leave it out"
-            ) from None
-        return int(probe.getsockname()[1])
+    """Return the given port if nobody listens on it, or a free one; raise `LabError` if it is taken.
+
+    Rank 0 listens there seconds later, so the free one is not of those that a system gives to whoever asks for any.
+    """
+    for tried in [port] if port else random.SystemRandom().sample(_SELDOM_GIVEN, 20):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", tried))
+                probe.listen(1)
+            except OSError as error:
+                why = error.strerror
+            else:
+                return tried
+    raise LabError(f"master port {tried} cannot be used ({why}): choose another --master-port or leave it out")
