@@ -103,9 +103,8 @@ def steps(method: Method, sizes: list[tuple[int, ...]], limit: float) -> Iterato
 def child(model: str, before: str, mib: float, rounds: int) -> dict[str, float]:
     """Seconds of each method that is held against one commit, with the source that this process has imported."""
     torch.set_num_threads(1)
-    torch.empty(
-        31 << 20, dtype=torch.uint8
-    )  # as the engine does: glibc keeps memory after it has seen such a block freed
+    # As the engine does, for which old commits have no function: glibc keeps memory once such a block was freed.
+    torch.empty(31 << 20, dtype=torch.uint8)
     found = {}
     for label, (commit, name, options) in METHODS.items():
         if commit != before:
