@@ -43,12 +43,12 @@ def loss_of(name: str, batch: int, device: torch.device) -> tuple[nn.Module, Cal
         import transformers
 
         large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-        if name == "gpt2":
-            net = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-        else:
-            net = transformers.BertForMaskedLM(transformers.BertConfig(**(large if name == "bert-large" else {})))
+        with device:  # a CPU would take seconds to draw the weights
+            if name == "gpt2":
+                net = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+            else:
+                net = transformers.BertForMaskedLM(transformers.BertConfig(**(large if name == "bert-large" else {})))
         text = torch.randint(20_000, (batch, POSITIONS.get(name, USUAL_POSITIONS)), device=device)
-        net = net.to(device)
         return net, lambda: net(input_ids=text, labels=text).loss
     import torchvision
 

@@ -81,6 +81,7 @@ def main():
     parts = [
         ("sanitizer", ranks, [], against, SANITIZER),
         ("ways of training", 2, [], ("as_ddp", "as_cpu", "right", "error"), {"script": "ways.py"}),
+        ("nccl alone", 2, ["--backend", "nccl"], against, {}),
     ]
     if cards > 1:
         parts.append(("another current device", ranks, ["--leave-current"], against, {}))

@@ -24,6 +24,7 @@ METHODS = [
     ("dear", {}),
     ("cast", {"dtype": "bf16"}),
     ("cast", {**ALONE, "dtype": "int8"}),
+    ("cast", {**ALONE, "dtype": "int4"}),
     ("acp", {"rank": 2}),
     ("acp", {"rank": 2, "decoupled": True}),
     ("powersgd", {"rank": 2}),
@@ -141,6 +142,7 @@ def timed(name, options, rank, device, width, steps=20):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", help="of the process group; by default a GPU's beside a CPU's")
     parser.add_argument("--leave-current", action="store_true", help="let the first device be the current one")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="of the methods, those with these names")
     parser.add_argument("--timed", type=int, metavar="WIDTH", help="times in place of comparisons")
@@ -149,7 +151,7 @@ def main():
     device = rank_device(args.device)
     if args.leave_current:
         torch.cuda.set_device(0)
-    dist.init_process_group(backends)
+    dist.init_process_group(args.backend or backends)
     rank, size = dist.get_rank(), dist.get_world_size()
     methods = [(name, options) for name, options in METHODS if args.only is None or name in args.only]
     for name, options in [(None, {}), *methods] if args.timed else methods:

@@ -299,6 +299,7 @@ WAYS: dict[str, Way] = {
     "cast bf16": Way("cast", {"dtype": "bf16"}),
     "cast fp16": Way("cast", {"dtype": "fp16"}),
     "cast int8": Way("cast", {"dtype": "int8"}),
+    "cast int4": Way("cast", {"dtype": "int4"}),
     "cast, decoupled": Way("cast", {"dtype": "bf16", "decoupled": True}),
     "powersgd": Way("powersgd", low),
     "powersgd, AdamW, clip": Way("powersgd", low, optimizer="adamw", clip=1.0),
@@ -341,6 +342,7 @@ WAYS: dict[str, Way] = {
     "local, AdamW": Way("local", optimizer="adamw"),
     "local, every 4": Way("local", {"sync_every": 4, "codec": None}),
     "local, every 4 in int8": Way("local", {"sync_every": 4, "codec": "int8"}),
+    "local, every 4 in int2": Way("local", {"sync_every": 4, "codec": "int2"}),
     "local, every 4, late": Way("local", {"sync_every": 4, "codec": "int8", "fragments": 2, "fragment_sync_delay": 1}),
     "diloco": Way("diloco", {"sync_every": 4}),
 }

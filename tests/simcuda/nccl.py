@@ -29,6 +29,7 @@ from torch import Tensor
 
 from thinwire.collectives import transport
 from thinwire.engine.ranks import agreement, communicator
+from thinwire.measure import wire
 
 _KNOWN = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -194,7 +195,7 @@ class Nccl:
         }
         patches = [patch.object(dist, name, value) for name, value in functions.items()]
         patches.append(patch.object(dist.distributed_c10d, "_get_default_store", Store))
-        for module in (transport, agreement, communicator):  # names that they have taken over
+        for module in (transport, agreement, communicator, wire):  # names that they have taken over
             patches.append(patch.object(module, "all_gather_flat", self.all_gather))
         patches.append(patch.object(transport, "reduce_scatter_flat", self.reduce_scatter))
         for one in patches:

@@ -123,6 +123,10 @@ class Contender:
         stats = self.sync.stats()
         return stats.exposed_seconds - stats.deferred_seconds, stats.deferred_seconds
 
+    def why(self) -> list[str]:
+        """Return the reasons for its plan, from rank 0; none for other rows."""
+        return [] if self.sync is None else list(self.sync.stats().why)
+
     def evaluate(self, rank: int) -> float | None:
         """Return the loss on this rank's held-out data."""
         if self.workload.evaluate is None:  # then local steps need not put their outer weights in place

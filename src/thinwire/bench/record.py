@@ -42,6 +42,7 @@ class RowRecord:
         curve: only if curves were requested.
         predicted_seconds: predicted seconds of a step, if requested.
         waited_seconds: for thinwire rows, how long rank 0's backward and forward waited for communication in a step.
+        why: for thinwire rows, the reasons for the plan; the first names what ``auto`` chose.
         error: why the row failed; "" if it did not.
     """
 
@@ -59,6 +60,7 @@ class RowRecord:
     error: str = ""
     untimed_seconds: float = 0.0
     waited_seconds: tuple[float, float] | None = None
+    why: list[str] = field(default_factory=list)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RowRecord:

@@ -166,6 +166,7 @@ class RoundRobin:
         record.wire_source = "interface" if self.interface else "stats"
         if row_run.contender is not None and row_run.contender.sync is not None:
             record.waited_seconds = (row_run.waited[0] / row_run.timed_steps, row_run.waited[1] / row_run.timed_steps)
+            record.why = row_run.contender.why()
         if sent is None:
             record.wire_bytes, record.wire_source = self._formula(row_run), "formula"
 

@@ -12,6 +12,7 @@ from thinwire.bench.spec import BenchSpec
 from thinwire.events import LastWords, python
 
 Progress = Callable[[dict[str, Any]], None]
+REFUSED = "refused"  # key of an event: why a rank cannot build the model
 
 
 class BenchError(RuntimeError):
@@ -47,9 +48,17 @@ def run_session(
     """Run a spec on fresh ranks.
 
     Raises:
-        BenchError: with the last output of the ranks.
+        BenchError: the model cannot be built, or with the last output of the ranks.
     """
-    words = LastWords(lambda rank, event: on_progress(event))
+    refused: list[str] = []
+
+    def follow(rank: int, event: dict[str, Any]) -> None:
+        if REFUSED in event:
+            refused.append(event[REFUSED])
+        else:
+            on_progress(event)
+
+    words = LastWords(follow)
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         out = Path(folder) / "record.json"
         command = python("-m", "thinwire.bench.worker", "--spec", spec.to_json(), "--out", str(out))
@@ -60,4 +69,6 @@ def run_session(
         raise BenchError(
             f"the run took longer than {spec.timeout_seconds:g} s and was stopped; use fewer --steps or raise --timeout"
         )
+    if refused:
+        raise BenchError(refused[0])
     raise BenchError(words.after(f"the ranks ended with exit code {launched.exit_code}"))

@@ -29,6 +29,7 @@ class RowSummary:
         predicted_seconds: the planner's prediction from the measured network and model.
         waited_backward_seconds, waited_forward_seconds: time of a thinwire step waiting for communication, on rank 0.
         variants: label -> step seconds of all variants, if this is the fastest of them; see ``families``.
+        why: reasons for the plan of a thinwire row; the first names what ``auto`` chose.
         error: why the row failed, or "".
     """
 
@@ -46,6 +47,7 @@ class RowSummary:
     waited_backward_seconds: float | None = None
     waited_forward_seconds: float | None = None
     variants: dict[str, float] = field(default_factory=dict)
+    why: tuple[str, ...] = ()
     error: str = ""
 
 
@@ -141,6 +143,7 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
         waited_backward_seconds=backward,
         waited_forward_seconds=forward,
         variants=variants,
+        why=tuple(row.why),
     )
 
 

@@ -84,6 +84,8 @@ def _notes(result: BenchResult) -> list[str]:
     for row in result.rows:
         if row.variants:
             notes.append("tried: " + ", ".join(f"{name} {seconds(s)}" for name, s in row.variants.items()))
+        if row.label.startswith("auto") and row.why:
+            notes.append(f"{row.label}: {row.why[0].removeprefix('auto: ')}")
     if result.link and not result.emulated:
         notes.append(f"the link was not emulated: {result.note}")
     return notes

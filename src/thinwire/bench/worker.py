@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from thinwire.bench.models.registry import build_model
 from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.round_robin import RoundRobin, RowRun
 from thinwire.bench.rows import COMPUTE, Row
+from thinwire.bench.session import REFUSED
 from thinwire.bench.spec import BenchSpec
+from thinwire.events import tell_event
 
 
 def main() -> None:
@@ -42,7 +45,11 @@ def run(spec: BenchSpec) -> RunRecord:
     rank, workers = dist.get_rank(), dist.get_world_size()
     # Ranks that wait for one that hangs in a row's collective must wait longer than that collective's own time-out.
     round_robin = RoundRobin(rank, workers, new_group(2 * spec.operation_seconds + 60))
-    workload = build_model(spec.model, spec.seed)
+    try:
+        workload = build_model(spec.model, spec.seed)
+    except ValueError as error:
+        tell_event({REFUSED: str(error)})
+        sys.exit(1)
     parameters = [p for p in workload.model.parameters() if p.requires_grad]
     shared = RunRecord(
         describe=workload.describe + place_of(spec.device, workers),

@@ -117,16 +117,21 @@ class GradualProbe:
 
 
 def with_seen(exchanges: Mapping[Key, Curve], world: int, seen: Point) -> dict[Key, Curve]:
-    """Return the curves over all ranks, extended beyond the measured sizes through the point that was seen."""
+    """Return the curves over all ranks, extended beyond the measured sizes through the point that was seen.
+
+    A smaller message that took longer had a mishap, and is left out; nothing changes if even the smallest took longer.
+    """
     made = dict(exchanges)
     for kind in KINDS:
         key = (kind, Scope.WORLD.value, world)
         curve = made[key]
         assert isinstance(curve, Table)
-        measured = curve.points[:-1] or curve.points  # if there are several, the last one is extrapolated
-        (x, y), size = measured[-1], seen[0] * copies("AllReduce", world) / copies(kind, world)
-        if size < 2 * x or seen[1] <= y:
+        measured = [*(curve.points[:-1] or curve.points)]  # if there are several, the last one is extrapolated
+        size = seen[0] * copies("AllReduce", world) / copies(kind, world)
+        if size < 2 * measured[-1][0] or seen[1] <= measured[0][1]:
             continue
+        measured = [point for point in measured if point[1] < seen[1]]
+        x, y = measured[-1]
         far = (_FAR * size, seen[1] + (seen[1] - y) / (size - x) * (_FAR - 1) * size)
         points = never_falling([*measured, (size, seen[1]), far])
         made[key] = replace(curve, points=points, source=f"{curve.source}; above {x:.0f} bytes as seen in training")

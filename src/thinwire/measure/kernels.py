@@ -5,6 +5,7 @@ Tensors come from a pool larger than the caches, and so do the outputs of sums, 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -23,6 +24,8 @@ KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
 """The curves, named as in ``planner.Costs.compute``."""
 DENSITY = 0.01
 LEAST_CALLS = 3
+_QUEUED = 8
+"""Calls that a GPU gets at once: in training too, a kernel is launched while the one before it runs."""
 RANK, THIN = 16, 4  # the cost of products follows their FLOPs; with few columns, the large matrix
 
 POOL = 1 << 25  # elements: 128 MiB
@@ -98,13 +101,14 @@ def kernel_cases(
         "thin": _thin,
     }
     share = seconds / sum(map(len, (SELECT, TALL, MEMORY, SQUARES, SQUARES)))
+    timed = functools.partial(
+        median_seconds, device=device, seconds=share, least=least, queued=_QUEUED if device.type == "cuda" else 1,
+        clock=clock,
+    )  # fmt: skip
     for name in names:
         with torch.no_grad():
             meet()
-            points = [
-                (amount, median_seconds(call, device, seconds=share, least=least, clock=clock) / parts)
-                for amount, parts, call in whole[name](pool, largest or pool_size)
-            ]
+            points = [(amount, timed(call) / parts) for amount, parts, call in whole[name](pool, largest or pool_size)]
         yield name, points
 
 

@@ -87,8 +87,9 @@ class ProbeRun:
 
     def _measure(self, kind: str, scope: Scope, size: int, share: float) -> None:
         began, count = time.perf_counter(), 1
-        if not self._known[kind, scope]:
-            self._wire.time(kind, scope, size, 1)  # opens connections
+        # The first opens connections. NCCL opens more whenever it changes its protocol with the size.
+        if not self._known[kind, scope] or self._wire.device.type == "cuda":
+            self._wire.time(kind, scope, size, 1)
             count += 1
         times = self._wire.time(kind, scope, size, 1)
         more = min(self._most, repeats(max(of_rank.seconds[0] for of_rank in times), share)) - 1

@@ -54,16 +54,27 @@ def median_seconds(
     seconds: float,
     least: int = 3,
     most: int = 15,
+    queued: int = 1,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return the median duration of a call after one untimed call, repeated for about that many seconds."""
+    """Return the median duration of a call after one untimed call, repeated for about that many seconds.
+
+    Args:
+        call: what is timed.
+        device: where it runs.
+        seconds: time for all calls.
+        least, most: bounds of how often it is timed.
+        queued: calls that are timed together, without waiting for the device in between.
+        clock: returns seconds.
+    """
     call()
     settle(device)
     times: list[float] = []
     began = clock()
     while len(times) < least or (len(times) < most and clock() - began < seconds):
         start = clock()
-        call()
+        for _ in range(queued):
+            call()
         settle(device)
-        times.append(clock() - start)
+        times.append((clock() - start) / queued)
     return statistics.median(times)

@@ -56,6 +56,18 @@ def test_figures_families_failures_and_their_table(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def test_the_table_says_what_auto_took():
+    auto = row("auto lossy=True", 2.0, "auto", why=["auto: cast, dtype=int4: 5 buckets, 2 s predicted", "and more"])
+    local = row("ssgd fusion=optimal", 2.0, "ssgd", why=["ssgd: 3 buckets from measured times"])
+    result = summarise(SPEC, record(row("ddp", 4.0), auto, local), emulated=True, note="")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(bench_table(result))
+    text = console.export_text()
+    assert "auto lossy=True: cast, dtype=int4: 5 buckets, 2 s predicted\n" in text
+    assert "measured times" not in text
+    assert result.row("ssgd").why == ("ssgd: 3 buckets from measured times",)
+
+
 def test_a_link_that_was_not_emulated_is_said_in_the_table():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(bench_table(summarise(SPEC, record(row("ddp", 4.0)), emulated=False, note="no rights here")))

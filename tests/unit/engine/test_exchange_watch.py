@@ -1,22 +1,24 @@
 import pytest
+import torch
 
-from thinwire.engine.executors import watch as watches
 from thinwire.engine.executors.watch import ExchangeWatch, typical
 from thinwire.measure.gradual import with_seen
+from thinwire.measure.timing import Stopwatch
 from thinwire.planner.curves import Table
 from thinwire.planner.formulas import KINDS
 
 
-def watched(monkeypatch, rows):
-    watch = ExchangeWatch()
+def watched(rows):
+    now = [0.0]
+    watch = ExchangeWatch(Stopwatch(torch.device("cpu"), lambda: now[0]))
     for issued, done, sent in rows:
-        monkeypatch.setattr(watches.time, "perf_counter", lambda done=done: done)
+        now[0] = done
         watch.add(issued, sent)
     return watch.totals()
 
 
-def test_what_waited_for_the_link_counts_from_the_end_of_the_one_before(monkeypatch):
-    totals = watched(monkeypatch, [(1.0, 3.0, 10), (2.0, 4.0, 20), (2.5, 7.0, 30), (8.0, 9.0, 40)])
+def test_what_waited_for_the_link_counts_from_the_end_of_the_one_before():
+    totals = watched([(1.0, 3.0, 10), (2.0, 4.0, 20), (2.5, 7.0, 30), (8.0, 9.0, 40)])
     assert totals == [2, 50, 1.0 + 3.0, 4, 100, 2.0 + 1.0 + 3.0 + 1.0]
 
 
@@ -36,4 +38,12 @@ def test_curves_go_on_through_what_was_seen():
     assert found["ReduceScatter", "world", 2](1 << 21) == pytest.approx(0.1)  # as many bytes on the wire
     assert found["AllGather", "world", 2](1 << 22) == pytest.approx(0.4, rel=0.05)
     assert with_seen(exchanges, 2, (32768, 0.1)) == exchanges  # no larger than what was measured
-    assert with_seen(exchanges, 2, (1 << 20, 1e-3)) == exchanges  # faster than less
+    assert with_seen(exchanges, 2, (1 << 20, 1e-3)) == exchanges  # faster than the smallest
+
+
+def test_a_mishap_among_small_messages_does_not_set_the_rate_of_large_ones():
+    """As when the first message of a size opens connections."""
+    slow = Table(((4096, 1e-3), (65536, 0.2), (4 * 65536, 0.8)), "measured here", "x")
+    found = with_seen({(kind, "world", 2): slow for kind in KINDS}, 2, (25 << 20, 22e-3))
+    assert found["AllReduce", "world", 2](25 << 20) == pytest.approx(22e-3)
+    assert found["AllToAll", "world", 2](25 << 20) < 22e-3  # sends half as much

@@ -7,6 +7,7 @@ from thinwire.engine.controller.pilot import Decision, Pilot
 from thinwire.engine.controller.rebuild import rebuild
 from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.engine.schedules.schedule import Schedule
+from thinwire.measure.timing import Stopwatch
 
 
 class Controller:
@@ -31,7 +32,7 @@ class Controller:
         self.waiting: Decision | None = None
         comm = buckets.session.comm
         if comm is not None and (pilot is not None or not pinned):
-            comm.steps.executor.watch = ExchangeWatch()
+            comm.steps.executor.watch = ExchangeWatch(Stopwatch(comm.device))
 
     @property
     def settled(self) -> bool:

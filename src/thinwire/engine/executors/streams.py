@@ -14,7 +14,7 @@ from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.program.drive import Paused, drive
-from thinwire.program.ops import NextForward, Op, Program
+from thinwire.program.ops import NextForward, Op, Program, Scope
 from thinwire.program.plan import SIDE_STREAMS
 
 
@@ -44,8 +44,6 @@ class _Segments:
 class StreamExecutor:
     """The host issues each program whole, in plan order, alternating between side streams, and never blocks (NCCL)."""
 
-    watch: ExchangeWatch | None = None  # not used: the host does not know when an exchange ends
-
     def __init__(self, issuer: OpIssuer, device: torch.device) -> None:
         self._issuer, self._device = issuer, device
         self._streams = [torch.cuda.Stream(device) for _ in range(SIDE_STREAMS)] if device.type == "cuda" else []
@@ -58,6 +56,7 @@ class StreamExecutor:
         self._over: dict[int, Any] = {}
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
+        self.watch: ExchangeWatch | None = None
 
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
@@ -137,8 +136,12 @@ class StreamExecutor:
                 return None
             where = f"{type(op).__name__} on lane {op.group.value}/0"
             start = self.recorder.now() if self.recorder else 0.0
+            watch = self.watch if op.group is Scope.WORLD else None
+            begun, before = watch.issued() if watch else None, self._issuer.ledger.total if watch else 0
             with ranges.span(type(op).__name__, bucket):
                 value = self._issuer.issue(op, op.group, 0, bucket).wait()
+            if watch:
+                watch.add(begun, self._issuer.ledger.total - before)
             if self.recorder:
                 self.recorder.exchange(type(op).__name__, op.group, start, bucket, 0)
             return value

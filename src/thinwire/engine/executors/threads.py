@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -269,7 +268,7 @@ class ThreadExecutor:
         step.bucket, step.where = bucket, where
         recorder, over = self.recorder, ranges.exchange(type(op).__name__, bucket)
         watch = self.watch if scope is Scope.WORLD else None
-        begun, before = time.perf_counter(), self._issuer.ledger.total if recorder or watch else 0
+        begun, before = watch.issued() if watch else None, self._issuer.ledger.total if recorder or watch else 0
         start = recorder.now() if recorder else 0.0
         pending = self._issuer.issue(op, scope, round_, bucket)
         event = _Event(step, place, pending, where=where)

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
+
+from thinwire.measure.timing import Stopwatch
 
 _MOST = 4096
 _ENOUGH = 0.25  # share of the bytes above which exchanges that waited for the link stand for all
 
 
 class ExchangeWatch:
-    """The last exchanges over all ranks that this rank has issued. Several threads may add at once."""
+    """The last exchanges over all ranks that this rank has issued. Several threads may add at once.
 
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float, int]] = deque(maxlen=_MOST)  # done, issued, bytes sent
+    Args:
+        stopwatch: of the device. On a GPU, moments are those of the current stream.
+    """
 
-    def add(self, issued: float, sent: int) -> None:
-        """Record that an exchange has completed; ``issued``: when it was issued, in ``time.perf_counter``'s seconds."""
-        self._seen.append((time.perf_counter(), issued, sent))
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._seen: deque[tuple[Any, Any, int]] = deque(maxlen=_MOST)  # issued, done, bytes sent
+        self.clear()
+
+    def issued(self) -> Any:
+        """Return this moment, in which an exchange is issued, for ``add``."""
+        return self._stopwatch.mark()
+
+    def add(self, issued: Any, sent: int) -> None:
+        """Record that an exchange has completed."""
+        self._seen.append((issued, self._stopwatch.mark(), sent))
 
     def clear(self) -> None:
         """Forget what was seen so far."""
         self._seen.clear()
+        self._start = self._stopwatch.mark()
 
     def totals(self) -> list[float]:
         """Return number, bytes sent and seconds: first of exchanges that found the link busy, then of all.
@@ -30,7 +44,9 @@ class ExchangeWatch:
         The time of one that had to wait counts from the end of the one before.
         """
         queued, everything, before = [0.0] * 3, [0.0] * 3, 0.0
-        for done, issued, sent in sorted(self._seen):
+        self._stopwatch.settle()
+        since = functools.partial(self._stopwatch.between, self._start)
+        for done, issued, sent in sorted((since(done), since(issued), sent) for issued, done, sent in self._seen):
             row = (1.0, float(sent), max(0.0, done - max(issued, before)))
             for total in (everything, *([queued] if issued < before else [])):
                 total[:] = [a + b for a, b in zip(total, row)]
