@@ -705,7 +705,13 @@ def gpu(data: Any) -> Iterator[Row]:
         f"one {machine['cards'][0]}, torch {machine['torch']}, NCCL {machine['nccl']}"
     )
     yield Row(f"tests of kernels and optimizers, {where}", data["tests"]["says"][0])
-    for part, ranks in (("sanitizer", 2), ("three ranks", 3), ("four ranks", 4)):
+    parts = (
+        ("sanitizer", "2 ranks"),
+        ("nccl alone", '2 ranks, in a group for "nccl" alone'),
+        ("three ranks", "3 ranks"),
+        ("four ranks", "4 ranks"),
+    )
+    for part, ranks in parts:
         rows = data[part]["rows"]
         right = f"{sum(row['right'] for row in rows)} of {len(rows)}"
         raced = (
@@ -713,7 +719,7 @@ def gpu(data: Any) -> Iterator[Row]:
             if part == "sanitizer"
             else ""
         )
-        yield Row(f"methods as in LocalWorld, {ranks} ranks", right + raced)
+        yield Row(f"methods as in LocalWorld, {ranks}", right + raced)
     ways = data["ways of training"]["rows"]
     right = f"{sum(row['right'] for row in ways)} of {len(ways)}"
     yield Row("ways of training that are right, 2 ranks", right)
@@ -760,15 +766,23 @@ def device_rates(data: Any) -> Iterator[Row]:
         )
 
 
+ON_A_GPU = "thinwire bench --device cuda --model chargpt:layers=8:width=512:heads=8:block=256:batch=16"
 SOURCES = {
     "device_rates": Source(
         "python benchmarks/device_rates.py", "plan.md", device_rates
     ),
+    "device_rates_h100": Source(
+        "python benchmarks/device_rates.py --on cuda --device h100",
+        "plan.md",
+        device_rates,
+    ),
     "gpu": Source("make gpu", "gpu.md", gpu),
-    "gpu_bench": Source(
-        "thinwire bench --device cuda --model chargpt:layers=8:width=512:heads=8:block=256:batch=16 --link 1gbit",
+    "gpu_bench": Source(f"{ON_A_GPU} --link 1gbit", "gpu.md", gpu_bench),
+    "gpu_bench_10gbit": Source(f"{ON_A_GPU} --link 10gbit", "gpu.md", gpu_bench),
+    "gpu_race": Source(
+        "thinwire race chargpt:layers=8:width=320:heads=8:block=256:batch=16 --link 10gbit --device cuda --seeds 3",
         "gpu.md",
-        gpu_bench,
+        other_models,
     ),
     "local_steps": Source(
         "python benchmarks/local_steps.py", "methods/local.md", local_steps

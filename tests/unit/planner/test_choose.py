@@ -202,15 +202,15 @@ def test_of_two_that_are_as_soon_the_simpler_one():
 
 
 def test_power_sgd_and_not_local_steps_that_are_as_soon():
-    """What was measured of ResNet-50's 25.6 M parameters, 4 workers and 1 Gb/s: a hair is no lead."""
+    """ResNet-50, 4 workers and 1 Gb/s: a hair is no lead."""
     candidates = (("powersgd", PowerSGD(rank=4)), ("local", Periodic(Cast("int2"))))
     card = DEVICES["a100"]
     profile = builtin("resnet50", device_flops=card.training_flops)
-    costs = Costs.of_link(1e9, 50e-6, 4, trees=True, compute=card.compute())
+    costs = Costs.of_link(1e9, 50e-6, 4, trees=True, compute=assumed_compute(1.2e12, 4e12))
     worth = worth_from(
         (
             MeasuredWorth("powersgd", {"rank": 4}, 1, 0, 1_000_000, 2, (1.0, 1.07, 1.13)),
-            MeasuredWorth("cast", {"dtype": "int2"}, 4, 3, 1_000_000, 2, (1.3, 1.35, 1.4)),
+            MeasuredWorth("cast", {"dtype": "int2"}, 4, 3, 1_000_000, 2, (1.1, 1.15, 1.2)),
         )
     )
     ranking = planner.choose(candidates, profile, Topology(4), costs, worth=worth, **GPU)

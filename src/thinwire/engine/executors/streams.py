@@ -45,7 +45,7 @@ class StreamExecutor:
     """The host issues each program whole, in plan order, alternating between side streams, and never blocks (NCCL)."""
 
     def __init__(self, issuer: OpIssuer, device: torch.device) -> None:
-        self._issuer, self._device = issuer, device
+        self._issuer = issuer
         self._streams = [torch.cuda.Stream(device) for _ in range(SIDE_STREAMS)] if device.type == "cuda" else []
         self._arrived: dict[int, dict[Any, None]] = {}  # by bucket, the streams that its gradients were made on
         self._ready: dict[int, list[Any]] = {}
@@ -120,7 +120,7 @@ class StreamExecutor:
 
     def _current(self) -> Any:
         """The current stream of the tensors' device, which need not be the current device."""
-        return torch.cuda.current_stream(self._device)
+        return torch.cuda.current_stream(self._streams[0].device)
 
     def _side(self, bucket: int) -> Any:
         """Return the stream of a bucket's program."""
