@@ -36,7 +36,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m ''
 
-# For the owner of a CUDA card: what has run on none so far, see docs/gpu.md.
+# For the owner of a CUDA card: see docs/gpu.md.
 gpu: $(STAMP)
 	$(BIN)/python tests/gpu/gpu_report.py
 

@@ -19,7 +19,7 @@ MEMORY_EFFICIENCY = 0.8
 
 _H100_SHARE = 0.077  # median of ResNet-50, BERT-base, BERT-large and GPT-2, in TF32 and bf16, not compiled
 _GPU_STARTS = {"memory": 15e-6, "multiply": 30e-6, "thin": 30e-6, "select": 100e-6, "orthogonalise": 125e-6}
-"""Seconds until an operation runs on a GPU, by curve; a selection or a QR is several dependent kernels."""
+"""Seconds of the smallest operation on a GPU, by curve; a selection or a QR is several dependent kernels."""
 
 
 @dataclass(frozen=True)
