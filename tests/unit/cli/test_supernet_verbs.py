@@ -36,7 +36,7 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     more = said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL)
     assert "next: thinwire supernet search more/net.pt" in " ".join(more.stdout.split())
     assert (
-        "all 4 steps were done before"
+        "all 4 steps had been done before"
         in said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL).stdout
     )
     again = json.loads(said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json").stdout)
