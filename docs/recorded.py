@@ -534,6 +534,9 @@ def peers(data: Any) -> Iterator[Row]:
     yield claim("runs beside other libraries", len(data["runs"]))
 
 
+OURS = ("local ", "powersgd ", "cast ")
+
+
 def tolls(data: Any) -> Iterator[Row]:
     """Of thinwire's best row: over DDP's steps without a network, and over the best of the others."""
     bounds = {"10mbit": (1.30, 0.70), "100mbit": (1.10, 0.85), "1gbit": (1.06, 0.95)}
@@ -547,12 +550,12 @@ def tolls(data: Any) -> Iterator[Row]:
             seconds[label] = (
                 pace["start_seconds"] + one["steps"] * steps * pace["seconds"]
             )
-        mine = [label for label in seconds if label.startswith(("local", "powersgd"))]
+        mine = [label for label in seconds if label.startswith(OURS)]
         best = min(mine, key=seconds.__getitem__)
         peer = min(set(seconds) - set(mine), key=seconds.__getitem__)
         size, _, workers = network["name"].partition("/")
         where = f"{size.removesuffix('M')} M parameters, {workers} workers, {network['link']}"
-        toll, over = bounds[network["link"]]
+        toll, over = bounds.get(network["link"], (None, None))
         alone = one["steps"] * network["compute_seconds"]
         yield claim(
             f"{where}: toll of {best}, the best row",
