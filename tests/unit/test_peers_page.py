@@ -10,17 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "peers"
-NAMES = ("store", "catalogue", "page")
+NAMES = ("store", "catalogue", "page", "recorded")
 
 
 @pytest.fixture(scope="module")
 def peers():
-    """The modules of the project beside, which are none of the package."""
-    sys.path.insert(0, str(FOLDER))
+    """The modules of the project beside and of the pages, which are none of the package."""
+    folders = [str(FOLDER), str(ROOT / "docs")]
+    sys.path[:0] = folders
     try:
         yield {name: importlib.import_module(name) for name in NAMES}
     finally:
-        sys.path.remove(str(FOLDER))
+        for folder in folders:
+            sys.path.remove(folder)
         for name in NAMES:
             sys.modules.pop(name, None)
 
@@ -79,6 +81,9 @@ def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
         assert one["rows"]["ddp"]["factors"] == pytest.approx([1.0] * 3)
         for label, row in one["rows"].items():
             assert row == one["rows"][catalogue.trained_as(label)]
+        for row in asked.rows:  # docs/recorded.py, which reads no code, tells thinwire's rows by their labels
+            mine = page.title({"label": row.label, "kind": row.kind}).startswith("thinwire")
+            assert row.label.startswith(peers["recorded"].OURS) == mine
     shown = page.tolls({})
     assert found["clocked"]
     for network in found["clocked"]:
