@@ -34,8 +34,6 @@ from thinwire.methods.registry import METHODS
 from thinwire.program.plan import UNREADABLE
 
 _AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)
-_DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py", "bench/contenders.py")
-"""Parts of the package whose source determines the losses."""
 
 Known = TypeVar("Known")
 log = logging.getLogger("thinwire")
@@ -243,15 +241,18 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
 
 @cache
 def text_digest() -> str:
-    """Return a digest of everything in the package that determines losses, and of torch."""
+    """Return a digest of this package, whose every part may determine losses or times, and of torch's version."""
     import torch
 
-    digest = hashlib.blake2b(torch.__version__.encode(), digest_size=12)
-    root = Path(__file__).parents[1]
-    for part in _DECIDE:
-        place = root / part
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            digest.update(file.read_bytes())
+    return package_digest(Path(__file__).parents[1], torch.__version__)
+
+
+def package_digest(root: Path, version: str) -> str:
+    """Return a digest of all files below ``root``, with their names, and of a version; compiled files do not count."""
+    digest = hashlib.blake2b(version.encode(), digest_size=12)
+    for file in sorted(root.rglob("*")):
+        if file.is_file() and file.suffix != ".pyc":
+            digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
