@@ -245,8 +245,17 @@ class CheckpointDirectory:
 
 
 def user_cache() -> Path:
-    """Return thinwire's folder under XDG_CACHE_HOME, or ~/.cache. Raise ``RuntimeError`` if the user has no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+    """Return thinwire's folder under XDG_CACHE_HOME, or ~/.cache.
+
+    Raises:
+        ValueError: the user has no home directory.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+    except RuntimeError as error:
+        raise ValueError(
+            "results are kept in the user's home directory, and this user has none: set XDG_CACHE_HOME to a directory"
+        ) from error
 
 
 def flush(path: Path) -> None:

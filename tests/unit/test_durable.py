@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from thinwire.durable import CheckpointDirectory, read_file, write_file, write_whole
+from thinwire.durable import CheckpointDirectory, read_file, user_cache, write_file, write_whole
+from thinwire.engine.controller import remembered
 from thinwire.federated import checkpoint as rounds
 from thinwire.federated.history import History
 from thinwire.split import store
@@ -232,3 +233,19 @@ def test_a_damaged_checkpoint_of_a_split_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(SessionError, match=f"{file} is damaged"):
         store.load(tmp_path, 5)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ValueError, match="set XDG_CACHE_HOME"):
+        user_cache()
+    monkeypatch.setenv("THINWIRE_REMEMBER", "1")
+    network = {"hosts": ["a", "b"]}
+    remembered.keep(network, None)  # training goes on; nothing is kept
+    assert remembered.recall(network) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "thinwire"

@@ -69,5 +69,5 @@ def _path(network: dict[str, Any]) -> Path | None:
     digest = hashlib.blake2b(json.dumps(network, sort_keys=True).encode(), digest_size=8).hexdigest()
     try:
         return user_cache() / f"network-{digest}.json"
-    except RuntimeError:  # there is no home directory
+    except ValueError:  # there is no home directory
         return None
