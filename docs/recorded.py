@@ -616,6 +616,22 @@ def other_models(data: Any) -> Iterator[Row]:
                           f"{row['sooner']:.2f} (steps {row['steps']:.2f}, {ends})")  # fmt: skip
 
 
+def slow_rank(data: Any) -> Iterator[Row]:
+    """Steps where one rank has less speed than the other, over those of equal ranks and over DDP's there."""
+    for one in data:
+        where = f"{one['workers']} workers, {one['link']}"
+        equal, *others = one["seconds"]
+        for speed in others:
+            slow = f"one at {100 * float(speed):.0f} % speed"
+            over = one["compute"][speed] / one["compute"][equal]
+            yield claim(f"{where}, {slow} / equal: no exchange, step", over)
+            for label, seconds in one["seconds"][speed].items():
+                over = seconds / one["seconds"][equal][label]
+                yield claim(f"{where}, {slow} / equal: {label}, step", over)
+                over = one["seconds"][speed]["ddp"] / seconds
+                yield claim(f"{where}, {slow}: {label}, times faster than DDP", over)
+
+
 def late_rounds(data: Any) -> Iterator[Row]:
     """Steps to plain averaging's loss, over its own, of rounds that come back late: median and ends."""
     for one in data["rows"]:
@@ -794,6 +810,7 @@ SOURCES = {
     "other_models": Source(
         "python benchmarks/other_models.py", "race.md", other_models
     ),
+    "slow_rank": Source("python benchmarks/slow_rank.py", "results.md", slow_rank),
     "late_rounds": Source(
         "python benchmarks/late_rounds.py", "methods/local.md", late_rounds
     ),
