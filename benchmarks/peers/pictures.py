@@ -13,14 +13,15 @@ from page import DRAWN, cells, named, of_cell, shown, title
 
 Run = dict[str, Any]
 DASHES = {"thinwire": "-", "DDP": "--"}
-TICKS = (0.1, 0.2, 0.5, 1, 2, 5)
+TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 def _panels(results: Run, height: float) -> tuple[Any, list[Any]]:
     count = len(cells(results))
     columns = min(2, count)
     lines = -(-count // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(6.2 * columns, height * lines), squeeze=False)
+    figure, axes = plt.subplots(lines, columns, figsize=(6.2 * columns, height * lines), squeeze=False,
+                                layout="constrained")  # fmt: skip
     for unused in axes.flat[count:]:
         unused.set_visible(False)
     return figure, list(axes.flat)
@@ -29,6 +30,7 @@ def _panels(results: Run, height: float) -> tuple[Any, list[Any]]:
 def draw_curves(results: Run, path: Path) -> None:
     """Held-out loss against seconds of training, in units of DDP's seconds to the loss in the same run."""
     figure, axes = _panels(results, 4.2)
+    lines: dict[str, Any] = {}
     for axis, cell in zip(axes, cells(results)):
         seen: set[str] = set()
         for run in of_cell(results, cell):
@@ -39,7 +41,8 @@ def draw_curves(results: Run, path: Path) -> None:
                     points = [(s / unit, loss) for _, s, loss in row["curve"] if s > 0]
                     dash = next((d for start, d in DASHES.items() if title(row).startswith(start)), ":")
                     colour = f"C{DRAWN.index(row['label'])}"
-                    axis.plot(*zip(*points), dash, color=colour, linewidth=1.6, label=title(row))
+                    (line,) = axis.plot(*zip(*points), dash, color=colour, linewidth=1.6)
+                    lines.setdefault(title(row), line)
         target = results["settings"][cell[0]]["target"]
         axis.axhline(target, color="black", linewidth=0.8)
         axis.set_xscale("log")
@@ -50,7 +53,7 @@ def draw_curves(results: Run, path: Path) -> None:
         axis.set_xlabel("seconds of training / DDP's seconds to the loss")
         axis.set_ylabel("held-out loss")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=3, fontsize=9)
     _save(figure, path)
 
 
@@ -68,11 +71,11 @@ def draw_steps(results: Run, path: Path) -> None:
         axis.barh(names, [bars[name][0] for name in names], color=[bars[name][1] for name in names])
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.tick_params(axis="y", labelsize=7)
-        axis.set_title(f"{named(cell)}: times faster than DDP, by steps", fontsize=10)
+        axis.set_title(named(cell), fontsize=10)
+        axis.set_xlabel("times faster than DDP, by steps")
     _save(figure, path)
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

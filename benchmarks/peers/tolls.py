@@ -38,12 +38,13 @@ TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes wh
 def train(name: str, known: dict[str, Any]) -> dict[str, Any]:
     """Steps to DDP's loss of every row, over DDP's; ``known``: what is recorded of some of them."""
     asked = TOLLS[name]
-    track, tuned_on = Track(asked.model, asked.workers, STEPS), list(asked.tuned_on)
+    track = Track(asked.model, asked.workers, STEPS)
 
     def learn(rows: tuple[Row, ...], rates: list[float]) -> None:
         missing = [row for row in rows if row.label not in known]
         if missing:
-            found = factors(track, (*BASELINE, *(row for row in missing if row not in BASELINE)), SHARE, rates, tuned_on)
+            trained = (*BASELINE, *(row for row in missing if row not in BASELINE))
+            found = factors(track, trained, SHARE, rates, list(asked.tuned_on))
             for row in missing:
                 known[row.label] = {"rate": found[row.label].rate, "factors": found[row.label].factors}
 
