@@ -623,13 +623,12 @@ def slow_rank(data: Any) -> Iterator[Row]:
         equal, *others = one["seconds"]
         for speed in others:
             slow = f"one at {100 * float(speed):.0f} % speed"
-            over = one["compute"][speed] / one["compute"][equal]
-            yield claim(f"{where}, {slow} / equal: no exchange, step", over)
             for label, seconds in one["seconds"][speed].items():
                 over = seconds / one["seconds"][equal][label]
                 yield claim(f"{where}, {slow} / equal: {label}, step", over)
-                over = one["seconds"][speed]["ddp"] / seconds
-                yield claim(f"{where}, {slow}: {label}, times faster than DDP", over)
+                if label not in ("compute", "ddp"):
+                    over = one["seconds"][speed]["ddp"] / seconds
+                    yield claim(f"{where}, {slow}: {label}, times faster than DDP", over)
 
 
 def late_rounds(data: Any) -> Iterator[Row]:
