@@ -628,7 +628,9 @@ def slow_rank(data: Any) -> Iterator[Row]:
                 yield claim(f"{where}, {slow} / equal: {label}, step", over)
                 if label not in ("compute", "ddp"):
                     over = one["seconds"][speed]["ddp"] / seconds
-                    yield claim(f"{where}, {slow}: {label}, times faster than DDP", over)
+                    yield claim(
+                        f"{where}, {slow}: {label}, times faster than DDP", over
+                    )
 
 
 def late_rounds(data: Any) -> Iterator[Row]:
