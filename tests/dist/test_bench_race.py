@@ -166,8 +166,19 @@ def drawn_anew():
     return model, lambda model, step, rank: model(torch.ones(2, 4)).square().mean()
 
 
-def _records(rank, size, model, rows):
-    spec = BenchSpec(model, parse_rows(rows), size, steps=4, rounds=1, warmup=0, operation_seconds=60)
+def breaks_in_ddp():
+    """Rank 1 fails where DDP exchanges, for which rank 0 then waits."""
+
+    def loss(model, step, rank):
+        if rank == 1 and step == 2 and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ValueError("no more examples")
+        return model(torch.ones(2, 4)).square().mean()
+
+    return torch.nn.Linear(4, 1), loss
+
+
+def _records(rank, size, model, rows, seconds=60):
+    spec = BenchSpec(model, parse_rows(rows), size, steps=4, rounds=1, warmup=0, operation_seconds=seconds)
     return [(row.error, row.losses) for row in worker.run(spec).rows]
 
 
@@ -179,6 +190,13 @@ def test_a_model_that_is_used_in_parts_trains_where_ddp_knows_of_it():
         assert error == ""
         assert len(ddp) == 4
         assert ssgd[:4] == ddp
+
+
+@pytest.mark.slow
+def test_the_rank_that_failed_first_is_named():
+    for (alone, _), (error, _) in run(_records, 2, "test_bench_race:breaks_in_ddp", "ddp", 10):
+        assert alone == ""
+        assert error == "rank 1: ValueError: no more examples"
 
 
 def test_rows_that_would_start_from_different_weights_are_refused():

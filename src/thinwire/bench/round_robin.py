@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import time as now
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from thinwire.bench.record import RowRecord
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.spec import BenchSpec
 from thinwire.events import tell_event
+
+SAME_SECONDS = 5.0
+"""Within which errors of ranks are at about the same time."""
 
 
 @dataclass
@@ -45,17 +49,21 @@ class RoundRobin:
     initial: list[str] = field(default_factory=list)
 
     def guarded(self, row_run: RowRun, action: Callable[[], Any]) -> Any:
-        """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere."""
+        """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere.
+
+        The first error counts, since those of other ranks may come from it, such as a time-out in an exchange; of
+        errors at about the same time, that of the lowest rank.
+        """
         result, error = None, ""
         try:
             result = action()
         except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}".splitlines()[0]
-        errors = self._texts(error)
-        failed = {r: text for r, text in enumerate(errors) if text}
+            error = f"{now():.3f} {type(caught).__name__}: {caught}".splitlines()[0]
+        failed = {rank: text.partition(" ") for rank, text in enumerate(self._texts(error)) if text}
         if failed:
-            rank, text = min(failed.items())
-            row_run.record.error = f"rank {rank}: {text}"
+            first = min(float(when) for when, _, _ in failed.values())
+            rank = next(rank for rank, (when, _, _) in failed.items() if float(when) <= first + SAME_SECONDS)
+            row_run.record.error = f"rank {rank}: {failed[rank][2]}"
             row_run.contender = None
             say(self.rank, row=row_run.record.label, error=row_run.record.error)
             return None
