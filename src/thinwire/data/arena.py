@@ -26,6 +26,7 @@ from thinwire.data.stats import CacheCounters
 SLOT = struct.Struct("<16sQQII")  # key, offset, length, crc32, state
 EMPTY, FILLING, READY = 0, 1, 2
 _CHUNK = 16 << 20
+_PROBES = 256  # at 2/3 full, one key in 10^8 needs more
 _OFFSET_AT, _LENGTH_AT, _CRC_AT, _STATE_AT = 16, 24, 32, 36
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -185,8 +186,9 @@ class Arena:
             return None
 
     def _probe(self, key: bytes) -> Iterator[int]:
+        """Yield the slots in which a key may be. The first empty one ends a search: no slot becomes empty again."""
         start = int.from_bytes(key[:8], "little") % self.slots
-        for step in range(self.slots):
+        for step in range(min(self.slots, _PROBES)):
             yield (start + step) % self.slots
 
     def _slot(self, index: int) -> tuple[bytes, int, int, int, int]:

@@ -30,7 +30,8 @@ def require_safetensors() -> Any:
 def pack(value: Any) -> bytes:
     """Pack a sample as one safetensors file: its tensors, and its structure as JSON in a tensor of bytes.
 
-    Equal samples give equal bytes. Tensors are stored contiguous, without gradient, from any device.
+    Equal samples give equal bytes. Tensors are stored contiguous, without gradient, from any device; arrays in C order
+    and this machine's byte order. Subclasses are refused, as they mean something that would be lost.
 
     Raises:
         TypeError: something in it cannot be stored; the message says where, and what can be stored.
@@ -89,18 +90,18 @@ def _flatten(value: Any, tensors: dict[str, Tensor], where: str) -> list[Any]:
         return ["dict", {key: _flatten(entry, tensors, f"{where}[{key!r}]") for key, entry in value.items()}]
     if type(value) is tuple:
         return ["tuple", [_flatten(entry, tensors, f"{where}[{i}]") for i, entry in enumerate(value)]]
-    if isinstance(value, Tensor):
+    if type(value) is Tensor:
         if value.layout is not torch.strided:
             raise TypeError(f"{where} has layout {value.layout}, which cannot be stored: make it dense")
         # a clone: safetensors refuses tensors that share memory, and views would store their whole base
         return keep("tensor", value.detach().cpu().clone(memory_format=torch.contiguous_format))
-    if isinstance(value, (np.ndarray, np.generic)):
+    if type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
         try:
-            stored = torch.from_numpy(np.array(value))
+            stored = torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
         except TypeError as error:
             raise TypeError(f"{where} has dtype {value.dtype}, which cannot be stored: convert it") from error
         return keep("array" if isinstance(value, np.ndarray) else "scalar", stored)
-    if isinstance(value, bytes):
+    if type(value) is bytes:
         return keep("bytes", _from_bytes(value))
     if type(value) in (int, float, str, bool):
         return ["plain", value]

@@ -72,6 +72,16 @@ def test_it_is_a_dictionary_that_stops_growing(tmp_path_factory, puts, slots, ro
     arena.close()
 
 
+def test_a_crowd_of_keys_is_refused_before_all_slots_are_read(opened):
+    """Keys with one first slot: those stored are found, the rest are refused, though most of the table is empty."""
+    arena = opened(slots=4096)
+    keys = [struct.pack("<QQ", 4000, number) for number in range(1000)]
+    stored = [arena.put(key, key) for key in keys]
+    assert 100 < stored.count(True) < 500
+    assert stored.index(False) == stored.count(True)
+    assert [arena.get(key) for key in keys] == [key if kept else None for key, kept in zip(keys, stored)]
+
+
 def test_a_kill_before_any_line_of_a_put(opened):
     """Every store boundary of a put, by a process that ends there with SIGKILL."""
     arena = opened(slots=256, room=8 << 20)

@@ -69,6 +69,60 @@ def test_read_only_arrays_and_gradients():
     assert weight.sum() == 3
 
 
+PICTURE = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        PICTURE.transpose(2, 0, 1),
+        np.moveaxis(PICTURE, -1, 0),
+        np.asfortranarray(PICTURE[..., 0]),
+        PICTURE[::-2, :, 1:],
+        PICTURE.astype(">f4"),
+        np.array(7, ">i8"),
+        np.array(2.5),
+        np.broadcast_to(np.float16(3), (2, 3)),
+        np.arange(3, dtype=np.uint16),
+    ],
+)
+def test_arrays_of_any_layout_and_byte_order(value):
+    back = unpack(pack(value))
+    assert type(back) is np.ndarray
+    assert back.dtype == value.dtype.newbyteorder("=")
+    assert back.shape == value.shape
+    assert np.array_equal(back, value)
+
+
+def test_a_mapped_file(tmp_path):
+    np.save(tmp_path / "x.npy", PICTURE)
+    assert np.array_equal(unpack(pack(np.load(tmp_path / "x.npy", mmap_mode="r")[1])), PICTURE[1])
+
+
+class Boxes(torch.Tensor):
+    """A subclass that tells a transform what to do."""
+
+
+class Name(bytes):
+    """A subclass that something may depend on."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, 4).as_subclass(Boxes),
+        torch.nn.Parameter(torch.ones(2)),
+        np.ma.MaskedArray([1.0, 2.0], mask=[False, True]),
+        np.ones((2, 2)).view(np.matrix),
+        np.zeros(2, [("x", "f4")]).view(np.recarray),
+        Name(b"x"),
+    ],
+)
+def test_subclasses_are_refused_by_name(value):
+    with pytest.raises(TypeError, match=f"sample\\[0\\] is a {type(value).__name__}, which cannot be stored"):
+        pack((value,))
+
+
 @pytest.mark.parametrize("value", [{1: 2}, torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex128), object()])
 def test_the_rest_is_refused(value):
     with pytest.raises(TypeError, match="store"):
