@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import io
 import logging
 import os
 import re
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 _PARTIAL, _GONE, _OLD = ".partial-", "removed-", ".old-"
 _DIGEST_BYTES = 16
 _PIECE = 1 << 20
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 log = logging.getLogger("thinwire")
 
 
@@ -44,6 +50,48 @@ class _Watched:
         self.file.flush()
 
 
+def readable(content: Any, key: str = "") -> Any:
+    """Return what ``read_file`` can read back: the content, with NumPy's numbers as Python's.
+
+    Args:
+        key: where the content is, for the error.
+
+    Raises:
+        ValueError: something in it is of a type that ``torch.load(weights_only=True)`` refuses; names its key.
+    """
+    if isinstance(content, (np.generic, np.ndarray)) and content.ndim == 0:
+        content = content.item()
+    kind = type(content)
+    if kind in _PLAIN or (kind in (Tensor, nn.Parameter) and not vars(content)):
+        return content
+    if kind in (list, tuple):
+        return kind(readable(value, f"{key}[{place}]") for place, value in enumerate(content))
+    if kind in (dict, OrderedDict):
+        made = copy.copy(content)  # has an OrderedDict's attributes
+        made.clear()
+        for k, value in content.items():
+            place = f"{key}[{k!r}]" if key else str(k)
+            made[readable(k, f"the key {place}")] = readable(value, place)
+        return made
+    return _read_back(content, key)
+
+
+def _read_back(content: Any, key: str) -> Any:
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # any object can raise anything
+        kind = f"{type(content).__module__}.{type(content).__qualname__}"
+        raise ValueError(
+            f"{key} is a {kind}, which torch.load(weights_only=True) would refuse: keep a number, a text or a tensor "
+            f"there, or call torch.serialization.add_safe_globals([{type(content).__qualname__}]) before saving and "
+            "before loading"
+        ) from error
+    return content
+
+
 def write_file(path: Path, content: Any, *, synced: bool = True) -> str:
     """Write bytes and text as they are; write tensors and plain values for ``read_file``.
 
@@ -55,9 +103,10 @@ def write_file(path: Path, content: Any, *, synced: bool = True) -> str:
 
     Raises:
         OSError: it could not be written; the error has its path.
+        ValueError: ``read_file`` would refuse something in it; names its key. Nothing was written.
     """
     watched = _Watched()
-    raw = content.encode() if isinstance(content, str) else content
+    raw = content.encode() if isinstance(content, str) else readable(content)
     try:
         with path.open("wb") as file:
             if isinstance(raw, bytes):
@@ -98,6 +147,11 @@ def read_file(path: Path) -> dict[str, Any]:
         except OSError:
             raise
         except Exception as error:  # torch's reader can raise anything
+            if refused := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
+                raise ValueError(
+                    f"{path} holds a {refused[1]}, which torch.load(weights_only=True) refuses: if you trust the file, "
+                    "name that class in torch.serialization.add_safe_globals and load again"
+                ) from error
             reason = type(error).__name__ if path.stat().st_size else "it is empty"
             raise ValueError(f"{path} is damaged, or was not written by thinwire ({reason})") from error
     return content

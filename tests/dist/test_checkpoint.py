@@ -518,3 +518,42 @@ def test_a_second_job_is_refused_on_all_ranks(tmp_path):
             assert f"rank 0: another job writes checkpoints in {tmp_path} (process {os.getpid()} on " in sentence
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-000000001"]
     sync.close()
+
+
+def _frozen(rank, size, folder):
+    """Freeze a layer, save, and restart with the layer frozen from the start; also what could not be read again."""
+    kinds = [("cast", {"dtype": "int8"}), ("acp", {"rank": 2}), ("topk", {"density": 0.1}), ("dear", {}),
+             ("local", {"sync_every": 2}), ("local", {"sync_every": 2, "codec": tw.Cast("int4"), "fragment_sync_delay": 1}),
+             ("diloco", {"sync_every": 3})]  # fmt: skip
+    found = []
+    for index, (name, options) in enumerate(kinds):
+        net, optimizer, sync = _build(name, options)
+        _steps(net, optimizer, rank, 0, 3)
+        net[0].requires_grad_(False)
+        _steps(net, optimizer, rank, 3, 5)
+        tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 5)
+        again = tw.checkpoint.load(f"{folder}/{index}", net, optimizer, sync)  # in the same process
+        sync.close()
+        other = cases.model()
+        other[0].requires_grad_(False)
+        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
+        other_sync = tw.attach(other, other_optimizer, name, **options)
+        step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
+        same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
+        _steps(other, other_optimizer, rank, 5, 8)
+        optimizer.param_groups[0]["from"] = pathlib.Path("x") if rank else 3
+        refused = ""
+        if name == "local" and len(options) == 1:  # each rank writes its own optimizer
+            other_optimizer.param_groups[0]["from"] = pathlib.Path("x") if rank else 3
+            with pytest.raises(ValueError) as error:
+                tw.checkpoint.save(f"{folder}/{index}", other, other_optimizer, other_sync, 8)
+            refused = str(error.value)
+        found.append((again, step, same, refused))
+        other_sync.close()
+    return found
+
+
+def test_a_layer_frozen_before_a_restart_is_no_error_and_an_object_is_refused_on_all_ranks(tmp_path):
+    for found in run(_frozen, 2, str(tmp_path)):
+        assert [row[:3] for row in found] == [(5, 5, True)] * 7
+        assert "rank 1: optimizer['param_groups'][0]['from'] is a pathlib.PosixPath" in found[4][3]

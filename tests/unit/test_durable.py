@@ -1,12 +1,15 @@
 """Files that are whole or not there, whoever uses them: a file that cannot be written, a kill at any moment."""
 
+import collections
 import os
 import pathlib
 import resource
 import shutil
 import sys
+from collections import OrderedDict
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -249,3 +252,51 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
     assert remembered.recall(network) is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "thinwire"
+
+
+class Projector:
+    pass
+
+
+def test_numbers_of_numpy_are_written_as_pythons(tmp_path):
+    state = OrderedDict(
+        a={"lr": np.float64(0.5), "betas": (np.float32(0.5), 0.9)}, steps=[np.int64(2**60), np.array(3)]
+    )
+    state._metadata = {"": {"version": 2}}
+    write_file(tmp_path / "x", {"state": state, np.int64(7): np.bool_(True), "name": np.str_("x")})
+    found = read_file(tmp_path / "x")
+    assert found == {"state": OrderedDict(a={"lr": 0.5, "betas": (0.5, 0.9)}, steps=[2**60, 3]), 7: True, "name": "x"}
+    assert type(found["state"]["a"]["lr"]) is float
+    assert found["state"]._metadata == {"": {"version": 2}}
+    assert type(state["a"]["lr"]) is np.float64, "what was given stays as it was"
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        Projector(),
+        pathlib.Path("x"),
+        np.arange(3),
+        collections.deque([1]),
+        collections.Counter(a=np.int64(1)),
+        len,
+        {np.int64(1)},
+    ],
+)
+def test_what_could_not_be_read_again_is_refused_by_its_key_before_anything_is_written(tmp_path, thing):
+    write_whole(tmp_path / "x", {"kept": 1})
+    kind = type(thing).__qualname__
+    with pytest.raises(
+        ValueError, match=rf"^state\['0\.weight'\]\[1\] is a \S*{kind}, which .*safe_globals\(\[{kind}\]"
+    ):
+        write_whole(tmp_path / "x", {"state": {"0.weight": [torch.zeros(2), thing]}})
+    assert read_file(tmp_path / "x") == {"kept": 1}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_torch_is_told_to_trust_is_written_and_read(tmp_path):
+    with torch.serialization.safe_globals([Projector]):
+        write_file(tmp_path / "x", {"projector": Projector(), "words": collections.Counter("ab"), "set": {1}})
+        assert isinstance(read_file(tmp_path / "x")["projector"], Projector)
+    with pytest.raises(ValueError, match=r"x holds a \S*Projector, which torch.load\(weights_only=True\) refuses"):
+        read_file(tmp_path / "x")

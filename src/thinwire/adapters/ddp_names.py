@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.program import State, working_dtype
+
+log = logging.getLogger("thinwire")
 
 
 class Ordinals:
@@ -68,12 +71,16 @@ class Ordinals:
             self._check(state)
 
     def _check(self, state: State) -> None:
-        remembered = {*state.residuals, *(owner for _, owner in state.locals)}
-        extra = sorted(remembered - set(self._names.values()))
+        """Leave out state of parameters of which DDP has no gradients: frozen since it was saved."""
+        extra = {*state.residuals, *(owner for _, owner in state.locals)} - set(self._names.values())
         if extra:
-            raise ValueError(
-                f"the state has residuals of parameters that the model does not have: {', '.join(extra[:3])}"
+            log.warning(
+                "thinwire: %s: frozen now, so what the state holds for it is left out", ", ".join(sorted(extra)[:3])
             )
+            for name in extra:
+                state.residuals.pop(name, None)
+            for key in [key for key in state.locals if key[1] in extra]:
+                del state.locals[key]
 
 
 def _fit(name: str, parameter: Tensor, state: State) -> None:

@@ -17,19 +17,29 @@ import torch.distributed as dist
 from thinwire.adapters.ddp_group import control_device
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_rank import LocalRank
-from thinwire.durable import read_file, write_whole
+from thinwire.durable import read_file, readable, write_whole
 
 log = logging.getLogger("thinwire")
 
-_OWN = ("residual/", "local/", "offset/", "sent/", "own/")
+_OWED = ("residual/", "local/", "offset/")
+_OWN = (*_OWED, "sent/", "own/")
 
 
 def gathered_state(sync: DDPSync | LocalRank) -> dict[str, Any]:
     """Return all ranks' states on rank 0 and this rank's elsewhere, on the CPU. All ranks must call it, between steps.
 
     Each rank's own part is sent to rank 0 in turn, uncompressed.
+
+    Raises:
+        ValueError: on all ranks, if the state of one has an object that could not be read again; names its key.
     """
-    state = _on_cpu(sync.state_dict())
+    problem, state = None, _on_cpu(sync.state_dict())
+    try:
+        state = readable(state)
+    except ValueError as error:
+        problem = error
+    if sync.agree(problem is not None):
+        raise ValueError(f"nothing was saved: {problem or 'another rank says why'}") from problem
     if not sync.agree(any(key.startswith(_OWN) for key in state)) or sync.state.size == 1:
         return state
     device, group = control_device(sync.process_group), sync.process_group
@@ -68,19 +78,28 @@ def save_in(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) ->
 def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> bool:
     """Load what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it.
 
+    If only some ranks have saved, as in scripts that save under ``if is_main_process``, all take over rank 0's part,
+    and the log says so unless nothing is lost: residuals begin at zero, and local steps at the outer weights.
+
     Returns:
         Whether any rank found a file; if none did, nothing has changed.
 
     Raises:
-        ValueError: on all ranks, if one lacks its file, finds other ``facts`` in it, or finds a state that does not
-            fit.
+        ValueError: on all ranks, if one finds no file, other ``facts`` in it, or a state that does not fit.
     """
     first = _file(folder, name, 0)
     if not sync.agree(first.exists() or _file(folder, name, sync.state.rank).exists()):
         return False
     problem: Exception | None = None
+    some = False
     try:
-        sync.load_state_dict(_read(folder, name, sync, facts))
+        some = _lacks(folder, name, sync)
+    except (OSError, ValueError, KeyError) as error:
+        problem = error
+    some = sync.agree(some)
+    try:
+        if problem is None:
+            sync.load_state_dict(_first_of(folder, name, facts) if some else _read(folder, name, sync, facts))
     except (OSError, ValueError, KeyError) as error:
         problem = error
     if sync.agree(problem is not None):
@@ -99,8 +118,6 @@ def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str
     state: dict[str, Any] = content["state"]
     before = int(state["world_size"])
     if before == sync.state.size:
-        if not own.exists():
-            raise ValueError(f"{own.name} is missing: all ranks must save, and must see the folder that they load from")
         mine = content if own == start else read_file(own)
         _check(own, mine, facts)
         found: dict[str, Any] = mine["state"]
@@ -110,13 +127,36 @@ def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str
     _check(start, content, facts)
     for rank in range(before):
         other = _file(folder, name, rank)
-        if not other.exists():
-            raise ValueError(f"{other.name} is missing: another number of ranks needs the files of all {before}")
         theirs = read_file(other)["state"]
         if theirs["step"] != state["step"]:
             raise ValueError(f"{other.name} is from another step than {start.name}")
         state.update({key: value for key, value in theirs.items() if key.startswith(_OWN)})
     return state
+
+
+def _lacks(folder: Path, name: str, sync: DDPSync | LocalRank) -> bool:
+    """Return whether rank 0's file is here, and one that this rank needs is not."""
+    first = _file(folder, name, 0)
+    if not first.exists():
+        return False
+    before = int(read_file(first)["state"]["world_size"])
+    needed = [sync.state.rank] if before == sync.state.size else range(before)
+    return not all(_file(folder, name, rank).exists() for rank in needed)
+
+
+def _first_of(folder: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank 0's state, as of a training on one rank, without what is owed to the model."""
+    first = _file(folder, name, 0)
+    content = read_file(first)
+    _check(first, content, facts)
+    state: dict[str, Any] = content["state"]
+    if any(key.startswith(_OWN) for key in state):
+        log.warning(
+            "thinwire: %s has only some ranks' states, so residuals begin at zero, and local steps at the outer "
+            "weights: call save_state on all ranks to keep both",
+            folder,
+        )
+    return {k: x for k, x in state.items() if not k.startswith(_OWED)} | {"world_size": 1, "residuals": 0}
 
 
 def _check(path: Path, content: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from thinwire.engine.state.persistence import VERSION, blank, from_flat, to_flat
+from thinwire.engine.state.persistence import VERSION, blank, from_flat, frozen_since, name_of, to_flat, without
 
 if TYPE_CHECKING:
     from thinwire.adapters.fsdp2_replicas import ReplicaSync
@@ -40,16 +40,11 @@ def to_state_dict(sync: ReplicaSync) -> dict[str, Any]:
         if kind == "shared":
             found[f"shared/{_shard(sync)}/{rest}"] = value
         elif rest:  # of this replica
-            piece = pieces[_name(key)]
+            piece = pieces[name_of(key)]
             found[key] = piece.sharded(value.to(piece.parameter.device))
         else:
             found[key] = value
     return found
-
-
-def _name(key: str) -> str:
-    """Return the parameter's name in ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>``."""
-    return key.split("/", 2 if key.startswith("residual/") else 3)[-1]
 
 
 def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
@@ -70,6 +65,7 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
             flat["shared/" + key.removeprefix(mine)] = value
         elif not key.startswith("shared/"):
             flat[key] = value.to_local() if isinstance(value, DTensor) else value
+    flat = without(flat, frozen_since(sync._model, sync.pieces))
     found = from_flat(session, flat, {name: piece.shape for name, piece in sync.pieces.items()})
     had = any(key.startswith("shared/") for key in saved)
     if had and not any(key.startswith(mine) and value.any() for key, value in saved.items()) and int(saved["step"]):

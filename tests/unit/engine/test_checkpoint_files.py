@@ -294,3 +294,50 @@ def test_a_restarted_job_that_has_loaded_a_state_is_not_told_that_it_has_not(cap
     assert "has loaded no state" not in caplog.text
     warn_if_state_missing(method, State(0, tw.Topology(2)))
     assert "has loaded no state" in caplog.text
+
+
+def test_several_optimizers_or_none_are_saved_and_loaded(tmp_path):
+    def job(several=True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        optimizers = [torch.optim.AdamW(net[0].parameters()), torch.optim.SGD(net[1].parameters(), 0.1, momentum=0.9)]
+        return net, optimizers, tw.attach(net, optimizers if several else None)
+
+    def train(net, optimizers):
+        net(torch.ones(2, 6)).square().sum().backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+
+    net, optimizers, sync = job()
+    train(net, optimizers)
+    tw.checkpoint.save(tmp_path, net, optimizers, sync, 1)
+    train(net, optimizers)
+    other, others, other_sync = job()
+    assert tw.checkpoint.load(tmp_path, other, others, other_sync) == 1
+    train(other, others)
+    assert _same(other, net.parameters())
+    before = [p.clone() for p in other.parameters()]
+    with pytest.raises(ValueError, match="it holds the state of 2 optimizers, and 1 are here"):
+        tw.checkpoint.load(tmp_path, other, others[:1], other_sync)
+    assert _same(other, before)
+    bare, _, bare_sync = job(several=False)
+    tw.checkpoint.save(tmp_path / "bare", bare, None, bare_sync, 1)
+    assert tw.checkpoint.load(tmp_path / "bare", bare, None, bare_sync) == 1
+    with pytest.raises(TypeError, match="takes the optimizer, a list of them, or None, not a dict"):
+        tw.checkpoint.save(tmp_path, net, {"first": optimizers[0]}, sync, 2)
+
+
+def test_an_object_in_the_state_is_refused_and_the_checkpoint_before_stays(tmp_path):
+    net, optimizer, sync = _job()
+    optimizer.param_groups[0]["lr"] = np.float64(0.1)
+    _train(net, optimizer)
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 1)
+    optimizer.param_groups[0]["schedule"] = tmp_path
+    with pytest.raises(
+        ValueError, match=r"rank 0: optimizer\['param_groups'\]\[0\]\['schedule'\] is a pathlib.PosixPath"
+    ):
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-000000001"]
+    assert tw.checkpoint.load(tmp_path, net, optimizer, sync) == 1
+    assert optimizer.param_groups[0]["lr"] == 0.1

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,13 +33,14 @@ from thinwire.engine.sync import GradientSync
 _MODEL, _SUMS = "model.pt", "files.json"
 _OWN = ("model", "optimizer")  # each rank's own, under local steps
 _QUOTED = 3  # the most ranks to quote
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("thinwire")
 
 
 def save(
     checkpoint_dir: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     sync: GradientSync | LocalSync,
     step: int,
     *,
@@ -51,6 +53,7 @@ def save(
 
     Args:
         checkpoint_dir: directory for the checkpoints; made if needed.
+        optimizer: what ``attach`` was given: one, a list of several, or None.
         step: the user's step; part of the name.
         keep: how many to keep; older ones are removed, and those of later steps are left alone. 0: all.
 
@@ -60,9 +63,11 @@ def save(
     Raises:
         OSError: on all ranks, if one of them could not write, or another job writes there. Nothing is left of this
             checkpoint, earlier ones are complete, and training can continue.
-        ValueError: ``step`` or ``keep`` is not a whole number of at least 0.
+        ValueError: ``step`` or ``keep`` is not a whole number of at least 0; or on all ranks, if the state of one has
+            an object that ``load`` would refuse to read (NumPy's numbers become Python's). The message names its key.
     """
     _check_handle(sync)
+    optimizers = _listed(optimizer)
     step, keep = _count("step", step), _count("keep", keep)
     directory = _directory(checkpoint_dir, keep)
     partial = directory.partial(step)
@@ -75,12 +80,12 @@ def save(
         mine: dict[str, Any] = sync.state_dict()
         outer: AbstractContextManager[None] = nullcontext()
         if isinstance(sync, LocalSync):
-            mine |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            mine |= {"model": model.state_dict(), "optimizer": _states(optimizers)}
             outer = sync.outer_weights()
         sums[name] = write_file(partial / name, mine)
         if sync.services.rank == 0:
             with outer:
-                content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                content = {"model": model.state_dict(), "optimizer": _states(optimizers), "step": step}
                 sums[_MODEL] = write_file(partial / _MODEL, content)
         written.mine = sums
     with _Together(sync, directory, step):
@@ -95,7 +100,7 @@ def save(
 def load(
     checkpoint_dir: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     sync: GradientSync | LocalSync,
     step: int | None = None,
 ) -> int | None:
@@ -119,6 +124,7 @@ def load(
             optimizer and ``sync`` are then unchanged.
     """
     _check_handle(sync)
+    optimizers = _listed(optimizer)
     if step is not None:
         step = _count("step", step)
     wanted = _agreed(Path(checkpoint_dir), sync, step)
@@ -142,7 +148,7 @@ def load(
         if misfit := misfit or _quoted(row[1] for row in rows):
             raise ValueError(misfit)
         assert fitting is not None
-        _take_over(path, content, model, optimizer, sync, fitting)
+        _take_over(path, content, model, optimizers, sync, fitting)
         if damaged:
             log.warning("thinwire: %s; continuing from %s", "; ".join(damaged), path)
         return int(content["step"])
@@ -163,6 +169,21 @@ def complete(checkpoint_dir: str | Path) -> list[Path]:
 def _check_handle(sync: Any) -> None:
     if not isinstance(sync, (GradientSync, LocalSync)):
         raise TypeError(f"a checkpoint is made from what thinwire.attach returned, not from a {type(sync).__name__}")
+
+
+def _listed(optimizer: Any) -> list[Any]:
+    """Return the optimizers; a wrapper that is not torch's will do if its state can be saved."""
+    found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    for one in found:
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise TypeError(f"a checkpoint takes the optimizer, a list of them, or None, not a {type(one).__name__}")
+    return found
+
+
+def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Return the state of the only optimizer, or a list of the states of several."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    return states[0] if len(states) == 1 else states
 
 
 def _fitting(
@@ -202,12 +223,14 @@ class _Together:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None and not isinstance(error, Exception):
             return
-        rows = _tell(self._sync, ["" if error is None else _words(error), self.mine])
+        refused = isinstance(error, ValueError)
+        rows = _tell(self._sync, ["" if error is None else _words(error), self.mine, refused])
         self.everyones = [row[1] for row in rows]
         if problem := _quoted(row[0] for row in rows):
             if self._sync.services.rank == 0:
                 self._directory.abort(self._step)
-            raise OSError(f"no checkpoint was written at {self._directory.path(self._step)}: {problem}") from error
+            raised = ValueError if any(row[2] for row in rows) else OSError
+            raise raised(f"no checkpoint was written at {self._directory.path(self._step)}: {problem}") from error
 
 
 def _tell(sync: GradientSync | LocalSync, mine: Any) -> list[Any]:
@@ -321,7 +344,7 @@ def _take_over(
     path: Path,
     content: dict[str, Any],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     sync: GradientSync | LocalSync,
     fitting: persistence.Fitting | local_persistence.LocalFitting,
 ) -> None:
@@ -332,9 +355,12 @@ def _take_over(
         weights = {name: _kept(x) for name, x in model.state_dict().items()}
         undo.append(lambda: model.load_state_dict(weights))
         model.load_state_dict(content["model"])
-        moments = optimizer.state_dict()
-        undo.append(lambda: optimizer.load_state_dict(moments))
-        optimizer.load_state_dict(content["optimizer"])
+        moments = content["optimizer"] if isinstance(content["optimizer"], list) else [content["optimizer"]]
+        if len(moments) != len(optimizers):
+            raise ValueError(f"it holds the state of {len(moments)} optimizers, and {len(optimizers)} are here")
+        for optimizer, saved in zip(optimizers, moments):
+            undo.append(partial(optimizer.load_state_dict, optimizer.state_dict()))
+            optimizer.load_state_dict(saved)
         undo.append(fitting.restore())
     except Exception as error:
         problem = _words(error)

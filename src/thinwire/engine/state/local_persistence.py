@@ -7,14 +7,23 @@ way; and ``inside/<rank>``: the state of the method that averages gradients insi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from thinwire.engine.state import persistence
-from thinwire.engine.state.persistence import LOCAL, Fitting, check_version, from_flat, on_device, to_flat
+from thinwire.engine.state.persistence import (
+    LOCAL,
+    Fitting,
+    check_version,
+    from_flat,
+    frozen_since,
+    on_device,
+    to_flat,
+    without,
+)
 from thinwire.local.rounds import Fragment
 
 if TYPE_CHECKING:
@@ -122,20 +131,30 @@ def fitting(sync: LocalSync, state: Mapping[str, Any]) -> LocalFitting:
             f"the state was saved on {state['world_size']} ranks, but with inside= the residuals belong to machines: "
             "call finish() before saving, and start from the saved weights"
         )
-    outer = dict(state["outer"])
+    frozen = frozen_since(services.model, {name for fragment in rounds.fragments for name in fragment.parameters})
+    state, outer = without(state, frozen), dict(state["outer"])
     if len(outer["fragments"]) != len(rounds.fragments):
         raise ValueError("the state was saved from a model with other parameters")
+    sent = state[f"sent/{rank}"] if same else [[]] * len(rounds.fragments)
+    outer["fragments"] = [
+        _of_trained({**saved, "sent": own}, frozen) for saved, own in zip(outer["fragments"], sent, strict=True)
+    ]
     for fragment, saved in zip(rounds.fragments, outer["fragments"]):
         _check(fragment, saved)
     shapes = {name: tuple(x.shape) for fragment in rounds.fragments for name, x in fragment.parameters.items()}
     codec = on_device(from_flat(services.session, state, shapes), services.device)
-    sent = state[f"sent/{rank}"] if same else [[]] * len(rounds.fragments)
     fragments = [
-        {**saved, "codec": _part(codec, fragment, saved), "sent": own}
-        for fragment, saved, own in zip(rounds.fragments, outer["fragments"], sent, strict=True)
+        {**saved, "codec": _part(codec, fragment, saved)}
+        for fragment, saved in zip(rounds.fragments, outer["fragments"])
     ]
     inside = None if sync._inner is None else persistence.fitting(sync._inner, state[f"inside/{rank}"])
     return LocalFitting(sync, {**outer, "fragments": fragments}, outer["buffers"], not same, inside)
+
+
+def _of_trained(saved: Mapping[str, Any], frozen: Container[str]) -> dict[str, Any]:
+    """Return a saved fragment without parameters that are frozen now; all its lists go by parameter."""
+    here = [place for place, name in enumerate(saved["names"]) if name not in frozen]
+    return {k: [value[i] for i in here] if isinstance(value, list) and value else value for k, value in saved.items()}
 
 
 def _check(fragment: Fragment, saved: Mapping[str, Any]) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.engine.parameters import managed_parameters
 from thinwire.engine.session import Session
@@ -148,6 +148,25 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
         "shared": shared,
         "local": local,
     }
+
+
+def name_of(key: str) -> str:
+    """Return the parameter's name in a key of a flat state; "" if it belongs to none."""
+    kind, *rest = key.split("/", 3 if key.startswith("local/") else 2)
+    return rest[-1] if rest and kind in ("residual", "offset", "local", "shared") else ""
+
+
+def frozen_since(model: nn.Module, managed: Container[str]) -> set[str]:
+    """Return the parameters that are not managed because they were frozen at ``attach``."""
+    return {name for name, p in model.named_parameters() if not p.requires_grad and name not in managed}
+
+
+def without(state: Mapping[str, Any], frozen: Container[str]) -> dict[str, Any]:
+    """Return a state without what belongs to frozen parameters: they get no gradients to which it could be added."""
+    left_out = sorted({name_of(key) for key in state if name_of(key) in frozen})
+    if left_out:
+        log.warning("thinwire: %s: frozen now, so what the state holds for it is left out", ", ".join(left_out[:3]))
+    return {key: value for key, value in state.items() if name_of(key) not in frozen}
 
 
 def on_device(snapshot: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -354,6 +373,7 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
             "those, or start from the weights in the checkpoint's model.pt"
         )
     session, managed = sync._session, sync._buckets.parameters.managed
+    state = without(state, frozen_since(sync.services.model, {m.name for m in managed}))
     snapshot = on_device(from_flat(session, state, {m.name: m.shape for m in managed}), sync.services.device)
     companions: dict[str, dict[str, Any]] = {}
     for name in sync.services.companions:
