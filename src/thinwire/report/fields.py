@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -9,6 +10,15 @@ from typing import Any, TypeAlias
 from thinwire.report.words import bits, duration
 
 Data: TypeAlias = Mapping[str, Any]
+
+
+def parsed(text: str) -> Any:
+    """Return JSON's content; a whole number that no float can hold is infinite.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
 
 
 def table(value: Any, what: str) -> Data:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from thinwire.report.fields import parsed
 from thinwire.report.journals import read_journal, read_step_log
 from thinwire.report.log import records
 from thinwire.report.pictures import RunPicture, grouped, read_run
@@ -133,9 +133,9 @@ def _parts(data: Any) -> Iterator[Any]:
 def _content(text: str) -> Any:
     """Parse JSON, or the lines of a log, whose last line may be incomplete."""
     try:
-        found = json.loads(text)
+        found = parsed(text)
     except ValueError:
-        if not isinstance(json.loads(text.partition("\n")[0]), dict):
+        if not isinstance(parsed(text.partition("\n")[0]), dict):
             raise
         return records(text)
     return [found] if _begins([found], "kind") or _begins([found], "settings") else found

@@ -59,7 +59,7 @@ def read_journal(name: str, lines: Sequence[Any]) -> RunPicture:
                 seconds.append(float(line["at"]))
                 given.append(len(given) + 1)
                 age.append(max((line["version"] - base for base, *_ in rows), default=0))
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"it is not in the format of a server's journal ({error})") from error
     panels = (
         Panel("seconds", "contributions so far", tuple(_line(f"node {n}", *nodes[n][:2]) for n in sorted(nodes))),

@@ -13,15 +13,17 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from thinwire.engine.stats import Stats
+from thinwire.report.fields import parsed, table
 from thinwire.report.scalars import Scalars
 
 logger = logging.getLogger("thinwire")
+Number = TypeVar("Number", int, float)
 
 COUNTERS = ("rejected_steps", "bytes_sent", "dense_bytes", "exposed_seconds", "deferred_seconds")
 """Counters of :class:`~thinwire.Stats` for which a record holds the increase since the previous record."""
@@ -103,9 +105,9 @@ class StepLog:
             record["steps"], record["step"] = self._every, self._calls
         else:
             record["step"] = now.steps
-        if step is not None:
-            record["step"] = step
-        figures = {name: self._number(name, value) for name, value in values.items()}
+        if step is not None and (number := self._number("step", step, int)) is not None:
+            record["step"] = number
+        figures = {name: self._number(name, value, float) for name, value in values.items()}
         self._before, self._at = now, at
         if self._file is not None:
             self._put({"kind": "step", **record, "values": figures})
@@ -133,11 +135,11 @@ class StepLog:
         except (OSError, ValueError) as error:
             self._complain(f"the step log {self._file.name} could not be written: {error}")
 
-    def _number(self, name: str, value: Any) -> float | None:
+    def _number(self, name: str, value: Any, kind: Callable[[Any], Number]) -> Number | None:
         try:
-            return float(value.detach() if hasattr(value, "detach") else value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-            self._complain(f"the step log skips {name}={value!r}, which is not a number")
+            return kind(value.detach() if hasattr(value, "detach") else value)
+        except Exception as error:  # whatever the conversion of the caller's object raises
+            self._complain(f"the step log leaves out {name}: {error}")
             return None
 
     def _complain(self, sentence: str) -> None:
@@ -147,15 +149,12 @@ class StepLog:
 
     def close(self) -> None:
         """Close the log; idempotent."""
-        if self._file is not None:
+        for open_one in filter(None, (self._file, self._scalars)):
             try:
-                self._file.close()
-            except OSError as error:
-                self._complain(f"the step log {self._file.name} could not be written: {error}")
-            self._file = None
-        if self._scalars is not None:
-            self._scalars.close()
-            self._scalars = None
+                open_one.close()
+            except Exception as error:  # as in write
+                self._complain(f"the step log could not be written to its end: {error}")
+        self._file = self._scalars = None
 
     def __enter__(self) -> StepLog:
         return self
@@ -185,8 +184,12 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         OSError: there is no such file.
+        ValueError: a record is not as :class:`StepLog` writes it.
     """
-    return steps_of(records(Path(path).read_text(encoding="utf-8")))
+    try:
+        return steps_of(records(Path(path).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a step log: {error}") from error
 
 
 def records(text: str) -> list[dict[str, Any]]:
@@ -194,8 +197,8 @@ def records(text: str) -> list[dict[str, Any]]:
     found = []
     for line in text.splitlines():
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = parsed(line)
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             found.append(record)
@@ -207,7 +210,8 @@ def steps_of(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for record in found:
         if record.get("kind") == "step" and isinstance(record.get("step"), int):
-            values = {k: float(v) if isinstance(v, str) else v for k, v in record.get("values", {}).items()}
+            logged = table(record.get("values", {}), f"'values' of step {record['step']}")
+            values = {k: float(v) if isinstance(v, str) else v for k, v in logged.items()}
             steps[record["step"]] = {**record, "values": values}
     return [steps[number] for number in sorted(steps)]
 

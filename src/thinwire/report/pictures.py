@@ -25,7 +25,10 @@ def read_run(name: str, data: Data) -> RunPicture:
         ValueError: it does not have the format of :class:`Picture`.
     """
     found = table(data["picture"], "'picture'")
-    return RunPicture(name, Picture(text(found, "title"), tuple(map(_panel, tables(found, "panels")))))
+    panels = tuple(map(_panel, tables(found, "panels")))
+    if not panels:
+        raise ValueError("'panels' is empty")
+    return RunPicture(name, Picture(text(found, "title"), panels))
 
 
 def _panel(data: Data) -> Panel:

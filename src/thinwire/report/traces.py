@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -110,7 +111,7 @@ def _names(entries: Sequence[Data]) -> tuple[dict[Any, str], dict[tuple[Any, Any
     threads: dict[tuple[Any, Any], str] = {}
     for entry in entries:
         if entry.get("ph") == "M":
-            name = str((entry.get("args") or {}).get("name", ""))
+            name = str(table(entry.get("args") or {}, "'args'").get("name", ""))
             if entry.get("name") == "process_name":
                 process[entry.get("pid")] = name
             elif entry.get("name") == "thread_name":
@@ -132,7 +133,7 @@ def _event(entry: Data, start: float, threads: dict[tuple[Any, Any], str]) -> Ev
         start_seconds=(number(entry, "ts") - start) / 1e6,
         duration_seconds=max(0.0, number(entry, "dur") / 1e6),
         bucket=bucket if isinstance(bucket, int) else None,
-        bytes=int(sent) if isinstance(sent, (int, float)) else 0,
+        bytes=int(sent) if isinstance(sent, (int, float)) and math.isfinite(sent) else 0,
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from thinwire.pictures.colours import Colours
@@ -50,9 +53,13 @@ class WatchPage(ThreadingHTTPServer):
 
     def state(self) -> dict[str, Any]:
         """Return the current pictures as plotly figures, and a line about each file."""
-        there = [path for path in self.paths if path.is_file()]
+        written: dict[Path, os.stat_result] = {}
+        for path in self.paths:
+            with suppress(OSError):  # not there yet, or in a folder that cannot be read
+                if S_ISREG((found := path.stat()).st_mode):
+                    written[path] = found
+        there = list(written)
         lines = [f"waiting for {path}" for path in self.paths if path not in there]
-        written = {path: path.stat() for path in there}
         now = [(path, found.st_mtime_ns, found.st_size) for path, found in written.items()]
         if now != self._drawn[0]:  # save CPU time for the training if nothing is new
             self._drawn = (now, *_draw(there))

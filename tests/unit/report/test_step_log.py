@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from threading import current_thread
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,9 +112,42 @@ def test_nothing_ends_the_training(tmp_path, caplog):
     caplog.clear()
     with tw.StepLog(Counter(), tmp_path / "other.jsonl") as log:
         log.write(loss="low", each=torch.ones(2), step=7)
-    assert "loss='low'" in caplog.text
+    assert "leaves out loss" in caplog.text
+    assert "'low'" in caplog.text
     written = read_log(tmp_path / "other.jsonl")
     assert [(one["step"], one["values"]) for one in written] == [(7, {"loss": None, "each": None})]
+
+
+class Unwilling:
+    """As a tensor whose device has failed."""
+
+    def __float__(self):
+        raise MemoryError("the device has failed")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"step": torch.tensor(3), "loss": torch.tensor(0.5, requires_grad=True)}, (3, {"loss": 0.5})),
+        ({"step": np.int64(3), "loss": np.float32(0.5)}, (3, {"loss": 0.5})),
+        ({"loss": 10**400}, (1, {"loss": None})),
+        ({"step": math.nan, "loss": 1j}, (1, {"loss": None})),
+        ({"step": "x", "loss": Unwilling()}, (1, {"loss": None})),
+    ],
+)
+def test_any_kind_of_number(given, kept, tmp_path):
+    sync = Counter()
+    with tw.StepLog(sync, tmp_path / "a.jsonl") as log:
+        sync.step()
+        log.write(**given)
+    assert [(one["step"], one["values"]) for one in read_log(tmp_path / "a.jsonl")] == [kept]
+
+
+def test_a_log_that_somebody_changed_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"kind": "step", "step": 4, "values": {"loss": "low"}}')
+    with pytest.raises(ValueError, match=f"{path} is not a step log: could not convert"):
+        read_log(path)
 
 
 @pytest.mark.parametrize(("options", "says"), [({}, "needs a path"), ({"path": "a", "every": 0}, "at least 1")])

@@ -106,3 +106,8 @@ def test_of_a_method_with_two_phases_the_first_step_is_shown():
     assert 0 < sum(found.bytes_by_bucket.values()) < 2 * timeline.bytes_sent
     assert sum(event.name.startswith("backward") for event in found.events) == len(profile.tensors)
     assert read_trace("t.json", results.trace()).steps == 1
+
+
+def test_bytes_that_are_no_count_are_none():
+    (event,) = read_trace("a", [span("forward", 0, 1, args={"bytes": float("inf")})]).events
+    assert event.bytes == 0
