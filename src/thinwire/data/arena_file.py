@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from thinwire.data.atomic import store
 from thinwire.data.stats import BYTES as COUNTER_BYTES
@@ -87,16 +88,12 @@ def open_file(path: Path, slots: int) -> tuple[int, Header]:
         raise FileNotFoundError(f"the cache's directory {path.parent} does not exist")
     with _only_one(path.with_suffix(".lock")):
         try:
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            file = _open_own(path)
         except FileNotFoundError:
             return _make(path, slots)
-        status = os.fstat(file)
-        if status.st_uid != os.geteuid():
-            os.close(file)
-            raise PermissionError(f"the cache {path} belongs to another user: use another directory")
         try:
             header = Header.read(os.pread(file, HEADER, 0))
-            if status.st_size < header.allocated:
+            if os.fstat(file).st_size < header.allocated:
                 raise ValueError("the file is shorter than its header says")
         except ValueError as error:
             aside = path.with_suffix(".damaged")
@@ -111,8 +108,9 @@ def open_file(path: Path, slots: int) -> tuple[int, Header]:
 
 def _make(path: Path, slots: int) -> tuple[int, Header]:
     """Create the file under another name first, so that the file at ``path`` is always complete."""
-    partial = path.with_suffix(".partial")  # may be left by a killed process; we hold the lock
-    file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # left by a killed process; we hold the lock
+    file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         size = table_bytes(slots)
         os.posix_fallocate(file, 0, size)
@@ -127,9 +125,19 @@ def _make(path: Path, slots: int) -> tuple[int, Header]:
     return file, Header(slots, size, size)
 
 
+def _open_own(path: Path, more: int = 0) -> int:
+    """Open a file in a folder that others may write to: one that is a link, or that somebody else left, is refused."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | more, 0o600)
+    status = os.fstat(file)
+    if status.st_uid == os.geteuid() and S_ISREG(status.st_mode):
+        return file
+    os.close(file)
+    raise PermissionError(f"the cache's file {path} belongs to another user, or is no file: use another directory")
+
+
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    file = _open_own(path, os.O_CREAT)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield

@@ -201,6 +201,21 @@ def test_a_damaged_header_is_set_aside(tmp_path):
     again.close()
 
 
+@pytest.mark.parametrize("end", ["arena", "lock"])
+@pytest.mark.parametrize("leave", [os.mkfifo, lambda path: os.symlink("/dev/null", path)], ids=["pipe", "link"])
+def test_what_others_leave_in_the_folder_is_refused(end, leave, tmp_path):
+    leave(tmp_path / f"a.{end}")
+    with pytest.raises(OSError, match=str(tmp_path / f"a.{end}")):
+        Arena.open(tmp_path / "a.arena", 16, 1 << 20)
+
+
+def test_what_others_leave_for_a_new_file_is_not_used(tmp_path):
+    with open(tmp_path / "a.partial", "w") as theirs:
+        arena = Arena.open(tmp_path / "a.arena", 16, 1 << 20)
+        assert os.fstat(theirs.fileno()).st_ino != os.stat(arena.path).st_ino
+    arena.close()
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "missing")):
         Arena.open(tmp_path / "missing" / "a.arena", 16, 1 << 20)

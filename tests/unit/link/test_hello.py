@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -284,7 +285,10 @@ def test_this_machine_needs_none(host):
 
 def test_secrets_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    old, new, other = (tmp_path / name for name in ("thinwire-secret-old", "thinwire-secret-new", "other"))
+    with fresh_secret_file() as name:
+        own = Path(name).parent
+    assert (own.parent, own.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    old, new, other = (own / name for name in ("thinwire-secret-old", "thinwire-secret-new", "other"))
     for path in (old, new, other):
         path.write_text("x")
         os.utime(path, (0, time.time() if path is new else 0))
@@ -295,7 +299,26 @@ def test_secrets_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
         assert not old.exists()
         assert new.exists()
         assert other.exists()
-    assert sorted(tmp_path.iterdir()) == sorted([new, other]), name
+    assert sorted(own.iterdir()) == sorted([new, other]), name
+
+
+def _pipe(path):
+    os.mkfifo(path, 0o666)
+
+
+@pytest.mark.parametrize("leave", [_pipe, os.mkdir, lambda path: os.symlink("/", path)])
+def test_what_others_leave_in_the_temporary_folder_stops_no_secret(leave, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old = os.umask(0)
+    try:
+        for name in ("thinwire-secret-x", f"thinwire-{os.geteuid()}"):
+            leave(tmp_path / name)
+        with fresh_secret_file() as name:
+            assert os.stat(name).st_mode & 0o777 == 0o600
+            assert Path(name).parent.parent == tmp_path
+            assert Path(name).parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(old)
 
 
 def test_where_a_secret_comes_from(tmp_path, monkeypatch):
