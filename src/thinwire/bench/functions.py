@@ -27,6 +27,7 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         ValueError: the module or the function does not exist, or the import fails.
     """
     module_name, _, function_name = name.partition(":")
+    check_module(module_name, what)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -39,6 +40,15 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{what} {name!r} is not a function")
     return function
+
+
+def check_module(name: str, what: str) -> None:
+    """Raise ``ValueError`` for a file in place of the name of a module."""
+    if name.endswith(".py") or "/" in name:
+        stem = Path(name).stem
+        raise ValueError(
+            f"{what} {name!r} is a file: write {stem}:build for its function build, from the file's folder"
+        )
 
 
 @contextmanager

@@ -189,10 +189,11 @@ def _starters(
         if len(labels) < 2:
             break
         notes[labels.pop()] = "not trained: not enough minutes"
+    kept = ", ".join(f"{label} {pace.seconds:.3g} s" for label, pace in paces.items() if not pace.error)
     seconds = measured.wall_seconds + (asked.seeds or 1) * (measured.start_seconds + FEWEST * (base + sum(apart)))
     raise BenchError(
-        f"{asked.minutes:g} minutes are not enough to train {FEWEST} steps: "
-        f"give --minutes {math.ceil(seconds / _SPEND / 60 + 0.5)} or more"
+        f"--minutes {asked.minutes:g} is not enough to train {FEWEST} steps: "
+        f"give {math.ceil(seconds / _SPEND / 60 + 0.5)} or more; a step on the link, known to the next race: {kept}"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from thinwire.bench.functions import load_function
@@ -67,10 +69,14 @@ def parse_rows(text: str) -> tuple[Row, ...]:
 def _parse_one(text: str) -> list[Row]:
     name, options = split_options(text.removeprefix("thinwire "))
     if name in TORCH_ROWS:
-        for key in options:
+        for key, given in options.items():
             if key not in TORCH_ROWS[name]:
                 known = ", ".join(TORCH_ROWS[name]) or "none"
                 raise ValueError(f"{name!r} has no option {key!r}; known: {known}")
+            if key == "rank" and not (type(given) is int and given >= 1):
+                raise ValueError(f"{name}: rank={given!r} must be a whole number of at least 1")
+            if key == "bucket" and not _is_size(given):
+                raise ValueError(f"{name}: bucket={given!r} must be a size in MB, such as 25")
         if name == "ddp-best":
             return _variants(options)
     elif ":" in name and not _is_method(name.partition(":")[0]):
@@ -90,9 +96,13 @@ def _variants(options: dict[str, Value]) -> list[Row]:
         sizes = [float(size) for size in given.split("/")]
     except ValueError:
         sizes = []
-    if not sizes or min(sizes) <= 0:
+    if not sizes or not all(map(_is_size, sizes)):
         raise ValueError(f"ddp-best: buckets={given!r} must be sizes in MB, such as 1/4/25/100")
     return [Row(f"ddp-best ({size:g} MB)", "ddp", {"bucket": size}, family="ddp-best") for size in sizes]
+
+
+def _is_size(megabytes: Value) -> bool:
+    return type(megabytes) in (int, float) and 0 < float(megabytes) < math.inf
 
 
 def _is_method(name: str) -> bool:
@@ -110,12 +120,17 @@ def _check_method(name: str, options: dict[str, Value]) -> None:
     if named_local(name, options) is not None:
         return
     if name == "auto":
-        if set(options) - {"lossy"}:
+        if set(options) - {"lossy"} or not isinstance(options.get("lossy", True), bool):
             raise ValueError("'auto' has only the option lossy=true: it chooses the others itself")
         return
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; {nearest(name, [*TORCH_ROWS, *METHODS, *PRESETS])}")
+    known_method(name, (*TORCH_ROWS, *METHODS, *PRESETS, "auto"))
     try:
         method(name, **options)
     except TypeError as error:
         raise ValueError(f"method {name!r}: {error}") from error
+
+
+def known_method(name: str, known: Collection[str]) -> None:
+    """Raise ``ValueError`` for a name that is not one of those; capitals do not matter."""
+    if name.lower() not in known:
+        raise ValueError(f"unknown method {name!r}; {nearest(name.lower(), known)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from thinwire.bench.rows import Row
@@ -56,8 +57,8 @@ class BenchSpec:
             least = 0 if name == "warmup" else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.timeout_seconds <= 0 or self.operation_seconds <= 0:
-            raise ValueError("time-outs must be positive")
+        if not (0 < self.timeout_seconds < math.inf and 0 < self.operation_seconds < math.inf):
+            raise ValueError("time-outs must be positive and finite")
 
     def to_json(self) -> str:
         """Return the spec as JSON text."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -25,9 +26,34 @@ def megabytes(value: float | None) -> str:
     return f"{value / 1e6:.2f}" if value < 10e6 else f"{value / 1e6:.1f}"
 
 
+class WholeTable(Table):
+    """A table that becomes a list, a line for each value, on a screen that is too narrow for its columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, or the list."""
+
+        def lines(cell: RenderableType) -> list[str]:
+            return (console.render_str(cell) if isinstance(cell, str) else Text(str(cell))).plain.split("\n")
+
+        needed = 0
+        for column in self.columns:
+            most = 24 if column.justify == "right" else 12  # more is a sentence or a name, which may be folded
+            widest = max(cell_len(line) for cell in (column.header, *column.cells) for line in lines(cell))
+            needed += min(most, widest) + self.padding[1] + 1
+        if needed <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        yield Text(f"{self.title}\n")
+        for cells in zip(*(column.cells for column in self.columns)):
+            yield Text(" ".join(lines(cells[0])), style="bold")
+            for column, cell in zip(self.columns[1:], cells[1:]):
+                if words := " ".join(lines(cell)).strip():
+                    yield Text(f"  {' '.join(lines(column.header))}: {words}")
+
+
 def bench_table(result: BenchResult) -> RenderableType:
     """Return the table and the lines below it."""
-    table = Table(title=_title(result), title_justify="left")
+    table = WholeTable(title=_title(result), title_justify="left")
     table.add_column("method")
     predicted = any(row.predicted_seconds is not None for row in result.rows)
     for name in ("step", "spread", "exposed", "MB/step", "loss", "x", *(["predicted"] if predicted else [])):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 
 Value = bool | int | float | str
 
 
 def value(text: str) -> Value:
-    """Parse an option's value: a bool, an int, a float, or else the text."""
+    """Parse an option's value: a bool, an int, a finite float, or else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float) if text.isascii() else ():
         try:
-            return kind(text)
-        except ValueError:
+            if math.isfinite(number := kind(text)):
+                return number
+        except (ValueError, OverflowError):
             continue
     return text
 
@@ -52,5 +54,5 @@ def attach_line(name: str, options: Mapping[str, Value]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message: the nearest known name, and all of them."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(known)

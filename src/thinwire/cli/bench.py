@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.console import watched_load
+from thinwire.cli.console import check_plot, watched_load
 from thinwire.cli.options import Device, Json, Plot
 
 
@@ -52,7 +52,6 @@ def bench(
     from thinwire.cli.errors import RunFailed
     from thinwire.cli.ranks import run_ranks, slowest_link
     from thinwire.lab import Cluster
-    from thinwire.pictures import check_plot
 
     cluster = Cluster.parse(workers, ranks_per_node, link, delay)
     check_plot(plot)

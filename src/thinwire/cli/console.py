@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,10 +83,11 @@ def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *,
         close: only one space between columns, for wide tables.
     """
     from rich import box
-    from rich.table import Table
+
+    from thinwire.bench.table import WholeTable
 
     padding = (0, 0) if close else (0, 1)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
+    table = WholeTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
     for i, name in enumerate(columns):
         words = i == 0 or name in left  # these wrap on a narrow screen; numbers must not be cut
         table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
@@ -92,9 +95,26 @@ def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *,
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Raise ``ValueError`` for a path at which no file can be created."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{option} {path} is not a file that can be written: give a file in a folder that exists")
+    """Raise ``ValueError`` for a path at which no file can be written."""
+    if path is None:
+        return
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        else:
+            tempfile.TemporaryFile(dir=path.absolute().parent).close()  # some folders refuse even root
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} is not a file that can be written ({error.strerror}): give a file in a folder that exists"
+        ) from error
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ``ValueError`` unless ``--plot`` can be written: known file type, library installed, folder exists."""
+    from thinwire.pictures import check_plot as check_type
+
+    check_type(path)
+    check_output("--plot", path)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import plain_table, watched_load
-from thinwire.cli.options import Json
+from thinwire.cli.options import Json, check_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,6 +46,7 @@ def demo(
     steps = (15 if quick else 25) if steps is None else steps
     spec = demo_spec(quick=quick, link=link, link_bits=lab.parse_rate(link), steps=steps)
     cluster = lab.Cluster.parse(spec.workers, 1, link, None)
+    check_folder(out)
     console.print(
         f"character GPT, {spec.workers} workers on this machine, link {link}; {steps} steps of DDP, then Power-SGD "
         "until it reaches the same loss",
@@ -54,7 +55,6 @@ def demo(
     with watched_load(spec.workers) as load:
         record, launched = run_ranks(spec, cluster, total_steps=5 + 2 * steps)
     result = judge_demo(spec, record, emulated=launched.emulated, note=launched.note)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json_module.dumps(load.with_load(asdict(result)), indent=2))
     written = str(out / "demo.json")
     try:

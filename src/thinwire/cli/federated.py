@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.console import check_output, progress
+from thinwire.cli.console import check_output, check_plot, progress
 from thinwire.cli.options import Plot
 from thinwire.cli.ranks import torchrun_group
 
@@ -21,7 +21,7 @@ _FEDERATION = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog="Example: thinwire federated run digits --algorithm fedavg,scaffold --rounds 20")
 def run(
     federation: _FEDERATION = "digits",
     algorithm: Annotated[
@@ -80,7 +80,7 @@ def run(
     )  # fmt: skip
     from thinwire.federated import ClientStateStore, ClientTrace, History
     from thinwire.federated.picture import history_picture
-    from thinwire.pictures import check_plot, write_picture
+    from thinwire.pictures import write_picture
 
     check_plot(plot)
     check_output("--out", out)
@@ -90,7 +90,7 @@ def run(
         "rounds": rounds, "clients_per_round": clients_per_round, "seed": seed, "reduction": reduction,
         "evaluate_every": evaluate_every,
     }  # fmt: skip
-    asked = federations(federation, algorithm, compress, given, per_client=per_client)
+    asked = federations(federation, algorithm, compress, given, checkpoint_every, per_client=per_client)
     if out is not None and len(asked) > 1:
         raise ValueError("--out takes the weights of one algorithm: name only one")
     torch.set_num_threads(threads)
@@ -142,7 +142,7 @@ def run(
         console.print(last if len(runs) == 1 else f"{name}, {last}", markup=False, highlight=False)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire federated predict --fast 4 --slow 4")
 def predict(
     devices: Annotated[
         Path | None, typer.Option(help='File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
@@ -187,7 +187,7 @@ def predict(
     Console().print(schedules_table(found, title))
 
 
-@app.command()
+@app.command(epilog="Example: thinwire federated new mine")
 def new(
     folder: Annotated[Path, typer.Argument(help="Folder to write to; created if it does not exist.")],
 ) -> None:
@@ -207,7 +207,7 @@ def new(
     typer.echo(f"next: cd {shlex.quote(str(folder))} && thinwire federated run federation:build")
 
 
-@app.command()
+@app.command(epilog="Example: thinwire federated serve federation:build --nodes 2 --local")
 def serve(
     federation: Annotated[str, typer.Argument(help="module:function of your own, from a file in this folder.")],
     nodes: Annotated[int, typer.Option(help="SuperNodes to wait for.")] = 2,

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 def federations(
-    federation: str, algorithms: str | None, compress: str | None, given: Mapping[str, Any], *, per_client: bool
+    federation: str,
+    algorithms: str | None,
+    compress: str | None,
+    given: Mapping[str, Any],
+    checkpoint_every: int,
+    *,
+    per_client: bool,
 ) -> dict[str, Federation]:
     """Return what each algorithm trains, by the name of its line, with the same initial weights and options.
 
@@ -24,6 +30,7 @@ def federations(
         ValueError: an unknown name, one algorithm twice, or a federation that does not say how to look at its clients.
     """
     from thinwire.bench.federations import build_algorithm, build_federation, compressed
+    from thinwire.federated.options import check_numbers
 
     texts = [None] if algorithms is None else [text.strip() for text in algorithms.split(",") if text.strip()]
     if not texts:
@@ -38,6 +45,7 @@ def federations(
         for option, value in given.items():
             if value is not None:
                 setattr(made, option, value)
+        check_numbers(made.rounds, made.clients_per_round, len(made.clients), made.evaluate_every, checkpoint_every)
         if per_client:
             if made.per_client is None:
                 raise ValueError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Certificates for the machines of a training.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire keys new keys --names server,a,b --host 10.0.0.1")
 def new(
     directory: Annotated[
         Path, typer.Argument(help="Directory of the certificate authority; created if it does not exist.")
@@ -34,6 +34,8 @@ def new(
     """Make an identity for each machine, each in its own directory, and a development CA if there is none."""
     from thinwire.link.keys import new_keys
 
+    if days > 36_500:  # no certificate goes beyond the year 9999
+        raise ValueError(f"--days {days} must be at most 36500")
     made = new_keys(directory, [name.strip() for name in names.split(",")], host or (), days)
     _tell(made, json)
     if not json:
@@ -42,7 +44,7 @@ def new(
         )
 
 
-@app.command()
+@app.command(epilog="Example: thinwire keys show keys")
 def show(
     directory: Annotated[
         Path, typer.Argument(help="Directory that thinwire keys new wrote, or one machine's part of it.")

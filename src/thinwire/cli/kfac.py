@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Second order: plan K-FAC's messages and inversions, measure inversions, try dampings.", no_args_is_help=True
 )
-app.command("tune")(tune)
+app.command("tune", epilog="Example: thinwire kfac tune --plot tune.png")(tune)
 
 
-@app.command("plan")
+@app.command("plan", epilog="Example: thinwire kfac plan resnet50 --workers 16 --link 10gbit")
 def plan(
     model: Annotated[
         str | None,
@@ -118,7 +118,7 @@ def plan(
         typer.echo(json_module.dumps(answer, indent=2))
 
 
-@app.command("calibrate")
+@app.command("calibrate", epilog="Example: thinwire kfac calibrate --out costs.json")
 def calibrate(
     costs: Annotated[Path | None, typer.Option(help="A file from thinwire probe, whose costs are written too.")] = None,
     largest: Annotated[int, typer.Option(help="Side of the largest matrix.")] = 4096,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import plain_table, progress, watched_load
+from thinwire.cli.console import check_plot, plain_table, progress, watched_load
 from thinwire.cli.options import Plot
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def tune(
     from rich.console import Console
 
     from thinwire.bench.kfac_tuning import Tuning, best, lowest_of_sgd, tuning_picture
-    from thinwire.pictures import check_plot, write_picture
+    from thinwire.pictures import write_picture
 
     check_plot(plot)
     for name, value in (("--steps", steps), ("--threads", threads)):

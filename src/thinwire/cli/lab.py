@@ -14,7 +14,10 @@ app = typer.Typer(
 )
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Example: thinwire lab run --workers 4 --link 200mbit -- python train.py",
+)
 def run(
     command: Annotated[
         list[str] | None, typer.Argument(help="After --: what every rank runs, such as python train.py.")
@@ -73,7 +76,7 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire lab clean")
 def clean(
     all: Annotated[bool, typer.Option("--all", help="Also remove what belongs to runs that are still alive.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the removed names as JSON on stdout.")] = False,

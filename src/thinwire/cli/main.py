@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Annotated, Any
+try:
+    import gc
+    from collections.abc import Iterator
+    from contextlib import contextmanager
+    from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+    import typer
+    from typer.core import TyperGroup
 
-from thinwire import __version__
-from thinwire.cli import (
-    bench,
-    demo,
-    doctor,
-    federated,
-    keys,
-    kfac,
-    lab,
-    plan,
-    probe,
-    profile,
-    ps,
-    race,
-    report,
-    split,
-    supernet,
-    watch,
-)
-from thinwire.cli.errors import exit_code
+    from thinwire import __version__
+    from thinwire.cli import (
+        bench,
+        demo,
+        doctor,
+        federated,
+        keys,
+        kfac,
+        lab,
+        plan,
+        probe,
+        profile,
+        ps,
+        race,
+        report,
+        split,
+        supernet,
+        watch,
+    )
+    from thinwire.cli.errors import exit_code, sentence
+except KeyboardInterrupt:  # these imports take most of a short verb's time
+    raise SystemExit(130) from None
 
 _OBJECTS = 50_000
 """New objects between two garbage collections: those of torch's import all stay, and scanning them again and again
@@ -35,19 +40,30 @@ costs a tenth of a verb that takes two seconds."""
 
 
 class FriendlyErrors(TyperGroup):
-    """Errors of ours become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
+    """Known errors become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
+
+    def make_context(self, *words: Any, **options: Any) -> Any:
+        """Read the words before the verb."""
+        with _known_errors():
+            return super().make_context(*words, **options)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb."""
-        try:
+        with _known_errors():
             return super().invoke(ctx)
-        except (ValueError, RuntimeError) as error:
-            if (code := exit_code(error)) is None:
-                raise
-            typer.echo(f"error: {error}", err=True)
-            ctx.exit(code)
-        except KeyboardInterrupt:
-            ctx.exit(130)
+
+
+@contextmanager
+def _known_errors() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if (code := exit_code(error)) is None:
+            raise
+        typer.echo(f"error: {sentence(error)}", err=True)
+        raise typer.Exit(code) from error
 
 
 app = typer.Typer(
@@ -56,15 +72,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _CHOOSE, _LOOK, _SYSTEMS = "Choose a method", "Look at a machine, a model, a run", "Systems, each with its own verbs"
-app.command("demo", rich_help_panel=_CHOOSE)(demo.demo)
-app.command("plan", rich_help_panel=_CHOOSE)(plan.plan)
-app.command("race", rich_help_panel=_CHOOSE)(race.race)
-app.command("bench", rich_help_panel=_CHOOSE)(bench.bench)
-app.command("doctor", rich_help_panel=_LOOK)(doctor.doctor)
-app.command("probe", rich_help_panel=_LOOK)(probe.probe)
-app.command("profile", rich_help_panel=_LOOK)(profile.profile)
-app.command("report", rich_help_panel=_LOOK)(report.report)
-app.command("watch", rich_help_panel=_LOOK)(watch.watch)
+for _panel, _verb, _words in (
+    (_CHOOSE, demo.demo, "--quick"),
+    (_CHOOSE, plan.plan, "resnet50 --link 1gbit --workers 4"),
+    (_CHOOSE, race.race, "mymodule:build --link 100mbit --workers 4"),
+    (_CHOOSE, bench.bench, "--model mlp --link 200mbit --methods ddp,powersgd:rank=4"),
+    (_LOOK, doctor.doctor, "--nodes 2"),
+    (_LOOK, probe.probe, "--workers 2 --link 100mbit"),
+    (_LOOK, profile.profile, "mymodule:build --out profile.json"),
+    (_LOOK, report.report, "thinwire-out/race.json --out race.html"),
+    (_LOOK, watch.watch, "steps.jsonl --open"),
+):
+    _name = _verb.__name__
+    app.command(_name, rich_help_panel=_panel, epilog=f"Example: thinwire {_name} {_words}")(_verb)
 app.add_typer(lab.app, name="lab", rich_help_panel=_LOOK)
 app.add_typer(keys.app, name="keys", rich_help_panel=_SYSTEMS)
 app.add_typer(kfac.app, name="kfac", rich_help_panel=_SYSTEMS)
@@ -92,4 +112,7 @@ def root(
 def run() -> None:
     """Entry point of the console script."""
     gc.set_threshold(_OBJECTS)
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before or after the verb
+        raise SystemExit(130) from None

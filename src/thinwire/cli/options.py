@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +16,9 @@ Plot = Annotated[Path | None, typer.Option(help="Also plot the result to this .p
 
 
 def check_folder(out: Path) -> None:
-    """Raise ``ValueError`` if no files can be written into the folder of ``--out``; it need not exist yet."""
-    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise ValueError(f"--out {out}{' is' if there == out.absolute() else f': {there} is'} a file: give a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out}: {there} is not writable: give another folder")
+    """Create the folder of ``--out``; raise ``ValueError`` if no files can be written into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()  # some folders refuse even root
+    except OSError as error:
+        raise ValueError(f"--out {out} is not a folder that can be written ({error.strerror}): give another") from error

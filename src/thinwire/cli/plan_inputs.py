@@ -9,12 +9,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from thinwire.bench.functions import check_module
+from thinwire.bench.rows import known_method
 from thinwire.bench.words import nearest, split_options
 from thinwire.cli.console import progress, watched_load
 from thinwire.lab import parse_delay, parse_rate
 from thinwire.local.named import named_method
-from thinwire.local.settings import CANDIDATES
-from thinwire.methods.registry import candidates, label_of, method
+from thinwire.local.settings import CANDIDATES, PRESETS
+from thinwire.methods.registry import METHODS, candidates, label_of, method
 from thinwire.planner.choose import DEVICES, DeviceSpec
 from thinwire.planner.choose.worth import WorthOf, read_worth
 from thinwire.planner.costs import Costs
@@ -131,7 +133,8 @@ def read_question(
     Raises:
         ValueError: an option that cannot be read, or two that cannot be combined.
     """
-    bits, seconds = parse_rate(link or "10gbit"), parse_delay(latency or "50us")
+    bits = parse_rate("10gbit" if link is None else link)
+    seconds = parse_delay("50us" if latency is None else latency)
     measured = None if costs is None else _read(costs, Costs)
     worth_of = None if worth is None else read_worth(worth)
     network = measured is not None and link is None
@@ -186,7 +189,11 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
     made = []
     for label in labels:
         name, options = split_options(label)
-        made.append((label, named_method(name, options)))
+        known_method(name, (*METHODS, *PRESETS))
+        try:
+            made.append((label, named_method(name, options)))
+        except TypeError as error:
+            raise ValueError(f"method {label!r}: {error}") from error
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
     for label in ("cast:dtype=bf16", "ssgd"):
@@ -220,7 +227,7 @@ def read_model(
             raise ValueError(f"{profile} is the profile of {found.name!r}, not of {model!r}: leave one of them out")
         return found, None
     assert model is not None
-    if model.endswith(".json") or Path(model).is_file():
+    if model.endswith(".json") or (Path(model).is_file() and not model.endswith(".py")):
         return _read(Path(model), ModelProfile), None
     return _measure(model)
 
@@ -232,7 +239,10 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
     from thinwire.measure import profile_model
 
     name, _ = split_options(model)
+    if name in BUILTIN:
+        raise ValueError(f"model {name!r} is built in and has no options: use --batch-size or --device-flops")
     if ":" not in name and name not in FILES:
+        check_module(name, "model")
         raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *FILES])}, a file or module:function")
     check_model(model)
     with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:

@@ -80,7 +80,8 @@ def probe(
     for sentence in filter(None, [*verdict(result), note]):
         console.print(sentence, markup=False)
     console.print(f"written: {out} ({len(costs.exchanges)} curves, {len(costs.compute)} of compute, {costs.hash})")
-    console.print(f"next: thinwire profile MODEL, then thinwire plan profile.json --costs {out}", markup=False)
+    rest = "" if costs.exchanges else " --link 1gbit"
+    console.print(f"next: thinwire profile MODEL, then thinwire plan profile.json --costs {out}{rest}", markup=False)
 
 
 def _join(backend: str, max_bytes: int, seconds: float) -> tuple[int, ProbeResult]:

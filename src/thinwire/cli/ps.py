@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.console import watched_load
+from thinwire.cli.console import check_output, check_plot, watched_load
 from thinwire.cli.errors import RunFailed
 from thinwire.cli.options import Json
 
@@ -43,7 +43,7 @@ Insecure = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog="Example: thinwire ps server --model mlp --nodes 2 --updates 100")
 def server(
     model: Model = "chargpt",
     settings: SettingsText = "inhad",
@@ -87,7 +87,7 @@ def server(
         raise RunFailed(service.saves.unsaved)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire ps shard 127.0.0.1:29400 --index 0")
 def shard(
     server: Annotated[str, typer.Argument(help="host:port of the server, started with --shards.")],
     index: Annotated[int, typer.Option(help="Number of the slice of the weights, from 0.")],
@@ -115,7 +115,7 @@ def shard(
     typer.echo(json_module.dumps(result) if json else f"shard {index}: training ended at version {result['version']}")
 
 
-@app.command()
+@app.command(epilog="Example: thinwire ps node --server 127.0.0.1:29400 --model mlp")
 def node(
     server: Annotated[str, typer.Option(help="host:port of the server.")],
     keys: Keys = None,
@@ -152,7 +152,7 @@ def worker(
     make_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed, keys=keys).run()
 
 
-@app.command()
+@app.command(epilog="Example: thinwire ps run --nodes 4 --slow 3:4 --link 200mbit --seconds 60")
 def run(
     model: Model = "chargpt:layers=2:width=128:heads=4",
     settings: SettingsText = "inhad",
@@ -199,7 +199,7 @@ def run(
 
     from thinwire.cli.ps_lab import LabSpec, lab_picture, run_lab
     from thinwire.cli.ps_work import check_shards
-    from thinwire.pictures import check_plot, write_picture
+    from thinwire.pictures import write_picture
 
     _check_end(updates, gradients, seconds)
     check_shards(shards)
@@ -233,7 +233,7 @@ def run(
         typer.echo(f"written: {plot}")
 
 
-@app.command()
+@app.command(epilog="Example: thinwire ps simulate --nodes 16 --workers 4 --slow 0:4")
 def simulate(
     settings: SettingsText = "inhad",
     nodes: Annotated[int, typer.Option(help="Nodes, each with a leader.")] = 4,
@@ -271,7 +271,7 @@ def simulate(
         Console().print(prediction_table(rows))
 
 
-@app.command()
+@app.command(epilog="Example: thinwire ps replay run.jsonl")
 def replay(
     journal: Annotated[Path, typer.Argument(help="File that --journal wrote.")],
     out: Annotated[Path | None, typer.Option(help="File for the weights, in torch's format.")] = None,
@@ -280,6 +280,7 @@ def replay(
     """Repeat a recorded run, update by update, and print the hash of its final weights."""
     from thinwire.cli.ps_work import replay_file
 
+    check_output("--out", out)
     result = replay_file(journal, out)
     typer.echo(json_module.dumps(result) if json else f"{result['updates']} updates, weights {result['hash']}")
 

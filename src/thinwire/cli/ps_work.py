@@ -110,6 +110,18 @@ def check_shards(shards: int) -> None:
         raise ValueError(f"--shards {shards} must be at least 0")
 
 
+def check_server(address: str) -> None:
+    """Refuse an address whose name nobody knows; one that cannot be looked up at the moment may be known later."""
+    from thinwire.link.meeting import split_address
+
+    host, port = split_address(address)
+    try:
+        socket.getaddrinfo(host, port)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN:
+            raise ValueError(f"server {address}: the name {host!r} has no address: {error.strerror}") from error
+
+
 def read_secret_file(path: Path | None) -> bytes | None:
     """Return the secret of ``--secret-file``, if there is one."""
     from thinwire.link.secret import read_secret
@@ -132,6 +144,7 @@ def run_shard(
     torch.set_num_threads(1)
     if index < 0:
         raise ValueError(f"--index {index} must be at least 0")
+    check_server(server)
     made = None if outer is None else read_outer(outer)
     words = _published if outer is None else None
     shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
@@ -178,7 +191,6 @@ def run_node(
     Raises:
         RunFailed: a worker died too often.
     """
-    from thinwire.link.meeting import split_address
     from thinwire.link.secret import VARIABLE, find_trust
     from thinwire.parameter_server import Node
 
@@ -186,7 +198,7 @@ def run_node(
         raise ValueError(f"--workers {workers} must be at least 1")
     if number is None:
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
-    split_address(server)
+    check_server(server)
     secret = read_secret_file(secret_file)
     find_trust(secret, keys)  # refuses unusable secrets or keys before any output
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -80,7 +80,6 @@ def race(
     with watched_load(workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
         found = run_race(asked, _course(cluster, console, bar, Path(nowhere) if fresh else None))
     data = load.with_load(race_data(found))
-    out.mkdir(parents=True, exist_ok=True)
     (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
     written = [str(out / "race.json")]
     try:

@@ -22,7 +22,6 @@ def report(
     from rich.console import Console
 
     from thinwire.cli.console import check_output
-    from thinwire.cli.errors import RunFailed
     from thinwire.report import read_files, render
 
     for path in files:
@@ -31,9 +30,6 @@ def report(
     check_output("--out", out)
     if out.resolve() in {path.resolve() for path in files}:
         raise ValueError(f"--out {out} is one of the files to read")
-    try:
-        page = render(read_files(files))
-        out.write_text(page, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise RunFailed(str(error)) from error
+    page = render(read_files(files))
+    out.write_text(page, encoding="utf-8")
     Console().print(f"written: {out} ({len(page) / 1e6:.1f} MB; opens without a network)", markup=False)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import Watched, progress, watched_load
-from thinwire.cli.options import Json
+from thinwire.cli.console import Watched, check_output, check_plot, progress, watched_load
+from thinwire.cli.options import Json, check_folder
 
 if TYPE_CHECKING:
     from thinwire.split import SplitReport
@@ -60,7 +60,7 @@ Checkpoints = Annotated[
 Out = Annotated[Path | None, typer.Option(help="Write the trained half to this .safetensors file.")]
 
 
-@app.command()
+@app.command(epilog="Example: thinwire split plan --cut 1 --rank 8 --link 10mbit --out halves")
 def plan(
     model: Model = "bert-small",
     task: TaskName = "stdlib",
@@ -102,6 +102,8 @@ def plan(
     wire = read_link(link, link_down, latency)
     build = model_builder(model, length, [chosen])
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
+    if out is not None:
+        check_folder(out)
     found = read_task(task, data, model, length, lines, seed)
     if chosen.leaves:
         typer.echo(chosen.leaves, err=True)
@@ -129,7 +131,7 @@ def plan(
         console.print(f"written: {out / 'edge.safetensors'} and {out / 'cloud.safetensors'}", markup=False)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire split cloud halves")
 def cloud(
     half: Annotated[Path, typer.Argument(help="cloud.safetensors from thinwire split plan --out, or its directory.")],
     listen: Annotated[str, typer.Option(help="host:port to listen on.")] = "127.0.0.1:7443",
@@ -146,6 +148,7 @@ def cloud(
     from thinwire.split import split_finetune
     from thinwire.split.files import half_file, read_facts
 
+    check_output("--out", out)
     facts = read_facts(half_file(half, "cloud"), "cloud")
     address, recipe = read_address(listen), recipe_of(facts["notes"])
     trust = read_keys(keys, fingerprint, address[0], insecure)
@@ -157,7 +160,7 @@ def cloud(
     _finish(report, facts, out, json)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire split edge halves")
 def edge(
     half: Annotated[Path, typer.Argument(help="edge.safetensors from thinwire split plan --out, or its directory.")],
     cloud: Annotated[str, typer.Option(help="host:port of the cloud.")] = "127.0.0.1:7443",
@@ -180,6 +183,7 @@ def edge(
     from thinwire.split import SplitPlan, split_finetune
     from thinwire.split.files import half_file, read_facts
 
+    check_output("--out", out)
     facts = read_facts(half_file(half, "edge"), "edge")
     leaves = SplitPlan.from_json(facts["plan"]).leaves
     recipe = recipe_of(facts["notes"])
@@ -199,7 +203,7 @@ def edge(
     _finish(report, facts, out, json)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire split compare --plans lowrank:int8,pack --seeds 3 --plot split.png")
 def compare(
     model: Model = "bert:layers=2:hidden=128:heads=4",
     task: TaskName = "stdlib",
@@ -236,7 +240,7 @@ def compare(
 
     from thinwire.cli.split_inputs import model_builder, read_link, read_rows, read_task
     from thinwire.cli.split_tables import compare_table
-    from thinwire.pictures import check_plot, write_picture
+    from thinwire.pictures import write_picture
     from thinwire.split import Recipe
     from thinwire.split import compare as compare_plans
     from thinwire.split.picture import compare_picture

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import plain_table, progress, watched_load
+from thinwire.cli.console import check_output, plain_table, progress, watched_load
 from thinwire.cli.errors import RunFailed
-from thinwire.cli.options import Json
+from thinwire.cli.options import Json, check_folder
 from thinwire.cli.ranks import torchrun_group
 from thinwire.cli.supernet_inputs import (
-    check_folder,
     corners,
     make_net,
     make_phases,
@@ -45,7 +44,7 @@ Threads = Annotated[int, typer.Option(help="Number of torch's threads, on which 
 _CALIBRATION, _BATCH = 80, 20
 
 
-@app.command()
+@app.command(epilog="Example: thinwire supernet train --out run --data dots")
 def train(
     out: Annotated[Path, typer.Option(help="Folder for the network and its checkpoints; run again to continue.")],
     config: Annotated[str, typer.Option(help="tiny or published.")] = "tiny",
@@ -154,7 +153,7 @@ def _corner_table(console: Any, net: ElasticStereo, found: dict[str, Any], guess
     console.print(table)
 
 
-@app.command()
+@app.command(epilog="Example: thinwire supernet table run/net.pt")
 def table(
     net: Annotated[
         Path | None, typer.Argument(help="A network that train wrote; by default an untrained one of --config.")
@@ -175,6 +174,7 @@ def table(
 
     from thinwire.supernet.stereo import load_net
 
+    check_output("--out", out)
     torch.set_num_threads(threads)
     made = load_net(net) if net is not None else make_net(config, None, elastic_refinement)
     with watched_load(threads) as load:
@@ -215,7 +215,7 @@ def _range(console: Any, net: ElasticStereo, found: LatencyTable) -> None:
     )
 
 
-@app.command()
+@app.command(epilog="Example: thinwire supernet search run/net.pt")
 def search(
     net: Annotated[Path, typer.Argument(help="A network that train wrote.")],
     limit_ms: Annotated[
@@ -336,7 +336,7 @@ def _cost(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(epilog="Example: thinwire supernet export run/calibrated.pt --sub-net run/best.json --out best.pt2")
 def export(
     net: Annotated[Path, typer.Argument(help="A network that train or search wrote (search writes calibrated.pt).")],
     out: Annotated[Path, typer.Option(help="A .pt2 file (torch.export), or .onnx if ONNX is installed.")],
@@ -348,11 +348,10 @@ def export(
     from thinwire.supernet.stereo import export as export_net
     from thinwire.supernet.stereo import load_net
 
+    check_output("--out", out)
     made = load_net(net)
     chosen = parse_sub_net(sub_net, made)
     plain = made.extract(chosen).eval()
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: there is no such folder")
     shape = parse_size(size)
     with progress(f"writing {out}"):
         difference = export_net(plain, out, shape)

@@ -122,14 +122,6 @@ def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
     return made
 
 
-def check_folder(out: Path) -> None:
-    """Raise ``ValueError`` unless a folder exists or can be created."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be created: {error.strerror}") from error
-
-
 def corners(net: ElasticStereo) -> dict[str, Any]:
     """Return the sub-networks that are reported after training, by name."""
     space = net.space

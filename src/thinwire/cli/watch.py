@@ -25,6 +25,9 @@ def watch(
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"{path} is not a file, and none can be created there")
     with WatchPage(files, port) as page:
+        for path in files:
+            if not path.exists():
+                typer.echo(f"{path} does not exist yet: the page shows it as soon as it does", err=True)
         typer.echo(f"watching {', '.join(map(str, files))} at {page.address} ; ctrl-C stops it")
         if open:
             webbrowser.open(page.address)

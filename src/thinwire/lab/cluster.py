@@ -64,7 +64,7 @@ class Cluster:
         Raises:
             LabError: with one sentence on what is wrong.
         """
-        words = [word.strip() for word in (link or "unlimited").split(",")]
+        words = [word.strip() for word in ("unlimited" if link is None else link).split(",")]
         links = tuple(None if word.lower() in ("unlimited", "none") else parse_rate(word) for word in words)
         seconds = parse_delay(delay) if isinstance(delay, str) else float(delay or 0.0)
         return cls(workers, ranks_per_node, links, seconds)

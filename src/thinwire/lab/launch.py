@@ -24,6 +24,7 @@ from thinwire.lab.timeline import FaultTimeline
 from thinwire.link.secret import VARIABLE, fresh_secret_file
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
+_RANK_BYTES = 200 << 20  # of a process that has imported torch
 
 
 def run(
@@ -72,6 +73,9 @@ def run(
     with DeferredSignals() as signals, contextlib.ExitStack() as stack:
         if not environment.get(VARIABLE):
             environment[VARIABLE] = stack.enter_context(fresh_secret_file())
+        if cluster.workers > (most := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _RANK_BYTES):
+            print(f"note: {cluster.workers} ranks: this machine's memory holds about {most} that import torch; "
+                  "so many take minutes to start", file=sys.stderr, flush=True)  # fmt: skip
         mode, reason = find_mode()
         check_faults(faults, cluster, emulated=mode != "loopback")
         network: Network | None = None

@@ -28,6 +28,8 @@ def parse_rate(text: str) -> int:
     Raises:
         LabError: the text is not a rate, or is outside 100kbit to 1tbit.
     """
+    if "," in text:
+        raise LabError(f"link rate {text!r} is several, and here all links have the same one: give the slowest")
     match = _QUANTITY.fullmatch(text.strip().lower())
     number, unit = match.groups() if match else ("", "")
     if unit.endswith("bps"):

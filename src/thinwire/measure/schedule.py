@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 SMALLEST = 4 << 10
 LARGEST = 16 << 20
+_MOST = 1 << 36
 _STRIDES = (4, 2, 1)
 _SLICE_SECONDS = 0.5
 MOST_REPEATS = 15
@@ -15,10 +16,12 @@ def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]
     """Return sizes in bytes: powers of two times the smallest, and the largest.
 
     Raises:
-        ValueError: the largest is below twice the smallest, so no line could be fitted.
+        ValueError: the largest is below twice the smallest, so no line could be fitted, or no machine could hold it.
     """
-    if largest < 2 * smallest:
-        raise ValueError(f"the largest message must be at least {2 * smallest} bytes, not {largest}")
+    if not 2 * smallest <= largest <= _MOST:
+        raise ValueError(
+            f"the largest message must be at least {2 * smallest} bytes and at most {_MOST}, not {largest}"
+        )
     sizes = [smallest]
     while sizes[-1] * 2 <= largest:
         sizes.append(sizes[-1] * 2)

@@ -39,7 +39,9 @@ def verdict(result: ProbeResult) -> list[str]:
     if bent:
         names = ", ".join(dict.fromkeys(key[0] for key in bent))
         said.append(f"no straight line fits {names}: the planner uses the measured table")
-    said = [*said, *_left_out(result)] or ["one rank only: nothing is exchanged"]
+    said = [*said, *_left_out(result)] or [
+        "one rank only: nothing is exchanged; probe with at least two to measure exchanges"
+    ]
     return [*said, _compute(result)] if set(KERNELS) <= set(result.compute) else said
 
 

@@ -24,7 +24,7 @@ _PYPLOT_LOOKS: dict[str, dict[str, Any]] = {
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise ``ValueError`` unless ``--plot`` can be written: known file type, library installed, folder exists."""
+    """Raise ``ValueError`` unless ``--plot`` can be drawn: known file type, library installed."""
     if path is None:
         return
     if path.suffix == ".png":
@@ -33,8 +33,6 @@ def check_plot(path: Path | None) -> None:
         plotly()
     else:
         raise ValueError(f"--plot {path}: the name must end in .png or .html")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path} is not a file that can be written: give a file in a folder that exists")
 
 
 def write_picture(picture: Picture, path: Path) -> None:

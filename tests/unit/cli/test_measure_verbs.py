@@ -38,6 +38,7 @@ def alone(monkeypatch, tmp_path):
         (["probe", "--seconds", "0"], "positive"),
         (["probe", "--backend", "mpi"], "auto, gloo or nccl"),
         (["probe", "--backend", "nccl"], "torchrun"),
+        (["probe", "--max-bytes", "9" * 20], "and at most 68719476736"),
         (["probe", "--out", "nowhere/costs.json"], "folder that exists"),
         (["profile", "chargtp"], "did you mean 'chargpt'"),
         (["profile", "no_such_module:build"], "cannot be loaded"),
@@ -66,6 +67,14 @@ def loses():
 
 def refuses():
     raise ValueError("width must be even")
+
+def a_tensor_for_a_loss():
+    return torch.nn.Linear(2, 2), torch.ones(2)
+
+def nothing_to_train():
+    return torch.nn.ReLU(), lambda model, step, rank: torch.ones(())
+
+network = torch.nn.Linear(2, 2)
 """
 
 
@@ -96,6 +105,9 @@ def test_a_file_of_ones_own_that_cannot_be_imported(verb, model, says, tmp_path,
         ("loses", "line 8: KeyError: 'x'"),
         ("refuses", "line 11: ValueError: width must be even"),
         ("build:width=2:depth=3", "no option 'depth'"),
+        ("a_tensor_for_a_loss", "must return (model, loss) with loss(model, step, rank) -> Tensor"),
+        ("nothing_to_train", "has no parameter to train"),
+        ("network", "is a module, not a function"),
     ],
 )
 def test_an_error_of_ones_own_is_told_with_its_place(verb, function, says, tmp_path, monkeypatch):
@@ -105,6 +117,16 @@ def test_an_error_of_ones_own_is_told_with_its_place(verb, function, says, tmp_p
     assert result.exit_code == 2, result.output
     assert says in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("verb", [["profile"], ["bench", "--model"], ["plan"], ["race"]])
+@pytest.mark.parametrize("model", ["own_file.py", "./own_file.py", "own_file.py:build"])
+def test_a_file_in_place_of_a_module(verb, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_file.py").write_text(OWN)
+    result = runner.invoke(app, [*verb, model])
+    assert result.exit_code == 2, result.output
+    assert "is a file: write own_file:build" in result.stderr
 
 
 @pytest.mark.parametrize("words", [["probe", "--workers", "3"], ["profile", "mlp"]])

@@ -79,6 +79,18 @@ def test_lines_fit_a_terminal(words):
     assert "\N{HORIZONTAL ELLIPSIS} " not in text  # no cell was cut
 
 
+def test_a_narrow_screen_loses_no_column():
+    words = ["plan", "resnet50", "--methods", "acp:rank=4"]
+    wide, narrow = (runner.invoke(app, words, env={"COLUMNS": columns}).stdout for columns in ("200", "40"))
+    for head in ("band", "exposed", "bound by", "steps"):
+        assert f"  {head}" in narrow
+    assert max(len(line) for line in narrow.splitlines()) <= 40
+    (row,) = (line.split() for line in wide.splitlines() if line.strip().startswith("acp:rank=4 "))
+    assert [line.split(": ")[1] for line in narrow.partition("\nacp:rank=4\n")[2].splitlines()[: len(row) - 1]] == row[
+        1:
+    ]
+
+
 def test_the_cluster():
     found = as_json("vgg16", "--link", "1gbit", "--latency", "1ms", "--workers", "8", "--ranks-per-node", "4", *FEW)
     asked = found["question"]
@@ -222,6 +234,11 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
     "words,says",
     [
         ([], "give a model"),
+        (["resnet50:batch=2"], "has no options: use --batch-size"),
+        (["resnet50", "--link", "1gbit,100mbit"], "all links have the same one: give the slowest"),
+        (["resnet50", "--link", ""], "is not a number"),
+        (["resnet50", "--methods", "lcoal"], "did you mean 'local'"),
+        (["resnet50", "--methods", "topk:decoupled=true"], "cannot be decoupled"),
         (["resnet5"], "did you mean 'resnet50'"),
         (["resnet50", "--methods", "ssdg"], "did you mean 'ssgd'"),
         (["resnet50", "--methods", "acp:rank=-1"], "rank"),
@@ -258,7 +275,7 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["chargpt:layers=-1"], "layers=-1 must be a whole number of at least 1"),
         (["chargpt:layers=2.5"], "layers=2.5 must be a whole number of at least 1"),
         (["chargpt:fused=3"], "fused=3 must be true or false"),
-        (["chargpt:lr=nan"], "lr=nan must be a number above 0"),
+        (["chargpt:lr=nan"], "lr='nan' must be a number above 0"),
         (["deep.json"], "deep.json: this is not a thinwire profile: maximum recursion"),
         (["resnet50", "--costs", "deep.json"], "deep.json: these are not thinwire costs: maximum recursion"),
         (["huge.json"], "huge.json: this is not a thinwire profile"),

@@ -75,6 +75,8 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
         (["shard", "somewhere", "--index", "0"], "host:port"),
         (["shard", "127.0.0.1:1", "--index", "-1"], "--index -1 must be at least 0"),
         (["shard", "127.0.0.1:1", "--index", "0", "--outer", "sgdd"], "unknown optimizer"),
+        (["node", "--server", "nowhere.invalid:1"], "the name 'nowhere.invalid' has no address"),
+        (["shard", "nowhere.invalid:1", "--index", "0"], "the name 'nowhere.invalid' has no address"),
         (["replay", "nothing.jsonl"], "does not exist"),
     ],
 )

@@ -82,7 +82,7 @@ def test_verdict_says_the_line_and_what_is_unusual():
     assert "there was not enough time above 16 MiB for AllGather (world): extrapolated" in left
     assert "there was not enough time for 1 of 79 points between others: interpolated" in left
     alone = ProbeResult("here", "gloo", (1,), ())
-    assert verdict(alone) == ["one rank only: nothing is exchanged"]
+    assert verdict(alone) == ["one rank only: nothing is exchanged; probe with at least two to measure exchanges"]
     assert alone.costs.lookup("AllReduce", "world", 1)(1e6) == 0
     assert set(KERNELS) == set(assumed_compute())
 

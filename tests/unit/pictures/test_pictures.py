@@ -99,6 +99,5 @@ def test_values_that_are_not_finite_are_left_out():
 def test_a_plot_that_cannot_be_written_is_refused_at_once(tmp_path):
     check_plot(None)
     check_plot(tmp_path / "a.png")
-    for path, says in ((tmp_path / "a.jpg", r"\.png or \.html"), (tmp_path / "new" / "a.png", "folder that exists")):
-        with pytest.raises(ValueError, match=says):
-            check_plot(path)
+    with pytest.raises(ValueError, match=r"\.png or \.html"):
+        check_plot(tmp_path / "a.jpg")

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from thinwire.bench.functions import check_options, load_function, told
+from thinwire.bench.functions import check_module, check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
 
 if TYPE_CHECKING:
@@ -47,12 +47,9 @@ def build_model(text: str, seed: int = 0, device: torch.device | None = None) ->
     random.seed(seed)
     numpy.random.seed(seed)
     function = _function(name)
-    if name in FILES:
-        workload = _as_workload(name, function(**options))
-    else:
-        with told(f"model {name!r}"):
-            built = function(**options)
-        workload = _as_workload(name, built)
+    with told(f"model {name!r}"):
+        built = function(**options)
+    workload = _as_workload(name, built)
     if device is not None:
         elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", device.type}
         if elsewhere:
@@ -73,12 +70,18 @@ def loss_of(workload: Workload, rank: int) -> Callable[[nn.Module, int], Any]:
 
 
 def _function(name: str) -> Callable[..., Any]:
+    from torch import nn
+
     if name in FILES:
         found: Callable[..., Any] = importlib.import_module(f"thinwire.bench.models.{FILES[name]}").build
         return found
     if ":" not in name:
+        check_module(name, "model")
         raise ValueError(f"unknown model {name!r}; {nearest(name, FILES)}, or module:function of your own")
-    return load_function(name, "model")
+    function = load_function(name, "model")
+    if isinstance(function, nn.Module):
+        raise ValueError(f"model {name!r} is a module, not a function: name a function that returns (model, loss)")
+    return function
 
 
 def _as_workload(name: str, built: Any) -> Workload:
@@ -88,9 +91,11 @@ def _as_workload(name: str, built: Any) -> Workload:
 
     if isinstance(built, Workload):
         return built
-    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], torch.nn.Module)):
+    model, loss = built if isinstance(built, tuple) and len(built) == 2 else (None, None)
+    if not (isinstance(model, torch.nn.Module) and callable(loss)):
         raise ValueError(
             f"model {name!r} must return (model, loss) with loss(model, step, rank) -> Tensor, or a Workload"
         )
-    model, loss = built
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"model {name!r} has no parameter to train: set requires_grad=True on what should be trained")
     return Workload(name, model, loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.01), f"{name} of your own")

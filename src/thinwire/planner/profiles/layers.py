@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,8 @@ class FlopsEstimate:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
-        if not self.device_flops > 0:
-            raise ValueError(f"device_flops must be positive, not {self.device_flops}")
+        if not 0 < self.device_flops < math.inf:
+            raise ValueError(f"device_flops must be positive and finite, not {self.device_flops}")
 
 
 def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
