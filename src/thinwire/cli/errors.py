@@ -34,4 +34,4 @@ def sentence(error: Exception) -> str:
         ctx = getattr(error, "ctx", None)
         words = error.format_message().partition(", unable to")[0].rstrip(".")  # type: ignore[attr-defined]
         return f"{words} (see {ctx.command_path if ctx else 'thinwire'} --help)"
-    return str(error)
+    return str(error).strip().partition("\n")[0] if isinstance(error, ValueError) else str(error)

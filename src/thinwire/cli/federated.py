@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from thinwire.cli.console import check_output, check_plot, progress
-from thinwire.cli.options import Plot
+from thinwire.cli.options import Plot, check_folder
 from thinwire.cli.ranks import torchrun_group
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
@@ -79,7 +79,9 @@ def run(
         traffic,
     )  # fmt: skip
     from thinwire.federated import ClientStateStore, ClientTrace, History
+    from thinwire.federated.options import use_ranks
     from thinwire.federated.picture import history_picture
+    from thinwire.federated.schedule import check_schedule
     from thinwire.pictures import write_picture
 
     check_plot(plot)
@@ -91,6 +93,10 @@ def run(
         "evaluate_every": evaluate_every,
     }  # fmt: skip
     asked = federations(federation, algorithm, compress, given, checkpoint_every, per_client=per_client)
+    use_ranks("auto", devices, None, None)
+    check_schedule(schedule)
+    if checkpoint_dir is not None:
+        check_folder(checkpoint_dir, "--checkpoint-dir")
     if out is not None and len(asked) > 1:
         raise ValueError("--out takes the weights of one algorithm: name only one")
     torch.set_num_threads(threads)
@@ -151,9 +157,11 @@ def predict(
     slow: Annotated[int, typer.Option(help="Without --devices: number of devices that are four times slower.")] = 4,
     clients: Annotated[int, typer.Option(help="Total number of clients.")] = 1000,
     clients_per_round: Annotated[int, typer.Option(help="How many clients train in each round.")] = 100,
-    mean: Annotated[float, typer.Option(help="Mean number of samples per client, log-normally distributed.")] = 50.0,
+    mean: Annotated[
+        float, typer.Option(max=1e9, help="Mean number of samples per client, log-normally distributed.")
+    ] = 50.0,
     spread: Annotated[
-        float, typer.Option(help="Standard deviation of that number's logarithm; 0: all the same.")
+        float, typer.Option(max=10, help="Standard deviation of that number's logarithm; 0: all the same.")
     ] = 1.0,
     rounds: Annotated[int, typer.Option(help="Number of rounds to average over.")] = 50,
     seed: Annotated[int, typer.Option(help="Seed of sizes and cohorts.")] = 0,

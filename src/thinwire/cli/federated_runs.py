@@ -30,6 +30,7 @@ def federations(
         ValueError: an unknown name, one algorithm twice, or a federation that does not say how to look at its clients.
     """
     from thinwire.bench.federations import build_algorithm, build_federation, compressed
+    from thinwire.federated.accumulate import check_mode
     from thinwire.federated.options import check_numbers
 
     texts = [None] if algorithms is None else [text.strip() for text in algorithms.split(",") if text.strip()]
@@ -45,6 +46,7 @@ def federations(
         for option, value in given.items():
             if value is not None:
                 setattr(made, option, value)
+        check_mode(made.reduction)
         check_numbers(made.rounds, made.clients_per_round, len(made.clients), made.evaluate_every, checkpoint_every)
         if per_client:
             if made.per_client is None:

@@ -15,10 +15,12 @@ Device = Annotated[
 Plot = Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")]
 
 
-def check_folder(out: Path) -> None:
-    """Create the folder of ``--out``; raise ``ValueError`` if no files can be written into it."""
+def check_folder(out: Path, option: str = "--out") -> None:
+    """Create the folder of an option; raise ``ValueError`` if no files can be written into it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()  # some folders refuse even root
     except OSError as error:
-        raise ValueError(f"--out {out} is not a folder that can be written ({error.strerror}): give another") from error
+        raise ValueError(
+            f"{option} {out} is not a folder that can be written ({error.strerror}): give another"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -179,7 +180,7 @@ def run(
     updates: Annotated[int | None, typer.Option(help="Stop after this many updates.")] = None,
     gradients: Annotated[int | None, typer.Option(help="Stop after this many applied gradients.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds of training.")] = None,
-    evaluate_every: Annotated[int, typer.Option(help="Updates between evaluations of the held-out loss.")] = 10,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Updates between evaluations of the held-out loss.")] = 10,
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
     keys: Annotated[
         Path | None,
@@ -204,6 +205,7 @@ def run(
     _check_end(updates, gradients, seconds)
     check_shards(shards)
     check_plot(plot)
+    check_output("--journal", journal)
     spec = LabSpec(
         model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
         slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
@@ -239,7 +241,7 @@ def simulate(
     nodes: Annotated[int, typer.Option(help="Nodes, each with a leader.")] = 4,
     workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
     step: Annotated[float, typer.Option(help="Median seconds of a worker's step.")] = 1.0,
-    spread: Annotated[float, typer.Option(help="Log-normal spread of a step; 0: none.")] = 0.1,
+    spread: Annotated[float, typer.Option(max=10, help="Log-normal spread of a step; 0: none.")] = 0.1,
     slow: Annotated[
         list[str] | None, typer.Option(help="NODE:FACTOR, to make that node this many times slower.")
     ] = None,
@@ -249,7 +251,7 @@ def simulate(
     ] = 0,
     link: Annotated[str, typer.Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0.5ms",
-    seconds: Annotated[float, typer.Option(help="Virtual seconds to simulate.")] = 300.0,
+    seconds: Annotated[float, typer.Option(max=1e6, help="Virtual seconds to simulate.")] = 300.0,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     json: Json = False,
 ) -> None:
@@ -300,8 +302,8 @@ def _pairs(words: list[str] | None, example: str, nodes: int) -> list[tuple[int,
             pair = int(left), float(right)
         except ValueError:
             raise ValueError(f"{word!r} is not NODE:NUMBER; use for example {example}") from None
-        if not 0 <= pair[0] < nodes or pair[1] < 0:
-            raise ValueError(f"{word!r}: there are nodes 0 to {nodes - 1}, and the number must not be negative")
+        if not (0 <= pair[0] < nodes and 0 < pair[1] < math.inf):
+            raise ValueError(f"{word!r}: there are nodes 0 to {nodes - 1}, and the number must be above 0")
         found.append(pair)
     return found
 

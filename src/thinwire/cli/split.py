@@ -28,7 +28,7 @@ Model = Annotated[
 TaskName = Annotated[str, typer.Option("--task", help="stdlib, or a GLUE task with --data: cola, sst2, mrpc, ...")]
 Data = Annotated[Path | None, typer.Option(help="Directory with the task's train.tsv and dev.tsv.")]
 Length = Annotated[int, typer.Option(help="Tokens per sample; longer samples are truncated.")]
-Most = Annotated[int, typer.Option("--lines", help="With stdlib: lines per package.")]
+Most = Annotated[int, typer.Option("--lines", min=1, help="With stdlib: lines per package.")]
 Cut = Annotated[int, typer.Option(help="The layer to cut, counted from 1.")]
 Kind = Annotated[str, typer.Option(help="lowrank, ffn or boundary.")]
 Rank = Annotated[int, typer.Option(help="With lowrank: numbers per token that cross the cut.")]
@@ -83,7 +83,7 @@ def plan(
     link: LinkUp = "10mbit",
     link_down: LinkDown = None,
     latency: Latency = "0",
-    measure: Annotated[int, typer.Option(help="Steps to run here first, to time the computation; 0: none.")] = 5,
+    measure: Annotated[int, typer.Option(min=0, help="Steps to run here first, to time the computation; 0: none.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Cut the model and write both halves to this directory.")] = None,
     json: Json = False,
 ) -> None:

@@ -76,6 +76,8 @@ def model_builder(text: str, length: int, plans: Iterable[SplitPlan] = ()) -> Ca
     for key, value in options.items():
         if key not in known or isinstance(value, bool) or not isinstance(value, known[key]):  # type: ignore[arg-type]
             raise ValueError(f"model option {key}={value!r} is unknown: use {', '.join(known)} with numbers")
+        if value < 0 or (value == 0 and key != "dropout"):  # type: ignore[operator]
+            raise ValueError(f"model option {key}={value!r} must be above 0")
     if name.startswith("vit"):
         raise ValueError("the command line has only text tasks: split a ViT from Python, with thinwire.split")
     numbers: dict[str, Any] = options

@@ -40,7 +40,7 @@ Data = Annotated[
 ]
 Size = Annotated[str, typer.Option(help="Height x width of the images, or of the crops if pairs are files.")]
 MaxDisparity = Annotated[float, typer.Option(help="Largest disparity of synthetic pairs, in pixels.")]
-Threads = Annotated[int, typer.Option(help="Number of torch's threads, on which latencies depend.")]
+Threads = Annotated[int, typer.Option(min=1, help="Number of torch's threads, on which latencies depend.")]
 _CALIBRATION, _BATCH = 80, 20
 
 

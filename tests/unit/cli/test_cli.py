@@ -104,6 +104,25 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(words):
     assert "can be written" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rounds", "0"],
+        ["--devices", "0"],
+        ["--schedule", "nope"],
+        ["--reduction", "nope"],
+        ["--checkpoint-dir", "/proc/x"],
+        ["--clients-per-round", "9999"],
+    ],
+)
+def test_a_federation_that_cannot_run_prints_nothing_before_it_is_told(words):
+    result = runner.invoke(app, ["federated", "run", "digits", *words])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("verb", ["bench", "federated run", "kfac tune", "split compare", "ps run --updates 1"])
 def test_a_plot_that_cannot_be_written_is_told_before_the_work(verb):
     result = runner.invoke(app, [*verb.split(), "--plot", "/proc/x.png"])

@@ -77,6 +77,11 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
         (["shard", "127.0.0.1:1", "--index", "0", "--outer", "sgdd"], "unknown optimizer"),
         (["node", "--server", "nowhere.invalid:1"], "the name 'nowhere.invalid' has no address"),
         (["shard", "nowhere.invalid:1", "--index", "0"], "the name 'nowhere.invalid' has no address"),
+        (["simulate", "--slow", "0:0"], "the number must be above 0"),
+        (["simulate", "--spread", "1e99"], "'--spread'"),
+        (["simulate", "--seconds", "inf"], "'--seconds'"),
+        (["run", "--seconds", "1", "--evaluate-every", "0"], "'--evaluate-every'"),
+        (["run", "--seconds", "1", "--journal", "/proc/x"], "--journal /proc/x is not a file that can be written"),
         (["replay", "nothing.jsonl"], "does not exist"),
     ],
 )
