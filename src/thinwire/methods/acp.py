@@ -1,7 +1,7 @@
 """ACP-SGD: alternate compressed power iteration. One thin factor per step and one all-reduce, like S-SGD.
 
-Paper: Zhang, Shi, Li: Accelerating Distributed Deep Learning using Lossless (Alternate) Compression, ICDCS 2023,
-arXiv 2306.08881, section III.
+Paper: Zhang, Zhang, Shi, Chu, Li: Evaluation and Optimization of Gradient Compression for Distributed Deep Learning,
+ICDCS 2023, arXiv 2306.08881.
 
 A = M + E, n x m, per tensor: P is n x r, Q is m x r. Even steps send A Q and apply mean(A) Q Qt; odd steps send At
 P and apply P Pt mean(A). A pair of steps is one power iteration. Elements sent per step: r n or r m, plus the tensors

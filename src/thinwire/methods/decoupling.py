@@ -1,6 +1,6 @@
 """Decoupling: the options of methods whose all-gather may wait for the next forward, and the exchange itself.
 
-Paper: Zhang et al.: Decoupling the All-Reduce Primitive for Accelerating Distributed Deep Learning (DeAR), ICDCS 2023,
+Paper: Zhang et al.: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining, ICDCS 2023,
 arXiv 2302.12445.
 
 An all-reduce is a reduce-scatter and an all-gather, at the same cost. A bucket's reduce-scatter runs during backward,

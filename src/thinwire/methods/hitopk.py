@@ -1,7 +1,7 @@
 """HiTopK: the dense sum inside a node, the largest entries between nodes.
 
 Paper: Shi et al.: Towards scalable distributed training of deep learning on public cloud clusters, MLSys 2021, arXiv
-2010.10458, section III (HiTopKComm).
+2010.10458 (HiTopKComm).
 
 m nodes of n ranks, d elements. Reduce-scatter in the node: each rank holds S = ceil(d / n) elements of the node's sum,
 its *shard*. A = shard + E; the k = floor(density S) largest entries go to the same shard of every other node, where
