@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from thinwire.collectives.countdown_work import CountdownWork
+from thinwire.link.forks import not_for_children
 from thinwire.link.memory import memory_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Stream:
     def __init__(self, connection: socket.socket, peer: str, timeout: float, loop: SocketLoop) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self._peer, self._timeout, self._socket_loop = connection, peer, timeout, loop
+        self.socket, self._peer, self._timeout, self._socket_loop = not_for_children(connection), peer, timeout, loop
         self._out, self._in = _Way(), _Way()
         self._lock = threading.RLock()
         self._error: RuntimeError | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from thinwire.link.duplex import Duplex
 from thinwire.link.errors import PairError
+from thinwire.link.forks import not_for_children
 
 HELLO_SECONDS = 10.0
 MOST_UNKNOWN = 128
@@ -43,11 +44,12 @@ class Door:
         self._unknown: dict[Duplex, None] = {}  # the oldest first
         self._lock = threading.Lock()
         try:
-            self._server: socket.socket | None = socket.create_server((host, port), backlog=MOST_UNKNOWN)
+            server = socket.create_server((host, port), backlog=MOST_UNKNOWN)
         except OSError as error:
             advice = "choose another or end the program using it" if port else "is that an address of this machine?"
             raise PairError(f"port {port} of {host} cannot be used ({error.strerror}): {advice}") from error
-        self.port = int(self._server.getsockname()[1])
+        self._server: socket.socket | None = not_for_children(server)
+        self.port = int(server.getsockname()[1])
 
     def open(self) -> None:
         """Begin to accept connections."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from thinwire.link.errors import NotAdmitted, PairError, PairTimeout
+from thinwire.link.forks import not_for_children
 from thinwire.link.tls import Certificate, Cipher, Credentials
 
 _LOOK_SECONDS = 5.0
@@ -49,7 +50,7 @@ class Duplex:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # where nobody may count the other side's silence, the system asks at last whether its machine is still there
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._socket = connection
+        self._socket = not_for_children(connection)
         self._cipher: Cipher | None = None
         self._room = memoryview(b"")
         self._lock = threading.Lock()

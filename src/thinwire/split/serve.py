@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from thinwire.link.door import HELLO_SECONDS, Door
 from thinwire.link.duplex import Duplex, readable
 from thinwire.link.errors import PairError
+from thinwire.link.forks import not_for_children
 from thinwire.link.tls import Credentials
 from thinwire.split.edge import printable
 from thinwire.split.errors import FrameError, LinkError, SessionError, SplitError
@@ -84,7 +85,7 @@ class CloudServer:
         self._heard: queue.SimpleQueue[_Newcomer] = queue.SimpleQueue()
         self._serving = threading.RLock()
         # readable when a newcomer's hello has been read, or at an end of file, when this server is closed
-        self._bell, self._ring = socket.socketpair()
+        self._bell, self._ring = map(not_for_children, socket.socketpair())
         try:
             self._door = Door(self.port, self.host, self._hear, self.hello_seconds, MOST)
         except (PairError, ValueError) as error:
