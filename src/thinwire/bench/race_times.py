@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.bench.device import names_of_cards
 from thinwire.bench.finish import Pace, pace_of
 from thinwire.bench.functions import told
-from thinwire.bench.halving import BASE
+from thinwire.bench.halving import BASE, FEWEST
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.race import (
     cache_folder,
@@ -33,6 +33,7 @@ from thinwire.local.named import named_local
 from thinwire.measure.timing import settle
 from thinwire.methods.registry import METHODS, method
 
+SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
 _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
 
@@ -148,13 +149,12 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
     course.tell("computing time of a step", 1)
     alone, gradient_bytes = _computing(asked)
     wire = _wire_seconds(asked, gradient_bytes)
+    _check_minutes(asked, alone, wire)
     longer = tuple(row for ratio, row in asked.longer if wire >= ratio * alone)
     with_longer = replace(asked, rows=(*asked.rows, *longer))
     if (timed := _timed(with_longer, alone, wire)) is not None:
         asked = with_longer
-    elif (timed := _timed(asked, alone, wire)) is None:
-        raise _too_few_minutes(asked, alone, wire)
-    steps, turns = timed
+    steps, turns = timed or _timed(asked, alone, wire) or (2, 1)
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
                      link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
                      operation_seconds=max(300.0, 60 * asked.minutes), device=asked.device)  # fmt: skip
@@ -215,13 +215,16 @@ def _timing_seconds(asked: RaceSpec, steps: int, turns: int, alone: float, wire:
     return exact * wire + alone * sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
 
 
-def _too_few_minutes(asked: RaceSpec, alone: float, wire: float) -> BenchError:
-    least = _timing_seconds(asked, 2, 1, alone, wire)
-    step = f"a step of DDP takes at least {max(alone, wire):.3g} s"
-    return BenchError(
-        f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here, as {step}: "
-        f"give --minutes {math.ceil(least / 0.4 / 60)} or more, or fewer --methods"
-    )
+def _check_minutes(asked: RaceSpec, alone: float, wire: float) -> None:
+    """Refuse a time that cannot suffice, even for a short turn and for training DDP and one more row."""
+    least, training = _timing_seconds(asked, 2, 1, alone, wire), 2 * FEWEST * alone
+    needed = max(least / 0.4, (least + training) / SPEND) / 60
+    if asked.minutes < needed:
+        step = f"a step of DDP takes at least {max(alone, wire):.3g} s"
+        raise BenchError(
+            f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here and training two of them "
+            f"{training / 60:.1f}, as {step}: give --minutes {math.ceil(needed)} or more, or fewer --methods"
+        )
 
 
 def _steps_of(row: Row, steps: int, turns: int) -> int:

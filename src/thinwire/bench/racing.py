@@ -21,7 +21,7 @@ from thinwire.bench.race import (
     Trajectory,
     trajectories,
 )
-from thinwire.bench.race_times import Course, LinkTimes, RaceSpec, is_exact, measure, period_of
+from thinwire.bench.race_times import SPEND, Course, LinkTimes, RaceSpec, is_exact, measure, period_of
 from thinwire.bench.record import RunRecord
 from thinwire.bench.rows import COMPUTE, Row, parse_rows
 from thinwire.bench.session import BenchError, Launched
@@ -38,8 +38,6 @@ DEFAULT_METHODS = (
 LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
 """More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
 spend a fifth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
-
-_SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def _starters(
     rows.sort(key=lambda row: paces[row.label].seconds * _prior(row, measured.record))
     labels, base = [row.label for row in rows], paces[BASE].apart_seconds
     periods = {row.label: period_of(row) for _, row in asked.longer}
-    left = _SPEND * 60 * asked.minutes - measured.wall_seconds
+    left = SPEND * 60 * asked.minutes - measured.wall_seconds
     while True:
         apart = [paces[label].apart_seconds for label in labels]
         budget = fit(base, apart, left, start=measured.start_seconds, seeds=asked.seeds)
@@ -193,7 +191,7 @@ def _starters(
     seconds = measured.wall_seconds + (asked.seeds or 1) * (measured.start_seconds + FEWEST * (base + sum(apart)))
     raise BenchError(
         f"--minutes {asked.minutes:g} is not enough to train {FEWEST} steps: "
-        f"give {math.ceil(seconds / _SPEND / 60 + 0.5)} or more; a step on the link, known to the next race: {kept}"
+        f"give {math.ceil(seconds / SPEND / 60 + 0.5)} or more; a step on the link, known to the next race: {kept}"
     )
 
 

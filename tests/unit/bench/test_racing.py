@@ -212,6 +212,12 @@ def test_what_fails_or_does_not_get_there_is_told(raced):
         raced(World(FAST, {**NEEDS, "ddp": -1.0}), METHODS, workers=3)
 
 
+def test_a_race_that_was_timed_in_vain_says_what_it_knows_now(raced):
+    slow = {label: 30 * seconds for label, seconds in FAST.items()}
+    with pytest.raises(BenchError, match=r"give \d+ or more; a step on the link, known to the next race: .*ddp "):
+        raced(World(slow, NEEDS), METHODS, minutes=0.2)
+
+
 def test_of_many_rows_those_that_promise_least_are_left_out(raced):
     slow = {label: 30 * seconds for label, seconds in FAST.items()}
     world = World({**slow, "compute": 0.4}, NEEDS)

@@ -102,6 +102,12 @@ def test_minutes_that_cannot_suffice_are_told_before_ranks_start(monkeypatch):
     assert "give --minutes " in said
 
 
+def test_minutes_that_suffice_for_the_link_but_not_for_training_are_told_before_ranks_start():
+    code, said = refused("mlp:width=64", "--minutes", "0.0001")
+    assert code == 1
+    assert "training two of them " in said
+
+
 def test_without_links_nothing_can_race_on_one(monkeypatch):
     monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
     code, said = refused("chargpt", "--link", "100mbit")
