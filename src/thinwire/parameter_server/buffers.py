@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+
+from thinwire.link.memory import shares_memory
 
 _KEPT = 0.9
 
@@ -28,11 +31,11 @@ class BufferLayout:
     def of(cls, model: nn.Module) -> BufferLayout:
         """Return a model's layout, maybe empty.
 
-        Left out are constants (bool masks, buffers not in ``state_dict``), and complex and empty buffers.
+        Left out are constants (bool masks, buffers not in ``state_dict``), and complex, sparse and empty buffers.
         """
         saved = model.state_dict()
         found = [(n, b) for n, b in model.named_buffers() if n in saved and b.numel() and b.dtype != torch.bool]
-        found = [(n, b) for n, b in found if not b.is_complex()]
+        found = [(n, b) for n, b in found if not b.is_complex() and b.layout is torch.strided]
         found.sort(key=lambda pair: not pair[1].is_floating_point())
         floats = sum(b.numel() for _, b in found if b.is_floating_point())
         return cls(tuple(n for n, _ in found), tuple(tuple(b.shape) for _, b in found), floats)
@@ -47,13 +50,26 @@ class BufferLayout:
         buffers = dict(model.named_buffers())
         return torch.cat([buffers[name].detach().reshape(-1).double() for name in self.names])
 
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return a vector, or rows of them, as views of one buffer each."""
+        return list(flat.split([torch.Size(shape).numel() for shape in self.shapes], dim=-1))
+
     @torch.no_grad()
     def write(self, flat: Tensor, model: nn.Module) -> None:
-        """Copy a flat vector into the model."""
+        """Copy a flat vector into the model.
+
+        A buffer stays as it is if its new value is not finite, as a mask's, or is the old one in fp64, which does not
+        hold every large integer.
+        """
         buffers = dict(model.named_buffers())
-        sizes = [torch.Size(shape).numel() for shape in self.shapes]
-        for name, shape, piece in zip(self.names, self.shapes, flat.split(sizes)):
-            buffers[name].copy_(piece.view(shape))
+        for name, shape, piece in zip(self.names, self.shapes, self.split(flat)):
+            held = buffers[name]
+            new = piece.view(shape).to(held.device)
+            if new.isfinite().all() and not torch.equal(held.double(), new):
+                if shares_memory(held):
+                    held.data = new.to(held.dtype)
+                else:
+                    held.copy_(new)
 
     def read(self, message: Tensor) -> Tensor:
         """View received bytes, ``uint8 [8 B]``, as a flat vector ``[B]``.
@@ -66,9 +82,18 @@ class BufferLayout:
         return message.view(torch.float64)
 
     def mean(self, rows: Sequence[Tensor]) -> Tensor:
-        """Combine the buffers of several workers: average the floats, take the largest count."""
-        stacked = torch.stack(list(rows))
-        return torch.cat([stacked[:, : self.floats].mean(0), stacked[:, self.floats :].amax(0)])
+        """Combine the buffers of several workers: average the floats, where finite, and take the largest count."""
+        kept = []
+        for rows_of_one in self.split(torch.stack(list(rows))):
+            finite = rows_of_one.isfinite().all(1)
+            kept.append(rows_of_one[finite] if finite.any() else rows_of_one[:1])
+        means = [one.amax(0) if counts else one.mean(0) for one, counts in zip(kept, self.counts())]
+        return torch.cat(means)
+
+    def counts(self) -> list[bool]:
+        """Return for each buffer whether it holds counts."""
+        ends = accumulate(torch.Size(shape).numel() for shape in self.shapes)
+        return [end > self.floats for end in ends]
 
 
 class RunningBuffers:
@@ -83,17 +108,21 @@ class RunningBuffers:
         self.layout, self.value = layout, value
 
     def add(self, x: Tensor) -> None:
-        """Add one node's buffers, ``[B]``. They are ignored if any value is not finite."""
-        if not x.isfinite().all():
-            return
+        """Add one node's buffers, ``[B]``. Those that are not finite are ignored."""
         if self.value is None:
             self.value = x.clone()
             return
-        cut = self.layout.floats
-        new = self.value.clone()  # the old tensor may still be being sent, so it must not change
-        new[:cut].mul_(_KEPT).add_(x[:cut], alpha=1 - _KEPT)
-        torch.maximum(new[cut:], x[cut:], out=new[cut:])
-        self.value = new
+        value = self.value.clone()  # the old tensor may still be being sent, so it must not change
+        for old, new, counts in zip(self.layout.split(value), self.layout.split(x), self.layout.counts()):
+            if not new.isfinite().all():
+                continue
+            if not old.isfinite().all():
+                old.copy_(new)
+            elif counts:
+                torch.maximum(old, new, out=old)
+            else:
+                old.mul_(_KEPT).add_(new, alpha=1 - _KEPT)
+        self.value = value
 
     def write(self, model: nn.Module) -> None:
         """Copy the average into a model; leave the model alone if no buffers have come yet."""

@@ -57,6 +57,51 @@ def test_the_server_takes_the_first_and_then_moves_a_tenth():
     assert torch.equal(before, first)  # which may be on its way somewhere
 
 
+class Odd(torch.nn.Module):
+    """Buffers of which each needs a decision of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.register_buffer("wide", torch.ones(1).expand(3))
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.register_buffer("number", torch.tensor(2**60 + 1))
+
+
+def test_each_buffer_is_decided_alone():
+    model = Odd()
+    layout = BufferLayout.of(model)
+    assert "sparse" not in layout.names
+
+    def named(flat):
+        return dict(zip(layout.names, layout.split(flat)))
+
+    rows = [layout.flat(model) for _ in range(3)]
+    for row, mean, var, wide in zip(rows, (1.0, 3.0, torch.nan), (4.0, torch.nan, torch.nan), (1.0, 4.0, 1.0)):
+        values = {"norm.running_mean": mean, "norm.running_var": var, "wide": wide, "norm.num_batches_tracked": 7}
+        for name, value in values.items():
+            named(row)[name].fill_(value)
+    mean = layout.mean(rows)
+    expected = {
+        "norm.running_mean": [2.0] * 2,
+        "norm.running_var": [4.0] * 2,
+        "wide": [2.0] * 3,
+        "mask": [-torch.inf] * 2,
+    }
+    assert {name: named(mean)[name].tolist() for name in expected} == expected
+    running = RunningBuffers(layout)
+    for flat in (rows[2], mean, rows[2]):
+        running.add(flat)
+    running.write(model)
+    torch.testing.assert_close(model.wide, torch.full((3,), 0.9 * (0.9 + 0.1 * 2) + 0.1))
+    assert model.norm.running_mean.tolist() == [2.0, 2.0]
+    assert model.norm.running_var.tolist() == [4.0, 4.0]
+    assert model.norm.num_batches_tracked == 7
+    assert model.mask.tolist() == [-torch.inf] * 2
+    assert model.number == 2**60 + 1
+
+
 def test_bytes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="9 bytes of buffers"):
         BufferLayout.of(Model()).read(torch.zeros(9, dtype=torch.uint8))
