@@ -1,0 +1,240 @@
+"""Scripts under local steps: each twin has an optimizer of its own, and the rounds run in lockstep beside the ranks."""
+
+import contextlib
+
+import torch
+
+from fuzz.player import Mismatch, Player, close, optimizers_of, scaler_of, tensors_of
+from thinwire.engine.parameters import managed_parameters
+from thinwire.local.rounds import Rounds
+from thinwire.local.settings import local_settings
+from thinwire.methods.base import all_finite
+from thinwire.program import Topology, working_dtype
+from thinwire.program.lockstep import run_lockstep
+
+
+class Statistics:
+    """Buffers of both twins: the mean of floating-point ones where they are finite, rank 0's of others."""
+
+    def __init__(self, nets):
+        self.nets, self.sent = nets, []
+
+    def send(self):
+        pairs = zip(*(net.buffers() for net in self.nets))
+        self.sent = [[x.detach().clone() for x in pair] for pair in pairs]
+
+    @torch.no_grad()
+    def merge(self):
+        for pair, sent in zip(zip(*(net.buffers() for net in self.nets)), self.sent):
+            for x, before in zip(pair, sent):
+                if x.is_floating_point():
+                    kind = working_dtype(x.dtype)
+                    some = [s.to(kind) for s in sent if bool(all_finite(s.to(kind)))]
+                    new = sum(some) / len(some) if some else x
+                elif x.is_signed() and x.dtype is not torch.bool:
+                    new = sent[0] + (x - before)
+                else:
+                    new = sent[0]
+                x.data = new.to(x.dtype).clone()
+        self.sent = []
+
+
+class Lockstep:
+    """Both ranks' rounds, driven as the engine drives them."""
+
+    def __init__(self, settings, nets, dense, topology, *, start, buffers):
+        names = [name for name, p in nets[0].named_parameters() if p.requires_grad]
+        weights = [{name: dict(net.named_parameters())[name] for name in names} for net in nets]
+        self.rounds = [Rounds(settings, own, dense, r, topology, start=start) for r, own in enumerate(weights)]
+        self.topology, self.statistics = topology, Statistics(nets) if buffers else None
+
+    def stepped(self, rate):
+        for rounds in self.rounds:
+            rounds.stepped(rate)
+        self._merge([rounds.arriving() for rounds in self.rounds])
+        self._send([rounds.leaving() for rounds in self.rounds])
+        self._merge([rounds.arriving() for rounds in self.rounds])
+
+    def finish(self):
+        self._merge([sorted(rounds.travelling(), key=lambda f: f.due) for rounds in self.rounds])
+        for index in range(len(self.rounds[0].fragments)):
+            group = [[rounds.fragments[index]] for rounds in self.rounds]
+            self._send(group, last=True)
+            self._merge(group)
+
+    def _send(self, groups, *, last=False):
+        for group in zip(*groups, strict=True):
+            programs = [rounds.send(f, last=last) for rounds, f in zip(self.rounds, group)]
+            for one in zip(*programs, strict=True):
+                run_lockstep(one, self.topology)
+            for f in group:
+                f.receive()
+            if self._ends(group) and self.statistics is not None:
+                self.statistics.send()
+
+    def _merge(self, groups):
+        for group in zip(*groups, strict=True):
+            for rounds, f in zip(self.rounds, group):
+                rounds.merge(f)
+            if self._ends(group) and self.statistics is not None:
+                self.statistics.merge()
+
+    def _ends(self, group):
+        return group[0] is self.rounds[0].fragments[-1]
+
+    def virtual(self):
+        """The mean of x - E: what a round leaves as it is."""
+        found = {}
+        for pair in zip(*(rounds.fragments for rounds in self.rounds)):
+            for name in pair[0].parameters:
+                rows = [f.parameters[name].detach().double() for f in pair]
+                owed = [f.state.extended(name, x.shape) for f, x in zip(pair, rows) if name in f.state.residuals]
+                found[name] = (sum(rows) - sum(x.double() for x in owed)) / 2
+        return found
+
+    def outer(self):
+        return {n: x for f in self.rounds[0].fragments for n, x in zip(f.parameters, f.anchors)}
+
+
+class LocalSteps(Player):
+    """A script whose ranks train by themselves for some steps."""
+
+    def begin_twins(self):
+        self.twin_steps = [optimizers_of(self.case, net)[0] for net in self.twins]
+        self.twin_scalers = [scaler_of(self.case) for _ in self.twins]
+        self.lockstep = None
+
+    def twin_optimizers(self):
+        return [o for some in self.twin_steps for o in some]
+
+    def attach(self, **options):
+        super().attach(**{k: v for k, v in options.items() if k != "scaler"})
+        self.trainable = {name for name, p in self.net.named_parameters() if p.requires_grad}
+        if self.lockstep is None:
+            self._anew()
+
+    def _anew(self):
+        attach = self.case.get("attach", {})
+        self.settings = local_settings(self.case["method"], self.extra())
+        dense = [m.name for m in managed_parameters(self.net, self.settings.method, self.keep_dense) if m.dense]
+        self.lockstep = Lockstep(
+            self.settings, self.twins, dense, Topology(2, 1 if attach.get("apart") else 2),
+            start=attach.get("start_compression_step"), buffers=attach.get("broadcast_buffers", True),
+        )  # fmt: skip
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def turn(self, event):
+        self.rate(event, [*self.optimizers, *self.twin_optimizers()])
+        kept = []
+        self._passes(event)
+        if event["end"] == "sam":
+            for net in (self.net, *self.twins):
+                kept.append(self._climb(net))
+            self._zero(event)
+            self._passes(event | {"micro": 0})
+        for some in kept:
+            for p, value in some:
+                p.data.copy_(value)
+        if event["end"] != "drop":
+            self._step(event)
+        self._zero(event)
+        if event.get("look", True):
+            self.look()
+
+    def _passes(self, event):
+        for micro in range(event.get("micro", 0) + 1):
+            self.number += 1
+            final = micro == event.get("micro", 0)
+            for net, rank in self.everyone():
+                scaler = self.scaler if net is self.net else self.twin_scalers[rank]
+                with contextlib.nullcontext() if final else self.sync.no_sync():
+                    self.passed(net, rank, event, self.number, by_hand=event.get("last") == "by hand", scaler=scaler)
+
+    @torch.no_grad()
+    def _climb(self, net):
+        own = [(p, p.detach().clone()) for p in net.parameters() if p.requires_grad and p.grad is not None]
+        for p, _ in own:
+            p.add_(p.grad, alpha=0.05)
+        return own
+
+    def _zero(self, event):
+        for net, steps in ((self.net, self.optimizers), *zip(self.twins, self.twin_steps)):
+            self.zero(event["zero"], net, steps)
+
+    def _step(self, event):
+        rows = [(self.net, self.optimizers, self.scaler), *zip(self.twins, self.twin_steps, self.twin_scalers)]
+        for net, optimizers, scaler in rows:
+            if event.get("clip") is not None:
+                for o in optimizers if scaler is not None else ():
+                    scaler.unscale_(o)
+                managed = [p for name, p in net.named_parameters() if name in self.trainable]
+                own = self.sync.clip_grad_norm_ if net is self.net else None
+                most, kind = event["clip"], event.get("norm", 2.0)
+                own(most, kind) if own is not None else torch.nn.utils.clip_grad_norm_(managed, most, kind)
+            with self.autocast(event, "all"):
+                for o in optimizers:
+                    o.step() if scaler is None else scaler.step(o)
+            if scaler is not None:
+                scaler.update()
+        at = self.lockstep.virtual() if self._conserves() else None
+        self.lockstep.stepped(float(self.twin_steps[0][0].param_groups[0]["lr"]))
+        if at is not None:
+            for name, x in self.lockstep.virtual().items():
+                if (text := close(x, at[name], 1e-5)) is not None:
+                    raise Mismatch(f"mean(x - E) of {name} was moved by a round: {text}")
+
+    def _conserves(self):
+        settings, floats = self.settings, {p.dtype for p in self.twins[0].parameters()}
+        late, lossy = settings.fragment_sync_delay != 0, settings.codec is not None and not settings.method.has_residual
+        plain = settings.outer is None and settings.fragment_update_alpha is None
+        return plain and not late and not lossy and floats <= {torch.float32, torch.float64} and self._finite()
+
+    def _finite(self):
+        return all(bool(p.isfinite().all()) for net in self.twins for p in net.parameters())
+
+    def finish(self, event):
+        with torch.inference_mode() if event.get("inference") else contextlib.nullcontext():
+            self.sync.finish()
+        self.lockstep.finish()
+        self.look()
+        rows = {True: [], False: []}
+        for p in self.net.parameters():
+            rows[p.requires_grad].append(p)
+        self.mark("weights after finish()", rows[True])
+        self.mark("frozen parameters after finish()", rows[False])
+        if self.case.get("attach", {}).get("broadcast_buffers", True):
+            self.mark("buffers after finish()", self.net.buffers())
+
+    def outer(self, event):
+        with self.sync.outer_weights():
+            values = {name: p.detach().clone() for name, p in self.net.named_parameters() if name in self.trainable}
+        for name, x in self.lockstep.outer().items():
+            self.check("the outer weights", name, values[name], x.to(values[name].dtype))
+        self.mark("outer weights", values.values())
+        self.look()
+
+    def end(self):
+        self.finish({})
+
+    # --- comparisons -----------------------------------------------------------------------------------------------
+
+    def look(self):
+        twin = tensors_of(self.twins[self.rank])
+        for name, x in tensors_of(self.net).items():
+            if name in self.trainable or name.startswith("buffer "):
+                self.check("the value", name, x, twin[name])
+
+    def attached_again(self, kept):
+        if not kept:
+            self.twins[1].load_state_dict(self.twins[0].state_dict())
+            self._anew()
+
+    # --- another process -------------------------------------------------------------------------------------------
+
+    def pack(self):
+        return {key: getattr(self, key) for key in ("twins", "twin_steps", "twin_scalers", "lockstep", "settings")}
+
+    def unpack(self, saved):
+        super().unpack(saved)
+        self.twin_steps = [self.through_a_file(some, net) for some, net in zip(self.twin_steps, self.twins)]

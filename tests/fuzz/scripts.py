@@ -1,0 +1,287 @@
+"""Scripts as data: a seed makes one, and ``smaller`` gives what a shrinker may try in its place."""
+
+import copy
+import json
+import random
+
+BUFFERS = [
+    *(f"{d} {how}" for d in ("float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "uint8", "bool", "int32",
+                             "int64") for how in ("in place", "rebind", "constant")),
+    "float32 mask", "bfloat16 mask", "float32 expanded", "int64 expanded", "int64 big", "bool flag", "uint8 flag",
+]  # fmt: skip
+METHODS = [
+    ("ssgd", {}), ("ssgd", {}), ("ssgd", {"deterministic": True}), ("cast", {"dtype": "bf16"}),
+    ("cast", {"dtype": "fp16"}), ("cast", {"dtype": "int8", "block": 16}), ("cast", {"dtype": "int4", "block": 8}),
+    ("cast", {"dtype": "int2", "block": 16}), ("signsgd", {}), ("onebit", {}), ("qsgd", {}),
+    ("qsgd", {"bits": 2, "norm": "l2"}), ("terngrad", {}), ("topk", {"density": 0.1}),
+    ("topk", {"density": 0.3, "value_dtype": "bf16"}), ("gtopk", {"density": 0.1}), ("oktopk", {"density": 0.1}),
+    ("dgc", {"density": 0.1}), ("powersgd", {"rank": 2, "min_rate": 1.0}), ("acp", {"rank": 2, "min_rate": 1.0}),
+    ("hitopk", {"density": 0.1}), ("lags", {"max_ratio": 10}), ("dear", {}), ("dear", {}),
+    ("dear", {"update_in_step": True}),
+    ("cast", {"dtype": "bf16", "decoupled": True}), ("acp", {"rank": 2, "min_rate": 1.0, "decoupled": True}),
+]  # fmt: skip
+OPTIMIZERS = [
+    ("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "foreach": False}), ("AdamW", {"lr": 0.01}),
+    ("AdamW", {"lr": 0.01, "amsgrad": True}), ("Adam", {"lr": 0.01, "foreach": False}), ("RMSprop", {"lr": 0.01}),
+    ("Adagrad", {"lr": 0.05}), ("NAdam", {"lr": 0.01}), ("Adadelta", {"lr": 0.5}),
+    ("AdamW", {"lr": 0.01, "fused": True}),
+]  # fmt: skip
+
+
+def make(seed):
+    """The script of a seed, as plain data."""
+    draw = random.Random(seed)
+    local = draw.random() < 0.25
+    case = {"seed": seed, "model": _model(draw)}
+    case["method"], case["options"] = _local(draw) if local else copy.deepcopy(draw.choice(METHODS))
+    case["attach"] = _attach(draw, case, local)
+    decoupled = case["method"] == "dear" or case["options"].get("decoupled", False)
+    plain = all("dtype" not in b and b["kind"] != "image" for b in case["model"]["blocks"])
+    narrow = any("grad_dtype" in b or b.get("dtype") == "float16" for b in case["model"]["blocks"])
+    kinds = [o for o in OPTIMIZERS if (plain or "fused" not in o[1]) and (o[0] == "SGD" or not narrow)]
+    kinds = OPTIMIZERS[:1] if case["method"] == "dgc" else kinds  # which has its own momentum
+    parts = ["even", "odd"] if draw.random() < 0.2 else ["all"]
+    case["optimizers"] = [
+        {"kind": kind, "options": copy.deepcopy(options), "part": part}
+        for part in parts for kind, options in [draw.choice(kinds)]
+    ]  # fmt: skip
+    if len(parts) == 1 and not decoupled and case["method"] != "dgc" and draw.random() < 0.1:
+        case["two-step"] = True
+    if not local and not decoupled and draw.random() < 0.08:
+        case["no optimizer"] = True
+    floats = {b.get("dtype", "float32") for b in case["model"]["blocks"]} | {case["model"].get("dtype", "float32")}
+    scales = floats == {"float32"} and case["options"].get("dtype") != "fp16" and "no optimizer" not in case
+    if scales and draw.random() < 0.25:
+        case["scaler"] = {"init_scale": draw.choice([4.0, 1024.0]), "growth_interval": draw.choice([2, 1000])}
+        if not local and draw.random() < 0.5:
+            case["attach"]["scaler"] = True
+    if not local and draw.random() < 0.5:
+        case["plan"] = draw.randrange(1000)
+    chance = any(b["kind"] in ("dropout", "rarely") or "dtype" in b for b in case["model"]["blocks"])
+    closure = case["method"] == "ssgd" and floats <= {"float32", "float64"} and "scaler" not in case
+    modes = {
+        "closure": closure and not chance and "no optimizer" not in case,
+        "autocast": floats == {"float32"} and draw.random() < 0.25,
+        "local": local,
+        "decoupled": decoupled,
+    }
+    case["events"] = _events(draw, case, modes)
+    return case
+
+
+def _model(draw):
+    blocks = []
+    for _ in range(draw.choice([0, 1, 1, 2, 3, 4])):
+        kind = draw.choice(
+            ["linear", "linear", "linear", "frozen", "tied", "noted", "odd", "image", "words", "rarely", "buffers",
+             "buffers", "norm", "layernorm", "dropout"]
+        )  # fmt: skip
+        block = {"kind": kind}
+        if kind == "odd":
+            block["shapes"] = draw.sample(["scalar", "empty", "row", "column", "cube", "long"], draw.choice([1, 2, 3]))
+        elif kind == "rarely":
+            block["when"] = draw.choice(["none", "rank 1", "odd"])
+        elif kind == "buffers":
+            block["kinds"] = draw.choices(BUFFERS, k=draw.choice([1, 2, 3, 4]))
+        elif kind == "linear":
+            block["bias"] = draw.random() < 0.7
+            if draw.random() < 0.2:
+                block["times"] = 2
+            elif draw.random() < 0.2:
+                block["again"] = True
+            if draw.random() < 0.25:
+                block["dtype"] = draw.choice(["bfloat16", "float16", "float64"])
+                if block["dtype"] == "bfloat16" and draw.random() < 0.3:
+                    block["grad_dtype"] = "float32"
+        blocks.append(block)
+    model = {"blocks": blocks}
+    if not any("dtype" in b for b in blocks) and draw.random() < 0.15:
+        model["dtype"] = draw.choice(["float64", "bfloat16"])
+    return model
+
+
+def _local(draw):
+    options = {"sync_every": draw.choice([1, 2, 3, 4])}
+    options["codec"] = draw.choice(["none", "none", "int8", "int4", "fp16", "topk", "powersgd", "acp", "signsgd"])
+    if options["sync_every"] > 1 and draw.random() < 0.4:
+        options["fragment_sync_delay"] = draw.randrange(options["sync_every"])
+    if draw.random() < 0.3:
+        options["fragments"] = 2
+    if draw.random() < 0.2:
+        options["warmup_steps"] = 2
+    if draw.random() < 0.2:
+        options["fragment_update_alpha"] = draw.choice([0.0, 0.5])
+    return draw.choice(["local", "local", "diloco"]), options
+
+
+def _attach(draw, case, local):
+    options = {}
+    if draw.random() < 0.2:
+        options["broadcast_buffers"] = False
+    if draw.random() < 0.3:
+        options["keep_dense"] = draw.choice(["none", "short", "all"])
+    if draw.random() < 0.4:
+        options["start_compression_step"] = draw.choice([0, 0, 1, 3])
+    if draw.random() < 0.2:
+        options["detect_desync"] = True
+    if draw.random() < 0.2:
+        options["apart"] = True
+    if not local:
+        if draw.random() < 0.25:
+            options["find_unused_parameters"] = True
+        if draw.random() < 0.25:
+            options["gradient_as_bucket_view"] = False
+        if draw.random() < 0.15 and case["method"] != "lags":
+            options["bucket_cap_mb"] = 0.001
+    return options
+
+
+def _turn(draw, case, modes):
+    residual = case["method"] not in ("ssgd", "dear")
+    turn = {
+        "do": "turn",
+        "micro": draw.choice([0, 0, 0, 1, 2]),
+        "zero": draw.choice(["none", "none", "zeros", "model"]),
+    }
+    if draw.random() < 0.1:
+        turn["zero"] = "by hand"
+    elif draw.random() < 0.05 and not residual and not modes["decoupled"]:
+        turn["zero"] = "keep"
+    chance = draw.random()
+    if not modes["local"]:
+        turn["last"] = "synchronize" if chance < 0.2 else "by hand" if chance < 0.28 else "backward"
+        if turn["last"] == "by hand" and modes["decoupled"]:
+            turn["last"] = "backward"
+    elif chance < 0.1:
+        turn["last"] = "by hand"
+    chance, plain = draw.random(), "no optimizer" not in case
+    turn["end"] = "step"
+    if chance < 0.15 and plain:
+        turn["end"] = "drop"
+        turn["zero"] = "none" if turn["zero"] == "keep" else turn["zero"]
+    elif chance < 0.22 and plain and not modes["decoupled"] and "scaler" not in case:
+        turn["end"], turn["zero"] = "sam", draw.choice(["none", "zeros"])
+    if plain and draw.random() < 0.2:
+        turn["clip"], turn["norm"] = draw.choice([0.01, 0.5, 10.0]), draw.choice([2.0, 2.0, float("inf")])
+        low_rank = case["options"].get("decoupled") and case["method"] == "acp"
+        if low_rank or (modes["local"] and any("empty" in b.get("shapes", ()) for b in case["model"]["blocks"])):
+            turn["norm"] = 2.0  # as torch has it, there
+    if draw.random() < 0.07 and (("scaler" in case and turn["end"] == "step") or turn["end"] == "drop"):
+        turn["inf"] = draw.choice([0, 1])
+    if modes["autocast"] and turn["end"] != "sam":
+        turn["autocast"] = draw.choice(["forward", "all"])
+    if draw.random() < 0.1:
+        turn["rate"] = [draw.choice([0.01, 0.003]), draw.choice(["numpy", "float"])]
+    if draw.random() < (0.5 if modes["decoupled"] else 0.1):
+        turn["look"] = False
+    return turn
+
+
+def _events(draw, case, modes):
+    first = _turn(draw, case, modes) | {"end": "step"}
+    first.pop("inf", None)
+    events = [first]
+    if draw.random() < 0.08:
+        what = draw.choice(["ddp", "buffer", "frozen"])
+        events.insert(0, {"do": "refuse", "what": what, "kinds": draw.choice(["bf16", "wide"])})
+    several = draw.choice([2, 3, 4, 5, 6])
+    for _ in range(several):
+        chance = draw.random()
+        if chance < 0.55:
+            events.append(_turn(draw, case, modes))
+            continue
+        freezes = [] if "fragments" in case["options"] else ["freeze", "thaw"]
+        own = ["finish", "finish", "outer"] if modes["local"] else ["closure"] * 2 if modes["closure"] else []
+        kind = draw.choice(
+            ["evaluation", "evaluation", "write", "copy", "raises", "reattach", "restart", "target", "reload",
+             "unsaveable", *freezes, *own]
+        )  # fmt: skip
+        event = {"do": kind}
+        if kind == "evaluation":
+            event |= {"mode": draw.choice(["no_grad", "inference", "grad"]), "who": draw.choice([[0], [1], [0, 1]])}
+            event["batch statistics"] = draw.random() < 0.4
+        elif kind in ("freeze", "thaw"):
+            event["which"] = draw.randrange(8)
+        elif kind == "write":
+            event["how"] = draw.choice(["data", "swap", "in place"])
+        elif kind == "copy":
+            event |= {"how": draw.choice(["deepcopy", "save", "script"]), "who": draw.choice([[0], [0, 1]])}
+        elif kind == "raises":
+            event["where"] = draw.choice(["forward", "backward", "backward"])
+        elif kind == "reattach":
+            event["state"] = draw.random() < 0.7
+        elif kind == "restart":
+            if draw.random() < 0.5:
+                event["rate"] = [0.01, draw.choice(["numpy", "float"])]
+            if draw.random() < 0.3 and not modes["local"]:
+                event["freeze"] = draw.randrange(8)
+        elif kind == "finish":
+            event["inference"] = draw.random() < 0.4
+        events.append(event)
+    last = _turn(draw, case, modes) | {"end": "step"}
+    last.pop("inf", None)
+    events.append(last)
+    return events
+
+
+def text(case):
+    """A script as one line per event, to read and to run again: ``run.py --script FILE``."""
+    head = {key: value for key, value in case.items() if key not in ("model", "events")}
+    lines = ["{", *(f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items())]
+    lines += [
+        '  "model": {'
+        + "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in case["model"].items() if k != "blocks")
+    ]
+    lines[-1] += '"blocks": ['
+    lines += [f"    {json.dumps(block)}," for block in case["model"]["blocks"]]
+    lines[-1] = lines[-1].rstrip(",")
+    lines += ["  ]},", '  "events": [']
+    lines += [f"    {json.dumps(event)}," for event in case["events"]]
+    lines[-1] = lines[-1].rstrip(",")
+    return "\n".join([*lines, "  ]", "}"])
+
+
+def smaller(case):
+    """Yield scripts with one thing less, larger pieces first."""
+
+    def changed(change):
+        other = copy.deepcopy(case)
+        change(other)
+        return other
+
+    events, blocks = case["events"], case["model"]["blocks"]
+    if len(events) > 3:
+        half = len(events) // 2
+        yield changed(lambda c: c["events"].__delitem__(slice(half, None)))
+        yield changed(lambda c: c["events"].__delitem__(slice(None, half)))
+    for i in reversed(range(len(events))):
+        yield changed(lambda c, i=i: c["events"].pop(i))
+    for i in reversed(range(len(blocks))):
+        yield changed(lambda c, i=i: c["model"]["blocks"].pop(i))
+    for key in ("scaler", "plan", "two-step", "no optimizer"):
+        if key in case:
+            yield changed(lambda c, key=key: (c.pop(key), c["attach"].pop("scaler", None) if key == "scaler" else None))
+    if "dtype" in case["model"]:
+        yield changed(lambda c: c["model"].pop("dtype"))
+    for key in case["attach"]:
+        yield changed(lambda c, key=key: c["attach"].pop(key))
+    if len(case["optimizers"]) > 1 or case["optimizers"][0]["options"] != {"lr": 0.1}:
+        yield changed(lambda c: c.update(optimizers=[{"kind": "SGD", "options": {"lr": 0.1}, "part": "all"}]))
+    if case["method"] != "ssgd" and case["method"] not in ("local", "diloco"):
+        yield changed(lambda c: c.update(method="ssgd", options={}))
+    for i, block in enumerate(blocks):
+        for key in [k for k in block if k not in ("kind", "shapes", "when", "kinds")]:
+            yield changed(lambda c, i=i, key=key: c["model"]["blocks"][i].pop(key))
+        for key in ("kinds", "shapes"):
+            for j in range(len(block.get(key, ())) if len(block.get(key, ())) > 1 else 0):
+                yield changed(lambda c, i=i, key=key, j=j: c["model"]["blocks"][i][key].pop(j))
+        if block["kind"] not in ("linear", "buffers"):
+            yield changed(lambda c, i=i: c["model"]["blocks"].__setitem__(i, {"kind": "linear"}))
+    needed = {"do", "end", "zero", "mode", "who", "which", "how", "where", "state", "what", "kinds"}
+    for i, event in enumerate(events):
+        for key, plain in (("end", "step"), ("zero", "none"), ("last", "backward"), ("micro", 0)):
+            if event.get(key, plain) != plain:
+                yield changed(lambda c, i=i, key=key, plain=plain: c["events"][i].update({key: plain}))
+        for key in [k for k in event if k not in needed | {"last", "micro"}]:
+            yield changed(lambda c, i=i, key=key: c["events"][i].pop(key))

@@ -1,0 +1,29 @@
+"""Random scripts on two ranks against plain twins: see run.py, which runs one, or thousands."""
+
+import pytest
+
+from fuzz.pair import Ranks
+from fuzz.run import hunt
+
+pytestmark = pytest.mark.dist
+SEEDS = 200
+PARTS = 2
+
+
+def _hunted(seeds):
+    with Ranks() as ranks:
+        ran, findings = hunt(seeds, ranks=ranks, most=3)
+    assert not findings, "\n\n".join(findings)
+    assert ran == len(seeds)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_scripts(part):
+    _hunted(range(part, SEEDS, PARTS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", [10_000, 11_000, 12_000])
+def test_thousands_of_scripts(first):
+    _hunted(range(first, first + 1000))
