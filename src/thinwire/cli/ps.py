@@ -123,13 +123,15 @@ def node(
     secret_file: SecretFile = None,
     model: Model = "chargpt",
     node: Annotated[
-        int | None, typer.Option(help="Number of this node; by default derived from the host's name.")
+        int | None, typer.Option(min=0, help="Number of this node; by default derived from the host's name.")
     ] = None,
     workers: Annotated[int, typer.Option(help="Workers on this node, one process each.")] = 1,
     slowdown: Annotated[
-        float, typer.Option(help="Emulate a slower machine: each step takes this many times longer.")
+        float, typer.Option(min=1, max=1e6, help="Emulate a slower machine: each step takes this many times longer.")
     ] = 1.0,
-    pace: Annotated[float, typer.Option(help="Emulate: minimum seconds per step, times slowdown.")] = 0.0,
+    pace: Annotated[
+        float, typer.Option(min=0, max=1e6, help="Emulate: minimum seconds per step, times slowdown.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights, which the server's replace.")] = 0,
     json: Json = False,
 ) -> None:
@@ -290,7 +292,7 @@ def replay(
 def _check_end(*ends: float | None) -> None:
     if all(end is None for end in ends):
         raise ValueError("say when to end: give --updates or --gradients")
-    if any(end is not None and end <= 0 for end in ends):
+    if any(end is not None and not 0 < end < math.inf for end in ends):
         raise ValueError("--updates, --gradients and --seconds must be above 0")
 
 

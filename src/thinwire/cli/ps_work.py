@@ -191,6 +191,7 @@ def run_node(
     Raises:
         RunFailed: a worker died too often.
     """
+    from thinwire.bench.models.registry import check_model
     from thinwire.link.secret import VARIABLE, find_trust
     from thinwire.parameter_server import Node
 
@@ -199,6 +200,7 @@ def run_node(
     if number is None:
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
     check_server(server)
+    check_model(model)
     secret = read_secret_file(secret_file)
     find_trust(secret, keys)  # refuses unusable secrets or keys before any output
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
