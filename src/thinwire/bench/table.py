@@ -31,24 +31,27 @@ class WholeTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, or the list."""
-
-        def lines(cell: RenderableType) -> list[str]:
-            return (console.render_str(cell) if isinstance(cell, str) else Text(str(cell))).plain.split("\n")
-
+        columns = [[_plain(console, cell) for cell in (column.header, *column.cells)] for column in self.columns]
         needed = 0
-        for column in self.columns:
+        for column, texts in zip(self.columns, columns):
             most = 24 if column.justify == "right" else 12  # more is a sentence or a name, which may be folded
-            widest = max(cell_len(line) for cell in (column.header, *column.cells) for line in lines(cell))
-            needed += min(most, widest) + self.padding[1] + 1
+            needed += (
+                min(most, max(cell_len(line) for text in texts for line in text.split("\n"))) + 1 + self.padding[1]
+            )
         if needed <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
+        heads, *rows = zip(*columns)
         yield Text(f"{self.title}\n")
-        for cells in zip(*(column.cells for column in self.columns)):
-            yield Text(" ".join(lines(cells[0])), style="bold")
-            for column, cell in zip(self.columns[1:], cells[1:]):
-                if words := " ".join(lines(cell)).strip():
-                    yield Text(f"  {' '.join(lines(column.header))}: {words}")
+        for row in rows:
+            yield Text(row[0], style="bold")
+            for head, text in zip(heads[1:], row[1:]):
+                if text.strip():
+                    yield Text(f"  {head}: {text}".replace("\n", " "))
+
+
+def _plain(console: Console, cell: RenderableType) -> str:
+    return console.render_str(cell).plain if isinstance(cell, str) else str(cell)
 
 
 def bench_table(result: BenchResult) -> RenderableType:

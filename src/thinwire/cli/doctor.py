@@ -78,7 +78,7 @@ def _read(path: Path) -> Facts:
         return Facts.from_dict(json_module.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ValueError(f"--read {path}: {error.strerror}") from error
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"--read {path} contains no facts: give the output of `thinwire doctor --json`") from error
 
 

@@ -14,10 +14,7 @@ app = typer.Typer(
 )
 
 
-@app.command(
-    context_settings={"allow_interspersed_args": False},
-    epilog="Example: thinwire lab run --workers 4 --link 200mbit -- python train.py",
-)
+@app.command(context_settings={"allow_interspersed_args": False}, epilog="Example: thinwire lab run -- python train.py")
 def run(
     command: Annotated[
         list[str] | None, typer.Argument(help="After --: what every rank runs, such as python train.py.")

@@ -66,11 +66,7 @@ def _known_errors() -> Iterator[None]:
         raise typer.Exit(code) from error
 
 
-app = typer.Typer(
-    cls=FriendlyErrors,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=FriendlyErrors, no_args_is_help=True, pretty_exceptions_enable=False)
 _CHOOSE, _LOOK, _SYSTEMS = "Choose a method", "Look at a machine, a model, a run", "Systems, each with its own verbs"
 for _panel, _verb, _words in (
     (_CHOOSE, demo.demo, "--quick"),

@@ -161,7 +161,7 @@ def run(
     settings: SettingsText = "inhad",
     outer: OuterText = "auto",
     nodes: Annotated[int, typer.Option(help="Nodes besides the server's.")] = 4,
-    workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Workers per node.")] = 1,
     shards: Annotated[
         int, typer.Option(help="Shards of the model, each on its own machine; 0: the server holds the model.")
     ] = 0,
@@ -173,7 +173,8 @@ def run(
         list[str] | None, typer.Option(help="NODE:FACTOR, to make that node this many times slower.")
     ] = None,
     pace: Annotated[
-        float, typer.Option(help="Minimum seconds per step, so that shared cores act like separate machines.")
+        float,
+        typer.Option(min=0, max=1e6, help="Minimum seconds per step: shared cores then act like separate machines."),
     ] = 0.0,
     kill: Annotated[
         list[str] | None,

@@ -81,6 +81,8 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
         (["node", "--server", "127.0.0.1:1", "--pace", "-1"], "'--pace'"),
         (["node", "--server", "127.0.0.1:1", "--model", "nomodel"], "unknown model"),
         (["run", "--seconds", "nan"], "must be above 0"),
+        (["run", "--seconds", "1", "--workers", "0"], "'--workers'"),
+        (["run", "--seconds", "1", "--pace", "nan"], "'--pace'"),
         (["node", "--server", "127.0.0.1:1", "--node", "-1"], "'--node'"),
         (["simulate", "--slow", "0:0"], "the number must be above 0"),
         (["simulate", "--spread", "1e99"], "'--spread'"),
