@@ -35,9 +35,8 @@ class WholeTable(Table):
         needed = 0
         for column, texts in zip(self.columns, columns):
             most = 24 if column.justify == "right" else 12  # more is a sentence or a name, which may be folded
-            needed += (
-                min(most, max(cell_len(line) for text in texts for line in text.split("\n"))) + 1 + self.padding[1]
-            )
+            widest = max(cell_len(line) for text in texts for line in text.split("\n"))
+            needed += min(most, widest) + 1 + self.padding[1]
         if needed <= options.max_width:
             yield from super().__rich_console__(console, options)
             return

@@ -59,9 +59,12 @@ def test_only_what_prevents_training_changes_the_exit_code(debian):
         (["--nodes", "0"], "at least 1"),
         (["--read", "nowhere.json"], "No such file"),
         (["--read", __file__], "the output of `thinwire doctor --json`"),
+        (["--read", "deep.json"], "the output of `thinwire doctor --json`"),
     ],
 )
-def test_wrong_words_are_one_sentence(words, says):
+def test_wrong_words_are_one_sentence(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     result = runner.invoke(app, ["doctor", *words])
     assert result.exit_code == 2
     assert says in result.stderr
