@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -88,6 +88,25 @@ class FunctionClients:
 
     def load(self, client: int) -> Any:
         return self._load(client)
+
+
+def checked(data: Any) -> Any:
+    """Return what ``load`` returned and ``to_device`` moved, if batches can be made of it.
+
+    Raises:
+        TypeError, ValueError: they cannot.
+    """
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
+    if not indexed or (isinstance(data, tuple) and not all(isinstance(x, Tensor) for x in data)):
+        raise TypeError(
+            f"load() returned a {type(data).__name__}: it must be a tuple of tensors with equal first dimensions, or a "
+            "map-style data set"
+        )
+    if isinstance(data, tuple) and len({x.shape[:1] for x in data}) > 1:
+        raise ValueError(f"load() returned tensors of {[tuple(x.shape) for x in data]}: their first dimensions differ")
+    if not len(data) or not size_of(data):
+        raise ValueError("load() returned no samples: leave such clients out")
+    return data
 
 
 def to_device(data: Any, device: torch.device) -> Any:

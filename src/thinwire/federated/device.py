@@ -18,7 +18,7 @@ from thinwire.federated.accumulate import Accumulator, all_finite
 from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundRequest
 from thinwire.federated.client import ClientContext, ClientExecutor, ClientResult, Loss
 from thinwire.federated.cohort import client_seed, seed_everything
-from thinwire.federated.data import ClientData, to_device
+from thinwire.federated.data import ClientData, checked, to_device
 from thinwire.federated.state import ClientStateStore
 from thinwire.federated.workspace import Workspace
 
@@ -145,7 +145,7 @@ class Device:
         if state is not None and work.device.type != "cpu":
             state = {name: x.to(work.device) for name, x in state.items()}
         seed_everything(seed)
-        data = to_device(self.clients.load(client), work.device)
+        data = checked(to_device(self.clients.load(client), work.device))
         work.reset(payload.get("theta", work.x), payload[BUFFERS])
         context = ClientContext(
             client, samples, task.round, task.request.name, seed, work.device, data, work, self.loss
@@ -188,9 +188,8 @@ class Device:
         mean = 1.0 / task.total_clients if self.uniform else samples / task.total_samples
         for name, value in result.reduce.items():
             into.sums.add(name, value, mean if self.operators[name] is WEIGHTED_MEAN else 1.0)
-        buffers = self.workspace.buffers
-        if buffers.numel():
-            into.sums.add(BUFFERS, buffers, mean)
+        if self.workspace.buffer_sizes:
+            into.sums.add(BUFFERS, self.workspace.buffers_to_sum, mean)
         if result.collect:
             into.collected[client] = {name: x.detach().cpu().clone() for name, x in result.collect.items()}
         if result.state is not None and self.store is not None:

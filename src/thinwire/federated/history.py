@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.program.plan import UNREADABLE
+
+logger = logging.getLogger("thinwire")
 
 TRAINING_LOSS = "training loss"
 """The name of the clients' "loss" next to evaluated losses."""
@@ -80,6 +83,19 @@ class History:
     rounds: list[RoundRecord] = field(default_factory=list)
     start: Mapping[str, float] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, record: RoundRecord, quietly: bool = False) -> None:
+        """Append a round; unless ``quietly``, tell of the first one in which a client failed."""
+        if record.failed and not quietly and not any(row.failed for row in self.rounds):
+            client, why = next(iter(record.failed.items()))
+            logger.warning(
+                "thinwire: in round %d, %d of %d clients failed, and the average is without them; client %d, for one: "
+                "%s. A client with the same data may fail in every round: mend its data or the loss, choose another "
+                "batch_size (a last batch of one sample is too few for BatchNorm), or leave the client out. Later "
+                "failures are only in the history (RoundRecord.failed)",
+                record.round + 1, len(record.failed), len(record.failed) + record.clients, client, why,
+            )  # fmt: skip
+        self.rounds.append(record)
 
     @property
     def evaluations(self) -> dict[int, Mapping[str, float]]:

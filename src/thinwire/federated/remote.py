@@ -92,7 +92,7 @@ class RemoteServer:
                 self._node_of[client], self._samples[client] = node, samples
         self._workspace = Workspace(federation.model)
         self.algorithm.setup(self._workspace.x.clone(), population, federation.clients_per_round)
-        self.server = FederatedServer(self.algorithm, self._workspace.buffers)
+        self.server = FederatedServer(self.algorithm, self._workspace.buffers, self._workspace.buffer_sizes)
         self.run = {**facts_of(self.algorithm), "seed": federation.seed, "reduction": federation.reduction}
         self.history = History(about={**self.run, "nodes": len(hosts), "clients": population})
         self.round = -1
@@ -187,7 +187,7 @@ class RemoteServer:
             control_bytes=0,
             client_bytes=self._client_bytes,
         )
-        self.history.rounds.append(record)
+        self.history.add(record)
         self._begin_round()
         return record
 
@@ -262,7 +262,8 @@ class RemoteServer:
         operator = self.algorithm.operators.get(name)
         if name != BUFFERS and (operator is None or not operator.summed):
             raise RefusedAnswer(f"it answers with {name!r}, which nobody asked for")
-        wanted: Sequence[int] = self.server.buffers.shape if name == BUFFERS else self.algorithm.shape_of(name)
+        of_buffers = (self.server.buffers.numel() + len(self.server.sizes),)
+        wanted: Sequence[int] = of_buffers if name == BUFFERS else self.algorithm.shape_of(name)
         if tuple(x.shape) != tuple(wanted):
             raise RefusedAnswer(f"{name!r} has the shape {tuple(x.shape)}, but {tuple(wanted)} was expected")
         if x.dtype != _DTYPES[self.federation.reduction]:

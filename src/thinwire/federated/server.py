@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.federated.aggregator import WEIGHTED_MEAN, Reduced, RoundProgram, RoundRequest, check_operators
 from thinwire.federated.device import BUFFERS, RoundTask, Sums
+from thinwire.federated.workspace import buffers_of_sum
 
 
 class AllClientsFailed(RuntimeError):
@@ -22,17 +23,18 @@ class FederatedServer:
     Args:
         algorithm: the aggregator; ``setup`` has been called on it.
         buffers: the model's floating-point buffers, ``[B]``.
+        sizes: elements of each of them.
 
     Attributes:
         request: the next visit, with the buffers in its payload; None between rounds.
     """
 
-    def __init__(self, algorithm: Any, buffers: Tensor) -> None:
+    def __init__(self, algorithm: Any, buffers: Tensor, sizes: Sequence[int]) -> None:
         check_operators(algorithm.operators)
         if BUFFERS in algorithm.operators:
             raise ValueError(f"{BUFFERS!r} is the name of the model's own buffers: call the operator something else")
         self.algorithm = algorithm
-        self.buffers = buffers
+        self.buffers, self.sizes = buffers, sizes
         self.request: RoundRequest | None = None
         self._program: RoundProgram | None = None
         self._new_buffers = buffers
@@ -60,7 +62,7 @@ class FederatedServer:
         """Take the result of ``request``; afterwards ``request`` is the next visit, or None if the round is over."""
         assert self._program is not None
         if BUFFERS in reduced:
-            self._new_buffers = reduced[BUFFERS]
+            self._new_buffers = buffers_of_sum(reduced[BUFFERS], self.sizes, self.buffers)
         with torch.no_grad():
             try:
                 self._set(self._program.send(reduced))

@@ -120,7 +120,7 @@ def simulate(
             comm.agree({**given, "rounds": rounds, "names": workspace.names, "shapes": [*map(list, workspace.shapes)]})
             comm.broadcast([workspace.x, buffers])
         algorithm.setup(workspace.x.clone(), len(clients), clients_per_round)
-        server = FederatedServer(algorithm, buffers)
+        server = FederatedServer(algorithm, buffers, workspace.buffer_sizes)
         folder = None if checkpoint_dir is None else Path(checkpoint_dir)
         if algorithm.stateful:
             store = make_store(state, folder, len(clients), shared=comm is not None)
@@ -142,7 +142,7 @@ def simulate(
                 record = run.round(round, clients_per_round, seed, trace)
                 last = round == rounds - 1
                 record = replace(record, evaluation=evaluated(round))
-                run.history.rounds.append(record)
+                run.history.add(record, quietly=rank != 0)
                 if folder is not None and (last or (round + 1) % checkpoint_every == 0):
                     run.save(round, comm)
                 if on_round is not None:

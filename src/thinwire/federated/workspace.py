@@ -7,10 +7,12 @@ and short epochs of federated learning, these operations are most of the overhea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from thinwire.link.memory import shares_memory
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 """(model in eval mode, round) -> numbers by name; round -1 is before the first."""
@@ -26,6 +28,7 @@ class Workspace:
     Attributes:
         x: the trainable parameters, ``[D]``, in order of ``named_parameters``.
         names: of these parameters. shapes: of these parameters.
+        buffer_sizes: elements of each dense floating-point buffer.
 
     Raises:
         ValueError: there is nothing to train, or the trainable parameters have several dtypes or devices.
@@ -56,7 +59,8 @@ class Workspace:
         trained = {id(p) for p in self._parameters}
         self._fixed = [p for p in self.model.parameters() if id(p) not in trained]
         self._initial_fixed = [p.detach().clone() for p in self._fixed]
-        self._initial_other = [b.clone() for b in self.model.buffers() if not b.dtype.is_floating_point]
+        self._initial_other = [b.clone() for b in self.model.buffers() if not _is_averaged(b)]
+        self.buffer_sizes = [b.numel() for b in filter(_is_averaged, self.model.buffers())]
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Return a vector ``[D]`` as views with the parameters' shapes."""
@@ -70,17 +74,24 @@ class Workspace:
     @property
     def buffers(self) -> Tensor:
         """All floating-point buffers (BatchNorm's statistics), ``[B]``, a copy in the dtype of ``x``."""
-        found = [b.detach().reshape(-1) for b in self.model.buffers() if b.dtype.is_floating_point]
+        found = [b.detach().reshape(-1) for b in filter(_is_averaged, self.model.buffers())]
         return torch.cat([b.to(self.dtype) for b in found]) if found else self.x.new_empty(0)
+
+    @property
+    def buffers_to_sum(self) -> Tensor:
+        """``[B + n]``: the same with zeros for a buffer that is not finite, then for each of the n whether it is."""
+        found = self.buffers.split(self.buffer_sizes)
+        finite = [x.isfinite().all().to(self.dtype) for x in found]
+        return torch.cat([*(x if ok else torch.zeros_like(x) for x, ok in zip(found, finite)), torch.stack(finite)])
 
     @torch.no_grad()
     def reset(self, theta: Tensor, buffers: Tensor) -> None:
         """Load weights ``[D]`` and floating-point buffers ``[B]``; reset everything else to its initial value."""
         self.x.copy_(theta)
         _write_buffers(self.model, buffers)
-        others = [b for b in self.model.buffers() if not b.dtype.is_floating_point]
+        others = [b for b in self.model.buffers() if not _is_averaged(b)]
         for b, initial in zip(others, self._initial_other):
-            b.copy_(initial)
+            _put(b, initial)
         for p, initial in zip(self._fixed, self._initial_fixed):
             p.copy_(initial)
         for p, view in zip(self._parameters, self._views):
@@ -115,9 +126,27 @@ class Workspace:
         return {name: float(value) for name, value in found.items()}
 
 
+def buffers_of_sum(mean: Tensor, sizes: Sequence[int], old: Tensor) -> Tensor:
+    """Return the new buffers ``[B]`` from the mean of ``buffers_to_sum``; the old one where no client's was finite."""
+    *means, shares = mean.split([*sizes, len(sizes)])
+    rows = zip(means, shares, old.split(list(sizes)))
+    return torch.cat([x / share if share > 0 else kept for x, share, kept in rows])
+
+
+def _is_averaged(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.layout is torch.strided
+
+
 def _write_buffers(model: nn.Module, buffers: Tensor) -> None:
     """Load floating-point buffers ``[B]``."""
     at = 0
-    for b in filter(torch.is_floating_point, model.buffers()):
-        b.copy_(buffers[at : at + b.numel()].view(b.shape))
+    for b in filter(_is_averaged, model.buffers()):
+        _put(b, buffers[at : at + b.numel()].view(b.shape))
         at += b.numel()
+
+
+def _put(buffer: Tensor, value: Tensor) -> None:
+    if shares_memory(buffer):
+        buffer.data = value.to(buffer, copy=True)
+    else:
+        buffer.copy_(value)

@@ -166,6 +166,23 @@ def test_hugging_face_by_column():
         fl.read_hugging_face(Table(), "speaker", convert)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"x": torch.ones(2, 3)}, "returned a dict: it must be a tuple of tensors"),
+        ((torch.ones(2, 3), np.zeros(2)), "returned a tuple: it must be"),
+        (iter([1]), "returned a list_iterator: it must be"),
+        ((torch.ones(2, 3), torch.zeros(3).long()), "their first dimensions differ"),
+        ((torch.ones(0, 3), torch.zeros(0).long()), "returned no samples"),
+        ([], "returned no samples"),
+    ],
+)
+def test_samples_that_give_no_batches_are_one_sentence(given, says):
+    clients = fl.FunctionClients(1, lambda i: given, 2)
+    with pytest.raises(RuntimeError, match=says):
+        fl.simulate(fl.FedAvg(), torch.nn.Linear(3, 2), clients, rounds=1, clients_per_round=1)
+
+
 def test_models_that_cannot_be_trained_so():
     mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
     clients = fl.FunctionClients(1, lambda i: (torch.ones(1, 2), torch.zeros(1, dtype=torch.long)), 1)

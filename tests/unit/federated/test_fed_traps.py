@@ -151,6 +151,42 @@ def test_batch_norm_is_averaged_and_integers_stay_the_servers():
     assert int(net[1].num_batches_tracked) == 0
 
 
+class Odd(nn.Module):
+    """Buffers of which each needs a decision of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(p.D, 1, bias=False).double()
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.register_buffer("least", torch.full((1,), torch.inf))
+        self.register_buffer("wide", torch.zeros(1).expand(3))
+        self.register_buffer("whole", torch.zeros(1, dtype=torch.int64).expand(3))
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+
+    def forward(self, x):
+        rows = float(len(x))
+        self.least.fill_(torch.nan if rows == 3 else rows)
+        self.wide.data = torch.full((3,), rows)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("reduction", ["fp32", "fp64", "exact"])
+def test_each_buffer_is_averaged_over_the_clients_where_it_is_finite(reduction):
+    clients = p.as_clients(DATA[:3])
+    sizes = [clients.samples(i) for i in range(3)]
+    assert sizes[0] == 3
+    net = Odd()
+    history = fl.simulate(
+        fl.FedAvg(lr=0.01), net, clients, rounds=2, clients_per_round=3, loss=p.loss, reduction=reduction
+    )
+    assert not history.rounds[1].failed
+    torch.testing.assert_close(net.least, torch.tensor([sum(n * n for n in sizes[1:]) / sum(sizes[1:])]).float())
+    torch.testing.assert_close(net.wide, torch.full((3,), sum(n * n for n in sizes) / sum(sizes)))
+    assert net.mask.tolist() == [-torch.inf] * 2
+    assert net.whole.tolist() == [0] * 3
+    assert torch.equal(net.sparse.to_dense(), torch.eye(2))
+
+
 def test_t8a_only_the_last_client_counts(monkeypatch):
     """Deltas and variates overwritten instead of added."""
     wanted = p.scaffold(DATA, PLAN, 0.1, three)
@@ -221,6 +257,15 @@ def test_weights_fixed_before_training_would_lose_the_mass_of_the_failed(monkeyp
     monkeypatch.setattr(device.Accumulator, "result", lambda self, name, factor, dtype: whole(self, name, 1.0, dtype))
     found, _ = p.train(Fails(batch_size=None), DATA, rounds=1)
     assert np.abs(found - wanted).max() > 1e-3
+
+
+def test_the_first_failure_of_a_run_is_told_once(caplog):
+    clients = fl.FunctionClients(4, lambda i: (torch.ones(1 + (i > 1), 2), torch.zeros(1 + (i > 1)).long()), 2)
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    fl.simulate(fl.FedAvg(batch_size=2), net, clients, rounds=3, clients_per_round=4)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "in round 1, 2 of 4 clients failed" in said
+    assert "client 0, for one: ValueError: Expected more than 1 value per channel" in said
 
 
 def test_the_users_generators_and_model_are_left_alone():
