@@ -69,6 +69,7 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
 
     Raises:
         OSError: it could not be written; the existing checkpoints are unchanged.
+        ValueError: the optimizer's state holds what could not be read again.
     """
     kept = kept_in(directory, saved.index)
     try:
@@ -84,7 +85,7 @@ def load(directory: str | Path) -> Saved | None:
     """Return the newest checkpoint; None if there is none.
 
     Raises:
-        ValueError: the file is not a server's checkpoint.
+        ValueError: the file is not a server's checkpoint, or is damaged.
     """
     paths = list(kept_in(directory).found().values())
     return _read(paths[-1]) if paths else None
@@ -113,12 +114,15 @@ def load_slice(directory: str | Path, version: int, index: int, shards: int, run
 
 
 def _read(path: Path) -> Saved:
+    content = read_file(path)
     try:
-        saved = Saved(**read_file(path))
+        saved = Saved(**content)
         _check(saved)
         return saved
-    except Exception as error:  # torch.load can raise any exception
-        raise ValueError(f"{path} is not a checkpoint of a parameter server ({error}): remove it") from error
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a checkpoint of a parameter server ({error}): give another directory, or move that file"
+        ) from error
 
 
 def _check(saved: Saved) -> None:

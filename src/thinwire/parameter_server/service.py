@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.durable import readable
 from thinwire.link.hello import check_badge
 from thinwire.link.listener import Listener
 from thinwire.link.pair import Pair
@@ -160,7 +161,10 @@ class Service:
         theta, settings = self.layout.flat(self.model), self.settings
         if not shards:
             end = ServerEnd(settings, self.layout.numel, self.layout.dtype)
-            return Whole(Master(theta, outer, settings, full), end, saved)
+            master = Master(theta, outer, settings, full)
+            if self.saves.directory is not None:
+                readable(master.optimizer.state_dict(), "optimizer")  # refuse now what no checkpoint could hold
+            return Whole(master, end, saved)
         number = fingerprint(outer, self.layout.dtype)
         most, keeps = most_bytes(settings, self.layout), self.saves.directory is not None
         roster = Roster(shards, settings.lease_seconds, number, keeps, self._tell, most_bytes=most)
@@ -382,7 +386,7 @@ class Service:
         )
         try:
             self.keeper.save(self.saves.directory, saved)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.saves.failed(str(error))
 
     def status(self) -> Status:

@@ -140,7 +140,7 @@ class SliceKeeper:
         )  # fmt: skip
         try:
             checkpoints.save(self._directory, saved, whole if whole >= 0 else None)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("%s", error)
             return False
         return True

@@ -123,7 +123,7 @@ class EdgeEnd:
             codecs = {"up": self._context.up.state(), "down": self._context.down.state()}
             try:
                 store.save(self.checkpoint_dir, self.steps, content | codecs)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise SessionError(f"the edge cannot write its checkpoint: {error}") from error
 
     def bye(self) -> None:

@@ -44,7 +44,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay", "eps", "warmup"):
-            value = getattr(self, name)
+            value = float(getattr(self, name))  # NumPy's numbers too: both ends compare them as JSON
+            object.__setattr__(self, name, value)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value!r} must be finite and not negative")
         for name in ("epochs", "batch_size"):

@@ -256,7 +256,7 @@ class CloudEnd:
         content |= {"edges": edges, "pair": self.pair}
         try:
             store.save(self.checkpoint_dir, sum(edge.steps for edge in self._edges.values()), content)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise SessionError(f"the cloud cannot write its checkpoint: {error}") from error
 
     def _load(self, total: int) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -225,9 +226,34 @@ def test_a_checkpoint_is_whole_or_absent(tmp_path):
     assert (again.version, again.positions, again.next_member) == (4, {0: 3}, 9)
     assert torch.equal(again.theta, torch.arange(4.0) + 4)
     (tmp_path / "version-000000005.pt").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="is not a checkpoint"):
+    with pytest.raises(ValueError, match=r"version-000000005\.pt is damaged, or was not written by thinwire"):
         checkpoints.load(tmp_path)
     assert checkpoints.load(tmp_path / "nowhere") is None
+
+
+def test_numpy_numbers_in_the_optimizer_are_saved_and_loaded(tmp_path):
+    network = torch.nn.Linear(3, 1)
+
+    def outer(params):
+        return torch.optim.SGD(params, np.float64(0.5), momentum=np.float32(0.25))
+
+    def service():
+        return Service(network, Settings(), outer=outer, updates=1, checkpoint_dir=tmp_path)
+
+    first = service()
+    first.saves.resumed = -1  # so that the end is worth a checkpoint
+    first.close()
+    (group,) = checkpoints.load(tmp_path).optimizer["param_groups"]
+    assert (group["lr"], group["momentum"]) == (0.5, 0.25)
+    service().close()
+
+
+def test_an_optimizer_that_no_checkpoint_could_hold_is_refused_by_key(tmp_path):
+    def outer(params):
+        return torch.optim.SGD([{"params": params, "folder": tmp_path}], 0.5)
+
+    with pytest.raises(ValueError, match=r"optimizer\['param_groups'\]\[0\]\['folder'\] is a pathlib"):
+        Service(torch.nn.Linear(3, 1), Settings(), outer=outer, updates=1, checkpoint_dir=tmp_path)
 
 
 def saved_options(network, **changes):

@@ -1,5 +1,6 @@
 """The two ends without sockets: every request is carried out once, and ends that do not fit refuse one another."""
 
+import numpy as np
 import pytest
 import split_models as small
 import torch
@@ -208,6 +209,35 @@ def test_both_go_on_from_the_newest_common_checkpoint(dies, plan, tmp_path):
     assert losses == expected[0]
     assert torch.equal(parameters(edge.half), expected[1])
     assert torch.equal(parameters(cloud.half), expected[2])
+
+
+def test_numpy_numbers_are_saved_and_loaded(tmp_path):
+    front, back = halves()
+    edge, cloud = opened(front, back, tmp_path)
+    edge.step(batch_of(0))
+    for end in (edge, cloud):
+        for group in end._optimizer.param_groups:
+            group["weight_decay"] = np.float64(0.25)
+    edge.checkpoint()
+    again = edge_end(halves()[0], checkpoint_dir=tmp_path / "edge")
+    other = CloudEnd(halves()[1], "pair", RECIPE, tmp_path / "cloud")
+    again.open(other.handle, other.hello(again.hello()))
+    assert again.steps == 1
+    assert [group["weight_decay"] for group in again._optimizer.param_groups] == [0.25] * 2
+    assert [group["weight_decay"] for group in other._optimizer.param_groups] == [0.25] * 2
+
+
+def test_what_could_not_be_loaded_again_is_refused_by_its_key(tmp_path):
+    front, back = halves()
+    edge, cloud = opened(front, back, tmp_path)
+    edge.step(batch_of(0))
+    cloud._optimizer.param_groups[0]["folder"] = tmp_path
+    with pytest.raises(SessionError, match=r"the cloud cannot write its checkpoint: .*'folder'\] is a pathlib"):
+        cloud.handle(Message("checkpoint", 1, 3, fields={}))
+
+
+def test_a_recipe_of_numpy_numbers_is_the_same_recipe():
+    assert Recipe(learning_rate=np.float32(0.5), warmup=np.float64(0.25)).hash == Recipe(0.5, warmup=0.25).hash
 
 
 def test_a_side_that_saved_one_less_decides(tmp_path):

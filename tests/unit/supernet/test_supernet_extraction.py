@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from supernet_nets import shaken, some, tiny, views
@@ -83,6 +84,17 @@ def test_networks_survive_files(tmp_path):
     for name in ("bad.pt", "other.pt", "missing.pt"):
         with pytest.raises(ValueError, match=name):
             load_net(tmp_path / name)
+
+
+def test_a_network_made_of_numpy_numbers_survives_files(tmp_path):
+    net = tiny()
+    net.config = {name: np.int64(x) if type(x) is int else x for name, x in net.config.items()}
+    assert any(isinstance(x, np.int64) for x in net.config.values())
+    save_net(net, tmp_path / "net.pt")
+    assert load_net(tmp_path / "net.pt").config == net.config
+    torch.save({"format": tmp_path}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other\.pt holds a pathlib"):
+        load_net(tmp_path / "other.pt")
 
 
 def test_files_from_before_the_package_was_renamed_load(tmp_path):

@@ -24,8 +24,8 @@ def load_net(path: str | Path) -> ElasticStereo:
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}: thinwire supernet train writes net.pt, and search calibrated.pt")
+    content = read_file(Path(path))
     try:
-        content = read_file(Path(path))
         if content["format"] not in _READABLE:
             raise KeyError(content["format"])
         net = ElasticStereo.from_config(content["config"])
