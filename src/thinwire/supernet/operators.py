@@ -22,13 +22,16 @@ class ElasticBatchNorm(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         c = input.shape[1]
-        assert self.running_mean is not None
-        assert self.running_var is not None
+        if self.momentum is None or self.running_mean is None or self.running_var is None or not self.affine:
+            raise ValueError(
+                "an ElasticBatchNorm needs a momentum (None would average over batches that not all channels have "
+                f"seen), affine=True and track_running_stats=True: {self}"
+            )
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return F.batch_norm(
             input, self.running_mean[:c], self.running_var[:c], self.weight[:c], self.bias[:c],
-            self.training, self.momentum or 0.0, self.eps,
+            self.training, self.momentum, self.eps,
         )  # fmt: skip
 
     def cut(self, channels: int) -> nn.BatchNorm2d:

@@ -12,6 +12,7 @@ from supernet_nets import shaken, some, tiny, views
 import thinwire as tw
 from thinwire.optim import LARS
 from thinwire.supernet import ActiveReduce, ActiveSet
+from thinwire.supernet.operators import ElasticBatchNorm
 from thinwire.supernet.semantics import InactiveWeights
 from thinwire.supernet.stereo import ElasticStereo
 
@@ -284,3 +285,19 @@ def test_optimizers_that_mix_elements_run_full_steps_only():
         optimizer.step()
     with pytest.raises(ValueError, match="skip"):
         InactiveWeights(optimizer, net, lambda: None, "leave")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": None}, {"track_running_stats": False}, {"affine": False}],
+    ids=str,
+)
+def test_a_batch_norm_without_what_it_cuts_is_refused(options):
+    with pytest.raises(ValueError, match="needs a momentum"):
+        ElasticBatchNorm(4, **options)(torch.ones(2, 3, 4, 4))
+
+
+def test_a_batch_norm_that_keeps_its_statistics_for_ever():
+    norm = ElasticBatchNorm(4, momentum=0.0)
+    norm(torch.ones(2, 3, 4, 4))
+    assert norm.running_mean.tolist() == [0.0] * 4
