@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from fuzz.player import Mismatch, Player, close, optimizers_of, scaler_of, tensors_of
+from fuzz.player import Mismatch, Player, close, difference, optimizers_of, scaler_of, tensors_of
 from thinwire.engine.parameters import managed_parameters
 from thinwire.local.rounds import Rounds
 from thinwire.local.settings import local_settings
@@ -14,19 +14,34 @@ from thinwire.program.lockstep import run_lockstep
 
 
 class Statistics:
-    """Buffers of both twins: the mean of floating-point ones where they are finite, rank 0's of others."""
+    """Buffers of both twins, and frozen parameters that the script changes: the mean where they are finite.
 
-    def __init__(self, nets):
-        self.nets, self.sent = nets, []
+    What is no floating-point number becomes rank 0's, and keeps what was counted meanwhile.
+    """
+
+    def __init__(self, nets, buffers, managed):
+        self.nets, self.sent, self.names, self.managed, self.changing = nets, [], list(buffers), managed, set()
+        self.attached()
+
+    def attached(self):
+        frozen = {name: p for name, p in self.nets[0].named_parameters() if name not in self.managed}
+        self.seen = {name: p.detach().clone() for name, p in frozen.items()}
+
+    def look(self):
+        for net in self.nets:
+            now = dict(net.named_parameters())
+            self.changing |= {name for name, was in self.seen.items() if difference(now[name], was) is not None}
 
     def send(self):
-        pairs = zip(*(net.buffers() for net in self.nets))
-        self.sent = [[x.detach().clone() for x in pair] for pair in pairs]
+        rows = [tensors_of(net) for net in self.nets]
+        names = [*(f"buffer {name}" for name in self.names), *sorted(self.changing)]
+        self.sent = [(name, [row[name].detach().clone() for row in rows]) for name in names]
 
     @torch.no_grad()
     def merge(self):
-        for pair, sent in zip(zip(*(net.buffers() for net in self.nets)), self.sent):
-            for x, before in zip(pair, sent):
+        for name, sent in self.sent:
+            for net, before in zip(self.nets, sent):
+                x = tensors_of(net)[name]
                 if x.is_floating_point():
                     kind = working_dtype(x.dtype)
                     some = [s.to(kind) for s in sent if bool(all_finite(s.to(kind)))]
@@ -46,7 +61,7 @@ class Lockstep:
         names = [name for name, p in nets[0].named_parameters() if p.requires_grad]
         weights = [{name: dict(net.named_parameters())[name] for name in names} for net in nets]
         self.rounds = [Rounds(settings, own, dense, r, topology, start=start) for r, own in enumerate(weights)]
-        self.topology, self.statistics = topology, Statistics(nets) if buffers else None
+        self.topology, self.statistics = topology, Statistics(nets, buffers, names)
 
     def stepped(self, rate):
         for rounds in self.rounds:
@@ -56,6 +71,7 @@ class Lockstep:
         self._merge([rounds.arriving() for rounds in self.rounds])
 
     def finish(self):
+        self.statistics.look()
         self._merge([sorted(rounds.travelling(), key=lambda f: f.due) for rounds in self.rounds])
         for index in range(len(self.rounds[0].fragments)):
             group = [[rounds.fragments[index]] for rounds in self.rounds]
@@ -64,19 +80,21 @@ class Lockstep:
 
     def _send(self, groups, *, last=False):
         for group in zip(*groups, strict=True):
+            if self._ends(group) and not group[0].state.step:
+                self.statistics.look()
             programs = [rounds.send(f, last=last) for rounds, f in zip(self.rounds, group)]
             for one in zip(*programs, strict=True):
                 run_lockstep(one, self.topology)
             for f in group:
                 f.receive()
-            if self._ends(group) and self.statistics is not None:
+            if self._ends(group):
                 self.statistics.send()
 
     def _merge(self, groups):
         for group in zip(*groups, strict=True):
             for rounds, f in zip(self.rounds, group):
                 rounds.merge(f)
-            if self._ends(group) and self.statistics is not None:
+            if self._ends(group):
                 self.statistics.merge()
 
     def _ends(self, group):
@@ -119,8 +137,12 @@ class LocalSteps(Player):
         dense = [m.name for m in managed_parameters(self.net, self.settings.method, self.keep_dense) if m.dense]
         self.lockstep = Lockstep(
             self.settings, self.twins, dense, Topology(2, 1 if attach.get("apart") else 2),
-            start=attach.get("start_compression_step"), buffers=attach.get("broadcast_buffers", True),
+            start=attach.get("start_compression_step"), buffers=self._averaged(),
         )  # fmt: skip
+
+    def _averaged(self):
+        averages = self.case.get("attach", {}).get("broadcast_buffers", True)
+        return [n for n, _ in self.net.named_buffers() if averages and n not in self.ignored()]
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -203,8 +225,7 @@ class LocalSteps(Player):
             rows[p.requires_grad].append(p)
         self.mark("weights after finish()", rows[True])
         self.mark("frozen parameters after finish()", rows[False])
-        if self.case.get("attach", {}).get("broadcast_buffers", True):
-            self.mark("buffers after finish()", self.net.buffers())
+        self.mark("buffers after finish()", [dict(self.net.named_buffers())[name] for name in self._averaged()])
 
     def outer(self, event):
         with self.sync.outer_weights():
@@ -222,13 +243,15 @@ class LocalSteps(Player):
     def look(self):
         twin = tensors_of(self.twins[self.rank])
         for name, x in tensors_of(self.net).items():
-            if name in self.trainable or name.startswith("buffer "):
-                self.check("the value", name, x, twin[name])
+            self.check("the value", name, x, twin[name])
 
     def attached_again(self, kept):
-        if not kept:
-            self.twins[1].load_state_dict(self.twins[0].state_dict())
-            self._anew()
+        if kept:
+            self.lockstep.statistics.attached()
+            return
+        own = {name: x.clone() for name, x in self.twins[1].named_buffers() if name in self.ignored()}
+        self.twins[1].load_state_dict(self.twins[0].state_dict() | own)
+        self._anew()
 
     # --- another process -------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 import thinwire.checkpoint
-from fuzz.models import Cast, Failure, Raises, build, loss_of
+from fuzz.models import Buffers, Cast, Failure, Raises, build, loss_of
 
 LOCAL = ("local", "diloco")
 CODECS = {
@@ -97,6 +97,14 @@ def close(real, wanted, share):
     return None if torch.allclose(a, b, rtol=0, atol=share * max(scale, 1e-6), equal_nan=True) else text
 
 
+@torch.no_grad()
+def put(x, value):
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        x.set_(value.clone())
+    else:
+        x.data.copy_(value)
+
+
 class Player:
     """One rank's life in one script; both kinds of methods derive from it.
 
@@ -116,6 +124,9 @@ class Player:
     def begin(self):
         self.make(self.case["seed"] + 1000 * self.rank)  # the ranks begin apart: rank 0's weights are to be taken
         self.twins = [build(self.case["model"], self.case["seed"]) for _ in range(2)]
+        theirs = dict(build(self.case["model"], self.case["seed"] + 1000).named_buffers())
+        for name in self.ignored():
+            put(dict(self.twins[1].named_buffers())[name], theirs[name])
         self.begin_twins()
         self.attach()
         self.look()
@@ -135,9 +146,16 @@ class Player:
             attach["keep_dense"] = lambda name, p: True
         if attach.pop("apart", False):
             attach["topology"] = tw.Topology(2, 1)
+        if attach.pop("ignore", False):
+            attach["ignore"] = self.ignored()
         self.keep_dense = attach.get("keep_dense", "auto")
         given = None if self.case.get("no optimizer") else self.given
         self.sync = tw.attach(self.net, given, self.method(), timeout=20, **self.extra(), **attach)
+
+    def ignored(self):
+        """Names of the buffers that are each rank's own."""
+        modules = self.net.named_modules() if self.case.get("attach", {}).get("ignore") else ()
+        return [f"{name}.{key}" for name, m in modules if isinstance(m, Buffers) for key, _ in m.named_buffers()]
 
     def method(self):
         return self.case["method"]
@@ -403,7 +421,7 @@ class Player:
         self.marks.append((str(self.place), what, digest(tensors)))
 
     def settle(self):
-        """Make updates that wait."""
+        """Make updates that wait, before the script reads or writes weights."""
 
     def interrupted(self, begun):
         """A backward ended with an exception."""

@@ -67,7 +67,19 @@ def make(seed):
         "decoupled": decoupled,
     }
     case["events"] = _events(draw, case, modes)
+    _spare(case, local)
     return case
+
+
+def _spare(case, local):
+    """Take out what torch itself does not do, or what has no twin."""
+    again = {"restart", "reload", *(["reattach", "raises"] if local else [])}
+    if any(event["do"] in again for event in case["events"]):
+        for block in case["model"]["blocks"]:  # load_state_dict cannot fill an expanded buffer
+            if "kinds" in block:
+                block["kinds"] = [kind.replace("expanded", "constant") for kind in block["kinds"]]
+        if local:  # frozen afterwards, a parameter would be in no round
+            case["events"] = [event for event in case["events"] if event["do"] not in ("freeze", "thaw")]
 
 
 def _model(draw):
@@ -127,6 +139,8 @@ def _attach(draw, case, local):
         options["detect_desync"] = True
     if draw.random() < 0.2:
         options["apart"] = True
+    if draw.random() < 0.1:
+        options["ignore"] = True
     if not local:
         if draw.random() < 0.25:
             options["find_unused_parameters"] = True

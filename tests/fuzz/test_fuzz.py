@@ -2,6 +2,7 @@
 
 import pytest
 
+from fuzz.mutations import MUTATIONS
 from fuzz.pair import Ranks
 from fuzz.run import hunt
 
@@ -27,3 +28,12 @@ def test_scripts(part):
 @pytest.mark.parametrize("first", [10_000, 11_000, 12_000])
 def test_thousands_of_scripts(first):
     _hunted(range(first, first + 1000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_that_was_mended_is_found(name):
+    """With its mend taken out, within the scripts of `make test` or twice as many."""
+    with Ranks(mutate=name) as ranks:
+        _, findings = hunt(range(2 * SEEDS), ranks=ranks, shrinks=False, most=1)
+    assert findings

@@ -1,0 +1,46 @@
+"""Old faults: for each, a file, a piece of its mend, and what is put in its place, in the ranks' processes alone."""
+
+from importlib.machinery import SourceFileLoader
+
+MUTATIONS = {
+    "DDP inside a module": (
+        "engine/attach.py", "isinstance(module, nn.parallel.Dist", "not name and isinstance(module, nn.parallel.Dist",
+    ),
+    "a buffer that is rebound": ("engine/parameters.py", "            self.tensor = found\n", "            pass\n"),
+    "a flag before floats": ("engine/ranks/agreement.py", "== 0 else piece.clone()", "== 0 else piece"),
+    "an expanded buffer": ("engine/ranks/agreement.py", "if shares_memory(x):", "if False:"),
+    "dtypes that differ between ranks": ("engine/parameters.py", "{list(x.shape)} {x.dtype}", "{list(x.shape)}"),
+    "a float8 buffer under local steps": ("local/buffers.py", "mean, x.to(mean.dtype))", "mean, x)"),
+    "inference mode": ("program/modes.py", "torch.inference_mode(False)", "nullcontext()"),
+    "autocast": ("program/modes.py", "    for device in casts:", "    for device in ():"),
+    "zeroed gradients that count as used": (
+        "engine/schedules/coupled.py", "grad is delivered and grad._version == version", "grad is delivered",
+    ),
+    "a norm in 16 bits": (
+        "engine/schedules/clip.py", "return kinds.pop() if", "return min(kinds, key=lambda x: x.itemsize) if kinds or",
+    ),
+    "an optimizer inside another": ("engine/local_sync.py", "if owned(o, its)}", "if False}"),
+    "frozen parameters that change": ("engine/local_sync.py", "if any(row[k] for row in rows)])", "if False])"),
+    "gradients by hand": ("engine/sync.py", "schedule.accumulated or source.by_hand", "schedule.accumulated"),
+    "a number of NumPy's": ("durable.py", "np.ndarray)) and content.ndim == 0:", "np.ndarray)) and False:"),
+    "what a checkpoint cannot hold": ("durable.py", "else readable(content)", "else content"),
+    "several optimizers": ("engine/state/checkpoint.py", "(optimizer, (list, tuple)) else", "(optimizer, ()) else"),
+    "a layer frozen before a restart": (
+        "engine/state/persistence.py", "if not p.requires_grad and name not in managed}", "if False}",
+    ),
+}  # fmt: skip
+
+
+def apply(name):
+    """Load thinwire with an old fault in it. Before its first import."""
+    file, mended, before = MUTATIONS[name]
+    plain = SourceFileLoader.get_code
+
+    def get_code(self, fullname):
+        if not self.path.endswith(f"/thinwire/{file}"):
+            return plain(self, fullname)
+        source = self.get_data(self.path).decode()
+        assert source.count(mended) == 1, f"{file} has changed: write anew what takes out the mend of {name!r}"
+        return compile(source.replace(mended, before), self.path, "exec", dont_inherit=True)
+
+    SourceFileLoader.get_code = get_code
