@@ -2,7 +2,7 @@
 
 from xdist.scheduler import LoadScopeScheduling
 
-WIRES, RANKS, OTHERS = "tests/net/", "tests/dist/", "tests/third_party/"
+WIRES, RANKS, OTHERS, FUZZ = "tests/net/", "tests/dist/", "tests/third_party/", "tests/fuzz/"
 
 
 class ByFile(LoadScopeScheduling):
@@ -16,6 +16,8 @@ class ByFile(LoadScopeScheduling):
         file = nodeid.split("::", 1)[0]
         if file.startswith(WIRES):
             return WIRES
+        if file.startswith(FUZZ):
+            return nodeid  # each has ranks of its own, and some of the scripts
         if file.startswith(RANKS):
             return "ranks, a to f" if file < RANKS + "test_g" else "ranks, g to z"
         return "ranks, a to f" if file.startswith(OTHERS) else file

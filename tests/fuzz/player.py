@@ -271,7 +271,7 @@ class Player:
         """A copy of the attached model is not attached, and holds its values."""
         self.settle()
         if event["how"] == "script":
-            linear = next(m for m in self.net.modules() if type(m) is nn.Linear and m.weight.dtype is torch.float32)
+            linear = next(m for m in self.net.modules() if type(m) is nn.Linear)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 torch.jit.script(copy.deepcopy(linear))

@@ -26,7 +26,7 @@ def sort_of(found):
     return found.kind, words.partition(" of ")[0] if found.kind == "mismatch" else words[:30], " buffer " in words
 
 
-def shrink(case, found, ranks, *, seconds=120.0):
+def shrink(case, found, ranks, *, seconds=60.0):
     """The shortest script that fails in the same way, and its finding."""
     end = time.monotonic() + seconds
     again = True
@@ -50,8 +50,8 @@ def report(case, found, short):
     return "\n".join([*lines, f"the whole one: python tests/fuzz/run.py --seed {case['seed']}"])
 
 
-def hunt(seeds, *, ranks, shrinks=True, minutes=None, most=None, progress=None):
-    """Run the scripts of seeds. Returns (how many ran, findings as text)."""
+def hunt(seeds, *, ranks, shrinks=60.0, minutes=None, most=None, progress=None):
+    """Run the scripts of seeds; ``shrinks``: seconds for each finding. Returns (how many ran, findings as text)."""
     findings, ran, began = [], 0, time.monotonic()
     for seed in seeds:
         if (minutes is not None and time.monotonic() - began > 60 * minutes) or (most and len(findings) >= most):
@@ -60,7 +60,7 @@ def hunt(seeds, *, ranks, shrinks=True, minutes=None, most=None, progress=None):
         found = ranks.run(case)
         if found is not None:
             found = ranks.run(case) or found
-            short = shrink(case, found, ranks) if shrinks else None
+            short = shrink(case, found, ranks, seconds=shrinks) if shrinks else None
             findings.append(report(case, found, short))
         if progress is not None:
             progress(seed, ran, time.monotonic() - began, findings[-1] if found is not None else None)
@@ -95,7 +95,9 @@ def main():
                 print(f"{ran} scripts, up to seed {seed}, {ran / seconds:.1f} per second", flush=True)
 
         seeds = range(given.first, given.first + given.cases)
-        ran, findings = hunt(seeds, ranks=ranks, shrinks=not given.no_shrink, minutes=given.minutes, progress=progress)
+        ran, findings = hunt(
+            seeds, ranks=ranks, shrinks=0.0 if given.no_shrink else 60.0, minutes=given.minutes, progress=progress
+        )
         print(f"{ran} scripts, {len(findings)} findings")
         return 1 if findings else 0
 

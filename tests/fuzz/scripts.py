@@ -58,11 +58,11 @@ def make(seed):
             case["attach"]["scaler"] = True
     if not local and draw.random() < 0.5:
         case["plan"] = draw.randrange(1000)
-    chance = any(b["kind"] in ("dropout", "rarely") or "dtype" in b for b in case["model"]["blocks"])
+    chance = any(b["kind"] in ("dropout", "rarely", "odd") or "dtype" in b for b in case["model"]["blocks"])
     closure = case["method"] == "ssgd" and floats <= {"float32", "float64"} and "scaler" not in case
     modes = {
         "closure": closure and not chance and "no optimizer" not in case,
-        "autocast": floats == {"float32"} and draw.random() < 0.25,
+        "autocast": floats == {"float32"} and draw.random() < 0.4,
         "local": local,
         "decoupled": decoupled,
     }
@@ -183,8 +183,8 @@ def _turn(draw, case, modes):
             turn["norm"] = 2.0  # as torch has it, there
     if draw.random() < 0.07 and (("scaler" in case and turn["end"] == "step") or turn["end"] == "drop"):
         turn["inf"] = draw.choice([0, 1])
-    if modes["autocast"] and turn["end"] != "sam":
-        turn["autocast"] = draw.choice(["forward", "all"])
+    if modes["autocast"]:
+        turn["autocast"] = draw.choice(["forward", "all", "all"])
     if draw.random() < 0.1:
         turn["rate"] = [draw.choice([0.01, 0.003]), draw.choice(["numpy", "float"])]
     if draw.random() < (0.5 if modes["decoupled"] else 0.1):

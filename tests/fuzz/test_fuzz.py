@@ -13,7 +13,7 @@ PARTS = 2
 
 def _hunted(seeds):
     with Ranks() as ranks:
-        ran, findings = hunt(seeds, ranks=ranks, most=3)
+        ran, findings = hunt(seeds, ranks=ranks, shrinks=20.0, most=3)
     assert not findings, "\n\n".join(findings)
     assert ran == len(seeds)
 
@@ -35,5 +35,5 @@ def test_thousands_of_scripts(first):
 def test_a_fault_that_was_mended_is_found(name):
     """With its mend taken out, within the scripts of `make test` or twice as many."""
     with Ranks(mutate=name) as ranks:
-        _, findings = hunt(range(2 * SEEDS), ranks=ranks, shrinks=False, most=1)
+        _, findings = hunt(range(2 * SEEDS), ranks=ranks, shrinks=0.0, most=1)
     assert findings
