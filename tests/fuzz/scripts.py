@@ -1,6 +1,8 @@
 """Scripts as data: a seed makes one, and ``smaller`` gives what a shrinker may try in its place."""
 
 import copy
+import functools
+import itertools
 import json
 import random
 
@@ -256,46 +258,49 @@ def text(case):
     return "\n".join([*lines, "  ]", "}"])
 
 
+PLAIN = {"end": "step", "zero": "none", "last": "backward", "micro": 0, "kind": "linear", "dtype": None}
+NEEDED = {
+    "seed", "model", "method", "options", "attach", "optimizers", "events", "blocks", "part", "lr", "density", "rank",
+    "min_rate", "sync_every", "codec", "do", "mode", "who", "which", "how", "where", "state", "what", "kinds",
+    "inference", "shapes", "when", "init_scale", "growth_interval",
+}  # fmt: skip
+
+
 def smaller(case):
     """Yield scripts with one thing less, larger pieces first."""
 
-    def changed(change):
+    def spots(x, path=()):
+        """Where something could be left out, or be plainer."""
+        items = list(enumerate(x)) if isinstance(x, list) else list(x.items()) if isinstance(x, dict) else []
+        for key, value in reversed(items) if isinstance(x, list) else items:
+            if key in PLAIN and value != PLAIN[key] and (value != "buffers" or key != "kind"):
+                yield (*path, key), PLAIN[key]
+            elif key not in NEEDED and key not in PLAIN:
+                yield (*path, key), None
+        for key, value in items:
+            yield from spots(value, (*path, key))
+
+    def without(path, plain):
         other = copy.deepcopy(case)
-        change(other)
+        place = functools.reduce(lambda x, key: x[key], path[:-1], other)
+        if plain is None:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = plain
+        if "scaler" not in other:
+            other["attach"].pop("scaler", None)
         return other
 
-    events, blocks = case["events"], case["model"]["blocks"]
+    events = case["events"]
     if len(events) > 3:
         half = len(events) // 2
-        yield changed(lambda c: c["events"].__delitem__(slice(half, None)))
-        yield changed(lambda c: c["events"].__delitem__(slice(None, half)))
-    for i in reversed(range(len(events))):
-        yield changed(lambda c, i=i: c["events"].pop(i))
-    for i in reversed(range(len(blocks))):
-        yield changed(lambda c, i=i: c["model"]["blocks"].pop(i))
-    for key in ("scaler", "plan", "two-step", "no optimizer"):
-        if key in case:
-            yield changed(lambda c, key=key: (c.pop(key), c["attach"].pop("scaler", None) if key == "scaler" else None))
-    if "dtype" in case["model"]:
-        yield changed(lambda c: c["model"].pop("dtype"))
-    for key in case["attach"]:
-        yield changed(lambda c, key=key: c["attach"].pop(key))
-    if len(case["optimizers"]) > 1 or case["optimizers"][0]["options"] != {"lr": 0.1}:
-        yield changed(lambda c: c.update(optimizers=[{"kind": "SGD", "options": {"lr": 0.1}, "part": "all"}]))
-    if case["method"] != "ssgd" and case["method"] not in ("local", "diloco"):
-        yield changed(lambda c: c.update(method="ssgd", options={}))
-    for i, block in enumerate(blocks):
-        for key in [k for k in block if k not in ("kind", "shapes", "when", "kinds")]:
-            yield changed(lambda c, i=i, key=key: c["model"]["blocks"][i].pop(key))
-        for key in ("kinds", "shapes"):
-            for j in range(len(block.get(key, ())) if len(block.get(key, ())) > 1 else 0):
-                yield changed(lambda c, i=i, key=key, j=j: c["model"]["blocks"][i][key].pop(j))
-        if block["kind"] not in ("linear", "buffers"):
-            yield changed(lambda c, i=i: c["model"]["blocks"].__setitem__(i, {"kind": "linear"}))
-    needed = {"do", "end", "zero", "mode", "who", "which", "how", "where", "state", "what", "kinds"}
-    for i, event in enumerate(events):
-        for key, plain in (("end", "step"), ("zero", "none"), ("last", "backward"), ("micro", 0)):
-            if event.get(key, plain) != plain:
-                yield changed(lambda c, i=i, key=key, plain=plain: c["events"][i].update({key: plain}))
-        for key in [k for k in event if k not in needed | {"last", "micro"}]:
-            yield changed(lambda c, i=i, key=key: c["events"][i].pop(key))
+        yield case | {"events": events[half:]}
+        yield case | {"events": events[:half]}
+    order = {"events": 0, "model": 1}
+    yield from itertools.starmap(
+        without, sorted(spots(case), key=lambda spot: (len(spot[0]) > 3, order.get(spot[0][0], 2)))
+    )
+    if case["optimizers"] != [plain := {"kind": "SGD", "options": {"lr": 0.1}, "part": "all"}]:
+        yield case | {"optimizers": [plain]}
+    if case["method"] not in ("ssgd", "local", "diloco"):
+        yield case | {"method": "ssgd", "options": {}}
