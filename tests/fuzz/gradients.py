@@ -394,7 +394,7 @@ class Gradients(Player):
             real, wanted = saved.get(prefix + name), snapshot["residual"].get(name)
             some = real if wanted is None else wanted
             if (real is not None and wanted is not None) or (some is not None and some.any()):
-                self.check("the residual", name, real, wanted)
+                self.check("the residual", name, real, wanted, 1e-4 if self.loose else 0.0)
 
     # --- another process -------------------------------------------------------------------------------------------
 

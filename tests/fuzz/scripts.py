@@ -60,7 +60,7 @@ def make(seed):
             case["attach"]["scaler"] = True
     if not local and draw.random() < 0.5:
         case["plan"] = draw.randrange(1000)
-    chance = any(b["kind"] in ("dropout", "rarely", "odd") or "dtype" in b for b in case["model"]["blocks"])
+    chance = any(b["kind"] in ("dropout", "rarely", "odd", "image") or "dtype" in b for b in case["model"]["blocks"])
     closure = case["method"] == "ssgd" and floats <= {"float32", "float64"} and "scaler" not in case
     modes = {
         "closure": closure and not chance and "no optimizer" not in case,
@@ -75,6 +75,9 @@ def make(seed):
 
 def _spare(case, local):
     """Take out what torch itself does not do, or what has no twin."""
+    if any(event["do"] == "freeze" for event in case["events"]):  # an old .grad of a frozen parameter still moves it
+        for event in case["events"]:
+            event |= {"zero": "none"} if event.get("zero") == "keep" else {}
     again = {"restart", "reload", *(["reattach", "raises"] if local else [])}
     if any(event["do"] in again for event in case["events"]):
         for block in case["model"]["blocks"]:  # load_state_dict cannot fill an expanded buffer
