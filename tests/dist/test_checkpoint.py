@@ -522,8 +522,9 @@ def test_a_second_job_is_refused_on_all_ranks(tmp_path):
 
 def _frozen(rank, size, folder):
     """Freeze a layer, save, and restart with the layer frozen from the start; also what could not be read again."""
+    late = {"sync_every": 2, "codec": tw.Cast("int4"), "fragment_sync_delay": 1}
     kinds = [("cast", {"dtype": "int8"}), ("acp", {"rank": 2}), ("topk", {"density": 0.1}), ("dear", {}),
-             ("local", {"sync_every": 2}), ("local", {"sync_every": 2, "codec": tw.Cast("int4"), "fragment_sync_delay": 1}),
+             ("local", {"sync_every": 2}), ("local", late),
              ("diloco", {"sync_every": 3})]  # fmt: skip
     found = []
     for index, (name, options) in enumerate(kinds):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 
 import cases
@@ -14,6 +15,7 @@ import torch
 
 import thinwire as tw
 from spawned import free_port, run
+from thinwire.engine.buckets import Buckets
 
 pytestmark = pytest.mark.dist
 
@@ -145,6 +147,72 @@ def test_a_rank_that_does_not_come_to_attach_is_named():
         assert message.startswith(f"rank {rank}: connecting failed: ")
         assert message.endswith("Rank 2 did not report: dead or late.")
         assert "\n" not in message
+
+
+def _refused_on_one(rank, size, how):
+    store = torch.distributed.distributed_c10d._get_default_store().clone()
+    net = cases.model()
+    optimizer = torch.optim.SGD((net[0] if rank and how == "optimizer" else net).parameters(), lr=0.1)
+    if rank and how == "buffer":
+        net.register_buffer("table", torch.eye(3).to_sparse())
+    if rank and how == "memory":
+        Buckets.adopt = _no_memory
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as error:
+        tw.attach(net, optimizer, "topk", density=0.1, timeout=100)
+    store.set(f"{how} {rank}", "")
+    store.wait([f"{how} {r}" for r in range(size)], timedelta(seconds=50))  # it lives on, and its sockets with it
+    return str(error.value)
+
+
+def _no_memory(*_):
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    "how, why",
+    [
+        ("optimizer", "ValueError: the optimizer does not own"),
+        ("buffer", "TypeError: the buffer table"),
+        ("memory", "RuntimeError: out of memory"),
+    ],
+)
+def test_a_rank_that_fails_in_attach_is_named_by_the_others_long_before_the_limit(how, why):
+    first, _ = run(_refused_on_one, 2, how, fresh=True)
+    assert f"Rank 1 has left attach with {why}" in first
+
+
+class Interrupted(tw.SSGD):
+    """What a signal handler does that is called in the middle of an exchange."""
+
+    left, kind = 0, SystemExit
+
+    def reduce(self, bucket, state):
+        type(self).left -= 1
+        if not self.left:
+            raise self.kind(3)
+        yield from super().reduce(bucket, state)
+
+
+def _preempted(rank, size):
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    caught = []
+    for Interrupted.kind in (SystemExit, KeyboardInterrupt):
+        with tw.attach(net, optimizer, Interrupted(fusion="none"), timeout=20):
+            Interrupted.left = 4  # now: a plan is traced by a method's own programs
+            try:
+                for step in range(5):
+                    cases.loss_of(net, rank, step).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except BaseException as error:
+                caught.append((type(error).__name__, error.args))
+    return caught
+
+
+def test_what_a_signal_handler_raises_in_an_exchange_reaches_the_script():
+    for caught in run(_preempted, 2, fresh=True):
+        assert caught == [("SystemExit", (3,)), ("KeyboardInterrupt", (3,))]
 
 
 def test_bad_input_is_one_sentence():

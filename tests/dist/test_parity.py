@@ -632,6 +632,250 @@ def test_buffers_disturb_no_second_backward_and_may_be_replaced():
     assert (short, long) == (12, 17)
 
 
+class Odd(nn.Module):
+    """Buffers as other people's modules have them."""
+
+    def __init__(self, expanded=True):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.register_buffer("flag", torch.zeros(1, dtype=torch.uint8))  # what comes after it is not aligned
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("big", torch.tensor(2**60))
+        self.register_buffer("done", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("coarse", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf))
+        self.register_buffer("wide", torch.zeros(1).expand(5) if expanded else torch.zeros(5))
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)  # another tensor takes its place
+            self.count += 1 + int(x.detach().sum() > 0)
+            self.big = self.big + 1 + int(x.detach().sum() > 0)
+            self.flag.fill_(1)
+            self.done[int(self.count) % 3] = True
+            self.coarse.copy_(x.detach().mean(0)[:3])
+        return self.last(x)
+
+
+def _odd(rank, size):
+    net = Odd()
+    if rank:
+        net.wide, net.mask = torch.ones(1).expand(5), torch.zeros(4, 4)
+    twin = DistributedDataParallel(Odd(expanded=False))
+    optimizers = [_sgd(net), _sgd(twin)]
+    with tw.attach(net, optimizers[0], "ssgd"):
+        for step in range(4):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(9 * step + rank)) + rank
+            for m, optimizer in zip((net, twin), optimizers):
+                m(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [{k: v.clone() for k, v in m.named_buffers()} for m in (net, twin.module)]
+
+
+def test_buffers_are_equal_by_name_whatever_their_dtype_place_and_alignment():
+    (first, ddp), (second, _) = run(_odd, 2)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        assert torch.equal(value, ddp[name]), name  # rank 0's, as DDP leaves them there
+    assert int(first["big"]) > 2**60 + 3
+    assert first["mean"].any()
+
+
+def _ignoring(rank, size):
+    said = []
+    for how in ("ours", "ddp's"):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        net.register_buffer("own", torch.full((2 + rank,), float(rank)))  # another shape on each rank
+        net.register_buffer("table", torch.eye(3).to_sparse())
+        with torch.no_grad():
+            net[1].bias.fill_(float(rank))
+        names, optimizer = ["own", "table", "1.bias"], torch.optim.SGD(net.parameters(), lr=0.1)
+        said += [_sentence(lambda n=net, o=optimizer, k=k: tw.attach(n, o, ignore=k)) for k in (["own"], ["owm"])]
+        vars(net).update(_ddp_params_and_buffers_to_ignore=names if how == "ddp's" else [])
+        with tw.attach(net, optimizer, **({"ignore": names} if how == "ours" else {})):
+            for step in range(2):
+                net(torch.full((3, 4), 1.0 + rank + step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        said.append((net.own.tolist(), float(net[1].bias[0]), net[0].weight.detach().clone()))
+    return said
+
+
+def test_what_is_ignored_is_each_ranks_own():
+    first, second = run(_ignoring, 2)
+    for k in (0, 3):
+        assert "the buffer table (torch.sparse_coo, torch.float32, on cpu) cannot be sent" in first[k]
+        assert "the model has no parameter or buffer 'owm'" in first[k + 1]
+        (own, bias, weight), (others, theirs, same) = first[k + 2], second[k + 2]
+        assert (own, others) == ([0.0, 0.0], [1.0, 1.0, 1.0])
+        assert bias != theirs
+        assert torch.equal(weight, same)
+
+
+def _other_dtypes(rank, size):
+    said = []
+    for what in ("buffer", "frozen"):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        dtype = torch.float16 if rank else torch.bfloat16
+        net[0].requires_grad_(False)
+        if what == "buffer":
+            net.register_buffer("mean", torch.ones(3, dtype=dtype))
+        else:
+            net[0].to(dtype)
+        said.append(_sentence(lambda n=net: tw.attach(n, torch.optim.SGD(n[1].parameters(), lr=0.1))))
+    return said
+
+
+def test_a_dtype_that_differs_between_ranks_is_named():
+    for buffer, frozen in run(_other_dtypes, 2):
+        assert "mean [3] torch.bfloat16 against mean [3] torch.float16" in buffer
+        assert "0.weight [4, 4] torch.bfloat16 against 0.weight [4, 4] torch.float16" in frozen
+
+
+def _two_exchanges(rank, size):
+    class Task(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return self.net(x)
+
+    said = []
+    wrapped = Task(DistributedDataParallel(cases.model()))
+    compiled = torch.compile(DistributedDataParallel(cases.model()), backend="eager")
+    for net in (wrapped, compiled):
+        said.append(_sentence(lambda n=net: tw.attach(n, _sgd(n))))
+    whole = Task(cases.model())
+    with tw.attach(whole, _sgd(whole)):
+        said.append(_sentence(lambda: tw.attach(whole.net, _sgd(whole))))
+    part = cases.model()
+    with tw.attach(part, _sgd(part)):
+        said.append(_sentence(lambda: tw.attach(Task(part), _sgd(part))))
+    around = cases.model()
+    with tw.attach(around, _sgd(around)):
+        ddp = DistributedDataParallel(around)
+        said.append(_sentence(lambda: cases.loss_of(ddp, rank, 0)))
+    cases.loss_of(ddp, rank, 0).backward()
+    return said
+
+
+def test_two_exchanges_for_one_model_are_refused():
+    for inside, compiled, part, whole, around in run(_two_exchanges, 2):
+        assert inside.startswith("TypeError: its module net is wrapped in DistributedDataParallel")
+        assert compiled.startswith("TypeError: its module _orig_mod is wrapped in DistributedDataParallel")
+        assert "belongs to a model that is attached already" in part
+        assert "its module net is attached already" in whole
+        assert "DistributedDataParallel around it exchanges the gradients again" in around
+
+
+# --- the user's modes -----------------------------------------------------------------------------------------------
+
+
+def _under_autocast(rank, size):
+    """Backward inside autocast, against outside: the forward is the same, so must the bits of the exchange be."""
+    found = {}
+    for name, options in (
+        ("acp", {"rank": 2, "min_rate": 1.0}),
+        ("powersgd", {"rank": 2, "min_rate": 1.0}),
+        ("acp", {"rank": 2, "min_rate": 1.0, "decoupled": True}),
+        ("acp", {"rank": 2, "min_rate": 1.0, "error_feedback": False}),
+        ("topk", {"density": 0.1}),
+    ):
+        weights = []
+        for inside in (True, False):
+            net = cases.model()
+            optimizer = _sgd(net)
+            with tw.attach(net, optimizer, name, start_compression_step=0, **options) as sync:
+                for step in range(4):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = cases.loss_of(net, rank, step)
+                        if inside:
+                            loss.backward()
+                            optimizer.step()
+                    if not inside:
+                        loss.backward()
+                        optimizer.step()
+                    optimizer.zero_grad()
+                sync.synchronize()
+                weights.append(_weights(net))
+        found[f"{name} {options}"] = torch.equal(*weights)
+    return found
+
+
+def test_the_exchange_computes_alike_whether_backward_is_in_autocast():
+    for found in run(_under_autocast, 2):
+        assert all(found.values()), found
+
+
+def _validated(rank, size):
+    """A validation under inference_mode after the first step: pending updates make the optimizer state there."""
+    found = {}
+    for name, options in (("dear", {}), ("cast", {"dtype": "bf16", "decoupled": True}), ("ssgd", {})):
+        weights = []
+        for mode in (torch.inference_mode, torch.no_grad):
+            net = cases.model()
+            optimizer = _adamw(net)
+            with tw.attach(net, optimizer, name, **options) as sync:
+                for step in range(4):
+                    cases.loss_of(net, rank, step).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with mode():
+                        net.eval()
+                        cases.loss_of(net, rank, step)
+                        net.train()
+                sync.synchronize()
+                weights.append(_weights(net))
+        found[name] = torch.equal(*weights)
+    return found
+
+
+def test_a_validation_under_inference_mode_leaves_training_as_it_is():
+    for found in run(_validated, 2):
+        assert all(found.values()), found
+
+
+# --- gradients that no backward has made ----------------------------------------------------------------------------
+
+
+def _made_by_hand(rank, size):
+    found = {}
+    for name, options in (("ssgd", {}), ("topk", {"density": 0.1}), ("dear", {})):
+        for told in (False, True):
+            net = cases.model()
+            optimizer = _sgd(net)
+            start = _weights(net)
+            with tw.attach(net, optimizer, name, **options) as sync:
+                said = ""
+                for step in range(3):
+                    loss = cases.loss_of(net, rank, step)
+                    for p, g in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters()))):
+                        p.grad = g
+                    if told:
+                        sync.synchronize()
+                    said = said or _sentence(optimizer.step)
+                    optimizer.zero_grad()
+                sync.synchronize()
+                found[name, told] = said, sync.stats().steps, bool(torch.equal(start, _weights(net))), _weights(net)
+    return found
+
+
+def test_gradients_made_by_hand_are_averaged_when_asked_and_refused_before_they_are_used():
+    first, second = run(_made_by_hand, 2)
+    for (name, told), (said, steps, same, weights) in first.items():
+        assert torch.equal(weights, second[name, told][3]), name
+        if told:
+            assert (said, steps, same) == ("", 3, False), name
+        else:
+            assert "no backward has made" in said
+            assert same
+
+
 # --- the loss scale -------------------------------------------------------------------------------------------------
 
 
@@ -831,6 +1075,15 @@ STARTS = [
     ("signsgd", {}),
     ("cast", {"dtype": "int8"}),
 ]
+
+
+def _sentence(call):
+    """The error that a call raises, as text; "" if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _weights(net):

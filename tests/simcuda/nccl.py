@@ -75,6 +75,9 @@ class Store:
     def check(self, keys: list[str]) -> bool:
         return True
 
+    def add(self, key: str, count: int) -> int:
+        return 1 << 20  # all ranks have come
+
 
 class Nccl:
     """torch.distributed for one rank. ``with nccl.in_place():`` puts it there.

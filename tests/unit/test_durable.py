@@ -262,12 +262,12 @@ def test_numbers_of_numpy_are_written_as_pythons(tmp_path):
     state = OrderedDict(
         a={"lr": np.float64(0.5), "betas": (np.float32(0.5), 0.9)}, steps=[np.int64(2**60), np.array(3)]
     )
-    state._metadata = {"": {"version": 2}}
+    vars(state).update(_metadata={"": {"version": 2}})
     write_file(tmp_path / "x", {"state": state, np.int64(7): np.bool_(True), "name": np.str_("x")})
     found = read_file(tmp_path / "x")
     assert found == {"state": OrderedDict(a={"lr": 0.5, "betas": (0.5, 0.9)}, steps=[2**60, 3]), 7: True, "name": "x"}
     assert type(found["state"]["a"]["lr"]) is float
-    assert found["state"]._metadata == {"": {"version": 2}}
+    assert vars(found["state"]) == {"_metadata": {"": {"version": 2}}}
     assert type(state["a"]["lr"]) is np.float64, "what was given stays as it was"
 
 

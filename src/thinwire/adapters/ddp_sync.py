@@ -137,10 +137,11 @@ class DDPSync:
         if session.comm is None:
             comm = Communicator(self._options.process_group, session.topology, device, self._options.timeout)
             comm.agree(session.facts())
+            session.comm = comm
+            session.fit()
             comm.start()
             # Not returned to the pool: ranks collect garbage at different times, but must lease in one order.
             weakref.finalize(self, comm.close, broken=True)
-            session.comm = comm
         assert isinstance(session.comm, Communicator)
         return session.comm
 

@@ -85,13 +85,17 @@ def attach(
             note = f"one replica only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd"
         chosen = SSGD()
     else:
-        comm = Communicator(group, Topology(size), groups[0].device, checked_timeout(timeout))
+        limit = checked_timeout(timeout)
+        comm = Communicator(group, Topology(size), groups[0].device, limit, attaching=True)
     try:
-        return ReplicaSync(model, groups, chosen, comm, scaler, note, start_compression_step)
+        sync = ReplicaSync(model, groups, chosen, comm, scaler, note, start_compression_step)
     except BaseException as error:
-        if comm is not None:  # if all ranks refused alike, no exchange is in flight
-            comm.close(broken=not isinstance(error, (ValueError, TypeError)))
+        if comm is not None:
+            comm.dismiss(error)
         raise
+    if comm is not None:
+        comm.attaching = False
+    return sync
 
 
 def attach_reduce_scatter(

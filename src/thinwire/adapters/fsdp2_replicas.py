@@ -24,6 +24,7 @@ from thinwire.adapters.traced import traced
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.executors.issuer import Failure
 from thinwire.engine.executors.streams import read_here
+from thinwire.engine.parameters import buffers_of
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
@@ -68,11 +69,12 @@ class ReplicaSync:
         self._parts = [self._split(group) for group in groups]
         if comm is not None:
             comm.agree(self._facts())
-            comm.broadcast([*(p.to_local() for p in self._parameters()), *model.buffers()])
+            self._session.fit()
+            comm.broadcast([*(p.to_local() for p in self._parameters()), *(one.tensor for one in buffers_of(model))])
             for parts in self._parts:
                 for pieces, dense in parts:
                     shapes, session = [(piece.name, piece.shape) for piece in pieces], self._session
-                    for runs in (session.dense,) if dense else (session.first, method):
+                    for runs in (session.dense,) if dense else (session.first, session.method):
                         comm.open_lanes(traced(runs, shapes, state.topology, rank=state.rank))
             for group in groups:
                 self._undo.append(group.take_over(partial(self._reduce, group)))
@@ -94,7 +96,7 @@ class ReplicaSync:
         return self._session.facts() | {
             "modules": [group.name for group in self._groups],
             "parameters": {piece.name: list(piece.shape) for group in self._groups for piece in group.pieces},
-            "buffers": [f"{name} {list(buffer.shape)}" for name, buffer in self._model.named_buffers()],
+            "buffers": [f"{x.name} {list(x.tensor.shape)} {x.tensor.dtype}" for x in buffers_of(self._model)],
         }
 
     # --- a step -------------------------------------------------------------------------------------------------

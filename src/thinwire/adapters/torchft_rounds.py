@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from thinwire.adapters.torchft_manager import Quorum, leave
 from thinwire.adapters.torchft_member import QuorumHandle, QuorumMember, added
-from thinwire.engine.local_sync import Travel
-from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters, model_facts
+from thinwire.engine.local_sync import Beside, Travel
+from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
@@ -75,11 +75,12 @@ class QuorumExchange:
         self._services = Services(model, member.optimizers, managed[0].device, self._session, None, None)
         self._travel: Travel | None = None
         if comm is not None:
-            buffers = list(model.buffers()) if options.broadcast_buffers else []
+            buffers = buffers_of(model) if options.broadcast_buffers else []
             moments = Moments({}, member.optimizers, weights.values())
             try:
                 comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
-                self._travel = Travel(self._services, self.rounds, buffers, moments, detect_desync=False)
+                beside = Beside(buffers, [], self._services)
+                self._travel = Travel(self._services, self.rounds, beside, moments, detect_desync=False)
             except Exception as error:
                 self.close(error)
                 raise

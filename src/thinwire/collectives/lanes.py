@@ -8,6 +8,7 @@ wakes 100 times a second even if idle. So a lane whose mesh carries everything t
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -88,6 +89,7 @@ class Lanes:
         device: of NCCL's tensors. With NCCL, one group serves all lanes over the same ranks: one thread issues ops in
             the plan's order, each group costs GPU memory, and groups must not be used in different orders.
         backend: what ``new_group`` is given; None: it takes the default group's.
+        come: waits until all ranks have come to make the same lane, or raises ``RuntimeError``.
     """
 
     def __init__(
@@ -98,7 +100,9 @@ class Lanes:
         timeout: timedelta | None,
         device: torch.device | None = None,
         backend: str | None = None,
+        come: Callable[[], None] = lambda: None,
     ) -> None:
+        self._come = come
         self._ranks, self._topology, self._rank, self._timeout = ranks, topology, rank, timeout
         self._device, self._backend = device, backend
         self._held: dict[tuple[str, Scope, int], Lane] = {}
@@ -117,6 +121,7 @@ class Lanes:
         key = (purpose, scope, round_)
         held = self._held.get(key)
         if held is None:
+            self._come()
             held = self._held[key] = self._make(scope, mesh_only)
         if (bidirectional or mesh_only) and held.size > 1 and held.mesh is None and held.back is None:
             mesh = self._lease_mesh(held.group, held.ranks, held.rank)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives.topology import topology_of
-from thinwire.engine.attached import attached_to
+from thinwire.engine.attached import attached_to, handles
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Pilot, wanted
 from thinwire.engine.controller.tuner import Tuner
 from thinwire.engine.local_sync import LocalSync
-from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters
-from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
+from thinwire.engine.ranks.communicator import Alone, Communicator, meeting_in_attach
 from thinwire.engine.settings import AttachSettings, capped, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync
 from thinwire.local.named import named_local
@@ -36,6 +37,18 @@ from thinwire.planner.measured import rule_of
 from thinwire.program import Method, Plan, Scope, Topology
 
 logger = logging.getLogger("thinwire")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _telling_others(attach: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(attach)
+    def attached(*args: P.args, **options: P.kwargs) -> R:
+        group: Any = options.get("process_group")
+        with meeting_in_attach(group):
+            return attach(*args, **options)
+
+    return attached
 
 
 @overload
@@ -56,6 +69,7 @@ def attach(
 ) -> GradientSync: ...
 
 
+@_telling_others
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -71,6 +85,7 @@ def attach(
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = True,
     broadcast_buffers: bool = True,
+    ignore: Iterable[str] | None = None,
     timeout: timedelta | float | None = None,
     detect_desync: bool = False,
     lossy: bool = False,
@@ -109,6 +124,8 @@ def attach(
         gradient_as_bucket_view: ``.grad`` may be memory that the next backward overwrites; False: each has its own, as
             under DDP.
         broadcast_buffers: after each backward, all ranks have rank 0's values of buffers that change (BatchNorm).
+        ignore: names of parameters and buffers that each rank keeps to itself. None: what
+            ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` has been told.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: the process group's timeout.
         detect_desync: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
@@ -129,6 +146,8 @@ def attach(
         RuntimeError: the model is already attached, or a rank did not arrive within ``timeout`` (the message names it).
     """
     _check_model(model)
+    if ignore is not None:
+        ignore_in(model, ignore)
     optimizers = _listed(optimizer)
     local = named_local(method, options)
     if local is not None:
@@ -195,7 +214,7 @@ def attach(
     pilot = None
     if world > 1:
         asks, device = on_failure is None, managed[0].parameter.device
-        communicator = Communicator(process_group, topology, device, settings.timeout, asks=asks)
+        communicator = Communicator(process_group, topology, device, settings.timeout, asks=asks, attaching=True)
         if wanted(chosen, settings.pinned, adaptive, auto):
             pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
                 communicator, lambda m: managed_parameters(model, m, keep_dense),
@@ -207,9 +226,11 @@ def attach(
     try:
         sync = GradientSync(model, optimizers, chosen, managed, communicator, topology, scaler, settings, pilot)
     except BaseException as error:
-        if communicator is not None:  # if all ranks refused alike, no exchange is in flight
-            communicator.close(broken=not isinstance(error, (ValueError, TypeError)))
+        if isinstance(communicator, Communicator):
+            communicator.dismiss(error)
         raise
+    if isinstance(communicator, Communicator):
+        communicator.attaching = False
     try:
         sync.services.bind(optimizers, sync, scaler)
     except BaseException:
@@ -231,17 +252,20 @@ def _attach_local(
         raise ValueError("local steps are counted by the optimizer's steps: pass the optimizer")
     comm = inner = None
     if topology.world_size > 1:
-        comm = Communicator(group, topology, managed[0].parameter.device, settings.timeout)
+        comm = Communicator(group, topology, managed[0].parameter.device, settings.timeout, attaching=True)
     try:
         if local.inside is not None and comm is not None:
             inner = _attach_inside(model, optimizers, local.inside, comm, settings)
-        return LocalSync(model, optimizers, local, managed, comm, topology, settings, inner)
+        sync = LocalSync(model, optimizers, local, managed, comm, topology, settings, inner)
     except BaseException as error:
         if inner is not None:
             inner.close()
         if comm is not None:
-            comm.close(broken=not isinstance(error, (ValueError, TypeError)))
+            comm.dismiss(error)
         raise
+    if comm is not None:
+        comm.attaching = False
+    return sync
 
 
 def _attach_inside(
@@ -269,13 +293,18 @@ def _attach_inside(
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
-    if attached_to(model) is not None:
-        raise RuntimeError("this model is attached already; call close() on its GradientSync first")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "the model is wrapped in DistributedDataParallel: attach to the bare model, or keep DDP and use "
-            "model.register_comm_hook(*thinwire.ddp_hook(...))"
-        )
+    for name, module in model.named_modules():
+        if attached_to(module) is not None:
+            what = f"its module {name}" if name else "this model"
+            raise RuntimeError(f"{what} is attached already; call close() on its GradientSync first")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            what = f"its module {name}" if name else "the model"
+            raise TypeError(
+                f"{what} is wrapped in DistributedDataParallel, and two exchanges would spoil the gradients: attach to "
+                "the bare model, or keep DDP and use model.register_comm_hook(*thinwire.ddp_hook(...))"
+            )
+    if any(model is module for handle in handles() for module in handle.services.model.modules()):
+        raise RuntimeError("this module belongs to a model that is attached already; call close() on its handle first")
 
 
 def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:

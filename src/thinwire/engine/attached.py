@@ -19,6 +19,11 @@ def attached_to(model: nn.Module) -> GradientSync | LocalSync | None:
     return _attached.get(id(model))
 
 
+def handles() -> list[GradientSync | LocalSync]:
+    """Return all open handles of the process."""
+    return list(_attached.values())
+
+
 def remember(model: nn.Module, handle: GradientSync | LocalSync) -> None:
     """Record that the model is attached."""
     _attached[id(model)] = handle

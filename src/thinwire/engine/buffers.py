@@ -1,8 +1,8 @@
 """Keep buffers that change in training, above all BatchNorm's statistics, equal to rank 0's, as DDP does.
 
 DDP sends them before a forward. Here they are sent during backward and have arrived when it ends, so no forward waits,
-and one rank may evaluate alone. Buffers that never change (masks, tables) were made equal by ``attach`` and are not
-sent.
+and one rank may evaluate alone. Buffers that do not change in the first step (masks, tables) were made equal by
+``attach`` and are not sent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from thinwire.engine.parameters import Named, buffers_of
+from thinwire.engine.ranks.agreement import bytes_of, put_bytes
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.link.memory import memory_of
 
@@ -31,18 +33,16 @@ class Buffers:
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._comm = communicator
-        self._owners = [_Owner(name, module) for name, module in model.named_modules() if module._buffers]
-        self._follow: list[_Owner] | None = None  # modules whose buffers are sent; None: not known yet
-        self._first = [self._print(owner) for owner in self._owners]
-        self._still: list[tuple[str, Tensor, int]] = []  # buffers that are not sent: name, tensor, version
+        self._all = [one for one in buffers_of(model) if one.tensor.numel()]
+        self._first = [b"" if _norm(one) else self._print(one) for one in self._all]
+        self._follow: list[Named] | None = None  # those that are sent; None: not known yet
+        self._still: list[tuple[Named, Tensor, int]] = []  # the others, as they were: tensor, version
         self._wait: Callable[[], Tensor] | None = None
 
     def send(self) -> None:
         """Start sending rank 0's buffers, at the start of a backward."""
         if self._follow:
-            self._wait = self._comm.broadcast_later(
-                torch.cat([_bytes(x) for o in self._follow for x in o.held.values()])
-            )
+            self._wait = self._comm.broadcast_later(torch.cat([bytes_of(one.now()) for one in self._follow]))
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -52,65 +52,45 @@ class Buffers:
             self.send()
         if self._wait is not None:
             message, self._wait, begin = self._wait(), None, 0
-            for owner in self._follow or ():
-                for x in owner.held.values():
-                    piece = message[begin : begin + x.nbytes]
-                    begin += x.nbytes
-                    if not x.is_cuda and torch.equal(piece, _bytes(x)):  # on CUDA the host would wait for the result
-                        continue
-                    value = piece.view(x.dtype).view(x.shape)
-                    if owner.norm or x.is_cuda:
-                        # Like BatchNorm itself, leave the version as it is: autograd may have saved it.
-                        x.data.copy_(value)
-                    elif self._comm.rank:
-                        x.copy_(value)
+            for one in self._follow or ():
+                x = one.now()
+                piece = message[begin : begin + x.nbytes]
+                begin += x.nbytes
+                if not x.is_cuda and torch.equal(piece, bytes_of(x)):  # on CUDA the host would wait for the result
+                    continue
+                if _norm(one) or x.is_cuda:  # like BatchNorm itself, leave the version: autograd may have saved it
+                    put_bytes(x, piece, quietly=True)
+                elif self._comm.rank:
+                    put_bytes(x, piece)
         self._tell_late()
 
     def _learn(self) -> None:
-        """Find out, after the first step, which modules' buffers change on any rank. Replaced buffers stay local."""
-        mine = bytes(
-            2 if owner.replaced else int(owner.norm or self._print(owner) != first)
-            for owner, first in zip(self._owners, self._first)
-        )
+        """Find out, after the first step, which buffers change on any rank."""
+        mine = bytes(_norm(one) or self._print(one) != first for one, first in zip(self._all, self._first))
         everyone = self._comm.gather(mine) if mine else []
-        follow = [max(row[place] for row in everyone) == 1 for place in range(len(mine))]
-        self._follow = [owner for owner, travels in zip(self._owners, follow) if travels]
-        resting = [owner for owner, travels in zip(self._owners, follow) if not travels]
-        self._still = [(f"{o.name}.{key}", x, x._version) for o in resting for key, x in o.held.items()]
+        travels = [any(row[place] for row in everyone) for place in range(len(mine))]
+        self._follow = [one for one, goes in zip(self._all, travels) if goes]
+        resting = [one for one, goes in zip(self._all, travels) if not goes]
+        self._still = [(one, one.now(), one.tensor._version) for one in resting]
         self._first = []
 
     def _tell_late(self) -> None:
-        for name, x, version in self._still:
-            if x._version != version:
+        for one, was, version in self._still:
+            if one.now() is not was or was._version != version:
                 logger.warning(
                     "thinwire: the buffer %s has changed, although it did not in the first step, so it is not kept "
-                    "equal across the ranks; call close() and attach again from here on", name.lstrip("."),
+                    "equal across the ranks; call close() and attach again from here on", one.name,
                 )  # fmt: skip
                 self._still = []
                 return
 
-    def _print(self, owner: _Owner) -> bytes | list[int]:
-        """Return a digest that changes with a module's buffers. On CPU, bytes: statistics change without a version."""
+    def _print(self, one: Named) -> object:
+        """Return what changes with a buffer. On CPU a digest: values can change without a version."""
+        x = one.now()
         if self._comm.device.type != "cpu":
-            return [x._version for x in owner.held.values()]
-        found = hashlib.blake2b(digest_size=16)
-        for x in owner.held.values():
-            found.update(memory_of(x.detach().contiguous()))
-        return found.digest()
+            return id(x), x._version
+        return hashlib.blake2b(memory_of(x.detach().contiguous()), digest_size=16).digest()
 
 
-class _Owner:
-    """A module and the buffers that it had at ``attach``; a buffer that replaces one of them is not exchanged."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self._module = name, module
-        self.norm = isinstance(module, _NormBase)
-        self.held = {key: x for key, x in module._buffers.items() if x is not None and x.numel()}
-
-    @property
-    def replaced(self) -> bool:
-        return any(self._module._buffers.get(key) is not x for key, x in self.held.items())
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+def _norm(one: Named) -> bool:
+    return isinstance(one.module, _NormBase)

@@ -13,6 +13,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from thinwire.engine.parameters import ignored
+
 _registered = 0  # modules and parameters registered anywhere in the process since the first ``attach``
 _counting = False
 
@@ -58,7 +60,8 @@ class LateParameters:
         return ours
 
     def _refuse(self, known: Container[int]) -> None:
-        late = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
+        named, left_out = self._model.named_parameters(), ignored(self._model)
+        late = [name for name, p in named if p.requires_grad and id(p) not in known and name not in left_out]
         if late:
             more = f" and {len(late) - 3} more" if len(late) > 3 else ""
             raise RuntimeError(

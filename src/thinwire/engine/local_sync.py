@@ -19,7 +19,7 @@ from thinwire.collectives.ledger import Ledger
 from thinwire.engine.attached import forget, remember
 from thinwire.engine.calendar_times import CalendarTimes
 from thinwire.engine.late_parameters import LateParameters
-from thinwire.engine.parameters import Managed, model_facts
+from thinwire.engine.parameters import Managed, Named, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.agreement import deepest_of_all
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.round_times import RoundTimes
@@ -34,7 +34,8 @@ from thinwire.engine.sync import GradientSync
 from thinwire.local.buffers import Averages, Moments
 from thinwire.local.rounds import Fragment, Rounds
 from thinwire.local.settings import Local
-from thinwire.program import Program, Scope, State, Topology
+from thinwire.program import Method, Program, Scope, State, Topology
+from thinwire.program.modes import own_modes
 from thinwire.program.trace import depths
 
 logger = logging.getLogger("thinwire")
@@ -63,12 +64,13 @@ class LocalSync:
     ) -> None:
         state = State(0 if comm is None else comm.rank, topology)
         self._travel: Travel | None = None
-        self._session = Session(local.method, comm, state, None, dict, start=0, before_step=self._watch)
+        self._session = Session(
+            local.method, comm, state, None, dict, start=0, before_step=self._watch, after_step=self._stepped
+        )
         self._parameters = {id(m.parameter): m for m in managed}
         self._late, self.settings = LateParameters(model), local
         self.services = Services(model, optimizers, managed[0].device, self._session, None, None)
-        self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
-        self._lent, self._uncounted = False, 0
+        self._steps, self._lent = _Steps(optimizers), False
         self._handles: list[Any] = []
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         self._inner = inner
@@ -76,42 +78,33 @@ class LocalSync:
             options = {"start_compression_step": settings.start_compression_step, "local steps": repr(local)}
             shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
             comm.agree(options | shared | model_facts(model, managed))
-            comm.broadcast([*model.parameters(), *model.buffers()])
+            comm.broadcast(sent_at_start(model))
         start, rank, apart, first = settings.start_compression_step, state.rank, topology, None
         if inner is not None:
             first = topology.local_rank(rank) == 0
             rank, apart = topology.node_of(rank), Topology(topology.nodes)
+        if comm is not None and isinstance(local.codec, Method):
+            local = dataclasses.replace(local, codec=comm.fit(local.codec))
         self._rounds = Rounds(local, weights, dense, rank, apart, first=first, start=start)
         if comm is not None:
             moments = Moments(dict(local.moments), optimizers, weights.values())
-            buffers = model.buffers() if settings.broadcast_buffers else ()
+            buffers = buffers_of(model) if settings.broadcast_buffers else []
+            beside = Beside(buffers, frozen_of(model, weights), self.services)
             try:
-                self._travel = Travel(self.services, self._rounds, list(buffers), moments, settings.detect_desync)
+                self._travel = Travel(self.services, self._rounds, beside, moments, settings.detect_desync)
             except Exception as error:  # a rank was lost meanwhile: the channels made so far have threads
                 self._session.give_up(str(error))
                 self.services.close()
                 raise
-            self._handles += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
-        self._handles += [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
         self._handles.append(SkippedSteps(self._skipped))
         remember(model, self)
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if many optimizer steps do not count; called before a step of any optimizer of the process."""
-        if self._travel is None or not owned(optimizer, self._parameters):
+        """Check a step; called before a step of any optimizer of the process."""
+        if not owned(optimizer, self._parameters) or not self._steps.begins(optimizer) or self._travel is None:
             return
-        self._uncounted += 1
-        if self._uncounted == _UNCOUNTED:
-            logger.warning(
-                "thinwire: optimizers have stepped %d times, and nothing was averaged: a step counts when "
-                "every optimizer that attach was given has stepped. If another one has taken over, call close() and "
-                "attach with it",
-                _UNCOUNTED,
-            )
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._session.check_usable()
         if self._lent:
             raise RuntimeError(
@@ -122,7 +115,7 @@ class LocalSync:
 
     def _tell_loaded(self) -> None:
         """Warn at the first step if weights were changed after ``attach``, for example loaded from a file."""
-        if self._rounds.count or self._waiting or self._travel is None or self.settings.averages:
+        if self._rounds.count or self._steps.waiting or self._travel is None or self.settings.averages:
             return
         if self._rounds.apart:
             logger.warning(
@@ -131,21 +124,23 @@ class LocalSync:
                 "complete checkpoint with thinwire.checkpoint.load"
             )
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._count(optimizer)
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step; called after a step of any optimizer of the process."""
+        if self._steps.ends(optimizer):
+            self._count(optimizer)
 
     def _skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that a GradScaler skipped: the other ranks count it too."""
-        if optimizer in self.services.optimizers:
+        if owned(optimizer, self._parameters):
             self._tell_loaded()
             self._count(optimizer)
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
-        everyone = {id(o) for o in self.services.optimizers}
-        self._waiting = (self._waiting or everyone) - {id(optimizer)}
-        if self._waiting:
-            return
-        self._uncounted = 0
+        if self._steps.counts(optimizer):
+            with own_modes():
+                self._counted()
+
+    def _counted(self) -> None:
         rounds, travel, session = self._rounds, self._travel, self._session
         if travel is not None:
             travel.times.stepped()
@@ -208,12 +203,15 @@ class LocalSync:
             RuntimeError: on all ranks, if some rank's weights are not finite.
             ValueError: under ``detect_desync``, if some rank has made more steps.
         """
-        travel = self._travel
-        if travel is None:
-            return
-        self._session.check_usable()
-        self._check_own("finish()")
+        if self._travel is not None:
+            self._session.check_usable()
+            self._check_own("finish()")
+            with own_modes():
+                self._finish(self._travel)
+
+    def _finish(self, travel: Travel) -> None:
         travel.compare()
+        travel.beside.look()
         for fragment in sorted(self._rounds.travelling(), key=lambda f: f.due or 0):
             travel.merge(fragment)
         for fragment in self._rounds.fragments:
@@ -325,6 +323,95 @@ class LocalSync:
         self.close()
 
 
+class _Steps:
+    """Counts optimizer steps: one, when every optimizer that ``attach`` was given has stepped.
+
+    A step of another optimizer counts as theirs whose parameters it has: SAM's inner optimizer steps for SAM, which
+    may never step. Within a step of theirs it does not count.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self.waiting: set[int] = set()  # those that have not stepped since the last count
+        self._under_way: torch.optim.Optimizer | None = None
+        self._in_vain = 0
+
+    def begins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note that a step begins. Return whether it is not a part of another one's."""
+        self._in_vain += 1
+        if self._in_vain == _UNCOUNTED:
+            logger.warning(
+                "thinwire: optimizers have stepped %d times, and nothing was averaged: a step counts when "
+                "every optimizer that attach was given has stepped", _UNCOUNTED,
+            )  # fmt: skip
+        if optimizer in self._optimizers or self._under_way is None:
+            self._under_way = optimizer
+        return self._under_way is optimizer
+
+    def ends(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note that a step has ended. Return whether it was not a part of another one's."""
+        if self._under_way is not optimizer:
+            return False
+        self._under_way = None
+        return True
+
+    def counts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take a step into account. Return whether all have stepped now."""
+        stepped = {id(optimizer)}
+        if optimizer not in self._optimizers:
+            its = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            stepped = {id(o) for o in self._optimizers if owned(o, its)}
+        self.waiting = (self.waiting or {id(o) for o in self._optimizers}) - stepped
+        if not self.waiting:
+            self._in_vain = 0
+        return not self.waiting
+
+
+class Beside:
+    """What travels with the last fragment: buffers, and frozen parameters that the script changes all the same.
+
+    Such a parameter is a target that follows the trained weights, for example.
+
+    Args:
+        buffers: equal on all ranks, as are the others.
+        frozen: parameters that no optimizer trains.
+        services: of the handle.
+    """
+
+    def __init__(self, buffers: Sequence[Named], frozen: Sequence[Named], services: Services) -> None:
+        self._buffers, self._frozen, self._services = buffers, frozen, services
+        self._seen = [_sample(one.tensor) for one in frozen]
+        self.names: set[str] = set()  # of the frozen ones that some rank's script was seen to change
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of all that may travel."""
+        return {one.tensor.dtype for one in (*self._buffers, *self._frozen)}
+
+    def look(self) -> None:
+        """Find out which frozen parameters have changed on any rank. All ranks must call it."""
+        if self._frozen:
+            mine = bytes(not torch.equal(_sample(one.now()), seen) for one, seen in zip(self._frozen, self._seen))
+            rows = self._services.gather(mine)
+            self.names |= {one.name for k, one in enumerate(self._frozen) if any(row[k] for row in rows)}
+
+    def now(self) -> list[Tensor]:
+        """Return what travels."""
+        return [one.now() for one in (*self._buffers, *(one for one in self._frozen if one.name in self.names))]
+
+    def follow(self, names: Sequence[str]) -> bool:
+        """Let the parameters of these names travel, too. Return whether all are here."""
+        here = {one.name for one in self._frozen}
+        self.names |= here.intersection(names)
+        return here.issuperset(names)
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Return a thousand elements of a tensor; who averages or replaces a parameter changes nearly all."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // 1000)].clone()
+
+
 class Travel:
     """Sends, receives and merges fragments. Fragments sent together share a channel.
 
@@ -333,7 +420,7 @@ class Travel:
     Args:
         services: of the handle.
         rounds: of this rank.
-        buffers: sent with the last fragment.
+        beside: sent with the last fragment.
         moments: likewise, when they are due.
         detect_desync: whether ranks compare how many steps they have made, before they send.
 
@@ -341,21 +428,22 @@ class Travel:
         seconds: how long training has waited for fragments.
         times: of steps and rounds.
         layers: of exchanges, by fragment.
+        beside: as above.
     """
 
     def __init__(
         self,
         services: Services,
         rounds: Rounds,
-        buffers: Sequence[Tensor],
+        beside: Beside,
         moments: Moments,
         detect_desync: bool,
     ) -> None:
-        self._rounds, self._buffers, self._moments = rounds, buffers, moments
+        self._rounds, self.beside, self._moments = rounds, beside, moments
         self._agree_on = services.agree_on if detect_desync else None
         self._averages = Averages()
         depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
-        depth |= Counter({Scope.WORLD: len({x.dtype for x in buffers} | moments.dtypes)})
+        depth |= Counter({Scope.WORLD: len(beside.dtypes | moments.dtypes)})
         wanted = deepest_of_all(depth, services.gather)
         self._channels = [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
         self._next = 0
@@ -397,7 +485,11 @@ class Travel:
             programs += self._rounds.send(fragment, last=last)
             names += fragment.names()
         end = self._rounds.fragments[-1]
-        beside = [*self._buffers, *([] if last else self._moments.due(end.state.step + 1))] if end in fragments else []
+        beside: list[Tensor] = []
+        if end in fragments:
+            if not end.state.step:
+                self.beside.look()
+            beside = [*self.beside.now(), *([] if last else self._moments.due(end.state.step + 1))]
         if beside:
             programs.append(self._averages.send(beside))
             names.append(["buffers and moments"])
@@ -431,10 +523,16 @@ class Travel:
             self.receive(fragment)
         return self._averages.snapshot()
 
-    def restore(self, buffers: Sequence[Tensor], *, merged: bool) -> None:
-        """Take over buffers from a snapshot; ``merged``: put them into the model at once. Forgets measured times."""
+    def restore(self, buffers: Sequence[Tensor], frozen: Sequence[str], *, merged: bool) -> None:
+        """Take over buffers from a snapshot; ``merged``: put them into the model at once. Forgets measured times.
+
+        Args:
+            buffers: the snapshot.
+            frozen: names of the frozen parameters that were sent with them.
+        """
         self.times, self.layers = self.times.anew(), self.layers.anew()
-        self._averages.restore(buffers, self._buffers)
+        here = self.beside.follow(frozen)
+        self._averages.restore(buffers if here else [], self.beside.now())
         if merged:
             self._averages.merge()
 

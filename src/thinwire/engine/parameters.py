@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from thinwire.program import Method
 
@@ -32,7 +33,7 @@ class Managed:
         """What ranks compare: shape, dtype, strides unless contiguous, and whether it stays dense."""
         p = self.parameter
         strides = "" if p.is_contiguous() else f" strides {list(p.stride())}"
-        return f"{list(p.shape)} {p.dtype}{strides}{' dense' if self.dense else ''}"
+        return f"{_kind(p)}{strides}{' dense' if self.dense else ''}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,9 +46,80 @@ def model_facts(model: nn.Module, managed: Iterable[Managed]) -> dict[str, Any]:
     return {
         "parameters": kinds,
         "parameters in order": list(kinds),
-        "frozen": [f"{n} {list(p.shape)}" for n, p in model.named_parameters() if not p.requires_grad],
-        "buffers": [f"{n} {list(b.shape)}" for n, b in model.named_buffers()],
+        "frozen": [f"{one.name} {_kind(one.tensor)}" for one in frozen_of(model, (m.name for m in managed))],
+        "buffers": [f"{one.name} {_kind(one.tensor)}" for one in buffers_of(model)],
     }
+
+
+def _kind(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {x.dtype}"
+
+
+class Named:
+    """A buffer or frozen parameter, which is known by its name: a script may put another tensor in its place.
+
+    Attributes:
+        name: of the tensor in the model.
+        module: that has it.
+        tensor: the last that had the shape and dtype of the first.
+    """
+
+    def __init__(self, name: str, module: nn.Module, tensor: torch.Tensor) -> None:
+        self.name, self.module, self.tensor = name, module, tensor
+
+    def now(self) -> torch.Tensor:
+        """Return the tensor that the module has now, unless its shape or dtype has changed: then the last one."""
+        found = getattr(self.module, self.name.rpartition(".")[2], None)
+        if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (self.tensor.shape, self.tensor.dtype):
+            self.tensor = found
+        return self.tensor
+
+
+def ignored(model: nn.Module) -> set[str]:
+    """Return names of parameters and buffers that are left out, as DDP leaves them out."""
+    return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def ignore_in(model: nn.Module, names: Iterable[str]) -> None:
+    """Leave these parameters and buffers out, and no others. Raise ``ValueError`` for an unknown name."""
+    chosen = {names} if isinstance(names, str) else {*names}
+    known = {name for named in (model.named_parameters, model.named_buffers) for name, _ in named()}
+    if unknown := sorted(chosen - known):
+        raise ValueError(f"ignore: the model has no parameter or buffer {unknown[0]!r}")
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, chosen)
+
+
+def buffers_of(model: nn.Module) -> list[Named]:
+    """Return the buffers that are kept equal.
+
+    Raises:
+        TypeError: one of them cannot be sent; names it.
+    """
+    found = [Named(name, model.get_submodule(name.rpartition(".")[0]), x) for name, x in model.named_buffers()]
+    left_out = ignored(model)
+    found = [one for one in found if one.name not in left_out]
+    for one in found:
+        x = one.tensor
+        if x.layout is not torch.strided or x.is_quantized or x.is_meta:
+            raise TypeError(
+                f"the buffer {one.name} ({x.layout}, {x.dtype}, on {x.device}) cannot be sent: leave it out by attach("
+                f'..., ignore=["{one.name}"])'
+            )
+    return found
+
+
+def frozen_of(model: nn.Module, managed: Iterable[str]) -> list[Named]:
+    """Return the parameters that are not managed, except ignored ones."""
+    others = {*managed, *ignored(model)}
+    found = ((name, p) for name, p in model.named_parameters() if name not in others)
+    return [Named(name, model.get_submodule(name.rpartition(".")[0]), p) for name, p in found]
+
+
+def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers that ``attach`` makes equal."""
+    left_out = ignored(model)
+    yield from (p for name, p in model.named_parameters() if name not in left_out)
+    yield from (one.tensor for one in buffers_of(model))
 
 
 DenseRule = str | Callable[[str, nn.Parameter], bool]
@@ -70,8 +142,11 @@ def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) 
                 f"{name} gives sparse gradients, which thinwire does not exchange: build it with sparse=False"
             )
     found: list[Managed] = []
+    left_out = ignored(model)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
+            raise TypeError(f"{name} has no values yet: make them (by a first forward, or to_empty), and attach then")
+        if not parameter.requires_grad or name in left_out:
             continue
         if parameter.is_complex():
             raise TypeError(f"{name} is complex; thinwire exchanges real floating-point gradients only")

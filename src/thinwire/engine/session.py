@@ -57,6 +57,7 @@ class Session:
         named: the method whose state is saved, if another one runs in its place: on one rank, or while "auto" measures.
         expected: whether an optimizer was named, so that its steps will come.
         before_step: called with each optimizer that is about to step; None: ``find_scaler``.
+        after_step: called with each optimizer that has stepped; None: nothing.
 
     Attributes:
         dense: the method for parameters that are not compressed.
@@ -78,6 +79,7 @@ class Session:
         named: Method | None = None,
         expected: bool = False,
         before_step: Callable[[torch.optim.Optimizer], None] | None = None,
+        after_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self.named, self.comm, self.state = named or method, comm, state
         self.dense = exact_method(method)
@@ -86,12 +88,21 @@ class Session:
         self.broken: str | None = None
         self.loss_scale = LossScale(scaler)
         self.counters = Counters()
-        self.watch = StepWatch(state, names, expected=expected, before=before_step or self.find_scaler)
+        before = before_step or self.find_scaler
+        self.watch = StepWatch(state, names, expected=expected, before=before, after=after_step)
 
     def run_as(self, method: Method, start: int | None) -> None:
         """Run a method from the next step on; ``start``: see the class."""
         self.method, self.first = method, start_method(method, self.state.topology, start)
         self.state.start = method.start_steps if start is None else start
+
+    def fit(self) -> None:
+        """Run the method as these ranks' processors need it. All ranks must call it, once they agree on the method."""
+        assert self.comm is not None
+        found = self.comm.fit(self.method)
+        if self.named is self.method:
+            self.named = found
+        self.method = found
 
     @property
     def topology(self) -> Topology:

@@ -7,6 +7,7 @@ hooks -> GradientSource -> Buckets -> executor     a gradient arrives; its bucke
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from thinwire.engine.buffers import Buffers
 from thinwire.engine.controller.controller import Controller
 from thinwire.engine.controller.pilot import Decision
 from thinwire.engine.executors.streams import StreamExecutor
-from thinwire.engine.hooks import ModuleHook
+from thinwire.engine.hooks import ModuleHook, WithoutHooks
 from thinwire.engine.late_parameters import LateParameters
 from thinwire.engine.parameters import managed_parameters
 from thinwire.engine.ranks.communicator import Communicator
@@ -59,7 +60,7 @@ class GradientSource:
         self.enabled = True
         self.expected: frozenset[int] | None = None
         self._end = BackwardEnd(self.finish)
-        self._late = LateParameters(model)
+        self._steps = _StepChecks(model, buckets)
         comm, sends = buckets.session.comm, settings.broadcast_buffers
         self.buffers = Buffers(model, comm) if sends and isinstance(comm, Communicator) else None
         self._hooks: list[Any] = []
@@ -84,7 +85,9 @@ class GradientSource:
         def other(module: nn.Module, args: Any) -> None:
             self._forward_began(torch.compiler.is_compiling(), module is timed)
 
+        self._hooks.append(model.register_forward_pre_hook(ModuleHook(_refuse_ddp_around)))
         for module in model.modules():
+            self._hooks.append(WithoutHooks(module))
             if module in readers:
                 self._hooks.append(module.register_forward_pre_hook(ModuleHook(read), prepend=True))
             elif module is model or any(True for _ in module.parameters(recurse=False)):
@@ -106,17 +109,23 @@ class GradientSource:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step; called for any optimizer of the process."""
         session, parameters = self._buckets.session, self._buckets.parameters
-        if not self._late.check(optimizer, parameters.names):
+        if not self._steps.ours(optimizer):
             return
         if session.running:
             raise RuntimeError(
                 "optimizer.step() in the middle of the exchange: .grad holds the averages when backward() has ended, "
                 "so step() cannot be called from a hook inside it (nor after a backward that ended with an exception)"
             )
+        self._steps.refuse_by_hand(optimizer, may=not self.enabled or self._schedule.accumulated)
         if session.method.has_residual:
             held = (p for group in optimizer.param_groups for p in group["params"] if id(p) in parameters.names)
             self._schedule.used([parameters.by_name[parameters.names[id(p)]].index for p in held])
             session.find_scaler(optimizer)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether there are gradients that no backward has made, and that no optimizer has used."""
+        return not self._buckets.session.watch.fresh and self._steps.unused()
 
     def _arrive(self, index: int, streams: StreamExecutor | None, parameter: Tensor) -> None:
         grad = parameter.grad
@@ -230,6 +239,7 @@ class GradientSource:
         if self.buffers is not None:
             self.buffers.receive()
         self._schedule.deliver()
+        self._steps.exchanged += 1
         self.expected = None
         session.counters.sent(buckets.parameters.nbytes, session.state.size)
         if (decision := self._controller.after_step(step if observed else None, backward_seconds)) is not None:
@@ -243,6 +253,7 @@ class GradientSource:
         buckets, method, asked = self._buckets, decision.method, self._settings.start_compression_step
         if method is not None:
             buckets.session.run_as(method, asked)
+            buckets.session.fit()
             buckets.parameters.manage(managed_parameters(self._model, method, self._settings.keep_dense))
         self._controller.why = decision.why
         buckets.adopt(decision.plan)
@@ -260,3 +271,58 @@ class GradientSource:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _refuse_ddp_around(module: nn.Module, args: Any) -> None:
+    """Raise ``RuntimeError`` if a DDP module whose own exchange runs contains the attached model."""
+    ddp = None if torch.compiler.is_compiling() else nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None and ddp.require_backward_grad_sync and not ddp._comm_hooks:
+        raise RuntimeError(
+            "the model is attached, and DistributedDataParallel around it exchanges the gradients again: leave one of "
+            "the two out, or use model.register_comm_hook(*thinwire.ddp_hook(...))"
+        )
+
+
+class _StepChecks:
+    """What must hold when an optimizer steps: what it uses was exchanged.
+
+    Attributes:
+        exchanged: exchanges so far.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Buckets) -> None:
+        self._late, self._parameters = LateParameters(model), buckets.parameters
+        self._alone = buckets.session.state.size == 1
+        self.exchanged = 0
+        self._used: dict[int, tuple[int, Any]] = {}  # at each optimizer's last step: exchanges, its first gradient
+
+    def ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer that is about to step owns parameters of the model.
+
+        Raises:
+            RuntimeError: it would use gradients of parameters that are not exchanged; names them.
+        """
+        return self._late.check(optimizer, self._parameters.names)
+
+    def refuse_by_hand(self, optimizer: torch.optim.Optimizer, *, may: bool) -> None:
+        """Raise ``RuntimeError`` if it would use gradients that no backward has made, unless it ``may``."""
+        before, was = self._used.get(id(optimizer), (0, None))
+        grad = self._first(p for group in optimizer.param_groups for p in group["params"])
+        if grad is None:
+            return
+        again = was is not None and was() is grad  # a second step with the same averages
+        if not (may or again or self._alone or before != self.exchanged):
+            raise RuntimeError(
+                "optimizer.step() would use gradients that no backward has made (torch.autograd.grad, torch.func, or "
+                ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first"
+            )
+        self._used[id(optimizer)] = self.exchanged, weakref.ref(grad)
+
+    def unused(self) -> bool:
+        """Return whether there is a gradient that no optimizer has seen."""
+        grad = self._first(m.parameter for m in self._parameters.managed)
+        return grad is not None and all(was() is not grad for _, was in self._used.values())
+
+    def _first(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        names = self._parameters.names
+        return next((p.grad for p in parameters if id(p) in names and p.grad is not None), None)

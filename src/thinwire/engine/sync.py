@@ -19,7 +19,7 @@ from thinwire.engine.controller.pilot import Pilot
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.memory import prime_allocator
-from thinwire.engine.parameters import Managed, model_facts
+from thinwire.engine.parameters import Managed, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.schedules.clip import check_norm_type
 from thinwire.engine.schedules.coupled import Coupled
@@ -101,8 +101,9 @@ class GradientSync:
                 "plan": plan.hash,
             }
         )
+        session.fit()
         self._buckets.inline = not comm.side_stream()
-        comm.broadcast([*model.parameters(), *model.buffers()])
+        comm.broadcast(sent_at_start(model))
         self._buckets.adopt(plan)
         comm.start()
         if comm.device.type == "cpu":
@@ -130,16 +131,18 @@ class GradientSync:
     def synchronize(self) -> None:
         """Do everything that is still to be done. All ranks must call it after passes that were all ``no_sync``.
 
-        It reduces what these passes have accumulated. With a decoupled method, it makes the updates that wait for the
-        next forward: call it before reading parameters other than by a forward or ``state_dict``. That part is local.
+        It reduces what these passes have accumulated, and gradients that the script has put into ``.grad``. With a
+        decoupled method, it makes the updates that wait for the next forward: call it before reading parameters other
+        than by a forward or ``state_dict``. That part is local.
         """
         schedule, source = self._schedule, self._source
         if schedule is None or source is None:
             return
         schedule.complete()
-        if self._buckets.pauses and not schedule.accumulated:
+        left = schedule.accumulated or source.by_hand
+        if self._buckets.pauses and not left:
             return
-        if source.enabled and not self._session.running and self.services.agree(schedule.accumulated):
+        if source.enabled and not self._session.running and self.services.agree(left):
             # The gradients there are not averaged yet.
             self._session.state.commit(schedule.untouched())
             source.begin()

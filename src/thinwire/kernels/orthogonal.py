@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.kernels.seeding import normal
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as an int64
 
 
@@ -81,6 +83,16 @@ def fingerprint(x: Tensor) -> Tensor:
     words = x.detach().contiguous().view(-1).view(torch.int32 if x.element_size() == 4 else torch.int64).to(torch.int64)
     place = torch.arange(words.numel(), device=x.device) * _GOLDEN
     return (words * ((place ^ (place >> 29)) * _GOLDEN | 1)).sum()
+
+
+def arithmetic(device: torch.device) -> Tensor:
+    """Return eight bytes, 0-dim int64, that differ between processors which round products or bases differently."""
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for n, m, r in ((64, 48, 4), (1000, 300, 32)):
+        x = normal(n, m, 0, "arithmetic", dtype=torch.float32, device=device)
+        for made in (x @ x.mT, x.mT @ x[:, :r].contiguous(), orthogonalise(x[:, :r].contiguous())):
+            found = found * 31 + fingerprint(made)
+    return found
 
 
 def _cholesky_qr(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from thinwire.engine.backward_end import BackwardEnd, current_task
 from thinwire.kfac.layers import Preconditioned
 from thinwire.kfac.sums import LayerSums
 from thinwire.measure.timing import Stopwatch
+from thinwire.program.modes import own_modes
 
 logger = logging.getLogger("thinwire")
 
@@ -152,8 +153,7 @@ class Capture:
             self._end.note()
         if self._sampling == self._sampled:
             scale = None if self._sampling else self._listener.loss_scale()
-            with torch.no_grad():
-                self._take(index, G, lambda sums: sums.add_gradient(g, scale, sampled=self._sampling))
+            self._take(index, G, lambda sums: sums.add_gradient(g, scale, sampled=self._sampling))
 
     def _take(self, index: int, side: int, add: Any) -> None:
         calls, last = self._calls[index][side], self._listener.last_pass()
@@ -161,7 +161,7 @@ class Capture:
             self._surplus(index, calls)
             return
         began, begin = time.perf_counter(), self.watch.mark()
-        with torch.no_grad():
+        with own_modes(), torch.no_grad():  # in the working dtype, whatever autocast the forward is in
             add(self.sums[index])
         end = self.watch.mark()
         self.seconds += time.perf_counter() - began
@@ -183,6 +183,11 @@ class Capture:
                 "extra calls are left out this once, and from now on its factor is sent at the end of backward",
                 self._layers[index].name,
             )
+
+    @property
+    def blind(self) -> bool:
+        """Whether there is a layer to watch, and no call of any was ever seen."""
+        return len(self._handles) > 1 and self._calls[0][A].rounds == 0
 
     @property
     def measured(self) -> bool:

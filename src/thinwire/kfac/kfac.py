@@ -31,6 +31,7 @@ from thinwire.kfac.stats import KFACStats, Tally
 from thinwire.methods.decoupling import deferring
 from thinwire.planner.costs import Costs
 from thinwire.program import State
+from thinwire.program.modes import own_modes
 
 logger = logging.getLogger("thinwire")
 _FITTING = ("scaling", "tokens")
@@ -209,15 +210,19 @@ class KFAC:
             )
         self.step()
 
-    @torch.no_grad()
     def step(self) -> None:
         """Precondition the gradients in ``.grad``, once per averaged backward; the optimizers call this.
 
         All ranks must call it, after backward and before ``optimizer.step()``.
 
         Raises:
-            RuntimeError: ``fisher="sampled"``, and ``fisher_backward`` was not called in a pass that needed it.
+            RuntimeError: ``fisher="sampled"``, and ``fisher_backward`` was not called in a pass that needed it; or no
+                layer was seen in the first pass.
         """
+        with own_modes(), torch.no_grad():
+            self._step()
+
+    def _step(self) -> None:
         if not (self._touched if self._ranks is None else self.passes > self._stepped):
             return
         self._touched = False
@@ -227,6 +232,12 @@ class KFAC:
                 "loss.backward(), on every step; on steps that need no statistic it does nothing"
             )
         index = self._count if self._ranks is None else self.passes - 1
+        if self._capture.blind and (self._blank or index % self._options.factor_steps_at(index) == 0):
+            raise RuntimeError(
+                "K-FAC has seen no call of any layer, so it would do nothing: a model that was compiled and called "
+                "earlier does not run new hooks (call torch._dynamo.reset() after making KFAC), and layers are watched "
+                "in training mode only"
+            )
         self._count, self._stepped = self._count + 1, self.passes
         self._capture.close()
         self._take_in()

@@ -96,6 +96,8 @@ def _problem(module: nn.Module, owners: Counter[int]) -> str:
         return "is a transposed convolution, whose factors are not known here"
     if isinstance(module, nn.Conv2d) and module.groups > 1:
         return f"has groups={module.groups}, and a factor for each group would be needed"
+    if "weight" not in module._parameters:
+        return "makes its weight anew in each forward (weight_norm, spectral_norm, pruning)"
     if owners[id(module.weight)] > 1:
         return "shares its weight with another module, so its gradient is a sum over both"
     return ""

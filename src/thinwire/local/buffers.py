@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from thinwire.link.memory import shares_memory
 from thinwire.methods.base import all_finite
 from thinwire.program import AllReduce, Broadcast, Program, working_dtype
 
@@ -61,7 +62,12 @@ class Averages:
                 received = received + _flat(some) - self._counted[dtype]
             for x, part in zip(some, received.split([x.numel() for x in some])):
                 mean = part.view(x.shape)
-                x.copy_(torch.where(all_finite(part), mean, x) if dtype.is_floating_point else mean)
+                if dtype.is_floating_point:
+                    mean = torch.where(all_finite(part), mean, x.to(mean.dtype))
+                if shares_memory(x):
+                    x.data = mean.to(dtype)
+                else:
+                    x.copy_(mean)
         self._received.clear()
         self._counted.clear()
 

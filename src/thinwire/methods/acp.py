@@ -27,7 +27,7 @@ from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
 from thinwire.methods.decoupling import Decoupling, average_decoupled, check_decoupling, decoupled_sum
 from thinwire.methods.exchanges import check_collective
 from thinwire.methods.feedback import accumulate
-from thinwire.methods.lowrank import LowRank, pack, unpack, verify_bases, write_product
+from thinwire.methods.lowrank import LowRank, common, pack, unpack, verify_bases, write_product
 from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.planner.costs import Costs
 from thinwire.program import Bucket, Program, Slot, State, Topology
@@ -47,6 +47,8 @@ class ACP(LowRank, Decoupling):
             step); 0: never.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         deterministic: sum in rank order: equal bits under any plan.
+        bases_from_first: send the first rank's bases to all, for processors that round differently. ``attach`` sets it
+            if it finds such.
         collective, decoupled, check_finite, update_in_step, poison_stale: as for :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
@@ -93,9 +95,11 @@ class ACP(LowRank, Decoupling):
             after += prices.orthogonalise(rows, r) + prices.product(n, m, r, WRITE)
         after += prices.passes(FINITE, sent) + prices.passes(IN_PLACE, sent - dense)
         before += prices.passes(COPY, sent)
+        broadcast = [0.0] if self.bases_from_first else []
         if self.decoupled:
-            return prices.decoupled(before, after, sent)
-        return prices.summed(before, after, sent, deterministic=self.deterministic, collective=self.collective)
+            return prices.decoupled(before, after, sent) + broadcast
+        summed = prices.summed(before, after, sent, deterministic=self.deterministic, collective=self.collective)
+        return summed + broadcast
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """Do one all-reduce of a factor; even steps send P, odd steps Q."""
@@ -121,7 +125,8 @@ class ACP(LowRank, Decoupling):
         finite = all_finite(total)
         state.verdict(finite)
         sums, rest = unpack(total, local, dense)
-        for slot, factor in zip(low, orthogonalise_all(sums)):
+        bases_of_next = yield from common(self, orthogonalise_all(sums), state)
+        for slot, factor in zip(low, bases_of_next):
             state.stage(slot.name, shared={moving: factor})
         divisor = poison(finite, state.size, total.dtype)
         for slot, basis, factor in zip(low, bases, sums):

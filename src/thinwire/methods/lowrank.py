@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from thinwire.kernels.orthogonal import fingerprint, orthogonalise
 from thinwire.kernels.seeding import normal
 from thinwire.methods.base import check_choice, check_count, check_flag, check_fusion, own_memory
 from thinwire.methods.prices import elements
-from thinwire.program import AllGather, Bucket, Method, Slot, State, working_dtype
+from thinwire.program import AllGather, Broadcast, Bucket, Method, Slot, State, working_dtype
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class LowRank(Method):
     verify_every: int = 1000
     fusion: Any = "auto"
     deterministic: bool = False
+    bases_from_first: bool = False
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank, 1)
@@ -50,8 +51,12 @@ class LowRank(Method):
         check_count("verify_every", self.verify_every)
         check_fusion(self.fusion)
         check_flag("deterministic", self.deterministic)
+        check_flag("bases_from_first", self.bases_from_first)
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
+
+    def on_mixed_processors(self) -> LowRank:
+        return replace(self, bases_from_first=True)
 
     def rank_of(self, shape: Sequence[int]) -> int:
         """Return the rank at which a tensor of this shape is compressed; 0: it stays dense."""
@@ -92,6 +97,15 @@ class LowRank(Method):
             return found
         words = (self.seed, slot.name) if field == "q" else (self.seed, slot.name, field)
         return orthogonalise(normal(rows, rank, *words, dtype=working_dtype(slot.dtype), device=slot.device))
+
+
+def common(method: LowRank, bases: Sequence[Tensor], state: State) -> Generator[Any, Tensor, list[Tensor]]:
+    """Return bases that are equal on all ranks to the last bit, which processors of different kinds would not make."""
+    if not method.bases_from_first or state.size == 1:
+        return list(bases)
+    first = yield Broadcast(torch.cat([basis.reshape(-1) for basis in bases]))
+    pieces = first.split([basis.numel() for basis in bases])
+    return [piece.view(basis.shape) for piece, basis in zip(pieces, bases)]
 
 
 def pack(factors: Sequence[Tensor], dense: Sequence[Slot] = (), ranks: int = 1) -> Tensor:
@@ -140,5 +154,6 @@ def verify_bases(
     if names:
         raise RuntimeError(
             f"the bases of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} differ between ranks at "
-            f"step {step}: mixed hardware, different library versions, or a rank that lost a step"
+            f"step {step}: mixed hardware (pass bases_from_first=True), different library versions, or a rank that "
+            "lost a step"
         )

@@ -25,7 +25,7 @@ from thinwire.kernels.lowrank import project_left, project_right, subtract
 from thinwire.kernels.orthogonal import orthogonalise_all
 from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
 from thinwire.methods.feedback import accumulate
-from thinwire.methods.lowrank import LowRank, pack, unpack, verify_bases, write_product
+from thinwire.methods.lowrank import LowRank, common, pack, unpack, verify_bases, write_product
 from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.planner.costs import Costs
 from thinwire.program import Bucket, Program, Slot, State, Topology
@@ -68,7 +68,9 @@ class PowerSGD(LowRank):
         after += prices.passes(FINITE, first - dense) + prices.passes(FINITE + IN_PLACE, second)
         before, between = before + prices.passes(COPY, first), between + prices.passes(COPY, second)
         head = prices.summed(before, between, first, deterministic=self.deterministic)
-        return head[:-1] + prices.summed(between, after, second, deterministic=self.deterministic)
+        tail = prices.summed(between, after, second, deterministic=self.deterministic)
+        broadcast = [0.0] if self.bases_from_first else []
+        return head[:-1] + broadcast + tail + broadcast
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """All-reduce A Q and the dense tensors, then At P (tall matrices: transposed)."""
@@ -82,7 +84,7 @@ class PowerSGD(LowRank):
         thin = [project_right(a, x) if t else project_left(a, x) for a, x, t in zip(matrices, queries, tall)]
         first = yield from all_reduce(pack(thin, dense, state.size), state, deterministic=self.deterministic)
         sums, rest = unpack(first, thin, dense)
-        bases = orthogonalise_all(sums)
+        bases = yield from common(self, orthogonalise_all(sums), state)
         local = [project_left(a, x) if t else project_right(a, x) for a, x, t in zip(matrices, bases, tall)]
         if self.error_feedback:
             for slot, a, basis, x, t in zip(low, matrices, bases, local, tall):
@@ -92,7 +94,7 @@ class PowerSGD(LowRank):
         sums, _ = unpack(second, local)
         finite = all_finite(first) & all_finite(second)
         state.verdict(finite)
-        for slot, query, t in zip(low, orthogonalise_all(sums), tall):
+        for slot, query, t in zip(low, (yield from common(self, orthogonalise_all(sums), state)), tall):
             state.stage(slot.name, shared={"p" if t else "q": query})
         divisor = poison(finite, state.size, second.dtype)
         for slot, basis, total, t in zip(low, bases, sums, tall):

@@ -85,7 +85,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         self._share, self._scaler = share, scaler
         self._sharing: NormSharding | None = None
         self._told = False
-        self._versions: dict[Tensor, int] = {}  # versions of parameters with a master when they were last written here
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer; it belongs to no scaler and no ranks."""
@@ -183,13 +182,13 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- masters ---------------------------------------------------------------------------------------------------
 
     def _weight(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
-        """Return the parameter, or its master: made when first needed, renewed if other code wrote the parameter."""
+        """Return the parameter, or its master: made when first needed, renewed where other code wrote the parameter."""
         dtype = working_dtype(parameter.dtype)
         if parameter.dtype == dtype:
             return parameter
         if "master" not in state:
             state["master"] = parameter.detach().to(dtype)
-        elif self._versions.get(parameter) != parameter._version:
+        else:
             master: Tensor = state["master"]
             same = master.to(parameter.dtype) == parameter
             master.copy_(torch.where(same, master, parameter.to(dtype)))
@@ -199,8 +198,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     def _write_back(self, work: GroupTensors) -> None:
         if copies := work.masters():
             torch._foreach_copy_([work.parameters[i] for i in copies], [work.weights[i] for i in copies])
-            for i in copies:
-                self._versions[work.parameters[i]] = work.parameters[i]._version
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ``torch.optim`` does, but keep the state's own dtype: fp32 for bf16 parameters too."""
@@ -212,7 +209,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
                 if isinstance(value, Tensor):  # cloned: torch lets it share memory with what it was loaded from
                     device = value.device if key == "step" else p.device
                     self.state[p][key] = value.detach().to(device, copy=True)
-        self._versions.clear()  # the model's own checkpoint may be loaded before or after this one
 
     # --- ranks and scaler ------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from thinwire.program.modes import own_modes
 from thinwire.program.ops import NextForward, Op, Program, Scope
 
 
@@ -31,11 +32,12 @@ def drive(program: Program, answer: Callable[[Op], Any], *, pause: bool = False)
         The program's value; :class:`Paused` if it was stopped.
     """
     value: Any = None
-    while True:
-        try:
-            op = program.send(value)
-        except StopIteration as end:
-            return end.value
-        if pause and isinstance(op, NextForward):
-            return Paused(program, value, op)
-        value = answer(op)
+    with own_modes():
+        while True:
+            try:
+                op = program.send(value)
+            except StopIteration as end:
+                return end.value
+            if pause and isinstance(op, NextForward):
+                return Paused(program, value, op)
+            value = answer(op)

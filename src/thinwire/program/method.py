@@ -95,6 +95,10 @@ class Method(abc.ABC):
         """Return what a measured plan should note as a bucket's ``exchange``; "": nothing."""
         return ""
 
+    def on_mixed_processors(self) -> Method:
+        """Return the method as it must run where ranks round differently; itself if it does not need equal bits."""
+        return self
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
         """Raise ``ValueError`` if the method does not work with this optimizer. Not called on a single rank."""
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.executors.runner import Runner
 from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.program.drive import Paused
+from thinwire.program.modes import own_modes
 from thinwire.program.ops import Collective, Scope
 
 
@@ -63,12 +63,11 @@ class _Event:
     where: str = "start"
 
 
-_nothing = nullcontext()
-
-
-def _no_grad() -> AbstractContextManager[Any]:
-    """Return ``torch.no_grad()`` if needed; most programs begin in hooks of backward, where grad mode is off."""
-    return torch.no_grad() if torch.is_grad_enabled() else _nothing
+@contextmanager
+def _as_in_the_thread() -> Iterator[None]:
+    """Give programs that run in the user's thread the modes of the communicator thread."""
+    with own_modes(), torch.no_grad():
+        yield
 
 
 class ThreadExecutor:
@@ -113,7 +112,7 @@ class ThreadExecutor:
         if inline and self._lock.acquire(blocking=False):
             step.inline.add(bucket)
             try:
-                with _no_grad():
+                with _as_in_the_thread():
                     self._advance([event], alone=True)
             finally:
                 self._lock.release()
@@ -137,7 +136,7 @@ class ThreadExecutor:
                 event.pending.block()
             except RuntimeError as caught:
                 error = caught
-            with self._lock, _no_grad():
+            with self._lock, _as_in_the_thread():
                 if error is not None:
                     self._fail(step, error, step.number(event.bucket), event.where)
                 else:
@@ -165,7 +164,7 @@ class ThreadExecutor:
             self._second = step
             self._step = step if order else None
             if order:
-                with _no_grad():
+                with _as_in_the_thread():
                     self._advance([], alone=True)
 
     def wait(self, bucket: int) -> Failure | None:
@@ -207,6 +206,8 @@ class ThreadExecutor:
                 events = [] if alone else self._waiting()
         except BaseException as error:
             self._fail(step, error, step.bucket, step.where)
+            if alone and not isinstance(error, Exception):  # of the script's signal handler: it is for the script
+                raise
             return
         if not step.runner.left and not step.more:
             self._step = None

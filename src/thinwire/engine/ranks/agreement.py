@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.collectives.lanes import Lane
 from thinwire.collectives.transport import all_gather_flat
-from thinwire.link.memory import memory_of
+from thinwire.link.memory import memory_of, shares_memory
 from thinwire.program import Scope
 
 _CHUNK_BYTES = 16 << 20
@@ -46,8 +46,12 @@ def deepest_of_all(depth: Mapping[Scope, int], gather: Callable[[bytes], list[by
     return {scope: count for scope, count in most.items() if count}
 
 
+class Disagreement(ValueError):
+    """The ranks differ; it is raised on all of them."""
+
+
 def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:
-    """Raise ``ValueError`` on all ranks, naming the difference, unless all ranks have the same facts."""
+    """Raise ``Disagreement`` on all ranks, naming the difference, unless all ranks have the same facts."""
     text = json.dumps(facts, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
     digests = gather_bytes(digest, lane, device)
@@ -56,7 +60,7 @@ def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:
     everyone = [json.loads(raw) for raw in gather_bytes(text.encode(), lane, device)]
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            raise ValueError(f"rank {rank} differs from rank 0: {difference(everyone[0], other)}")
+            raise Disagreement(f"rank {rank} differs from rank 0: {difference(everyone[0], other)}")
 
 
 def difference(ours: Any, theirs: Any, path: str = "") -> str:
@@ -124,8 +128,29 @@ def _digest(chunk: Sequence[Tensor]) -> bytes:
 def broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
     """Send the tensors of a chunk from one rank to all."""
     with torch.no_grad():  # as bytes: Gloo does not know every dtype
-        flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8) for x in chunk])
+        flat = torch.cat([bytes_of(x) for x in chunk])
         dist.broadcast(flat, lane.ranks[source], group=lane.group)
         if lane.rank != source:
             for x, piece in zip(chunk, flat.split([x.nbytes for x in chunk])):
-                x.detach().copy_(piece.view(x.dtype).view(x.shape))
+                put_bytes(x, piece)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return a tensor's elements as bytes, 1-D."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def put_bytes(x: Tensor, piece: Tensor, *, quietly: bool = False) -> None:
+    """Overwrite a tensor with the bytes of another one of its shape and dtype.
+
+    Args:
+        quietly: whether autograd is not to see it.
+    """
+    aligned = piece if piece.storage_offset() % x.element_size() == 0 else piece.clone()
+    value = aligned.view(x.dtype).view(x.shape)
+    if shares_memory(x):
+        x.data = value.clone()
+    elif quietly:
+        x.data.copy_(value)
+    else:
+        x.detach().copy_(value)

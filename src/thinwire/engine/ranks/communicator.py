@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import logging
 import re
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import thinwire
 from thinwire.collectives.backends import backend_for, backend_of_new, backends_to_ask_for
 from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.lanes import Lane, Lanes
@@ -23,19 +27,49 @@ from thinwire.engine.executors.alone import AloneExecutor, run_alone
 from thinwire.engine.executors.issuer import Failure, OpIssuer
 from thinwire.engine.executors.steps import Names, ProgramSteps, executor_for
 from thinwire.engine.executors.watch import typical
-from thinwire.engine.ranks.agreement import agree, broadcast_tensors, deepest_of_all, gather_bytes
-from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks
+from thinwire.engine.ranks.agreement import Disagreement, agree, broadcast_tensors, deepest_of_all, gather_bytes
+from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks, in_words, refused
 from thinwire.engine.ranks.order import OrderWatch
+from thinwire.kernels.orthogonal import arithmetic
 from thinwire.measure.cores import place, spare_places
-from thinwire.program import NextForward, Program, Scope, Topology
+from thinwire.program import Method, NextForward, Program, Scope, Topology
 from thinwire.program.drive import drive
+from thinwire.program.modes import own_modes
 from thinwire.program.ops import AllGather, Broadcast, Collective, Op
 from thinwire.program.trace import TracedExchange, depths
 
 if TYPE_CHECKING:
     from thinwire.measure.gradual import GradualProbe
 
-_numbers = itertools.count()
+logger = logging.getLogger("thinwire")
+_numbers: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def _labels() -> Counter[str]:
+    """Return how many meetings there were of the same ranks, since the default group was made."""
+    return _numbers.setdefault(dist.group.WORLD, Counter())
+
+
+def _next_label(ranks: Sequence[int]) -> str:
+    of = f"{len(ranks)}: {'-'.join(map(str, ranks[:64]))}"
+    _labels()[of] += 1
+    return f"{_labels()[of]}/{of}"
+
+
+@contextmanager
+def meeting_in_attach(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Tell the other ranks if this one raises before it has met them: they would wait for it."""
+    several = dist.is_available() and dist.is_initialized()
+    before = _labels().total() if several else 0
+    try:
+        yield
+    except BaseException as error:
+        if several and _labels().total() == before:
+            with contextlib.suppress(Exception):  # the group may be what is wrong
+                ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+                if len(ranks) > 1 and dist.get_rank() in ranks:
+                    refused(ranks, dist.get_rank(group), _next_label(ranks), error)
+        raise
 
 
 @dataclass(frozen=True)
@@ -70,8 +104,10 @@ class Communicator:
         device: of the gradients.
         timeout: of the collectives; None keeps torch's.
         asks: whether to find out, after a failure, which ranks are late.
+        attaching: whether ``attach`` is under way: if a rank fails then, the others notice it at once.
 
     Attributes:
+        attaching: as above; the caller ends it.
         control: the lane of small messages.
         ledger: of what gradients' programs have sent.
         order: of the ops issued, for ``check_order``; None: not recorded.
@@ -86,21 +122,24 @@ class Communicator:
         timeout: timedelta | None,
         *,
         asks: bool = True,
+        attaching: bool = False,
     ) -> None:
         ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         rank, backend = dist.get_rank(group), backend_of(group, device)
         if backend == "nccl":
             _check_whole(group)
         self.members = Members(group, ranks, rank, topology, backend, device, timeout or _timeout_of(group, device))
-        self._lanes = self.lanes_of(topology)
-        label = f"{next(_numbers)}/{'-'.join(map(str, ranks[:64]))}"
+        self.attaching = attaching
+        label = _next_label(ranks)
         self._late = LateRanks(ranks, rank, label, seconds_of(self.members.timeout)) if asks else NobodyAsks()
+        self._lanes = self.lanes_of(topology)
         with self.meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self.ledger = Ledger()
         self.order: OrderWatch | None = None
         self._issuer = OpIssuer(self._lanes, self.ledger, self._note)
         self._beside: bool | None = None
+        self._mixed: bool | None = None
         self.steps: ProgramSteps
 
     @property
@@ -122,7 +161,7 @@ class Communicator:
         """Return lanes of these ranks, none opened yet; with NCCL, they use few communicators."""
         who = self.members
         card = who.device if who.backend == "nccl" else None
-        return Lanes(who.ranks, topology, who.rank, who.timeout, card, backend_of_new(who.group))
+        return Lanes(who.ranks, topology, who.rank, who.timeout, card, backend_of_new(who.group), self._come)
 
     def machine_group(self) -> dist.ProcessGroup:
         """Return a process group of this machine's ranks, given back with the lanes. All ranks must call it."""
@@ -130,18 +169,22 @@ class Communicator:
             return self._lanes.get("inside", Scope.NODE, 0).group
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise ``ValueError``, naming the difference, unless all ranks have the same facts."""
+        """Raise ``ValueError``, naming the difference, unless all ranks have the same facts and versions."""
+        versions = {"thinwire": thinwire.__version__, "torch": torch.__version__.partition("+")[0]}
         with self.meeting("agreeing on the plan"):
-            agree(facts, self.control, self.device)
+            self._come()
+            agree(versions | facts, self.control, self.device)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
         with self.meeting("sending the weights"):
+            self._come()
             broadcast_tensors(tensors, self.control)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's message, in rank order."""
         with self.meeting("gathering"):
+            self._come()
             return gather_bytes(message, self.control, self.device)
 
     def side_stream(self) -> bool:
@@ -149,6 +192,22 @@ class Communicator:
         if self._beside is None:
             self._beside = self.backend != "gloo" or spare_places(self.gather(place()), self.rank)
         return self._beside
+
+    def fit(self, method: Method) -> Method:
+        """Return a method as these ranks must run it: if it needs equal bits on all, which mixed processors lack.
+
+        All ranks must call it.
+        """
+        other = method.on_mixed_processors()
+        if other is method:
+            return method
+        if self._mixed is None:
+            with torch.no_grad(), own_modes():
+                bits = self.gather_tensor(arithmetic(self.device).view(1)).view(-1)
+            self._mixed = bool((bits != bits[0]).any())
+            if self._mixed and self.rank == 0:
+                logger.info("thinwire: the ranks' processors round differently, so rank 0's bases are sent to all")
+        return other if self._mixed else method
 
     def gradual_probe(self) -> GradualProbe:
         """Return a probe that measures the network between steps, on the buckets' lanes; use it under ``meeting``."""
@@ -277,6 +336,11 @@ class Communicator:
 
         return drive(program, answer)
 
+    def _come(self) -> None:
+        """In ``attach``, wait for the other ranks where it can be seen that one has given up."""
+        if self.attaching:
+            self._late.come()
+
     def _note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
         if self.order is not None:
             self.order.note(op, scope, round_, bucket)
@@ -293,6 +357,13 @@ class Communicator:
     def leave(self, why: str) -> None:
         """Leave word for other ranks that this rank has stopped, and why."""
         self._late.leave(why)
+
+    def dismiss(self, error: BaseException) -> None:
+        """Close it because of an error before the first step; tell the others, unless all raise it alike."""
+        alike = isinstance(error, Disagreement)
+        if not alike:
+            self.leave(f"has left attach with {in_words(error)}")
+        self.close(broken=not alike)
 
     def close(self, *, broken: bool) -> None:
         """Stop the executor and give the process groups back."""
@@ -314,6 +385,10 @@ class Alone:
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Do nothing: there is no other rank."""
+
+    def fit(self, method: Method) -> Method:
+        """Return the method: there is no other processor."""
+        return method
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Do nothing: there is no other rank."""

@@ -51,6 +51,12 @@ def _tell_the_end() -> None:
             ranks.leave("has ended its program" if error is None else f"has ended with {in_words(error)}")
 
 
+def refused(ranks: Sequence[int], place: int, label: str, error: BaseException) -> None:
+    """Leave word that this rank does not come to the meeting of this label, if the store answers."""
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        LateRanks(ranks, place, label, _LEAVING_SECONDS).leave(f"has left attach with {in_words(error)}")
+
+
 def in_words(error: BaseException) -> str:
     """Return the kind and first line of an exception."""
     text = str(error).split("\n")[0][:120].rstrip(". ")
@@ -65,6 +71,9 @@ class NobodyAsks:
 
     def leave(self, why: str) -> None:
         """Do nothing."""
+
+    def come(self) -> None:
+        """Do nothing: who is there is known."""
 
     def report(self, step: int, bucket: str, where: str) -> str:
         """Return what to say instead of which rank is late."""
@@ -92,7 +101,7 @@ class LateRanks:
             raise RuntimeError(
                 f"rank {ranks[place]}: connecting failed: {in_words(error)}. {self._silent()}."
             ) from error
-        self._said, self.process = False, os.getpid()
+        self._said, self.process, self._seconds, self._met = False, os.getpid(), seconds, 0
         _open.add(self)
 
     def close(self) -> None:
@@ -103,9 +112,39 @@ class LateRanks:
         """Leave a note that this rank has stopped, and why, unless it has left a note already."""
         if not self._said:
             self._said = True
-            key, note = f"{self._prefix}/{self._place}", json.dumps({"left": why})
+            note = json.dumps({"left": why})
+
+            def write() -> None:
+                self._store.set(f"{self._prefix}/{self._place}", note)
+                self._store.set(f"{self._prefix}/left", "")
+
             with contextlib.suppress(RuntimeError, TimeoutError):  # newer Pythons start no thread while they exit
-                bounded(_LEAVING_SECONDS, lambda: self._store.set(key, note))
+                bounded(_LEAVING_SECONDS, write)
+
+    def come(self) -> None:
+        """Wait until all ranks have come here.
+
+        Raises:
+            RuntimeError: one has left a note that it has stopped, instead.
+            TimeoutError: one was late.
+        """
+        self._met += 1
+        key, end, pause = f"{self._prefix}/met {self._met}", time.monotonic() + self._seconds, 0.001
+
+        def wait() -> bool:
+            nonlocal pause
+            self._store.add(key, 1)
+            while self._store.add(key, 0) < len(self._ranks):
+                if self._store.check([f"{self._prefix}/left"]):
+                    return False
+                if time.monotonic() > end:
+                    raise TimeoutError(f"not all ranks came within {self._seconds:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            return True
+
+        if not bounded(self._seconds + WAIT_SECONDS, wait):
+            raise RuntimeError("another rank has given up")
 
     def report(self, step: int, bucket: str, where: str) -> str:
         """Leave this rank's note, wait for the others' notes, and say in a sentence which rank is missing."""

@@ -7,6 +7,7 @@ each part, then over the buckets of one rank's parts, then over ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ def total(powers: Tensor, norm_type: float, dtype: torch.dtype, error_if_nonfini
     return norm.to(dtype)
 
 
+def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype of a norm over gradients: that of all, or, if there are several, fp32 or wider."""
+    kinds = {*dtypes}
+    return kinds.pop() if len(kinds) == 1 else torch.float64 if torch.float64 in kinds else torch.float32
+
+
 def scaling(norm: Tensor, max_norm: float) -> Change:
     """Return the in-place change by which clipping to a norm scales gradients, by torch's formula."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -72,8 +79,8 @@ def whole(buckets: Buckets, max_norm: float, norm_type: float, error_if_nonfinit
     """
     state, by_name = buckets.session.state, buckets.parameters.by_name
     ranks, last = state.size, buckets.plan.buckets(max(0, state.turn - 1))
-    first = by_name[last[0].names[0]].parameter
-    powers = torch.zeros(ranks, dtype=torch.float64, device=first.device)
+    device = by_name[last[0].names[0]].parameter.device
+    powers = torch.zeros(ranks, dtype=torch.float64, device=device)
     gradients: list[Tensor] = []
     for entry in last:
         parameters = [by_name[name].parameter for name in entry.names]
@@ -84,7 +91,7 @@ def whole(buckets: Buckets, max_norm: float, norm_type: float, error_if_nonfinit
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
         for rank, part in enumerate(padded(flat.detach(), ranks).view(ranks, -1)):
             powers[rank] = add(powers[rank], power(part, norm_type), norm_type)
-    norm = total(powers, norm_type, first.dtype, error_if_nonfinite)
+    norm = total(powers, norm_type, norm_dtype(p.dtype for p in gradients), error_if_nonfinite)
     by_kind: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_kind.setdefault(gradient.dtype, []).append(gradient)

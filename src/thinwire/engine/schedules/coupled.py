@@ -39,8 +39,9 @@ class DeliveredGrads:
             self.noted.pop(index, None)
 
     def holds(self, index: int, grad: Tensor | None) -> bool:
-        """Return whether a ``.grad`` is still the tensor in which the average was delivered."""
-        return grad is not None and index in self.noted and self.noted[index][0] is grad
+        """Return whether a ``.grad`` is still the average that was delivered: not zeroed, nor replaced."""
+        delivered, version = self.noted.get(index, (None, 0))
+        return grad is not None and grad is delivered and grad._version == version
 
     def added_to(self, index: int, grad: Tensor | None) -> bool:
         """Return whether autograd just added to an average that nothing has changed since."""

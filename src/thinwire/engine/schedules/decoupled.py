@@ -31,6 +31,7 @@ from thinwire.engine.schedules.schedule import Schedule
 from thinwire.engine.schedules.updates import DeferredUpdate, DeferredUpdates
 from thinwire.methods.decoupling import Decoupling
 from thinwire.program.bucket import used_by_nobody
+from thinwire.program.modes import own_modes
 
 logger = logging.getLogger("thinwire")
 
@@ -241,7 +242,8 @@ class Decoupled(Schedule):
                 change([part])
             own = clip.add(own, clip.power(part, norm_type), norm_type)
         sums = session.comm.gather_tensor(own.view(1)).view(-1)
-        norm = clip.total(sums, norm_type, self._buckets.parameters.managed[0].parameter.dtype, error_if_nonfinite)
+        kind = clip.norm_dtype(m.dtype for m in self._buckets.parameters.managed)
+        norm = clip.total(sums, norm_type, kind, error_if_nonfinite)
         change = clip.scaling(norm, max_norm)
         for grad in deferred:
             grad.changes.append(change)
@@ -271,13 +273,13 @@ class Decoupled(Schedule):
         """Receive a bucket and let each optimizer update its part."""
         self._receive(bucket)
         for part in self._pending.pop(bucket):
-            for index in part.indices:
-                if self._poison is not None:
-                    self._poison.take_out(index)
-            self._fill(part.indices)
-            part.frozen.update(
-                {n: [self._buckets.parameters.managed[i].parameter for i in some] for n, some in part.groups.items()}
-            )
+            with own_modes():
+                for index in part.indices:
+                    if self._poison is not None:
+                        self._poison.take_out(index)
+                self._fill(part.indices)
+                managed = self._buckets.parameters.managed
+                part.frozen.update({n: [managed[i].parameter for i in some] for n, some in part.groups.items()})
             for index in part.indices:
                 self._buckets.parameters.managed[index].parameter.grad = None
         if not self._pending:

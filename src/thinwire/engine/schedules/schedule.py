@@ -51,7 +51,7 @@ class Schedule(abc.ABC):
         """Stop watching averages that an optimizer is about to use; the script may add to them afterwards."""
 
     def untouched(self) -> set[str]:
-        """Return names of parameters whose ``.grad`` is still the tensor in which the last average was delivered."""
+        """Return names of parameters whose ``.grad`` still holds the last average."""
         return set()
 
     @property

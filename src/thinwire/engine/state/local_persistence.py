@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 def to_state_dict(sync: LocalSync) -> dict[str, Any]:
     """Return the state of this rank. Waits for what is under way."""
-    buffers = [] if sync._travel is None else sync._travel.snapshot()
+    travel = sync._travel
+    buffers = [] if travel is None else travel.snapshot()
+    frozen = [] if travel is None else sorted(travel.beside.names)
     outer = sync._rounds.snapshot()
     codec: dict[str, Any] = {"step": outer["count"], "dropped": 0, "residual": {}, "offset": {}}
     codec |= {"shared": {}, "local": {}}
@@ -50,7 +52,7 @@ def to_state_dict(sync: LocalSync) -> dict[str, Any]:
     own: dict[str, Any] = {f"sent/{sync.services.rank}": sent}
     if sync._inner is not None:
         own[f"inside/{sync.services.rank}"] = sync._inner.state_dict()
-    return flat | {LOCAL: repr(sync.settings), "outer": {**outer, "buffers": buffers}} | own
+    return flat | {LOCAL: repr(sync.settings), "outer": {**outer, "buffers": buffers, "frozen": frozen}} | own
 
 
 @dataclass(frozen=True)
@@ -75,24 +77,25 @@ class LocalFitting:
         """Take the state over. Return a function that undoes it, except for the model's weights."""
         sync = self.sync
         held = [] if sync._travel is None else sync._travel.snapshot()
+        sent = [] if sync._travel is None else sorted(sync._travel.beside.names)
         before = sync._rounds.snapshot()
         undo_inside = None if self.inside is None else self.inside.restore()
-        self._put(self.snapshot, self.buffers, self.again)
+        self._put(self.snapshot, self.buffers, self.snapshot.get("frozen", []), self.again)  # older files lack it
 
         def undo() -> None:
-            self._put(before, held, False)
+            self._put(before, held, sent, False)
             if undo_inside is not None:
                 undo_inside()
 
         return undo
 
-    def _put(self, snapshot: Mapping[str, Any], buffers: list[Tensor], again: bool) -> None:
+    def _put(self, snapshot: Mapping[str, Any], buffers: list[Tensor], frozen: list[str], again: bool) -> None:
         rounds, travel = self.sync._rounds, self.sync._travel
         rounds.restore(snapshot)
         if again:
             rounds.begin_again()
         if travel is not None:
-            travel.restore(buffers, merged=again)
+            travel.restore(buffers, frozen, merged=again)
         self.sync.services.state.step = rounds.count
 
     def adopt(self) -> None:

@@ -137,7 +137,8 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
     # All-zero fields are blanks that were never committed: no method's field is all zeros.
     shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in split(saved, "shared/").items()}
     options, before = json.loads(_options(method)), saved_options(saved["options"], method)
-    if any(shared.values()) and any(options.get(k) != before.get(k) for k in {*options, *before} - {"fusion"}):
+    changed = {key for key, value in before.items() if options.get(key) != value}  # an older version lacked some
+    if any(shared.values()) and changed - {"fusion", "bases_from_first"}:
         log.warning("thinwire: the method's options changed; factors are drawn again, residuals are kept")
         shared = {}
     return {
@@ -382,8 +383,8 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
             companions[name] = saved
         else:
             log.warning("thinwire: the state was saved without %s, which starts over", name)
-    before = saved_options(state["options"], session.named)
-    same = state["method"] == session.named.name and before == json.loads(_options(session.named))
+    before, now = saved_options(state["options"], session.named), json.loads(_options(session.named))
+    same = state["method"] == session.named.name and all(now.get(key) == value for key, value in before.items())
     stands_in, plan = session.named is not session.method, None
     # A method that stands in on one rank makes plans for itself only.
     if sync._settings.pinned is None and same and state.get("plan") and stands_in == (int(state["world_size"]) == 1):

@@ -31,7 +31,7 @@ class StepWatch:
         names: of its parameters, by ``id``.
         expected: whether an optimizer was named, so that its steps will come; if not, gradients count as used until an
             optimizer is seen.
-        before: called with each optimizer that is about to step.
+        before, after: called with each optimizer that is about to step, and that has stepped.
 
     Attributes:
         fresh: whether ``.grad`` holds averages that no optimizer has used.
@@ -45,9 +45,11 @@ class StepWatch:
         *,
         expected: bool,
         before: Callable[[torch.optim.Optimizer], None] | None = None,
+        after: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self._state, self.names, self._expected = state, names, expected
         self._before = None if before is None else weakref.WeakMethod(before)
+        self._after = None if after is None else weakref.WeakMethod(after)
         self._seen = self._told = self.fresh = False
         self._used: set[str] = set()
         self.dropped = 0
@@ -93,6 +95,8 @@ class StepWatch:
             self._used |= self._with_gradient(optimizer)
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._after is not None and (after := self._after()) is not None:
+            after(optimizer)
         if not owned(optimizer, self.names()):
             return
         self._seen, self.fresh = True, False
