@@ -1,6 +1,7 @@
 """Two ranks that stay alive from script to script, and a second pair in which scripts that restart go on."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import shutil
@@ -31,6 +32,7 @@ def _rank(pipe, rank, port, mutate):
         RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
     )  # fmt: skip
+    faulthandler.enable()
     from datetime import timedelta
 
     import torch
