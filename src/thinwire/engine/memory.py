@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.engine.executors.streams import read_here
+from thinwire.engine.parameters import gradient_dtype
 from thinwire.program import Bucket, PlanBucket, Slot
 
 
@@ -22,7 +23,7 @@ class Memory:
     def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, cheap_pack: bool, ranks: int = 1) -> None:
         """``ranks``: the buffer has room for padding to a multiple of this number of elements."""
         self.parameters, self.kept = parameters, entry.kept
-        self.slots = [Slot(n, p.shape, None, p.dtype, p.device, p) for n, p in zip(entry.names, parameters)]
+        self.slots = [Slot(n, p.shape, None, gradient_dtype(p), p.device, p) for n, p in zip(entry.names, parameters)]
         self.buffer: Tensor | None = None
         self.views: list[Tensor] | None = None
         self.gradients: list[Tensor] = []

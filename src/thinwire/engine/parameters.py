@@ -40,6 +40,11 @@ class Managed:
         return tuple(self.parameter.shape)
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: its own, unless the script has set another ``grad_dtype``."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def model_facts(model: nn.Module, managed: Iterable[Managed]) -> dict[str, Any]:
     """Return the facts about a model that must be equal on all ranks."""
     kinds = {m.name: m.description for m in managed}

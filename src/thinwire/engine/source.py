@@ -125,7 +125,7 @@ class GradientSource:
     @property
     def by_hand(self) -> bool:
         """Whether there are gradients that no backward has made, and that no optimizer has used."""
-        return not self._buckets.session.watch.fresh and self._steps.unused()
+        return self._steps.by_hand()
 
     def _arrive(self, index: int, streams: StreamExecutor | None, parameter: Tensor) -> None:
         grad = parameter.grad
@@ -239,7 +239,7 @@ class GradientSource:
         if self.buffers is not None:
             self.buffers.receive()
         self._schedule.deliver()
-        self._steps.exchanged += 1
+        self._steps.delivered()
         self.expected = None
         session.counters.sent(buckets.parameters.nbytes, session.state.size)
         if (decision := self._controller.after_step(step if observed else None, backward_seconds)) is not None:
@@ -284,16 +284,13 @@ def _refuse_ddp_around(module: nn.Module, args: Any) -> None:
 
 
 class _StepChecks:
-    """What must hold when an optimizer steps: what it uses was exchanged.
-
-    Attributes:
-        exchanged: exchanges so far.
-    """
+    """What must hold when an optimizer steps: what it uses was exchanged."""
 
     def __init__(self, model: nn.Module, buckets: Buckets) -> None:
         self._late, self._parameters = LateParameters(model), buckets.parameters
         self._alone = buckets.session.state.size == 1
-        self.exchanged = 0
+        self._exchanged = 0  # exchanges so far
+        self._average: Any = None  # the first gradient that the last one left
         self._used: dict[int, tuple[int, Any]] = {}  # at each optimizer's last step: exchanges, its first gradient
 
     def ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -311,17 +308,24 @@ class _StepChecks:
         if grad is None:
             return
         again = was is not None and was() is grad  # a second step with the same averages
-        if not (may or again or self._alone or before != self.exchanged):
+        if not (may or again or self._alone or before != self._exchanged):
             raise RuntimeError(
                 "optimizer.step() would use gradients that no backward has made (torch.autograd.grad, torch.func, or "
                 ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first"
             )
-        self._used[id(optimizer)] = self.exchanged, weakref.ref(grad)
+        self._used[id(optimizer)] = self._exchanged, weakref.ref(grad)
 
-    def unused(self) -> bool:
-        """Return whether there is a gradient that no optimizer has seen."""
+    def delivered(self) -> None:
+        """Note that ``.grad`` holds new averages."""
+        self._exchanged += 1
         grad = self._first(m.parameter for m in self._parameters.managed)
-        return grad is not None and all(was() is not grad for _, was in self._used.values())
+        self._average = None if grad is None else weakref.ref(grad)
+
+    def by_hand(self) -> bool:
+        """Return whether there is a gradient that no exchange has left, and that no optimizer has seen."""
+        grad = self._first(m.parameter for m in self._parameters.managed)
+        known = [was for _, was in self._used.values()] + ([] if self._average is None else [self._average])
+        return grad is not None and all(was() is not grad for was in known)
 
     def _first(self, parameters: Iterable[Tensor]) -> Tensor | None:
         names = self._parameters.names

@@ -475,3 +475,61 @@ def test_a_state_from_before_intervals_could_change_is_read():
     old = {key: value for key, value in state.items() if key != "next_inversion"} | {"turn": 2}
     kfac.load_state_dict(old)
     assert kfac.state_dict()["next_inversion"] == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_statistics_and_steps_do_not_follow_the_users_autocast(dtype):
+    """Inputs so large that their products overflow in fp16: the factors are those of fp32, and so are the updates."""
+    factors, found = [], []
+    for cast in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        kfac, optimizer = made(net, lr=0.0)
+        x = 20 * torch.randn(512, 6, generator=torch.Generator().manual_seed(1)).to(dtype).float()
+        with torch.autocast("cpu", dtype, enabled=cast):
+            out = net[0](x)
+        factors.append(factor(kfac, "0/A") if kfac.stats().factor_updates else None)
+        out.float().square().mean().backward()
+        net[1].weight.grad, net[1].bias.grad = torch.ones_like(net[1].weight), torch.ones_like(net[1].bias)
+        net[0].weight.grad = torch.full_like(net[0].weight, 0.5)
+        with torch.autocast("cpu", dtype, enabled=cast):
+            optimizer.step()
+        factors[-1] = factor(kfac, "0/A")
+        found.append(net[0].weight.grad.clone())
+    ones = torch.cat([x, torch.ones(512, 1)], 1)
+    assert torch.equal(factors[0], factors[1])
+    torch.testing.assert_close(factors[0], ones.mT @ ones / 512, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], found[1], rtol=5e-2, atol=1e-5)  # G follows the gradients, which were cast
+    assert found[0].dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo tells of each break of the graph
+def test_a_model_that_runs_no_hook_is_refused_at_the_first_step():
+    """It was compiled and called before; or it is never in training mode."""
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    call = torch.compile(net, backend="eager")
+    x = torch.randn(7, 5)
+    call(x)
+    kfac, optimizer = made(net)
+    call(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="has seen no call of any layer"):
+        optimizer.step()
+    torch._dynamo.reset()  # as the sentence says
+    optimizer.zero_grad()
+    call(x).square().mean().backward()
+    optimizer.step()
+    assert kfac.stats().factor_updates == 1
+    quiet = nn.Sequential(nn.Linear(5, 4)).eval()
+    _, optimizer = made(quiet)
+    quiet(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="in training mode only"):
+        optimizer.step()
+
+
+def test_a_layer_that_makes_its_weight_anew_is_named():
+    net = nn.Sequential(nn.Linear(5, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    with pytest.raises(ValueError, match=r"1 makes its weight anew .*skip_layers=\['1'\]"):
+        made(net)
+    kfac, _ = made(net, skip_layers=["1"])
+    assert kfac.plan

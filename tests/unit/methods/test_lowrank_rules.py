@@ -8,6 +8,7 @@ from worlds import draw, label
 
 from thinwire.methods.acp import ACP
 from thinwire.methods.powersgd import PowerSGD
+from thinwire.planner.costs import Costs, assumed_compute
 from thinwire.planner.merge import fuse
 from thinwire.program import LocalWorld, Plan, PlanBucket, Topology
 from thinwire.program.trace import trace
@@ -164,3 +165,42 @@ def test_acp_bits_do_not_depend_on_who_shares_a_bucket():
             average = world.step(ACP(rank=4, deterministic=True), gradients)[0]
         results.append(average)
     assert all(torch.equal(results[0][name], results[1][name]) for name in shapes)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [ACP(rank=2, min_rate=1), ACP(rank=2, min_rate=1, decoupled=True), PowerSGD(rank=2, min_rate=1)],
+    ids=label,
+)
+def test_ranks_that_round_differently_use_the_first_ranks_bases(method, monkeypatch):
+    """Each rank's orthogonalisation errs in its own way, as on processors of several kinds."""
+    one = "thinwire.methods." + ("acp" if method.name == "acp" else "powersgd")
+    import importlib
+
+    module, calls = importlib.import_module(one), iter(range(10**6))
+    exact = module.orthogonalise_all
+
+    def rounded(matrices):
+        return [x * (1 + 1e-3 * (next(calls) % 7)) for x in exact(matrices)]
+
+    def run(method):
+        world = LocalWorld(3, plan=[["w", "v"]])
+        for step in range(5):
+            outs = world.step(method, draw(step, {"w": (16, 16), "v": (12, 20)}, 3))
+        return max(float((outs[0][name] - out[name]).abs().max()) for out in outs for name in out)
+
+    assert method.on_mixed_processors().bases_from_first
+    monkeypatch.setattr(module, "orthogonalise_all", rounded)
+    assert run(method.on_mixed_processors()) == 0
+    with pytest.raises(RuntimeError, match="bases_from_first=True"):  # and without it the check finds them
+        run(method)
+
+
+@pytest.mark.parametrize("method", [ACP(rank=2), PowerSGD(rank=2)], ids=label)
+def test_bases_from_the_first_rank_are_priced_and_traced(method):
+    mixed, shapes = method.on_mixed_processors(), [("w", (64, 64)), ("b", (9,))]
+    kinds = [one.kind for one in trace(mixed, shapes, Topology(4), step=3)]
+    assert kinds == ["AllReduce", "Broadcast"] * (1 if method.name == "acp" else 2)
+    sizes = [shape for _, shape in shapes]
+    costs = Costs({}, assumed_compute())
+    assert len(mixed.compute_seconds(sizes, 0, Topology(4), costs)) == len(kinds) + 1

@@ -166,12 +166,18 @@ def test_bf16_parameters_follow_an_fp32_run():
         assert optimizer.state[b]["momentum_buffer"].dtype == torch.float32
 
 
-def test_a_parameter_written_from_outside_renews_its_master():
+@pytest.mark.parametrize("how", ["in place", "data", "data in place"])
+def test_a_parameter_written_from_outside_renews_its_master(how):
     weights, gradients = oracles.problem(2, [(4, 4)])
     (p,), optimizer = oracles.run(make(), weights, gradients[:1], [0.1], torch.bfloat16)
     kept = optimizer.state[p]["master"].clone()
     with torch.no_grad():
-        p[0] = 7.0
+        if how == "in place":
+            p[0] = 7.0
+        elif how == "data":
+            p.data = torch.cat([torch.full_like(p[:1], 7.0), p[1:]])
+        else:
+            p.data[0] = 7.0  # raises no version
     p.grad = torch.zeros_like(p)
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.param_groups[0]["momentum"] = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from thinwire.engine.parameters import Managed
+from thinwire.engine.parameters import Managed, gradient_dtype
 from thinwire.planner import plans
 from thinwire.planner.measured import Measured
 from thinwire.planner.timeline import Timeline, simulate
@@ -25,7 +25,9 @@ def make_plan(
 ) -> Plan:
     """Fuse parameters into buckets; see :func:`thinwire.planner.plans.make_plan`."""
     tensors = [
-        plans.PlanTensor(m.name, m.shape, m.dense, str(m.parameter.dtype), m.parameter.element_size()) for m in managed
+        plans.PlanTensor(m.name, m.shape, m.dense, str(dtype), dtype.itemsize)
+        for m in managed
+        for dtype in [gradient_dtype(m.parameter)]
     ]
     return plans.make_plan(method, tensors, order, late, backend, measured, all_reduce)
 
@@ -73,7 +75,13 @@ def trace_plan(
             shapes = [(m.name, m.shape) for m in entries]
             traced.append(
                 trace(
-                    program, shapes, topology, rank=rank, step=phase, dtype=entries[0].parameter.dtype, kept=bucket.kept
+                    program,
+                    shapes,
+                    topology,
+                    rank=rank,
+                    step=phase,
+                    dtype=gradient_dtype(entries[0].parameter),
+                    kept=bucket.kept,
                 )
             )
         result.append(traced)

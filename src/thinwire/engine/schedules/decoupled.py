@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from thinwire.engine.backward_end import current_task
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.hooks import ModuleHook
-from thinwire.engine.parameters import Managed
+from thinwire.engine.parameters import Managed, gradient_dtype
 from thinwire.engine.schedules import clip, guard
 from thinwire.engine.schedules.deferred_grad import DeferredGrad
 from thinwire.engine.schedules.forward_order import ForwardOrder
@@ -242,7 +242,7 @@ class Decoupled(Schedule):
                 change([part])
             own = clip.add(own, clip.power(part, norm_type), norm_type)
         sums = session.comm.gather_tensor(own.view(1)).view(-1)
-        kind = clip.norm_dtype(m.dtype for m in self._buckets.parameters.managed)
+        kind = clip.norm_dtype(gradient_dtype(m.parameter) for m in self._buckets.parameters.managed)
         norm = clip.total(sums, norm_type, kind, error_if_nonfinite)
         change = clip.scaling(norm, max_norm)
         for grad in deferred:

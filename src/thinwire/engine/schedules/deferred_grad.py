@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.engine.parameters import gradient_dtype
+
 _REMEDY = (
     "this gradient is deferred: after backward() its parts are spread over all ranks until optimizer.step(). Clip with "
     "sync.clip_grad_norm_(...), or attach with decoupled=False (S-SGD) if gradients are read or edited"
@@ -53,7 +55,7 @@ class DeferredGrad(Tensor):
     @staticmethod
     def __new__(cls, parameter: Tensor) -> DeferredGrad:
         """Make one for a parameter."""
-        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        one = torch.zeros((), dtype=gradient_dtype(parameter), device=parameter.device)
         made: DeferredGrad = Tensor._make_subclass(cls, one.expand(parameter.shape))
         made.renew(None)
         return made

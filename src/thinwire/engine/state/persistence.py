@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.parameters import managed_parameters
+from thinwire.engine.parameters import gradient_dtype, managed_parameters
 from thinwire.engine.session import Session
 from thinwire.methods.start import exact_method
 from thinwire.program import Method, Plan, Topology, working_dtype
@@ -208,7 +208,7 @@ def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: To
     """Return zeros for all state that a method will have: DCP fills only keys that the given state_dict has."""
     flat: dict[str, Tensor] = {}
     for name, x in parameters:
-        found = memory(method, [(name, x.shape)], topology, rank=rank, dtype=x.dtype)
+        found = memory(method, [(name, x.shape)], topology, rank=rank, dtype=gradient_dtype(x))
         for value in found.residuals.values():
             flat[f"residual/{rank}/{name}"] = torch.zeros_like(value, device=x.device)
         for (field, _), value in found.fields.items():
@@ -291,14 +291,17 @@ def _blanks_of(sync: GradientSync) -> dict[str, Any]:
     if not method.shards:
         flat |= blank(method, compressed, topology, rank)
     elif method is not session.method:  # full size: there are no shards
-        flat |= {f"residual/{rank}/{name}": torch.zeros_like(x, dtype=working_dtype(x.dtype)) for name, x in compressed}
+        flat |= {
+            f"residual/{rank}/{name}": torch.zeros_like(x, dtype=working_dtype(gradient_dtype(x)))
+            for name, x in compressed
+        }
     else:  # slices that follow from the plan in force
         for entry in sync.plan.buckets(session.state.step):
             if entry.dense:
                 continue
             shapes = [(name, parameters.by_name[name].shape) for name in entry.names]
             first = parameters.by_name[entry.names[0]].parameter
-            found = memory(method, shapes, topology, rank=rank, dtype=first.dtype)
+            found = memory(method, shapes, topology, rank=rank, dtype=gradient_dtype(first))
             for name, value in found.residuals.items():
                 flat[f"residual/{rank}/{name}"] = torch.zeros_like(value, device=first.device)
                 flat[f"offset/{rank}/{name}"] = found.offsets[name]
