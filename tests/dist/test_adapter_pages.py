@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -46,3 +48,15 @@ def test_blocks_run_on_ranks(name, tmp_path):
     fresh = name == "adapters/fsdp2"  # DTensor remembers meshes beyond the life of a process group
     for names in run(_run, size, str(page), [code for _, code in blocks], str(tmp_path), init=False, fresh=fresh):
         assert "tw" in names
+
+
+def test_fabric_takes_attach_to_the_bare_model_or_the_hook(tmp_path):
+    pytest.importorskip("lightning")
+    page = (DOCS / "adapters/ddp.md").read_text()
+    (block,) = re.findall(r"<!-- tested under Fabric -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(block + "print('steps', sync.stats().steps, hook[0].stats().steps, flush=True)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.count("steps 4 1") == 2
