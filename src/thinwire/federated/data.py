@@ -90,11 +90,18 @@ class FunctionClients:
         return self._load(client)
 
 
-def checked(data: Any) -> Any:
-    """Return what ``load`` returned and ``to_device`` moved, if batches can be made of it.
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move tensors to the device; return anything else unchanged."""
+    if isinstance(data, (tuple, list)) and all(isinstance(x, Tensor) for x in data):
+        return tuple(x.to(device) for x in data)
+    return data
+
+
+def size_of(data: Any) -> int:
+    """Return how many samples there are in what ``load`` returned.
 
     Raises:
-        TypeError, ValueError: they cannot.
+        TypeError, ValueError: batches cannot be made of it.
     """
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
     if not indexed or (isinstance(data, tuple) and not all(isinstance(x, Tensor) for x in data)):
@@ -104,21 +111,10 @@ def checked(data: Any) -> Any:
         )
     if isinstance(data, tuple) and len({x.shape[:1] for x in data}) > 1:
         raise ValueError(f"load() returned tensors of {[tuple(x.shape) for x in data]}: their first dimensions differ")
-    if not len(data) or not size_of(data):
+    size = len(data[0]) if isinstance(data, tuple) and data else len(data)
+    if not size:
         raise ValueError("load() returned no samples: leave such clients out")
-    return data
-
-
-def to_device(data: Any, device: torch.device) -> Any:
-    """Move tensors to the device; return anything else unchanged."""
-    if isinstance(data, (tuple, list)) and all(isinstance(x, Tensor) for x in data):
-        return tuple(x.to(device) for x in data)
-    return data
-
-
-def size_of(data: Any) -> int:
-    """Return how many samples there are in what ``load`` returned."""
-    return len(data[0]) if isinstance(data, tuple) else len(data)
+    return size
 
 
 def chosen_samples(data: Any, chosen: Tensor) -> Any:

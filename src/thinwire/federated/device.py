@@ -18,7 +18,7 @@ from thinwire.federated.accumulate import Accumulator, all_finite
 from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundRequest
 from thinwire.federated.client import ClientContext, ClientExecutor, ClientResult, Loss
 from thinwire.federated.cohort import client_seed, seed_everything
-from thinwire.federated.data import ClientData, checked, to_device
+from thinwire.federated.data import ClientData, to_device
 from thinwire.federated.state import ClientStateStore
 from thinwire.federated.workspace import Workspace
 
@@ -145,7 +145,7 @@ class Device:
         if state is not None and work.device.type != "cpu":
             state = {name: x.to(work.device) for name, x in state.items()}
         seed_everything(seed)
-        data = checked(to_device(self.clients.load(client), work.device))
+        data = to_device(self.clients.load(client), work.device)
         work.reset(payload.get("theta", work.x), payload[BUFFERS])
         context = ClientContext(
             client, samples, task.round, task.request.name, seed, work.device, data, work, self.loss
