@@ -20,7 +20,7 @@ MUTATIONS = {
         "engine/schedules/clip.py", "return kinds.pop() if", "return min(kinds, key=lambda x: x.itemsize) if kinds or",
     ),
     "an optimizer inside another": ("engine/local_sync.py", "if owned(o, its)}", "if False}"),
-    "frozen parameters that change": ("engine/local_sync.py", "if any(row[k] for row in rows)])", "if False])"),
+    "frozen parameters that change": ("engine/local_sync.py", "if any(row[k] for row in rows)}", "if False}"),
     "gradients by hand": ("engine/sync.py", "schedule.accumulated or source.by_hand", "schedule.accumulated"),
     "a number of NumPy's": ("durable.py", "np.ndarray)) and content.ndim == 0:", "np.ndarray)) and False:"),
     "what a checkpoint cannot hold": ("durable.py", "else readable(content)", "else content"),
@@ -31,16 +31,21 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+def without_the_mend(name, source):
+    """A file's text with an old fault in it."""
+    file, mended, before = MUTATIONS[name]
+    assert source.count(mended) == 1, f"{file} has changed: write anew what takes out the mend of {name!r}"
+    return source.replace(mended, before)
+
+
 def apply(name):
     """Load thinwire with an old fault in it. Before its first import."""
-    file, mended, before = MUTATIONS[name]
     plain = SourceFileLoader.get_code
 
     def get_code(self, fullname):
-        if not self.path.endswith(f"/thinwire/{file}"):
+        if not self.path.endswith(f"/thinwire/{MUTATIONS[name][0]}"):
             return plain(self, fullname)
-        source = self.get_data(self.path).decode()
-        assert source.count(mended) == 1, f"{file} has changed: write anew what takes out the mend of {name!r}"
-        return compile(source.replace(mended, before), self.path, "exec", dont_inherit=True)
+        source = without_the_mend(name, self.get_data(self.path).decode())
+        return compile(source, self.path, "exec", dont_inherit=True)
 
     SourceFileLoader.get_code = get_code

@@ -10,7 +10,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from spawned import fork, free_port
+from spawned import fork
 
 SECONDS = 60.0  # within which a script must have ended
 
@@ -26,11 +26,11 @@ class Finding:
         return f"{self.kind}: {self.words}"
 
 
-def _rank(pipe, rank, port, mutate):
+def _rank(pipe, rank, store, mutate):
     """A rank's life."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
     )  # fmt: skip
     faulthandler.enable()
     from datetime import timedelta
@@ -43,7 +43,8 @@ def _rank(pipe, rank, port, mutate):
         from fuzz.mutations import apply
 
         apply(mutate)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     while True:
         try:
             case, place, folder = pipe.recv()
@@ -80,10 +81,10 @@ class Pair:
 
     def __init__(self, mutate=None):
         context = multiprocessing.get_context("spawn") if mutate is not None else fork
-        self.pipes, self.processes, port = [], [], free_port()
+        self.pipes, self.processes, self.folder = [], [], tempfile.mkdtemp(prefix="thinwire-fuzz-")
         for rank in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, rank, port, mutate), daemon=True)
+            process = context.Process(target=_rank, args=(theirs, rank, f"{self.folder}/store", mutate), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -102,7 +103,7 @@ class Pair:
                 if answers[rank] is None and pipe.poll(0):
                     try:
                         answers[rank] = pipe.recv()
-                    except EOFError:
+                    except (OSError, EOFError):
                         self.processes[rank].join(5)
                         answers[rank] = "died", "", f"exit code {self.processes[rank].exitcode}"
                     if answers[rank][0] != "ok" and grace is None:
@@ -114,6 +115,7 @@ class Pair:
             pipe.close()
             process.kill()
             process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Ranks:

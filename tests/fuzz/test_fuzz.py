@@ -1,8 +1,11 @@
 """Random scripts on two ranks against plain twins: see run.py, which runs one, or thousands."""
 
+from pathlib import Path
+
 import pytest
 
-from fuzz.mutations import MUTATIONS
+import thinwire
+from fuzz.mutations import MUTATIONS, without_the_mend
 from fuzz.pair import Ranks
 from fuzz.run import hunt
 
@@ -28,6 +31,12 @@ def test_scripts(part):
 @pytest.mark.parametrize("first", [10_000, 11_000, 12_000])
 def test_thousands_of_scripts(first):
     _hunted(range(first, first + 1000))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_takes_out_a_mend_fits_the_code(name):
+    file = Path(thinwire.__file__).parent / MUTATIONS[name][0]
+    compile(without_the_mend(name, file.read_text()), str(file), "exec")
 
 
 @pytest.mark.slow
