@@ -382,6 +382,7 @@ class Beside:
         self._buffers, self._frozen, self._services = buffers, frozen, services
         self._seen = [_sample(one.tensor) for one in frozen]
         self.names: set[str] = set()  # of the frozen ones that some rank's script was seen to change
+        self._left: list[Named | Tensor] = []
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -395,9 +396,13 @@ class Beside:
             rows = self._services.gather(mine)
             self.names |= {one.name for k, one in enumerate(self._frozen) if any(row[k] for row in rows)}
 
-    def now(self) -> list[Tensor]:
-        """Return what travels."""
-        return [one.now() for one in (*self._buffers, *(one for one in self._frozen if one.name in self.names))]
+    def leave(self, moments: Sequence[Tensor]) -> None:
+        """Let what is known by now travel, and these moments."""
+        self._left = [*self._buffers, *(one for one in self._frozen if one.name in self.names), *moments]
+
+    def left(self) -> list[Tensor]:
+        """Return what travels, or what the script has put in its place since."""
+        return [one if isinstance(one, Tensor) else one.now() for one in self._left]
 
     def follow(self, names: Sequence[str]) -> bool:
         """Let the parameters of these names travel, too. Return whether all are here."""
@@ -485,12 +490,11 @@ class Travel:
             programs += self._rounds.send(fragment, last=last)
             names += fragment.names()
         end = self._rounds.fragments[-1]
-        beside: list[Tensor] = []
         if end in fragments:
             if not end.state.step:
                 self.beside.look()
-            beside = [*self.beside.now(), *([] if last else self._moments.due(end.state.step + 1))]
-        if beside:
+            self.beside.leave([] if last else self._moments.due(end.state.step + 1))
+        if end in fragments and (beside := self.beside.left()):
             programs.append(self._averages.send(beside))
             names.append(["buffers and moments"])
         channel = self._channels[number]
@@ -515,7 +519,7 @@ class Travel:
         self.receive(fragment)
         self._rounds.merge(fragment)
         if fragment is self._rounds.fragments[-1]:
-            self._averages.merge()
+            self._averages.merge(self.beside.left())
 
     def snapshot(self) -> list[Tensor]:
         """Wait for all that is under way. Return the buffers that came with it."""
@@ -532,9 +536,10 @@ class Travel:
         """
         self.times, self.layers = self.times.anew(), self.layers.anew()
         here = self.beside.follow(frozen)
-        self._averages.restore(buffers if here else [], self.beside.now())
+        self.beside.leave([])
+        self._averages.restore(buffers if here else [], self.beside.left())
         if merged:
-            self._averages.merge()
+            self._averages.merge(self.beside.left())
 
     def ledger(self) -> Ledger:
         """Return the ledger of what was sent on all channels."""

@@ -127,6 +127,10 @@ class GradientSource:
         """Whether there are gradients that no backward has made, and that no optimizer has used."""
         return self._steps.by_hand()
 
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped; called for any optimizer of the process."""
+        self._steps.used(optimizer)
+
     def _arrive(self, index: int, streams: StreamExecutor | None, parameter: Tensor) -> None:
         grad = parameter.grad
         if not self.enabled:
@@ -313,7 +317,12 @@ class _StepChecks:
                 "optimizer.step() would use gradients that no backward has made (torch.autograd.grad, torch.func, or "
                 ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first"
             )
-        self._used[id(optimizer)] = self._exchanged, weakref.ref(grad)
+
+    def used(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the gradients that an optimizer has used; an update in the step has put new ones there."""
+        grad = self._first(p for group in optimizer.param_groups for p in group["params"])
+        if grad is not None:
+            self._used[id(optimizer)] = self._exchanged, weakref.ref(grad)
 
     def delivered(self) -> None:
         """Note that ``.grad`` holds new averages."""

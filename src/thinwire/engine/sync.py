@@ -63,6 +63,7 @@ class GradientSync:
         self._session = session = Session(
             method, comm, state, scaler, lambda: parameters.names, named=settings.named,
             start=settings.start_compression_step, expected=bool(optimizers), before_step=self._before_step,
+            after_step=self._after_step,
         )  # fmt: skip
         order = [m.index for m in reversed(managed)]
         first = settings.pinned or make_plan(method, managed, order, (), comm.backend if comm else "none")
@@ -112,6 +113,10 @@ class GradientSync:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._source is not None:
             self._source.before_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._source is not None:
+            self._source.after_step(optimizer)
 
     # --- what users call -----------------------------------------------------------------------------------------
 

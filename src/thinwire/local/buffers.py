@@ -54,8 +54,14 @@ class Averages:
                 self._received[dtype] = (yield Broadcast(x.view(torch.uint8))).view(dtype)  # Gloo lacks some dtypes
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Take over what has arrived; a tensor that was finite on no rank, such as a mask, is left alone."""
+    def merge(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Take over what has arrived; a tensor that was finite on no rank, such as a mask, is left alone.
+
+        Args:
+            tensors: what stands in the places of those that were sent; None: they do.
+        """
+        if self._received and tensors is not None:
+            self._aim(tensors)
         for dtype, received in self._received.items():
             some = self._by_dtype[dtype]
             if dtype in self._counted:
