@@ -260,28 +260,33 @@ def _probes(rank, size):
             found[first_pass] = [r.clone() for r in sync.services.state.residuals.values()]
     for a, b in zip(found[False], found[True]):
         assert torch.equal(a, b)
-    net = cases.model()
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
-    with tw.attach(net, optimizer, "topk", density=0.05, start_compression_step=0) as sync:
-        calls = 0
+    counts = []
+    for search in (None, "strong_wolfe"):
+        net, log = cases.model(), _log()
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn=search)
+        with tw.attach(net, optimizer, "topk", density=0.05, start_compression_step=0) as sync:
+            calls = 0
 
-        def closure():
-            nonlocal calls
-            calls += 1
-            optimizer.zero_grad()
-            loss = cases.loss_of(net, rank, 0)
-            loss.backward()
-            return loss
+            def closure(net=net, optimizer=optimizer):
+                nonlocal calls
+                calls += 1
+                optimizer.zero_grad()
+                loss = cases.loss_of(net, 0, 0)
+                loss.backward()
+                return loss
 
-        for _ in range(3):
-            optimizer.step(closure)
-        return calls, sync.stats().dropped_steps
+            for _ in range(3):
+                optimizer.step(closure)
+            counts.append((calls, sync.stats().dropped_steps, list(log)))
+    return counts
 
 
-def test_probes_leave_no_trace():
-    (calls, dropped), _ = run(_probes, 2)
-    assert calls > 3
-    assert dropped == calls - 3
+def test_probes_leave_no_trace_and_what_an_inner_step_used_does():
+    (all_used, searched), _ = run(_probes, 2)
+    assert all_used[0] > 3
+    assert all_used[1:] == (0, [])
+    assert searched[1] == searched[0] - 3
+    assert searched[2] == []
 
 
 def _reduced_later(rank, size):

@@ -52,6 +52,7 @@ class StepWatch:
         self._after = None if after is None else weakref.WeakMethod(after)
         self._seen = self._told = self.fresh = False
         self._used: set[str] = set()
+        self._stepping: weakref.ref[torch.optim.Optimizer] | None = None  # whose step may call a closure
         self.dropped = 0
         self._handles = [
             register_optimizer_step_pre_hook(_weakly(self._step_begins)),
@@ -61,23 +62,27 @@ class StepWatch:
     @property
     def hold(self) -> bool:
         """Whether what a backward leaves must wait for an optimizer's step to take effect."""
-        return self._seen or (self._expected and self.dropped < _PATIENCE)
+        return self._seen or self._stepping is not None or (self._expected and self.dropped < _PATIENCE)
 
     def begin(self) -> None:
         """Drop what is still pending, at the start of a backward whose gradients will be exchanged."""
         state = self._state
         again, self.fresh = self.fresh, False
         self._used.clear()  # left by a step that raised
+        stepping = None if self._stepping is None else self._stepping()
+        if state.pending and stepping is not None and _uses_all(stepping):
+            names = self.names()  # whether zero_grad has been called or not
+            state.commit({names[id(p)] for group in stepping.param_groups for p in group["params"] if id(p) in names})
         if state.pending:
             state.drop_pending()
             self.dropped += 1
-            if self.dropped == _PATIENCE and not self._seen and state.rank == 0:
+            if self.dropped == _PATIENCE and not self._seen and stepping is None and state.rank == 0:
                 logger.warning(
                     "thinwire: %d backwards, but no optimizer that owns these parameters has stepped: from now on all "
                     "gradients count as used (attach with optimizer=None if the script updates weights by itself)",
                     _PATIENCE,
                 )
-        if again and self._seen and not self._told and state.rank == 0:
+        if again and self._seen and not self._told and stepping is None and state.rank == 0:
             self._told = True
             logger.info(
                 "thinwire: gradients were exchanged twice before optimizer.step(). If they add up, wrap all "
@@ -91,6 +96,7 @@ class StepWatch:
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._before is not None and (before := self._before()) is not None:
             before(optimizer)
+        self._stepping = weakref.ref(optimizer) if owned(optimizer, self.names()) else None
         if self._state.pending:
             self._used |= self._with_gradient(optimizer)
 
@@ -99,7 +105,7 @@ class StepWatch:
             after(optimizer)
         if not owned(optimizer, self.names()):
             return
-        self._seen, self.fresh = True, False
+        self._seen, self.fresh, self._stepping = True, False, None
         if self._state.pending:  # a closure may have made gradients meanwhile
             self._state.commit(self._used | self._with_gradient(optimizer))
         self._used.clear()
@@ -113,6 +119,12 @@ class StepWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _uses_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether every gradient of a closure moves the parameters: LBFGS's, unless it searches along a line."""
+    searches = any(group.get("line_search_fn") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.LBFGS) and not searches
 
 
 def owned(optimizer: torch.optim.Optimizer, names: Container[int]) -> bool:
