@@ -293,6 +293,8 @@ def _attach_inside(
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("attach takes an eager module, because a ScriptModule runs no hooks: script a copy of it later")
     for name, module in model.named_modules():
         if attached_to(module) is not None:
             what = f"its module {name}" if name else "this model"
@@ -313,7 +315,10 @@ def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
-            raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
+            raise TypeError(
+                f"attach takes the optimizer second, not {type(o).__name__}: if that wraps a torch optimizer, pass the "
+                "inner one; None if the script updates the weights by itself"
+            )
     return list(dict.fromkeys(optimizers))  # an optimizer given twice would count every step twice
 
 

@@ -144,7 +144,8 @@ def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) 
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(
-                f"{name} gives sparse gradients, which thinwire does not exchange: build it with sparse=False"
+                f"{name} ({type(module).__name__}) gives sparse gradients, which thinwire does not exchange: build it "
+                "with sparse=False"
             )
     found: list[Managed] = []
     left_out = ignored(model)
