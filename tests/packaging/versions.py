@@ -1,8 +1,9 @@
 """Tries the package on every Python that this machine has, 3.10 to 3.13. `make test-versions` runs this.
 
-Without further words: the sources compile, the wheel installs with its dependencies but torch, and the command line
-answers. With --torch the named torch is installed too and the unit tests run: `--torch 2.9.1` is the oldest that is
-supported. (A pip configured for CPU builds of torch keeps that small; the builds for CUDA take several GB.)
+Without further words: the sources compile, the wheel installs with the lowest versions of its dependencies that
+pyproject.toml allows, but torch, and the command line answers. With --torch the named torch is installed too, with the
+lowest versions of some extras, and the unit tests run: `--torch 2.9.1` is the oldest that is supported. (A pip
+configured for CPU builds of torch keeps that small; the builds for CUDA take several GB.)
 
 Usage: python tests/packaging/versions.py [--torch 2.9.1] [--only 3.12]
 """
@@ -15,9 +16,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from wheel import ROOT, build, check_words, install
 
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+EXTRAS = ("plot", "report", "tensorboard", "data", "keys")
 
 
 def find(version):
@@ -34,11 +42,23 @@ def find(version):
     return None
 
 
-def attempt(interpreter, wheel, torch):
+def lowest(version, extras=()):
+    """What pyproject.toml asks for on that Python, but torch, each at its lowest version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
+    found = []
+    for asked in map(Requirement, lines):
+        if asked.name != "torch" and (asked.marker is None or asked.marker.evaluate({"python_version": version})):
+            (floor,) = (one.version for one in asked.specifier if one.operator == ">=")
+            found.append(f"{asked.name}=={floor}")
+    return found
+
+
+def attempt(interpreter, version, wheel, torch):
     """Raises where something does not work."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([interpreter, "-m", "compileall", "-q", "-f", str(copied(folder))], check=True)
-        packages = ["numpy", "typer", "rich"]
+        packages = lowest(version, EXTRAS if torch else ())
         if torch:
             packages += [f"torch=={torch}", "pytest", "pytest-timeout", "hypothesis"]
         environment = Path(folder) / "environment"
@@ -46,6 +66,7 @@ def attempt(interpreter, wheel, torch):
         check_words(programs)
         if torch:
             packages = ("program", "kernels", "collectives", "planner", "methods", "measure", "engine")
+            packages += ("data", "link", "pictures", "report")
             tests = [str(ROOT / "tests" / "unit" / package) for package in packages]
             subprocess.run(
                 [str(programs / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], cwd=ROOT, check=True
@@ -73,8 +94,10 @@ def main():
                 results[version] = "missing on this machine"
                 continue
             try:
-                attempt(interpreter, wheel, words.torch)
-                results[version] = "works" + (f" with torch {words.torch}" if words.torch else "; torch not tried")
+                attempt(interpreter, version, wheel, words.torch)
+                results[version] = "works with the lowest versions" + (
+                    f" with torch {words.torch}" if words.torch else "; torch not tried"
+                )
             except (subprocess.CalledProcessError, AssertionError, json.JSONDecodeError) as error:
                 results[version] = f"FAILS: {error}"
     for version, result in results.items():
