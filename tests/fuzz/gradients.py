@@ -150,9 +150,8 @@ class Gradients(Player):
             self._unscale_and_clip(event)
             self._step(event)
         self.zero(event["zero"], self.net, self.optimizers)
-        self.zero(
-            "none" if event["zero"] == "keep" and self.decoupled else event["zero"], self.twins[0], self.twin_steps
-        )
+        late = self.decoupled and not self.options.get("update_in_step")  # no .grad is left for zero_grad
+        self.zero("none" if late else event["zero"], self.twins[0], self.twin_steps)
         self._level()
         for p, q in zip(*(net.parameters() for net in self.twins)):
             q.grad = None if p.grad is None else p.grad.clone()
