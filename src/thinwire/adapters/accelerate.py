@@ -20,7 +20,6 @@ from thinwire.adapters.ddp_ranks import load_from, save_in
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_ddp import attach_local
 from thinwire.adapters.local_rank import LocalRank
-from thinwire.durable import readable
 from thinwire.engine.local_sync import LocalSync
 from thinwire.local import Local
 from thinwire.local.named import named_local
@@ -168,7 +167,6 @@ class _Again:
         self._optimizers = rank.sync.services.optimizers
         handles = rank.sync.services.handles
         handles.extend(o.register_load_state_dict_post_hook(self._loaded) for o in self._optimizers)
-        handles.extend(o.register_state_dict_post_hook(_readable) for o in self._optimizers)
 
     def expect(self) -> None:
         """Note that this rank has loaded its state and that Accelerate continues."""
@@ -181,8 +179,3 @@ class _Again:
         if not self._waiting:
             own, self._own = self._own, {}
             self._rank.put(own)
-
-
-def _readable(optimizer: Optimizer, state: dict[str, Any]) -> Any:
-    """Make Accelerate's own file one that it can load: NumPy's numbers become Python's."""
-    return readable(state, "optimizer")

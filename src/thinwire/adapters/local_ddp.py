@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
 from thinwire.adapters.local_rank import LocalRank
+from thinwire.durable import readable
 from thinwire.engine.attach import attach
 from thinwire.local import Local
 from thinwire.program import Topology
@@ -116,6 +117,13 @@ def attach_local(
         if apart is not None:
             apart.remove()
         raise
+    handles = sync.services.handles
+    handles.extend(o.register_state_dict_post_hook(_readable) for o in sync.services.optimizers)
     if apart is not None:
-        sync.services.handles.append(apart)
+        handles.append(apart)
     return LocalRank(sync, None if ddp is None else ddp.process_group)
+
+
+def _readable(optimizer: torch.optim.Optimizer, state: Any) -> Any:
+    """Make the framework's own file one that it can load: NumPy's numbers become Python's."""
+    return readable(state, "optimizer")

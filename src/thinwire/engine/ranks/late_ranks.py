@@ -160,6 +160,7 @@ class LateRanks:
     def _report(self, step: int, bucket: str, where: str) -> str:
         mine = json.dumps({"step": step, "bucket": bucket, "where": where})
         self._store.set(f"{self._prefix}/{self._place}", mine)
+        self._store.set(f"{self._prefix}/left", "")  # for those that come later
         missing = self._wait()
         notes = {self._ranks[p]: self._read(p) for p in range(len(self._ranks)) if p not in missing}
         left = [f"rank {rank} {note['left']}" for rank, note in notes.items() if "left" in note]
