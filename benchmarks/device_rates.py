@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from thinwire.bench.device import check_device
-from thinwire.measure.kernels import kernel_points
+from thinwire.measure.kernels import kernel_cases
 from thinwire.measure.timing import Stopwatch
 from thinwire.planner.choose.devices import DEVICES
 from thinwire.planner.profiles import ModelProfile
@@ -104,7 +104,7 @@ def models(device: torch.device, assumed: float, names: list[str]) -> Iterator[d
 def kernels(device: torch.device, spec: str) -> Iterator[dict[str, object]]:
     """Yield the row of each amount of the methods' own work."""
     curves = DEVICES[spec].compute()
-    for kind, points in kernel_points(device, seconds=4.0).items():
+    for kind, points in kernel_cases(device, seconds=4.0):
         for amount, seconds in points:
             yield {"kernel": kind, "amount": amount, "us": 1e6 * seconds, "assumed_us": 1e6 * curves[kind](amount)}
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from thinwire.kernels.lowrank import project_right, rebuild
 from thinwire.kernels.orthogonal import orthogonalise
 from thinwire.kernels.select import keep_count, top_k
-from thinwire.measure.fit import Point, never_falling
+from thinwire.measure.fit import Point
 from thinwire.measure.timing import Clock, median_seconds
-from thinwire.planner.curves import Curve, Table
 
 KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
 """The curves, named as in ``planner.Costs.compute``."""
@@ -46,29 +45,6 @@ def multiply_flops(rows: int, columns: int, rank: int) -> int:
     return 2 * rows * columns * rank
 
 
-def measure_kernels(
-    device: torch.device | None = None, *, seconds: float = 4.0, meet: Callable[[], None] = lambda: None
-) -> dict[str, Curve]:
-    """Return curves for ``Costs.compute``: "select" and "thin" of fp32 elements, "memory" of bytes, others of FLOPs.
-
-    Args:
-        device: None means the CPU.
-        seconds: total time.
-        meet: called before each curve, so that the ranks of a machine measure at the same time.
-    """
-    device = device or torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    points = kernel_points(device, seconds=seconds, meet=meet)
-    return {kind: Table(never_falling(points[kind]), "measured here", name) for kind in KERNELS}
-
-
-def kernel_points(
-    device: torch.device, *, seconds: float, meet: Callable[[], None] = lambda: None, clock: Clock = time.perf_counter
-) -> dict[str, list[Point]]:
-    """Return (amount, seconds) by curve; the amounts are the same on all ranks."""
-    return dict(kernel_cases(device, seconds=seconds, meet=meet, clock=clock))
-
-
 def kernel_cases(
     device: torch.device,
     *,
@@ -79,7 +55,9 @@ def kernel_cases(
     largest: int | None = None,
     least: int = LEAST_CALLS,
 ) -> Iterator[tuple[str, list[Point]]]:
-    """Yield the same, curve after curve: each is measured when it is requested.
+    """Yield (name, points), curve after curve: each is measured when it is requested. A point is (amount, seconds).
+
+    Amounts are fp32 elements for "select" and "thin", bytes for "memory", FLOPs for the others; equal on all ranks.
 
     Args:
         device: device that computes.
@@ -116,14 +94,6 @@ Case = tuple[float, int, Callable[[], object]]
 """Amount of one operation, operations per call, the call."""
 
 
-def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
-    return [size for size in sizes if size <= largest]
-
-
-def _sides(largest: int) -> list[int]:
-    return [side for side in SQUARES if side * side <= largest]
-
-
 def _pieces(pool: Tensor, size: int) -> Callable[[], Tensor]:
     """Return a function that gives another piece of the pool with each call."""
     places = pool.numel() // size
@@ -132,7 +102,7 @@ def _pieces(pool: Tensor, size: int) -> Callable[[], Tensor]:
 
 
 def _select(pool: Tensor, largest: int) -> Iterator[Case]:
-    for size in _up_to(largest, SELECT):
+    for size in (size for size in SELECT if size <= largest):
         piece, k = _pieces(pool, size), keep_count(size, DENSITY)
         yield size, 1, lambda piece=piece, k=k: top_k(piece(), k)  # type: ignore[misc]
 
@@ -149,20 +119,20 @@ def _orthogonalise(pool: Tensor, largest: int) -> Iterator[Case]:
 
 def _memory(pool: Tensor, largest: int) -> Iterator[Case]:
     """Add two pieces into a third: 3 passes, all over memory outside the caches."""
-    for size in _up_to(largest, MEMORY):
+    for size in (size for size in MEMORY if size <= largest):
         piece = _pieces(pool, size)
         yield 3 * 4 * size, 1, lambda piece=piece: torch.add(piece(), piece(), out=piece())  # type: ignore[misc]
 
 
 def _multiply(pool: Tensor, largest: int) -> Iterator[Case]:
     """Measure a projection and a reconstruction, as in ``kernels.lowrank``."""
-    for side in _sides(largest):
+    for side in (side for side in SQUARES if side * side <= largest):
         yield multiply_flops(side, side, RANK), 2, _products(pool, side, RANK)
 
 
 def _thin(pool: Tensor, largest: int) -> Iterator[Case]:
     """Measure the same with few columns, by the elements of the large matrix."""
-    for side in _sides(largest):
+    for side in (side for side in SQUARES if side * side <= largest):
         yield side * side, 2, _products(pool, side, THIN)
 
 

@@ -1,4 +1,4 @@
-"""Bytes per gradient of asynchronous schemes and synchronous all-reduces, and the time of a synchronous step."""
+"""What a server's link carries, and bytes and seconds of synchronous training in its place."""
 
 from __future__ import annotations
 
@@ -7,58 +7,25 @@ from collections.abc import Callable
 
 from thinwire.planner.checks import check_number
 
-CONTROL_BYTES = 128
-"""Size of a control message."""
-
 BACKWARD_SHARE = 2 / 3
 """Share of a step that a good all-reduce can hide behind (assumed)."""
 
 
-def asp_bytes(model_bytes: float, shards: int = 0) -> float:
-    """Return bytes up and down per gradient if each goes to the server by itself and is answered with the weights.
-
-    Args:
-        shards: shards of the model, each with a frame for its piece; the bytes are summed over all links.
-
-    Example:
-        >>> asp_bytes(4e6)
-        8000256.0
-    """
-    return 2 * model_bytes + 2 * CONTROL_BYTES * (1 + shards)
-
-
-def pulled_bytes(model_bytes: float, gradients_per_pull: float, shards: int = 0) -> float:
-    """Return bytes up and down per gradient if a leader sums that many before the server pulls and answers.
-
-    Args:
-        shards: shards of the model, each with a frame for its piece; the bytes are summed over all links.
-
-    Example:
-        >>> pulled_bytes(4e6, 4)
-        2000224.0
-    """
-    m = check_number("gradients_per_pull", gradients_per_pull, 1.0)
-    return 2 * model_bytes / m + CONTROL_BYTES * (1 + (3 + 2 * shards) / m)
-
-
-def server_gradients_per_second(
-    model_bytes: float, bits_per_second: float, gradients_per_pull: float = 1.0, shards: int = 0
-) -> float:
+def server_gradients_per_second(model_bytes: float, bits_per_second: float, shards: int = 0) -> float:
     """Return how many gradients per second fit through the server's link, or through k links of k shards of the model.
 
     Example:
         >>> [server_gradients_per_second(4e6, 1e9, shards=k) for k in (0, 2)]
         [31.25, 62.5]
     """
-    m = check_number("gradients_per_pull", gradients_per_pull, 1.0)
-    return max(shards, 1) * m * check_number("bits_per_second", bits_per_second) / (8 * model_bytes)
+    return max(shards, 1) * check_number("bits_per_second", bits_per_second) / (8 * model_bytes)
 
 
 def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
     """Return bytes per gradient, sent and received by all cards together, for a ring over nodes after a sum in each.
 
     Example:
-        >>> hierarchical_bytes(4e6, 4, 4)  # a little less than pulled_bytes(4e6, 4), over all cards
+        >>> hierarchical_bytes(4e6, 4, 4)
         1500000.0
     """
     return 2 * model_bytes * (nodes - 1) / (nodes * workers)

@@ -18,18 +18,16 @@ def loss(q):
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
-@pytest.mark.parametrize("method", ["qr", "cholesky2"])
-def test_columns_are_orthonormal_and_span_the_input(condition, method):
+def test_columns_are_orthonormal_and_span_the_input(condition):
     x = matrix(1024, 32, condition)
-    q = orthogonalise(x, method)
+    q = orthogonalise(x)
     assert loss(q) <= 2e-6
     assert torch.linalg.norm(x - q @ (q.mT @ x)) <= 1e-5 * torch.linalg.norm(x)
 
 
 @pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
-@pytest.mark.parametrize("method", ["qr", "cholesky2"])
-def test_degenerate_input_gives_a_finite_basis(value, method):
-    q = orthogonalise(torch.full((20, 4), value), method)
+def test_degenerate_input_gives_a_finite_basis(value):
+    q = orthogonalise(torch.full((20, 4), value))
     assert loss(q) <= 2e-6
 
 
@@ -53,8 +51,6 @@ def test_shapes_and_dtypes():
         orthogonalise(torch.zeros(2, 3))
     with pytest.raises(TypeError, match="fp32 or fp64"):
         orthogonalise(torch.zeros(4, 2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="unknown"):
-        orthogonalise(torch.zeros(4, 2), "jacobi")
 
 
 def test_hash_sees_one_bit():

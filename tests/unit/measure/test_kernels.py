@@ -3,7 +3,7 @@ import itertools
 import torch
 
 from thinwire.measure import kernels
-from thinwire.measure.kernels import KERNELS, kernel_points, measure_kernels, multiply_flops, orthogonalise_flops
+from thinwire.measure.kernels import KERNELS, kernel_cases, multiply_flops, orthogonalise_flops
 from thinwire.planner.costs import assumed_compute
 
 
@@ -19,16 +19,15 @@ def test_curves_are_named_as_the_planner_names_them(monkeypatch):
     small(monkeypatch)
     assert set(KERNELS) == set(assumed_compute())
     met = []
-    curves = measure_kernels(seconds=0.0, meet=lambda: met.append(1))
-    assert set(curves) == set(KERNELS)
+    cases = kernel_cases(torch.device("cpu"), seconds=0.0, meet=lambda: met.append(1))
+    assert [name for name, _ in cases] == list(KERNELS)
     assert len(met) == len(KERNELS)
-    assert {curve.provenance for curve in curves.values()} == {"measured here"}
 
 
 def test_amounts_and_medians(monkeypatch):
     small(monkeypatch)
     ticks = itertools.count()
-    points = kernel_points(torch.device("cpu"), seconds=0.0, clock=lambda: float(next(ticks)))
+    points = dict(kernel_cases(torch.device("cpu"), seconds=0.0, clock=lambda: float(next(ticks))))
     assert points["select"] == [(256, 1.0), (4096, 1.0)]
     assert points["memory"] == [(3072, 1.0), (49152, 1.0)]  # a sum into a third piece: 3 passes
     assert points["multiply"] == [(multiply_flops(8, 8, 16), 0.5), (multiply_flops(64, 64, 16), 0.5)]

@@ -49,7 +49,7 @@ from thinwire.parameter_server.shard_messages import (
 from thinwire.parameter_server.slice_keeper import SliceKeeper
 from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.submit import LocalSteps
-from thinwire.planner.asynchronous import asp_bytes, pulled_bytes, server_gradients_per_second
+from thinwire.planner.asynchronous import server_gradients_per_second
 
 # --- slices ------------------------------------------------------------------------------------------------------
 
@@ -422,9 +422,9 @@ def test_bytes_of_shards_are_those_of_the_cost_model(shards):
     def steps(node, worker, step, rng):
         return 1.0
 
-    for options, updates, formula in (
-        (asp(), 400, asp_bytes(4000, shards)),
-        (bsp(start_nodes=4), 100, pulled_bytes(4000, 1, shards)),
+    for options, updates, formula in (  # 128 bytes: a control message
+        (asp(), 400, 2 * 4000 + 2 * 128 * (1 + shards)),
+        (bsp(start_nodes=4), 100, 2 * 4000 + 128 * (1 + 3 + 2 * shards)),
     ):
         trace = simulate(options, nodes=4, updates=updates, step_seconds=steps, payload_bytes=4000, shards=shards)
         assert trace.bytes_per_gradient == pytest.approx(formula, rel=0.06)

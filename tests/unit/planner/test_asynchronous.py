@@ -6,7 +6,7 @@ import pytest
 
 from thinwire.parameter_server import presets, simulate
 from thinwire.planner import asynchronous, virtual_time
-from thinwire.planner.asynchronous import asp_bytes, hierarchical_seconds, pulled_bytes, synchronous_step_seconds
+from thinwire.planner.asynchronous import hierarchical_seconds, synchronous_step_seconds
 from thinwire.planner.virtual_time import Card, VirtualChannel, VirtualTime
 
 
@@ -19,16 +19,17 @@ def test_doctests(module):
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_bytes_per_gradient_are_those_that_the_protocol_sends(workers):
-    model = 4_000_000
+    model, control = 4_000_000, 128
 
     def steps(node, worker, step, rng):
         return 1.0
 
     one = simulate(presets.asp(), nodes=4, workers=workers, updates=400, step_seconds=steps, payload_bytes=model)
-    assert one.bytes_per_gradient == pytest.approx(asp_bytes(model), rel=0.05)
+    assert one.bytes_per_gradient == pytest.approx(2 * model + 2 * control, rel=0.05)
     summed = simulate(presets.bsp(start_nodes=4), nodes=4, workers=workers, updates=100, step_seconds=steps,
                       payload_bytes=model)  # fmt: skip
-    assert summed.bytes_per_gradient == pytest.approx(pulled_bytes(model, workers), rel=0.02)
+    pulled = 2 * model / workers + control * (1 + 3 / workers)
+    assert summed.bytes_per_gradient == pytest.approx(pulled, rel=0.02)
 
 
 def test_a_synchronous_step_waits_for_the_slowest_and_for_what_backward_does_not_hide():
