@@ -1,4 +1,7 @@
-"""Runs the DDP tests that ship with torch on Gloo ranks and a CPU: as they are, then with our hook in every DDP."""
+"""Runs the DDP tests that ship with torch on Gloo ranks and a CPU: as they are, then with thinwire in each.
+
+That is with our hook in every DDP, or with ``Attached`` in DDP's place.
+"""
 
 import contextlib
 import importlib
@@ -17,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import thinwire as tw
+from thinwire.engine.attached import handles
 
 PATIENCE = 60  # seconds for a rank whose peer has failed
 
@@ -82,6 +86,59 @@ def _every_ddp(hooked):
         DistributedDataParallel.__init__, DistributedDataParallel.__setstate__ = made, read
 
 
+class Attached(nn.Module):
+    """What DDP is to a script, by ``attach``: calls go to the module, whose gradients are averaged in its backward."""
+
+    def __init__(
+        self, module, device_ids=None, output_device=None, process_group=None, broadcast_buffers=True,
+        bucket_cap_mb=None, find_unused_parameters=False, gradient_as_bucket_view=False, static_graph=False,
+        forward_sync_buffers=None,
+    ):  # fmt: skip
+        super().__init__()
+        self.module = module
+        self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.options = {
+            "process_group": process_group, "broadcast_buffers": self.forward_sync_buffers,
+            "bucket_cap_mb": bucket_cap_mb, "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }  # fmt: skip
+        self.attach()
+
+    def attach(self):
+        for handle in handles():
+            if not {*handle.services.model.modules()}.isdisjoint(self.module.modules()):
+                handle.close()
+        self.__dict__["handle"] = tw.attach(self.module, None, "ssgd", timeout=PATIENCE, **self.options)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def no_sync(self):
+        return self.handle.no_sync()
+
+    def _set_static_graph(self):
+        """A hint to DDP, which ``attach`` needs none of."""
+
+    def __getstate__(self):
+        return {name: x for name, x in self.__dict__.items() if name != "handle"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.attach()
+
+
+@contextlib.contextmanager
+def _in_the_place_of_ddp():
+    """Who makes a DistributedDataParallel gets an ``Attached``; what is left open is closed."""
+    DistributedDataParallel.__new__ = lambda cls, *args, **kwargs: Attached(*args, **kwargs)
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__new__ = lambda cls, *_, **__: object.__new__(cls)  # once set, it cannot be deleted
+        for handle in handles():
+            handle.close()
+
+
 def _about_ddp(tests):
     """The tests that make a DistributedDataParallel, themselves or in what they call."""
     text = {n: inspect.getsource(f) for n, f in vars(tests).items() if inspect.isfunction(f)}
@@ -109,12 +166,12 @@ def _outcome(case, name):
 
 
 def play(rank, size, folder, wanted, left_out):
-    """{test: [its outcomes plain, its outcomes with the hook]}, over the ranks; what fails plain is not tried again.
+    """{test: {way: the ranks' outcomes}}, plain first; a test that fails plain, as some need GPUs, is not tried again.
 
     Args:
         folder: for the files that ranks meet in.
-        wanted: names; None: all that are about DDP.
-        left_out: names.
+        wanted: names for each of "hook" and "attach"; None: all that are about DDP.
+        left_out: names for each.
     """
     os.environ.update(BACKEND="gloo", INIT_METHOD=f"file://{folder}/unused", TEMP_DIR=folder)
     try:
@@ -125,12 +182,16 @@ def play(rank, size, folder, wanted, left_out):
     tests = suite.DistributedTest._DistTestBase
     case_type = type("Case", (suite.TestDistBackend, tests), {})
     board, found = dist.FileStore(f"{folder}/board", size), {}
-    for name in _about_ddp(tests) if wanted is None else wanted:
-        if name in left_out or not hasattr(tests, name):
-            continue
-        found[name] = []
-        for hooked in (False, True):
-            place = os.path.join(folder, f"{name}-{hooked}")
+    wanted = wanted or dict.fromkeys(left_out, _about_ddp(tests))
+    ways_of = {}
+    for way, names in wanted.items():
+        for name in names:
+            if name not in left_out[way] and hasattr(tests, name):
+                ways_of.setdefault(name, ["plain"]).append(way)
+    for name, ways in ways_of.items():
+        found[name] = {}
+        for way in ways:
+            place = os.path.join(folder, f"{name}-{way}")
             for inner in ("barrier", "test_dir", "init_dir"):
                 os.makedirs(os.path.join(place, inner), exist_ok=True)
             os.environ["TEMP_DIR"] = place
@@ -143,11 +204,12 @@ def play(rank, size, folder, wanted, left_out):
             dist.init_process_group(
                 "gloo", f"file://{place}/store", timedelta(seconds=PATIENCE), rank=rank, world_size=size
             )
+            ddps = _in_the_place_of_ddp() if way == "attach" else _every_ddp(way == "hook")
             printed = open(f"{place}/printed-{rank}", "w")  # noqa: SIM115
-            with printed, contextlib.redirect_stdout(printed), _every_ddp(hooked):
+            with printed, contextlib.redirect_stdout(printed), ddps:
                 board.set(f"{place}/{rank}", _outcome(case, name))
-            found[name].append([board.get(f"{place}/{r}").decode() for r in range(size)])
+            found[name][way] = [board.get(f"{place}/{r}").decode() for r in range(size)]
             dist.destroy_process_group()
-            if set(found[name][-1]) != {"ok"}:
+            if set(found[name]["plain"]) != {"ok"}:
                 break
     return found

@@ -1,0 +1,262 @@
+"""Rules of papers and of their authors' code, written anew from their definitions: thinwire does the same.
+
+gTop-k (1901.04359), SPD-KFAC (2107.06533), DeAR (2302.12445), Once-for-all (1908.09791) as in EASNet, and Parrot
+(2303.01778). Others stand where their concept does: federated rules in tests/unit/federated, the outer steps of
+DiLoCo and torch's model averaging in tests/unit/local and tests/dist/test_local.py.
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import conv2d
+
+import thinwire as tw
+from spawned import run
+from thinwire.federated.estimate import fit
+from thinwire.kfac.fusion import one_direction
+from thinwire.kfac.plan import FactorLayer
+from thinwire.kfac.times import LayerTimes, layers_of
+from thinwire.planner.costs import Costs
+from thinwire.planner.curves import Linear
+from thinwire.planner.placement import place_threshold
+from thinwire.planner.profiles import builtin
+from thinwire.program import LocalWorld
+from thinwire.supernet.operators import ElasticBatchNorm, ElasticDepthwise
+
+# --- gTop-k: the operator on whole vectors, and the tree of it -------------------------------------------------------
+
+
+def _top(x, k):
+    """The vector with zeros instead of all but its k largest magnitudes."""
+    kept = np.zeros_like(x)
+    places = np.argsort(-np.abs(x))[:k]
+    kept[places] = x[places]
+    return kept
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.3])
+def test_gtopk_is_a_tree_of_pairwise_merges(size, density):
+    d = 1000
+    draw = np.random.default_rng(size)
+    gradients = draw.standard_normal((size, d)) ** 3 + draw.standard_normal(d)  # a common part: indices coincide
+    k = round(density * d)
+    left = [_top(g, k) for g in gradients]
+    while len(left) > 1:
+        left = [_top(a + b, k) for a, b in zip(left[::2], left[1::2])]
+    found = LocalWorld(size).step(tw.GTopK(density), [{"w": torch.tensor(g)} for g in gradients])
+    for rank in found:
+        assert np.array_equal(rank["w"].numpy(), left[0] / size)
+
+
+# --- SPD-KFAC: who inverts, and which factors travel together --------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", ["resnet50", "resnet152", "densenet201", "bert-base"])
+@pytest.mark.parametrize("workers", [2, 4, 7, 64])
+def test_kfac_places_the_largest_first_on_whom_has_least(network, workers):
+    sides = [side for layer in layers_of(builtin(network)) for side in (layer.d_a, layer.d_g)]
+    loads = np.zeros(workers, dtype=int)
+    for side in sorted((s for s in sides if s >= 1024), reverse=True):
+        loads[loads.argmin()] += side
+    found = place_threshold(sides, workers, 1024)
+    assert {i for i, owner in enumerate(found.owner) if owner < 0} == {i for i, s in enumerate(sides) if s < 1024}
+    own = [sum(s for s, owner in zip(sides, found.owner) if owner == worker) for worker in range(workers)]
+    assert sorted(own) == sorted(loads)  # who of several with equal loads is next may differ
+
+
+def _fused(ready, seconds, startup):
+    """Groups of a stream: the next joins if it is ready while the link is taken, or sooner than a start-up later.
+
+    Args:
+        ready: when each is ready, ascending. seconds: of the elements of each alone. startup: of a message.
+    """
+    groups, free = [[0]], 0.0
+    for i in range(1, len(ready)):
+        begins = max(free, ready[i - 1])
+        ends = begins + startup + sum(seconds[j] for j in groups[-1])
+        if ready[i] < ends and ready[i] < begins + startup:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            free = ends
+    return groups
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_kfac_fuses_what_saves_a_start_up(side):
+    draw, sizes_of_groups = np.random.default_rng(side), set()
+    for _ in range(120):
+        n, startup, rate = int(draw.integers(1, 60)), draw.uniform(1e-5, 1e-3), 10 ** draw.uniform(-10, -8)
+        layers = [FactorLayer(str(i), int(a), int(g)) for i, (a, g) in enumerate(draw.integers(1, 500, (n, 2)))]
+        steps, order = draw.exponential(10 ** draw.uniform(-5, -3), n), tuple(range(n))
+        known = LayerTimes(tuple(steps), tuple(steps), (0.0,) * n, (0.0,) * n, order, order[::-1])
+        costs = Costs({("AllReduce", "world", 4): Linear(startup, rate)}, {})
+        order = order[::-1] if side else order
+        elements = [(layers[i].d_g if side else layers[i].d_a) for i in order]
+        seconds = [rate * 4 * s * (s + 1) / 2 for s in elements]  # symmetric: a half is sent
+        wanted = _fused(np.cumsum(steps[list(order)]), seconds, startup)
+        found = one_direction("spd", layers, side, 4, costs, known)
+        assert found == tuple(tuple(order[n] for n in group) for group in wanted)
+        sizes_of_groups.update(map(len, found))
+    assert {1, 2, 3} < sizes_of_groups
+
+
+# --- DeAR: the decoupled schedule is SGD on both ranks' data ---------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One layer twice, and its weight once more in another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.once, self.twice, self.tied = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.tied.weight = self.once.weight
+
+    def forward(self, x):
+        return self.tied(torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.once(x)))))))
+
+
+NETS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)), (4, 6)),
+    "shared": (Shared, (4, 6)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, stride=2), nn.Flatten()),
+        (3, 2, 7, 7),
+    ),
+}
+SGD = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "decay": {"weight_decay": 0.05},
+    "both": {"momentum": 0.9, "weight_decay": 0.05},
+    "nesterov": {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True},
+}
+
+
+def _loss(net, step, rank, shape):
+    return net(torch.randn(shape, generator=torch.Generator().manual_seed(2 * step + rank))).square().mean()
+
+
+def _joint(make, options, shape, steps):
+    """SGD on the mean of both ranks' gradients, without thinwire."""
+    torch.manual_seed(5)
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **options)
+    for step in range(steps):
+        grads = [torch.autograd.grad(_loss(net, step, rank, shape), list(net.parameters())) for rank in range(2)]
+        for p, a, b in zip(net.parameters(), *grads):
+            p.grad = a / 2 + b / 2
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def _decoupled(rank, size):
+    differing = []
+    for number, (kind, name) in enumerate(product(NETS, SGD)):
+        (make, shape), options = NETS[kind], SGD[name]
+        torch.manual_seed(5)
+        net = make()
+        start = [p.detach().clone() for p in net.parameters()]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **options)
+        with tw.attach(net, optimizer, "dear", fusion=("none", "single")[number % 2], timeout=30):
+            for step in range(8):
+                _loss(net, step, rank, shape).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not any(torch.equal(p, x) for p, x in zip(net.parameters(), start))
+        if not all(map(torch.equal, net.parameters(), _joint(make, options, shape, 8))):
+            differing.append((kind, name))
+    return differing
+
+
+@pytest.mark.dist
+def test_dear_is_sgd_on_the_data_of_both_ranks():
+    assert run(_decoupled, 2) == [[], []]
+
+
+# --- Once-for-all's layers are torch's, cut to size ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("channels", [1, 5, 8])
+@pytest.mark.parametrize("size", [3, 5, 7])
+def test_an_elastic_convolution_is_a_plain_one_with_the_mapped_centre(size, channels, stride):
+    torch.manual_seed(0)
+    elastic = ElasticDepthwise(8, (3, 5, 7)).double()
+    with torch.no_grad():
+        for p in elastic.parameters():
+            p.normal_()
+    maps, kernel = dict(elastic.maps.items()), elastic.weight.detach().clone()
+    for larger, smaller in ((7, 5), (5, 3)):
+        if size <= smaller:
+            rows = kernel[:, 0, 1:-1, 1:-1].reshape(8, -1).numpy()
+            kernel = torch.tensor(rows @ maps[f"{larger}to{smaller}"].detach().numpy().T).view(8, 1, smaller, smaller)
+    x = torch.randn(2, channels, 9, 9, dtype=torch.float64)
+    plain = nn.Conv2d(channels, channels, size, stride, size // 2, groups=channels, bias=False).double()
+    with torch.no_grad():
+        plain.weight.copy_(kernel[:channels])
+    ours = conv2d(x, elastic.kernel(size, channels), stride=stride, padding=size // 2, groups=channels)
+    torch.testing.assert_close(ours, plain(x), rtol=1e-12, atol=1e-12)
+    ours.square().sum().backward()
+    plain(x).square().sum().backward()
+    if size == 7:
+        torch.testing.assert_close(elastic.weight.grad[:channels], plain.weight.grad, rtol=1e-12, atol=1e-12)
+    else:  # the chain rule through the last map
+        last = maps["7to5" if size == 5 else "5to3"]
+        rows = plain.weight.grad.view(channels, -1)
+        source = elastic.kernel(size + 2, channels).detach()[:, 0, 1:-1, 1:-1].reshape(channels, -1)
+        torch.testing.assert_close(last.grad, rows.T @ source, rtol=1e-12, atol=1e-10)
+    assert not elastic.weight.grad[channels:].any()
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0])
+def test_an_elastic_batch_norm_is_a_plain_one_of_fewer_channels(momentum):
+    torch.manual_seed(0)
+    elastic = ElasticBatchNorm(8, eps=1e-3, momentum=momentum).double()
+    with torch.no_grad():
+        elastic.weight.normal_()
+        elastic.bias.normal_()
+    whole = {name: x.clone() for name, x in elastic.state_dict().items()}
+    for channels in (5, 8, 1, 3):
+        plain = nn.BatchNorm2d(channels, eps=1e-3, momentum=momentum).double()
+        plain.load_state_dict({name: x[:channels] if x.ndim else x for name, x in elastic.state_dict().items()})
+        for training in (True, True, False):
+            elastic.train(training).zero_grad()
+            plain.train(training).zero_grad()
+            x = torch.randn(4, channels, 3, 3, dtype=torch.float64)
+            one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+            assert torch.equal(elastic(one), plain(two))
+            elastic(one).pow(3).sum().backward()
+            plain(two).pow(3).sum().backward()
+            assert torch.equal(one.grad, two.grad)
+            for p, q in zip(elastic.parameters(), plain.parameters()):
+                assert torch.equal(p.grad[:channels], q.grad)
+                assert not p.grad[channels:].any()
+        seen = elastic.state_dict()
+        for name, x in plain.state_dict().items():
+            assert torch.equal(seen[name][:channels] if x.ndim else seen[name], x)
+            if x.ndim:
+                assert torch.equal(seen[name][channels:], whole[name][channels:])
+        whole = {name: x.clone() for name, x in seen.items()}
+
+
+# --- Parrot: how long a device takes ---------------------------------------------------------------------------------
+
+
+def test_a_fit_within_its_bounds_is_numpys():
+    draw, within = np.random.default_rng(0), 0
+    for _ in range(200):
+        n = draw.integers(1, 2000, draw.integers(2, 40)).astype(float)
+        t = draw.uniform(0.01, 2) * n + draw.uniform(0, 50) + draw.normal(0, 10, n.size)
+        if len(set(n)) < 2:
+            continue
+        slope, start = np.polyfit(n, t, 1)
+        if slope > 0 and start >= 0:
+            within += 1
+            found = fit(n, t)
+            np.testing.assert_allclose([found.a, found.b], [slope, start], rtol=1e-7, atol=1e-7)
+    assert within > 120
