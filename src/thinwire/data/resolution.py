@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from thinwire.program.plan import UNREADABLE
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -81,4 +83,12 @@ class ResolutionSchedule:
 
     @classmethod
     def from_json(cls, text: str) -> ResolutionSchedule:
-        return cls(Stage(**stage) for stage in json.loads(text))
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text holds no schedule.
+        """
+        try:
+            return cls(Stage(**stage) for stage in json.loads(text))
+        except UNREADABLE as error:
+            raise ValueError(f"this is not a resolution schedule: {error}") from error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.parameter_server.buffers import BufferLayout
+from thinwire.program.plan import UNREADABLE
 
 
 class LayoutMismatch(ValueError):
@@ -86,7 +87,7 @@ class Layout:
             names, shapes = _read(data)
             buffers = data.get("buffers", {"names": [], "shapes": [], "floats": 0})
             return cls(names, shapes, dtype, BufferLayout(*_read(buffers), int(buffers["floats"])))
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{str(text)[:40]!r} is not the layout of a model ({error})") from error
 
     # --- tensors --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from thinwire.methods.base import check_count
 from thinwire.parameter_server.staleness import ALPHAS, LR_SCALES, NORMS, UNBOUNDED
 from thinwire.parameter_server.submit import Gradient, LocalSteps, Submission
+from thinwire.program.plan import UNREADABLE
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "transfer": ("pull", "push"),
@@ -187,7 +188,7 @@ class Settings:
             if unknown or kind not in kinds:
                 raise ValueError(f"unknown fields {sorted(unknown)} or submission {kind!r}")
             return cls(local_update=kinds[kind](**update), **data)
-        except (KeyError, RecursionError, TypeError, json.JSONDecodeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"these are not settings of a parameter server: {error}") from error
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+from thinwire.program.plan import UNREADABLE
 from thinwire.split.codecs import Chain, check_chain
 
 KINDS = ("lowrank", "ffn", "boundary")
@@ -123,7 +124,7 @@ class SplitPlan:
         """
         try:
             return cls(**json.loads(text))
-        except TypeError as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a split plan: {error}") from error
 
     @property

@@ -47,6 +47,12 @@ def test_dawnbench_schedule():
         Stage(1, 0, 1)
 
 
+@pytest.mark.parametrize("text", ["{", "3", '["x"]', '[{"epochs": 1}]', '[{"epochs": 1, "size": 0, "batch": 1}]'])
+def test_what_is_no_schedule_is_one_sentence(text):
+    with pytest.raises(ValueError, match="this is not a resolution schedule: "):
+        ResolutionSchedule.from_json(text)
+
+
 @pytest.mark.parametrize("module", [policy, resolution])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)

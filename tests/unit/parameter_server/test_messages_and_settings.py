@@ -64,11 +64,14 @@ def test_settings_survive_their_json(name):
     assert Settings.from_json(PRESETS[name]().to_json()) == PRESETS[name]()
 
 
+HUGE = '{"local_update": {"kind": "Gradient"}, "lease_seconds": 1' + "0" * 400 + "}"
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"local_update": {"kind": "Os"}}', '{"local_update": {"kind": "Gradient"}, "x": 1}']
+    "text", ["", "[]", "{}", '{"local_update": {"kind": "Os"}}', '{"local_update": {"kind": "Gradient"}, "x": 1}', HUGE]
 )
 def test_other_json_is_no_settings(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not settings of a parameter server"):
         Settings.from_json(text)
 
 
@@ -201,6 +204,13 @@ def test_a_layout_is_flat_once_per_shared_parameter_and_back():
     assert torch.equal(layout.flat(model), flat * 2)
     model(torch.ones(1, 3)).sum().backward()
     assert layout.gradient(model).shape == (15,)
+
+
+def test_other_json_is_no_layout():
+    infinite = Layout.of(torch.nn.Linear(3, 2)).to_json().replace('"floats": 0', '"floats": Infinity')
+    for text in ("", "[]", "{}", infinite):
+        with pytest.raises(ValueError, match="is not the layout of a model"):
+            Layout.from_json(text)
 
 
 def test_layouts_differ_by_name():

@@ -5,8 +5,7 @@ import pytest
 from rich.console import Console
 
 from thinwire.cli.main import app
-from thinwire.cli.split_inputs import read_rows
-from thinwire.cli.split_tables import compare_table
+from thinwire.cli.split_inputs import compare_table, read_rows
 from thinwire.link.keys import new_keys
 from thinwire.split.compare import ComparisonRow
 from thinwire.split.files import read_facts

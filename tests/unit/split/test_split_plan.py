@@ -70,7 +70,7 @@ def test_what_is_no_plan(words, says):
 
 @pytest.mark.parametrize("text", ['{"cut": 1, "colour": "red"}', "[1]", '"x"', "{"])
 def test_json_of_something_else(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not a split plan"):
         SplitPlan.from_json(text)
 
 
