@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.console import check_plot, watched_load
-from thinwire.cli.options import Device, Json, Plot
+from thinwire.cli.console import Device, Json, Plot, check_plot, watched_load
 
 
 def bench(

@@ -1,4 +1,4 @@
-"""Output of the verbs: a progress bar on stderr, plain tables; and checks that given paths can be written."""
+"""What verbs share: options, a progress bar on stderr, plain tables, checks that given paths can be written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
-
 EVERY_SECONDS = 15.0  # between two lines if there is no bar
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Device = Annotated[
+    str, typer.Option(help="Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.")
+]
+Plot = Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")]
 
 
 @dataclass
@@ -106,6 +113,17 @@ def check_output(option: str, path: Path | None) -> None:
     except OSError as error:
         raise ValueError(
             f"{option} {path} is not a file that can be written ({error.strerror}): give a file in a folder that exists"
+        ) from error
+
+
+def check_folder(out: Path, option: str = "--out") -> None:
+    """Create the folder of an option; raise ``ValueError`` if no files can be written into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()  # some folders refuse even root
+    except OSError as error:
+        raise ValueError(
+            f"{option} {out} is not a folder that can be written ({error.strerror}): give another"
         ) from error
 
 

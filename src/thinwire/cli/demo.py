@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import plain_table, watched_load
-from thinwire.cli.options import Json, check_folder
+from thinwire.cli.console import Json, check_folder, plain_table, watched_load
 
 if TYPE_CHECKING:
     from rich.table import Table

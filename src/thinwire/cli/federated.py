@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.console import check_output, check_plot, progress
-from thinwire.cli.options import Plot, check_folder
+from thinwire.cli.console import Plot, check_folder, check_output, check_plot, progress
 from thinwire.cli.ranks import torchrun_group
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)

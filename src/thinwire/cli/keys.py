@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.options import Json
+from thinwire.cli.console import Json
 
 if TYPE_CHECKING:
     from thinwire.link.keys import Issued

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import check_plot, plain_table, progress, watched_load
-from thinwire.cli.options import Plot
+from thinwire.cli.console import Plot, check_plot, plain_table, progress, watched_load
 
 if TYPE_CHECKING:
     from rich.table import Table

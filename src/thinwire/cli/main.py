@@ -28,7 +28,6 @@ try:
         report,
         split,
         supernet,
-        watch,
     )
     from thinwire.cli.errors import exit_code, sentence
 except KeyboardInterrupt:  # these imports take most of a short verb's time
@@ -77,7 +76,7 @@ for _panel, _verb, _words in (
     (_LOOK, probe.probe, "--workers 2 --link 100mbit"),
     (_LOOK, profile.profile, "mymodule:build --out profile.json"),
     (_LOOK, report.report, "thinwire-out/race.json --out race.html"),
-    (_LOOK, watch.watch, "steps.jsonl --open"),
+    (_LOOK, report.watch, "steps.jsonl --open"),
 ):
     _name = _verb.__name__
     app.command(_name, rich_help_panel=_panel, epilog=f"Example: thinwire {_name} {_words}")(_verb)

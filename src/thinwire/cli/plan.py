@@ -99,8 +99,7 @@ def _answer(
     """Rank, print results as they come, write the files. Return what JSON shows."""
     from dataclasses import asdict
 
-    from thinwire.cli.plan_ddp import ddp_answer, ddp_sentence
-    from thinwire.cli.plan_tables import ranking_table, sentences
+    from thinwire.cli.plan_tables import ddp_answer, ddp_sentence, ranking_table, sentences
     from thinwire.planner.choose import choose
 
     profile, topology, prices = question.profile, question.topology, question.costs()

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import check_output, plain_table, progress, watched_load
-from thinwire.cli.options import Device, Json
+from thinwire.cli.console import Device, Json, check_output, plain_table, progress, watched_load
 from thinwire.events import python, tell_event
 
 if TYPE_CHECKING:

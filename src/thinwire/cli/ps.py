@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.console import check_output, check_plot, watched_load
+from thinwire.cli.console import Json, check_output, check_plot, watched_load
 from thinwire.cli.errors import RunFailed
-from thinwire.cli.options import Json
 
 app = typer.Typer(
     help="Asynchronous training: a server, nodes that come and go, and a simulation in virtual time.",
@@ -261,8 +260,7 @@ def simulate(
     """Predict what a setting would do, in virtual time, next to synchronous all-reduces on the same nodes and links."""
     from rich.console import Console
 
-    from thinwire.cli.ps_predict import predict
-    from thinwire.cli.ps_tables import prediction_table
+    from thinwire.cli.ps_tables import predict, prediction_table
     from thinwire.cli.ps_work import check_shards
 
     check_shards(shards)

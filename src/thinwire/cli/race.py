@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import Bar, plain_table, progress, watched_load
-from thinwire.cli.options import Device, Json, check_folder
+from thinwire.cli.console import Bar, Device, Json, check_folder, plain_table, progress, watched_load
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""``thinwire report``: results of the other verbs as one HTML page."""
+"""``thinwire report`` and ``thinwire watch``: results as one HTML page, and a page that follows a run."""
 
 from __future__ import annotations
 
@@ -33,3 +33,29 @@ def report(
     page = render(read_files(files))
     out.write_text(page, encoding="utf-8")
     Console().print(f"written: {out} ({len(page) / 1e6:.1f} MB; opens without a network)", markup=False)
+
+
+def watch(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Files of tw.StepLog or ps server --journal; they may appear later."),
+    ],
+    port: Annotated[int, typer.Option(help="Port on this machine's loopback; 0: a free one.")] = 0,
+    open: Annotated[bool, typer.Option(help="Open the page in the browser.")] = False,
+) -> None:
+    """Follow a run in the browser: loss, seconds and bytes of its steps, from the file that it writes."""
+    import webbrowser
+
+    from thinwire.report.watch import WatchPage
+
+    for path in files:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} is not a file, and none can be created there")
+    with WatchPage(files, port) as page:
+        for path in files:
+            if not path.exists():
+                typer.echo(f"{path} does not exist yet: the page shows it as soon as it does", err=True)
+        typer.echo(f"watching {', '.join(map(str, files))} at {page.address} ; ctrl-C stops it")
+        if open:
+            webbrowser.open(page.address)
+        page.serve_forever()

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import Watched, check_output, check_plot, progress, watched_load
-from thinwire.cli.options import Json, check_folder
+from thinwire.cli.console import Json, Watched, check_folder, check_output, check_plot, progress, watched_load
 
 if TYPE_CHECKING:
     from thinwire.split import SplitReport
@@ -93,8 +92,7 @@ def plan(
     import torch
     from rich.console import Console
 
-    from thinwire.cli.split_inputs import model_builder, read_link, read_plan, read_task, task_words
-    from thinwire.cli.split_tables import plan_table
+    from thinwire.cli.split_inputs import model_builder, plan_table, read_link, read_plan, read_task, task_words
     from thinwire.split import Recipe, prepare
     from thinwire.split.advise import advise, name_of
 
@@ -238,8 +236,7 @@ def compare(
     import torch
     from rich.console import Console
 
-    from thinwire.cli.split_inputs import model_builder, read_link, read_rows, read_task
-    from thinwire.cli.split_tables import compare_table
+    from thinwire.cli.split_inputs import compare_table, model_builder, read_link, read_rows, read_task
     from thinwire.pictures import write_picture
     from thinwire.split import Recipe
     from thinwire.split import compare as compare_plans

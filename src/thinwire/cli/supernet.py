@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import check_output, plain_table, progress, watched_load
+from thinwire.cli.console import Json, check_folder, check_output, plain_table, progress, watched_load
 from thinwire.cli.errors import RunFailed
-from thinwire.cli.options import Json, check_folder
 from thinwire.cli.ranks import torchrun_group
 from thinwire.cli.supernet_inputs import (
     corners,

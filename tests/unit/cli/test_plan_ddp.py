@@ -6,7 +6,7 @@ import pytest
 
 from thinwire.adapters.ddp_buckets import bucket_arguments, has_bucket_list
 from thinwire.cli.main import app
-from thinwire.cli.plan_ddp import ddp_sentence
+from thinwire.cli.plan_tables import ddp_sentence
 from thinwire.planner.profiles import builtin
 from thinwire.program import Plan
 from verbs import CliRunner
