@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
 SCRIPT = """
 import json, os, sys, torch
-from thinwire.bench.wire import transmitted_bytes
+from thinwire.bench.round_robin import transmitted_bytes
 from thinwire.split import Batch, CloudClient, CloudEnd, CloudServer, Credentials, EdgeEnd, Recipe, load_half
 torch.set_num_threads(1)
 folder, recipe = sys.argv[1], Recipe(batch_size=8)

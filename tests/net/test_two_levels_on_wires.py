@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
 SCRIPT = """
 import json, torch, torch.distributed as dist, thinwire as tw
-from thinwire.bench.wire import transmitted_bytes
+from thinwire.bench.round_robin import transmitted_bytes
 from torch import nn
 dist.init_process_group("gloo")
 found = {}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import time as now
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from thinwire.bench import wire
 from thinwire.bench.contenders import Contender, StepTime, dense_ring_bytes, new_group
 from thinwire.bench.record import RowRecord
 from thinwire.bench.rows import COMPUTE, Row
@@ -20,6 +21,33 @@ from thinwire.events import tell_event
 
 SAME_SECONDS = 5.0
 """Within which errors of ranks are at about the same time."""
+
+
+def own_interface() -> str | None:
+    """Return the interface that Gloo was told to use; None if it is the loopback or was not set."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    return name if name and name != "lo" and transmitted_bytes(name) is not None else None
+
+
+def transmitted_bytes(name: str) -> int | None:
+    """Return the bytes sent through an interface so far, headers included.
+
+    ``/proc/self/net/dev`` shows the process's namespace; ``/sys/class/net`` shows that of whoever mounted it.
+    """
+    try:
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines[2:]:
+        label, _, counters = line.partition(":")
+        if label.strip() == name:
+            return int(counters.split()[8])
+    return None
+
+
+def is_node_leader() -> bool:
+    """Return whether this rank reads the counter for its node (ranks of a node share one interface)."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @dataclass
@@ -45,7 +73,7 @@ class RoundRobin:
     rank: int
     workers: int
     control: Any
-    interface: str | None = field(default_factory=wire.interface)
+    interface: str | None = field(default_factory=own_interface)
     initial: list[str] = field(default_factory=list)
 
     def guarded(self, row_run: RowRun, action: Callable[[], Any]) -> Any:
@@ -142,7 +170,7 @@ class RoundRobin:
     def _sent(self, contender: Contender) -> float | None:
         if self.interface is None:
             return contender.bytes_sent()
-        return wire.transmitted_bytes(self.interface) if wire.is_node_leader() else 0
+        return transmitted_bytes(self.interface) if is_node_leader() else 0
 
     def _keep(
         self,
@@ -158,7 +186,7 @@ class RoundRobin:
         seconds = [row for part in (early, late, times) for row in _by_period(part, period)]
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
-        leaders = float(wire.is_node_leader()) if self.interface else 1.0
+        leaders = float(is_node_leader()) if self.interface else 1.0
         sums = torch.tensor([*(t.loss for t in (*early, *times, *late)), sent or 0.0, leaders], dtype=torch.float64)
         dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
         untimed = len(early) + len(late)

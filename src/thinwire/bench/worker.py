@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.bench import wire
-from thinwire.bench.compare import compare
 from thinwire.bench.contenders import new_group
-from thinwire.bench.curves import draw_curves
-from thinwire.bench.device import place_of, prepare_rank
+from thinwire.bench.curves import compare, draw_curves
+from thinwire.bench.device import place_of, prepare_rank, rank_device
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.round_robin import RoundRobin, RowRun
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.session import REFUSED
 from thinwire.bench.spec import BenchSpec
+from thinwire.collectives.topology import topology_of
 from thinwire.events import tell_event
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile
+from thinwire.program import Topology
+
+PROBE_SECONDS = 8.0
 
 
 def main() -> None:
@@ -57,13 +62,13 @@ def run(spec: BenchSpec) -> RunRecord:
         tensors=len(parameters),
         gradient_bytes=workload.gradient_bytes,
         workers=workers,
-        interface=wire.interface(),
+        interface=round_robin.interface,
         rows=[],
     )
     del workload, parameters
     rows = spec.rows if any(row.kind == COMPUTE for row in spec.rows) else (Row(COMPUTE, COMPUTE), *spec.rows)
     row_runs = [RowRun(RowRecord(row.label, row.kind, row.family)) for row in rows]
-    predictor = _predictor(spec) if spec.predict else None
+    predictor = Predictor(spec, topology_of(workers)) if spec.predict else None
     if spec.target is not None:
         compare(spec, rows, row_runs, round_robin)
     elif spec.curves:
@@ -76,13 +81,6 @@ def run(spec: BenchSpec) -> RunRecord:
             row_run.record.predicted_seconds = predictor.predict(row, compute)
     shared.rows = [row_run.record for row_run in row_runs]
     return shared
-
-
-def _predictor(spec: BenchSpec) -> Any:
-    from thinwire.bench.predict import Predictor
-    from thinwire.collectives.topology import topology_of
-
-    return Predictor(spec, topology_of(dist.get_world_size()))
 
 
 def _interleave(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], round_robin: RoundRobin) -> None:
@@ -105,6 +103,55 @@ def _stop(row_runs: list[RowRun], error: str) -> None:
             row_run.contender.close()
             row_run.contender = None
             row_run.record.error = error
+
+
+class Predictor:
+    """The planner's prediction of each row's step; measures once, on all ranks at the same time, before they run.
+
+    Args:
+        spec: spec of the run.
+        topology: topology of its ranks.
+    """
+
+    def __init__(self, spec: BenchSpec, topology: Topology) -> None:
+        from thinwire.measure import probe, profile_model
+
+        self._spec, self._topology = spec, topology
+        self._device = rank_device(spec.device)
+        workload = build_model(spec.model, spec.seed, self._device)
+        self._model = workload.model
+        rank = dist.get_rank()
+        dist.barrier()
+        self.profile: ModelProfile = profile_model(
+            workload.model, count(), lambda model, step: workload.loss(model, step, rank), steps=10, warmup=3
+        )
+        largest = min(16 << 20, max(1 << 16, workload.gradient_bytes))
+        scopes = 3 if topology.two_levels else 1  # number of groups to measure
+        self.costs: Costs = probe(
+            None, topology, largest_bytes=largest, seconds=PROBE_SECONDS * scopes, kernel_seconds=2.0
+        ).costs
+
+    def predict(self, row: Row, compute: RowRecord) -> float | None:
+        """Return the seconds of a thinwire row's step; ``compute`` is the row without exchange."""
+        from thinwire.engine.controller.planning import price_plan
+        from thinwire.engine.parameters import managed_parameters
+        from thinwire.measure.cores import spare_cores
+        from thinwire.methods.registry import METHODS
+        from thinwire.methods.registry import method as named
+        from thinwire.planner.measured import Measured
+
+        if row.kind not in METHODS or not compute.step_seconds:
+            return None
+        method = named(row.kind, **row.options)
+        on_card = self._device.type == "cuda"
+        side_stream = on_card or spare_cores(self._topology.world_size)  # the bench's nodes are all this machine
+        measured = Measured(self.profile, self.costs, self._topology, side_stream)
+        alone = statistics.median(compute.step_seconds)
+        passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
+        rest = max(0.0, alone - passes)  # rest of a step without exchange: optimizer and data
+        managed = managed_parameters(self._model, method, "auto")
+        backend = "nccl" if on_card else "gloo"
+        return price_plan(method, managed, backend, measured, None, rest).step_seconds
 
 
 if __name__ == "__main__":
