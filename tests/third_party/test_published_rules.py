@@ -109,20 +109,25 @@ def test_kfac_fuses_what_saves_a_start_up(side):
 
 
 class Shared(nn.Module):
-    """One layer twice, and its weight once more in another layer."""
+    """A weight in two layers, and a layer that computes twice: the authors' code would update that twice."""
 
-    def __init__(self):
+    def __init__(self, backwards=False):
         super().__init__()
+        self.backwards = backwards
         self.once, self.twice, self.tied = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.tied.weight = self.once.weight
 
     def forward(self, x):
-        return self.tied(torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.once(x)))))))
+        layers = [self.once, self.twice, self.twice, self.tied]
+        for layer in reversed(layers) if self.backwards else layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
 NETS = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)), (4, 6)),
     "shared": (Shared, (4, 6)),
+    "shared, the second layer first": (lambda: Shared(backwards=True), (4, 6)),
     "convolution": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, stride=2), nn.Flatten()),
         (3, 2, 7, 7),
