@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from thinwire import lab
-from thinwire.lab.cores import own_cores
+from thinwire.lab.environment import own_cores
 
 
 @pytest.mark.parametrize("nodes", range(1, 9))

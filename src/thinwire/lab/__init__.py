@@ -8,9 +8,8 @@ from thinwire.lab.cleanup import clean
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.errors import LabError
 from thinwire.lab.faults import Happening, RankFault, parse_kills, parse_pauses
-from thinwire.lab.launch import run
+from thinwire.lab.launch import LabResult, run
 from thinwire.lab.rates import format_rate, parse_delay, parse_rate
-from thinwire.lab.result import LabResult
 
 __all__ = [
     "Cluster",

@@ -1,8 +1,9 @@
-"""The environment variables of a rank: torchrun's, and which interface Gloo and NCCL should use."""
+"""What a rank gets: torchrun's environment variables, which interface Gloo and NCCL should use, its node's cores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 
 from thinwire.lab.cluster import Cluster
 
@@ -40,3 +41,14 @@ def rank_environment(
         "NCCL_NET": "Socket",  # over that interface; between nodes, which are hosts of their own,
         "NCCL_HOSTID": f"thinwire node {node}",  # and not through memory that they share only here
     }
+
+
+def own_cores(node: int, nodes: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Return a node's cores: equally many in a row for each; with more nodes than cores, one each, shared in turn."""
+    each = len(cores) // nodes
+    return tuple(cores[node * each : (node + 1) * each]) if each else (cores[node % len(cores)],)
+
+
+def usable_cores() -> list[int]:
+    """Return the cores that this process may use, in order; empty if the system does not report or pin them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

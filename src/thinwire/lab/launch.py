@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from thinwire.lab.access import find_mode, open_shell
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.command import check_command, check_port, loopback_port
-from thinwire.lab.cores import own_cores, usable_cores
-from thinwire.lab.environment import rank_environment
+from thinwire.lab.environment import own_cores, rank_environment, usable_cores
 from thinwire.lab.errors import LabError
 from thinwire.lab.faults import Happening, RankFault, check_faults
 from thinwire.lab.network import INTERFACE, Network
 from thinwire.lab.ranks import RankProcesses, child_command
-from thinwire.lab.result import LabResult
-from thinwire.lab.signals import DeferredSignals
-from thinwire.lab.supervise import supervise
-from thinwire.lab.timeline import FaultTimeline
+from thinwire.lab.supervise import DeferredSignals, FaultTimeline, supervise
 from thinwire.link.secret import VARIABLE, fresh_secret_file
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
@@ -133,3 +131,36 @@ def _tell(happening: Happening) -> None:
 
 def _print_line(rank: int, line: str) -> None:
     print(f"[{rank}] {line}", flush=True)
+
+
+@dataclass(frozen=True)
+class LabResult:
+    """How the ranks ended, and the traffic on the links.
+
+    Attributes:
+        exit_code: the worst code of the ranks that ended by themselves; 124 if time ran out.
+        exit_codes: one per rank; 128 + signal for a rank that a signal ended. An intended death does not
+            count in ``exit_code``.
+        seconds: from the start of the first rank to the end of the last.
+        emulated: False if the ranks ran on plain loopback, without links.
+        note: how it ran, in one sentence.
+        sent_bytes: per node, bytes its interface sent, with headers; an offloaded packet counts its headers once.
+            All zero on plain loopback.
+        received_bytes: per node, bytes its interface received.
+        congestion_control: TCP's congestion control on the links; None on plain loopback.
+        happenings: what happened to ranks, in order.
+    """
+
+    exit_code: int
+    exit_codes: tuple[int, ...]
+    seconds: float
+    emulated: bool
+    note: str
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    congestion_control: str | None = None
+    happenings: tuple[Happening, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the result as one line of JSON."""
+        return json.dumps(asdict(self))
