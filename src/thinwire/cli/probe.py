@@ -42,7 +42,7 @@ def probe(
     from rich.console import Console
 
     from thinwire.measure import verdict
-    from thinwire.measure.schedule import message_sizes
+    from thinwire.measure.probe_run import message_sizes
     from thinwire.measure.verdict import rate
 
     if backend not in ("auto", "gloo", "nccl"):

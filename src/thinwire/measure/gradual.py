@@ -16,8 +16,7 @@ import torch
 from thinwire.collectives.lanes import Lanes
 from thinwire.measure.fit import Point, never_falling
 from thinwire.measure.probe import source_of
-from thinwire.measure.probe_run import ProbeRun
-from thinwire.measure.schedule import message_sizes
+from thinwire.measure.probe_run import ProbeRun, message_sizes
 from thinwire.measure.wire import ExchangeTimer
 from thinwire.planner.costs import Costs, Key
 from thinwire.planner.curves import Curve, Table

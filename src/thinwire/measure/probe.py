@@ -15,9 +15,8 @@ import torch.distributed as dist
 from thinwire.collectives.backends import backend_for, backend_of_new
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.topology import topology_of
-from thinwire.measure.probe_run import ProbeRun, Progress
+from thinwire.measure.probe_run import LARGEST, ProbeRun, Progress, message_sizes
 from thinwire.measure.result import ProbeResult
-from thinwire.measure.schedule import LARGEST, message_sizes
 from thinwire.measure.wire import ExchangeTimer
 from thinwire.program.topology import Topology
 

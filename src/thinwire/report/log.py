@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar
 
 from thinwire.engine.stats import Stats
 from thinwire.report.fields import parsed, table
-from thinwire.report.scalars import Scalars
 
 logger = logging.getLogger("thinwire")
 Number = TypeVar("Number", int, float)
@@ -75,12 +74,12 @@ class StepLog:
         self._plan: str | None = None
         self._warned = False
         self._file = None
-        self._scalars: Scalars | None = None
+        self._scalars: Any = None
         named = None if path is None else Path(str(path).replace("{rank}", str(rank)))
         if named is not None and (rank == 0 or str(named) != str(path)):
             self._file = _continued(named)
         if tensorboard is not None and rank == 0:
-            self._scalars = Scalars(tensorboard)
+            self._scalars = _scalars_in(tensorboard)
         if self._file is not None:
             self._put({"kind": "run", **_run(self._before)})
 
@@ -115,7 +114,8 @@ class StepLog:
             counted = {f"thinwire/{name}": value for name, value in record.items() if name not in ("step", "time")}
             shown = {name: value for name, value in figures.items() if value is not None}
             try:
-                self._scalars.add(record["step"], {**counted, **shown})
+                for name, value in {**counted, **shown}.items():
+                    self._scalars.add_scalar(name, value, record["step"])
             except Exception as error:  # TensorBoard's own writer can raise anything
                 self._complain(f"TensorBoard's file could not be written: {error}")
 
@@ -256,3 +256,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _scalars_in(folder: str | os.PathLike[str]) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("writing scalars needs tensorboard: pip install 'thinwire[tensorboard]'") from error
+    return SummaryWriter(os.fspath(folder))

@@ -62,7 +62,7 @@ class NetworkPrices:
         """
         if self.costs is not None:
             return
-        from thinwire.measure.card import card
+        from thinwire.measure.doctor.sockets import card
 
         if (watch := self._comm.steps.executor.watch) is not None:
             watch.clear()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.measure.doctor.environment import environment
+from thinwire.measure.doctor.environment import environment, launch, nodes_of
 from thinwire.measure.doctor.facts import Facts
 from thinwire.measure.doctor.findings import ERROR, NOTE, WARNING, Finding, Setting
-from thinwire.measure.doctor.launch import launch, nodes_of
 from thinwire.measure.doctor.quality import quality
 from thinwire.measure.doctor.reachability import reachability
 from thinwire.measure.doctor.sockets import Choice, gloo_choice, nccl_choice

@@ -10,9 +10,12 @@ otherwise those, in this order.
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from thinwire.measure.doctor import network
 from thinwire.measure.doctor.facts import Facts, Interface
 
 _LAST = ("docker", "lo", "virbr")
@@ -122,3 +125,17 @@ def _matching(interfaces: Sequence[Interface], listed: str) -> list[Interface]:
         return any(name == word if exact else name.startswith(word) for word in words)
 
     return [one for one in interfaces if fits(one.name) != unwanted]
+
+
+def card(backend: str) -> tuple[str, int | None]:
+    """Return its name and the megabits per second that its driver reports; ("", None) if unknown."""
+    names = {key: value for key, value in os.environ.items() if key.startswith(("GLOO_", "NCCL_"))}
+    facts = Facts("", "", "", interfaces=network.interfaces(), environment=names)
+    if backend == "nccl":
+        choice = nccl_choice(facts)
+    else:
+        if not names.get("GLOO_SOCKET_IFNAME"):
+            facts = Facts("", "", "", interfaces=facts.interfaces, hostname=network.look_up(platform.node()))
+        choice = gloo_choice(facts)
+    found = facts.interface(choice.interfaces[0]) if choice.interfaces else None
+    return (found.name, found.mbits) if found else ("", None)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from thinwire.planner.profiles.convolutional import densenet, vgg16
+from thinwire.planner.profiles.convolutional import bottleneck_resnet, densenet, vgg16
 from thinwire.planner.profiles.layers import FlopsEstimate, Layer, estimate
 from thinwire.planner.profiles.profile import ModelProfile
-from thinwire.planner.profiles.resnet import bottleneck_resnet
 from thinwire.planner.profiles.transformer import bert, gpt2
 
 # Name: samples per rank (as in the papers' scripts, if they set it), positions per sample, layers.
