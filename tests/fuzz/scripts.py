@@ -80,9 +80,10 @@ def _spare(case, local):
             event |= {"zero": "none"} if event.get("zero") == "keep" else {}
     again = {"restart", "reload", *(["reattach", "raises"] if local else [])}
     if any(event["do"] in again for event in case["events"]):
-        for block in case["model"]["blocks"]:  # load_state_dict cannot fill an expanded buffer
+        spared = "expanded", "bool in place", "bool rebind"  # cannot be loaded; may look as it did before it was loaded
+        for block in case["model"]["blocks"]:
             if "kinds" in block:
-                block["kinds"] = [kind.replace("expanded", "constant") for kind in block["kinds"]]
+                block["kinds"] = [f"{k.split()[0]} constant" if k.endswith(spared) else k for k in block["kinds"]]
         if local:  # frozen afterwards, a parameter would be in no round
             case["events"] = [event for event in case["events"] if event["do"] not in ("freeze", "thaw")]
 

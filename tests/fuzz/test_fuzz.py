@@ -42,7 +42,7 @@ def test_what_takes_out_a_mend_fits_the_code(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_that_was_mended_is_found(name):
-    """With its mend taken out, within the scripts of `make test` or twice as many."""
+    """With its mend taken out, within the scripts of `make test` or three times as many."""
     with Ranks(mutate=name) as ranks:
-        _, findings = hunt(range(2 * SEEDS), ranks=ranks, shrinks=0.0, most=1)
+        _, findings = hunt(range(3 * SEEDS), ranks=ranks, shrinks=0.0, most=1)
     assert findings
