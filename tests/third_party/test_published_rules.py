@@ -1,8 +1,8 @@
 """Rules of papers and of their authors' code, written anew from their definitions: thinwire does the same.
 
 gTop-k (1901.04359), SPD-KFAC (2107.06533), DeAR (2302.12445), Once-for-all (1908.09791) as in EASNet, and Parrot
-(2303.01778). Others stand where their concept does: federated rules in tests/unit/federated, the outer steps of
-DiLoCo and torch's model averaging in tests/unit/local and tests/dist/test_local.py.
+(2303.01778), DiLoCo (2311.08105) as in hivemind and torchft. Others stand where their concept does: federated rules in
+tests/unit/federated, torch's model averaging in tests/dist/test_local.py.
 """
 
 from itertools import product
@@ -181,6 +181,46 @@ def _decoupled(rank, size):
 @pytest.mark.dist
 def test_dear_is_sgd_on_the_data_of_both_ranks():
     assert run(_decoupled, 2) == [[], []]
+
+
+# --- DiLoCo: AdamW inside, torch's Nesterov momentum on the mean change outside --------------------------------------
+
+
+def _local_steps(rank, size, every, lr, momentum):
+    """The widest gap, after any step, to the weights of both ranks played in one process by torch alone."""
+    make, shape = NETS["linear"]
+    torch.manual_seed(5)
+    nets = [make().double() for _ in range(3)]
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+    inner = [torch.optim.AdamW(net.parameters(), lr=0.02) for net in nets]
+    anchor = [p.detach().clone() for p in nets[1].parameters()]
+    outer, gap = torch.optim.SGD(anchor, lr=lr, momentum=momentum, nesterov=momentum > 0), 0.0
+    settings = tw.Local(every, outer=tw.Nesterov(lr, momentum))
+    with tw.attach(nets[0], inner[0], settings, timeout=30):
+        for step in range(4 * every):
+            for net, optimizer, played in zip(nets, inner, (rank, 0, 1)):
+                optimizer.zero_grad()
+                x = torch.randn(shape, generator=torch.Generator().manual_seed(2 * step + played))
+                net(x.double()).square().mean().backward()
+                optimizer.step()
+            if step % every == every - 1:
+                for at, p, q in zip(anchor, nets[1].parameters(), nets[2].parameters()):
+                    at.grad = at - (p.detach() + q.detach()) / 2
+                outer.step()
+                for net in nets[1:]:
+                    for p, at in zip(net.parameters(), anchor):
+                        p.data.copy_(at)
+            gap = max(
+                gap, *(float((p - q).abs().max()) for p, q in zip(nets[0].parameters(), nets[1 + rank].parameters()))
+            )
+    return gap
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lr, momentum", [(0.7, 0.9), (1.0, 0.0)])
+def test_diloco_is_torchs_nesterov_on_what_both_ranks_changed(lr, momentum):
+    assert max(run(_local_steps, 2, 3, lr, momentum)) < 1e-13
 
 
 # --- Once-for-all's layers are torch's, cut to size ------------------------------------------------------------------
