@@ -209,8 +209,6 @@ def synchronous_rank(spec: dict[str, Any]) -> None:
 
 def shards(rounds: int, runs: dict[str, dict[str, list[float]]]) -> None:
     """Add gradients per second to ``runs``, by link and number of shards, and print the medians of all."""
-    from thinwire.planner.asynchronous import server_gradients_per_second
-
     for _ in range(rounds):
         for link in SHARD_LINKS:
             for count in (0, 2):
@@ -225,7 +223,7 @@ def shards(rounds: int, runs: dict[str, dict[str, list[float]]]) -> None:
     for link, rows in runs.items():
         base = statistics.median(rows["0"])
         for count, rates in rows.items():
-            bound = server_gradients_per_second(model_bytes, lab.parse_rate(link), shards=int(count))
+            bound = max(int(count), 1) * lab.parse_rate(link) / (8 * model_bytes)
             rate = statistics.median(rates)
             table.add_row(link, count, f"{rate:.2f}", f"{rate / base:.2f}", f"{bound:.1f}")
     Console().print(table)

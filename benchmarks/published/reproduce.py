@@ -8,8 +8,7 @@ from published.constants import POINT_TO_POINT_1GBE, omgs_exchange, sort_2019
 from published.figures import figure
 from published.second_order import second_order_rows
 from thinwire.planner.merge import optimal_sparse
-from thinwire.planner.profiles.builtin import builtin
-from thinwire.planner.profiles.transformer import bert
+from thinwire.planner.profiles.builtin import bert, builtin
 
 Row = tuple[str, float, float]
 

@@ -1,4 +1,4 @@
-"""What a server's link carries, and bytes and seconds of synchronous training in its place."""
+"""Bytes and seconds of synchronous training, next to which asynchronous training is shown."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from thinwire.planner.checks import check_number
 
 BACKWARD_SHARE = 2 / 3
 """Share of a step that a good all-reduce can hide behind (assumed)."""
-
-
-def server_gradients_per_second(model_bytes: float, bits_per_second: float, shards: int = 0) -> float:
-    """Return how many gradients per second fit through the server's link, or through k links of k shards of the model.
-
-    Example:
-        >>> [server_gradients_per_second(4e6, 1e9, shards=k) for k in (0, 2)]
-        [31.25, 62.5]
-    """
-    return max(shards, 1) * check_number("bits_per_second", bits_per_second) / (8 * model_bytes)
 
 
 def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:

@@ -12,9 +12,8 @@ from thinwire.methods.ssgd import SSGD
 from thinwire.methods.topk import TopK
 from thinwire.planner.costs import Costs, Linear
 from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime, builtin
-from thinwire.planner.timeline import LANES, Event, bound_by, simulate, trace_json, write_trace
-from thinwire.planner.timeline.result import exposed_seconds
-from thinwire.planner.timeline.trace_json import to_chrome_trace
+from thinwire.planner.timeline import LANES, Event, bound_by, result, simulate, write_trace
+from thinwire.planner.timeline.result import exposed_seconds, to_chrome_trace
 from thinwire.program import AllReduce, Method, NextForward, Plan, Topology
 
 TWO = Topology(2)
@@ -206,9 +205,9 @@ def test_a_trace_loads_and_has_the_lanes(tmp_path):
 
 
 def test_the_example_runs():
-    result = doctest.testmod(trace_json)
-    assert result.attempted
-    assert not result.failed
+    tried = doctest.testmod(result)
+    assert tried.attempted
+    assert not tried.failed
 
 
 @dataclass(frozen=True)

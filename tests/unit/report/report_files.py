@@ -15,7 +15,7 @@ from thinwire.bench.summary import summarise
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime
 from thinwire.planner.timeline import simulate
-from thinwire.planner.timeline.trace_json import to_chrome_trace
+from thinwire.planner.timeline.result import to_chrome_trace
 from thinwire.program import Topology
 
 LABELS = ("ddp", "thinwire ssgd", "thinwire acp")

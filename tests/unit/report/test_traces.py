@@ -4,7 +4,7 @@ import report_files as results
 import thinwire as tw
 from thinwire.planner.costs import Costs
 from thinwire.planner.timeline import Event, simulate
-from thinwire.planner.timeline.trace_json import to_chrome_trace
+from thinwire.planner.timeline.result import to_chrome_trace
 from thinwire.program import Topology
 from thinwire.report import read_files
 from thinwire.report.traces import joined, outermost, read_trace

@@ -4,8 +4,7 @@ Prices belong to planner/costs and the methods, real runs to engine/, decisions 
 """
 
 from thinwire.planner.timeline.bottleneck import bound_by
-from thinwire.planner.timeline.result import LANES, Event, Timeline
+from thinwire.planner.timeline.result import LANES, Event, Timeline, write_trace
 from thinwire.planner.timeline.simulate import simulate
-from thinwire.planner.timeline.trace_json import write_trace
 
 __all__ = ["LANES", "Event", "Timeline", "bound_by", "simulate", "write_trace"]
