@@ -261,6 +261,7 @@ class Player:
 
     def target(self, event):
         """A momentum encoder: frozen parameters follow, on every rank by its own values."""
+        self.settle()  # one may have been frozen before its last update was made
         with torch.no_grad():
             for net, rank in self.everyone():
                 for p in net.parameters():

@@ -28,6 +28,7 @@ from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.engine.session import INTERRUPTED
 from thinwire.engine.settings import AttachSettings
+from thinwire.program.modes import own_modes
 
 
 class GradientSource:
@@ -181,7 +182,9 @@ class GradientSource:
         buckets, session = self._buckets, self._buckets.session
         session.check_usable()
         self._check_dtypes()
-        if (decision := self._controller.before_step()) is not None:
+        with own_modes():  # the network and kernels are measured here
+            decision = self._controller.before_step()
+        if decision is not None:
             self.follow(decision)
         self._schedule.begin()  # may raise
         step = buckets.begin(self.expected, time.perf_counter())
@@ -208,7 +211,8 @@ class GradientSource:
         if not session.running:
             return
         try:
-            self._finish(observed)
+            with own_modes():
+                self._finish(observed)
         except RuntimeError as error:
             self._failed(error)
         except BaseException as error:
@@ -291,10 +295,10 @@ class _StepChecks:
     """What must hold when an optimizer steps: what it uses was exchanged."""
 
     def __init__(self, model: nn.Module, buckets: Buckets) -> None:
-        self._late, self._parameters = LateParameters(model), buckets.parameters
+        self._late, self._parameters, self._again = LateParameters(model), buckets.parameters, buckets.pauses
         self._alone = buckets.session.state.size == 1
         self._exchanged = 0  # exchanges so far
-        self._average: Any = None  # the first gradient that the last one left
+        self._averages: dict[int, weakref.ref[Tensor]] = {}  # what the last one left in ``.grad``, by parameter
         self._used: dict[int, tuple[int, Any]] = {}  # at each optimizer's last step: exchanges, its first gradient
 
     def ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -308,11 +312,11 @@ class _StepChecks:
     def refuse_by_hand(self, optimizer: torch.optim.Optimizer, *, may: bool) -> None:
         """Raise ``RuntimeError`` if it would use gradients that no backward has made, unless it ``may``."""
         before, was = self._used.get(id(optimizer), (0, None))
-        grad = self._first(p for group in optimizer.param_groups for p in group["params"])
-        if grad is None:
+        found = self._gradients(optimizer)
+        if not found or may or self._alone or before != self._exchanged:
             return
-        again = was is not None and was() is grad  # a second step with the same averages
-        if not (may or again or self._alone or before != self._exchanged):
+        again = was is not None and was() is found[0]  # a second step with the same averages
+        if not again and any(bool(grad.any()) for grad in found):  # zeros are of before a closure is called
             raise RuntimeError(
                 "optimizer.step() would use gradients that no backward has made (torch.autograd.grad, torch.func, or "
                 ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first"
@@ -320,22 +324,28 @@ class _StepChecks:
 
     def used(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the gradients that an optimizer has used; an update in the step has put new ones there."""
-        grad = self._first(p for group in optimizer.param_groups for p in group["params"])
-        if grad is not None:
-            self._used[id(optimizer)] = self._exchanged, weakref.ref(grad)
+        if found := self._gradients(optimizer):
+            self._used[id(optimizer)] = self._exchanged, weakref.ref(found[0])
+            if self._again:
+                self._note()
+
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        names, groups = self._parameters.names, optimizer.param_groups
+        return [p.grad for g in groups for p in g["params"] if id(p) in names and p.grad is not None]
 
     def delivered(self) -> None:
         """Note that ``.grad`` holds new averages."""
         self._exchanged += 1
-        grad = self._first(m.parameter for m in self._parameters.managed)
-        self._average = None if grad is None else weakref.ref(grad)
+        self._note()
+
+    def _note(self) -> None:
+        held = ((m.index, m.parameter.grad) for m in self._parameters.managed)
+        self._averages = {index: weakref.ref(grad) for index, grad in held if grad is not None}
 
     def by_hand(self) -> bool:
-        """Return whether there is a gradient that no exchange has left, and that no optimizer has seen."""
-        grad = self._first(m.parameter for m in self._parameters.managed)
-        known = [was for _, was in self._used.values()] + ([] if self._average is None else [self._average])
-        return grad is not None and all(was() is not grad for was in known)
-
-    def _first(self, parameters: Iterable[Tensor]) -> Tensor | None:
-        names = self._parameters.names
-        return next((p.grad for p in parameters if id(p) in names and p.grad is not None), None)
+        """Return whether there is a gradient that no exchange has left."""
+        for m in self._parameters.managed:
+            known = self._averages.get(m.index)
+            if m.parameter.grad is not None and (known is None or known() is not m.parameter.grad):
+                return True
+        return False
