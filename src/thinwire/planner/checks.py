@@ -1,7 +1,8 @@
-"""Argument checks of the planning functions, with uniform messages: the argument, the index, the value."""
+"""Argument checks of the planning functions, with uniform messages, and the hash of what they return."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +12,18 @@ from numpy.typing import NDArray
 
 Price = Callable[[int], float]
 """Elements (or kept elements) -> seconds."""
+
+
+class Hashed:
+    """Plain data that is compared between machines."""
+
+    def to_json(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def hash(self) -> str:
+        """Short digest, the same on every machine."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def check_sizes(sizes: Sequence[int]) -> list[int]:

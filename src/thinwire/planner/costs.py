@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.planner.checks import check_number
+from thinwire.planner.checks import Hashed, check_number
 from thinwire.planner.curves import Curve, Linear, RingOrTree, Table, curve_from_data, curve_to_data
 from thinwire.planner.formulas import KINDS, copies, startups, tree
 from thinwire.program.ops import Scope
@@ -25,7 +24,7 @@ _NOTHING = Linear(0.0, 0.0, "assumed", "a group of one sends nothing")
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(Hashed):
     """Cost curves by name. Plain data that is printed, hashed, broadcast and pinned.
 
     Attributes:
@@ -211,11 +210,6 @@ class Costs:
             return cls(exchanges, compute, lines)
         except UNREADABLE as error:
             raise ValueError(f"these are not thinwire costs: {error}") from error
-
-    @property
-    def hash(self) -> str:
-        """Short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def assumed_compute(memory_bytes_per_second: float = 10e9, flops: float = 1e11) -> dict[str, Curve]:

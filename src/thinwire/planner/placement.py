@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.planner.checks import check_seconds
+from thinwire.planner.checks import Hashed, check_seconds
 from thinwire.program.plan import UNREADABLE
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Hashed):
     """Who does what. Plain data that is printed, hashed, compared across ranks and pinned.
 
     Attributes:
@@ -45,11 +44,6 @@ class Placement:
             return cls(tuple(int(i) for i in data["owner"]), float(data["makespan"]))
         except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire placement: {error}") from error
-
-    @property
-    def hash(self) -> str:
-        """Short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[float] | None = None) -> Placement:

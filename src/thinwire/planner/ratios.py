@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.planner.checks import Price, check_number, check_seconds, check_sizes, priced
+from thinwire.planner.checks import Hashed, Price, check_number, check_seconds, check_sizes, priced
 from thinwire.program.plan import UNREADABLE
 
 
 @dataclass(frozen=True)
-class Ratios:
+class Ratios(Hashed):
     """Kept elements per layer, in backward order. Part of the plan: a different count on one rank breaks the exchange.
 
     Attributes:
@@ -48,11 +47,6 @@ class Ratios:
             return cls(kept, dense, float(data["finish_seconds"]))
         except UNREADABLE as error:
             raise ValueError(f"these are not thinwire ratios: {error}") from error
-
-    @property
-    def hash(self) -> str:
-        """Short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def lags(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from thinwire.planner.checks import Hashed
 from thinwire.planner.timeline.bottleneck import Bound
 from thinwire.program.plan import UNREADABLE
 
@@ -58,7 +58,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Ranking(Hashed):
     """All candidates in order, and the conclusions.
 
     Attributes:
@@ -146,8 +146,3 @@ class Ranking:
 
     def __hash__(self) -> int:
         return hash(self.to_json())
-
-    @property
-    def hash(self) -> str:
-        """Short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.planner.checks import Hashed
 from thinwire.program.plan import UNREADABLE
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(Hashed):
     """Groups of consecutive tensors in backward order. Plain data that is printed, hashed, broadcast and pinned.
 
     Attributes:
@@ -48,8 +48,3 @@ class Merge:
             return cls(groups, float(data["finish_seconds"]), str(data["rule"]), bool(data["exact"]))
         except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire merge: {error}") from error
-
-    @property
-    def hash(self) -> str:
-        """Short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()

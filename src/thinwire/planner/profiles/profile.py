@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from thinwire.planner.checks import check_number
+from thinwire.planner.checks import Hashed, check_number
 from thinwire.planner.curves import Provenance, check_provenance
 from thinwire.program.plan import UNREADABLE
 
@@ -45,7 +44,7 @@ class ModuleTime:
 
 
 @dataclass(frozen=True)
-class ModelProfile:
+class ModelProfile(Hashed):
     """A model as numbers, for one batch size and device.
 
     Attributes:
@@ -142,8 +141,3 @@ class ModelProfile:
             )
         except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire profile: {error}") from error
-
-    @property
-    def hash(self) -> str:
-        """Short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
