@@ -72,7 +72,6 @@ class Contender:
             self._wrap(group)
 
     def step(self, rank: int) -> StepTime:
-        """Run one whole training step."""
         host, mark, between = time.thread_time(), self._watch.mark, self._watch.between
         start = mark()
         self.optimizer.zero_grad()

@@ -77,7 +77,6 @@ class Tuning:
         return 1.5 * (len(self.rates) * self.steps * per_rate + len(self.grid) * (_LOOKS + 1) * look)
 
     def trial(self, damping: float | None, rate: float, on_step: Callable[[int], None]) -> Trial:
-        """Run one setting."""
         return self._run(damping, rate, self.steps, min(_LOOKS, self.steps), on_step)
 
     def _run(self, damping: float | None, rate: float, steps: int, looks: int, on_step: Callable[[int], None]) -> Trial:

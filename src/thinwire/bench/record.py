@@ -86,12 +86,10 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """Read back what ``write`` wrote."""
         return cls.from_data(json.loads(path.read_text()))
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RunRecord:
-        """Read back what ``asdict`` made."""
         return cls(**{**data, "rows": [RowRecord.from_data(row) for row in data["rows"]]})
 
 

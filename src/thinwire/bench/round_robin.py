@@ -98,7 +98,6 @@ class RoundRobin:
         return result
 
     def build(self, spec: BenchSpec, row: Row, row_run: RowRun) -> None:
-        """Build a row on every rank."""
         say(self.rank, row=row.label, state="building")
         own = row.kind != COMPUTE and not row.is_thinwire
         group = new_group(spec.operation_seconds) if own else None

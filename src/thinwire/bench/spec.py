@@ -61,11 +61,9 @@ class BenchSpec:
             raise ValueError("time-outs must be positive and finite")
 
     def to_json(self) -> str:
-        """Return the spec as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> BenchSpec:
-        """Read back what ``to_json`` wrote."""
         data = json.loads(text)
         return cls(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})

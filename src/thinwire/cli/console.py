@@ -37,7 +37,6 @@ class Bar:
     def __call__(
         self, completed: float | None = None, total: float | None = None, description: str | None = None
     ) -> None:
-        """Update the given fields."""
         self.shown.update(self.task, completed=completed, total=total, description=description)
         if self.shown.disable and time.monotonic() - self.told > EVERY_SECONDS:
             task, self.told = self.shown.tasks[0], time.monotonic()
@@ -47,7 +46,6 @@ class Bar:
 
     @property
     def completed(self) -> float:
-        """Progress so far."""
         return self.shown.tasks[0].completed
 
     @property

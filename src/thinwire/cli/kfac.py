@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -74,7 +74,6 @@ def plan(
 
     if model is None:
         raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
-    answer: dict[str, Any] = {}
     console = Console(quiet=json)
     for name, value in (("--factor-update-steps", factor_update_steps), ("--inv-update-steps", inv_update_steps)):
         if value < 1:
@@ -94,7 +93,7 @@ def plan(
         made = make_plan(layers, world, choices, prices, times)
         found.append((made, predict(made, profile, prices)))
     found.sort(key=lambda pair: pair[1].step_seconds(factor_update_steps, inv_update_steps))
-    answer |= {
+    answer = {
         "question": question.to_data(),
         "layers": len(layers),
         "factor_update_steps": factor_update_steps,

@@ -70,7 +70,6 @@ def plan(
 
     if model is None and profile is None:
         raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
-    answer: dict[str, Any] = {}
     console = Console(quiet=json)
     for option, path in (("--trace", trace), ("--out", out)):
         check_output(option, path)
@@ -79,7 +78,7 @@ def plan(
         batch_size=batch_size, device=device, flops=device_flops, profile=profile, worth=worth,
     )  # fmt: skip
     try:
-        answer |= _answer(question, console, lossy=lossy, explain=explain, map=map, trace=trace, out=out)
+        answer = _answer(question, console, lossy=lossy, explain=explain, map=map, trace=trace, out=out)
     except LookupError as error:
         raise ValueError(str(error.args[0] if error.args else error)) from error
     if json:

@@ -66,7 +66,6 @@ class Network:
 
     @staticmethod
     def address(node: int) -> str:
-        """Return the IPv4 address of a node."""
         return f"10.77.{(node + 1) // 256}.{(node + 1) % 256}"
 
     def on_node(self, node: int, command: Sequence[str], cores: Sequence[int] = ()) -> list[str]:

@@ -48,7 +48,6 @@ class WatchPage(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address to open in the browser."""
         return f"http://{_LOCAL[0]}:{self.server_port}/"
 
     def state(self) -> dict[str, Any]:
