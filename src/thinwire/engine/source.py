@@ -298,8 +298,8 @@ class _StepChecks:
         self._late, self._parameters, self._again = LateParameters(model), buckets.parameters, buckets.pauses
         self._alone = buckets.session.state.size == 1
         self._exchanged = 0  # exchanges so far
-        self._averages: dict[int, weakref.ref[Tensor]] = {}  # what the last one left in ``.grad``, by parameter
         self._used: dict[int, tuple[int, Any]] = {}  # at each optimizer's last step: exchanges, its first gradient
+        self._note()
 
     def ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer that is about to step owns parameters of the model.
@@ -340,6 +340,7 @@ class _StepChecks:
 
     def _note(self) -> None:
         held = ((m.index, m.parameter.grad) for m in self._parameters.managed)
+        # What the last exchange has left, or was there at ``attach``, by parameter.
         self._averages = {index: weakref.ref(grad) for index, grad in held if grad is not None}
 
     def by_hand(self) -> bool:
