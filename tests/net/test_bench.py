@@ -42,7 +42,9 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
 def test_a_model_that_cannot_be_built_is_one_sentence():
     result = CliRunner().invoke(app, ["bench", "--model", "chargpt:layers=1:width=65", "--methods", "ddp"])
     assert result.exit_code == 1
-    assert "error: chargpt: width=65 is not a multiple of heads=6" in " ".join(result.stderr.split())
+    assert "error: model 'chargpt' failed: ValueError: chargpt: width=65 is not a multiple of heads=6" in " ".join(
+        result.stderr.split()
+    )
     assert "Traceback" not in result.output
 
 
