@@ -13,9 +13,7 @@ from thinwire.program import Slot
 def gradient_views(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients as DDP lays them out, in the parameters' strides. ``GradBucket.gradients`` ignores these."""
     if any(p.is_complex() for p in parameters):
-        raise TypeError(
-            "the DDP model has a complex parameter; thinwire exchanges real floating-point gradients only"
-        )
+        raise TypeError("the DDP model has a complex parameter; thinwire exchanges real floating-point gradients only")
     if sum(p.numel() for p in parameters) != buffer.numel():
         raise RuntimeError(
             "DDP's bucket holds more than its parameters' gradients; this version of torch is not supported"

@@ -17,6 +17,7 @@ def memory_of(x: Tensor) -> memoryview:
         return memoryview(x.detach().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
     return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
+
 def shares_memory(x: Tensor) -> bool:
     """Return whether elements of a tensor share memory, by ``expand``: it cannot be written to in place."""
     return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride()))
