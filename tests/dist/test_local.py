@@ -495,6 +495,8 @@ def _followed(rank, size, how, steps, options):
             found.mean = 0.9 * found.mean + 0.1 * x.mean(0)
             found.wide = found.mean[:1].expand(4)
             found.cache = torch.zeros(3 + rank + step)  # each rank's own
+            with torch.inference_mode():  # a validation in training mode
+                found.mean = found.mean + 0.0
         with torch.inference_mode():
             sync.finish()
     return {name: x.detach().clone() for name, x in found.state_dict().items()}

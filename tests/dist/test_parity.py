@@ -1209,3 +1209,32 @@ def test_gradients_may_be_wider_than_their_weights():
         assert torch.equal(gradient, second[name][2])
         assert norm == pytest.approx(first["dear", "norm"], rel=1e-2)
     torch.testing.assert_close(first["ssgd"][2], first["topk"][2])
+
+
+def _thawed(rank, size):
+    """A layer that is frozen for some steps, as a GAN's discriminator is: what it is owed waits, and is not sent."""
+    found = []
+    low = {"rank": 2, "min_rate": 1.0}
+    for name, options in (("topk", {"density": 0.1}), ("acp", low), ("acp", {**low, "decoupled": True})):
+        net = cases.model()
+        optimizer = _sgd(net)
+        with tw.attach(net, optimizer, name, start_compression_step=0, **options) as sync:
+            owed, norms, same = sync.services.state.residuals, [], []
+            for step in range(7):
+                net[0].requires_grad_(step not in (3, 4))
+                before = owed["0.weight"].clone() if step else None
+                cases.loss_of(net, rank, step).backward()
+                norms.append(float(sync.clip_grad_norm_(1e9)))
+                optimizer.step()
+                optimizer.zero_grad()
+                sync.synchronize()
+                same.append(before is not None and torch.equal(before, owed["0.weight"]))
+        found.append((same, norms))
+    return found
+
+
+def test_what_a_frozen_parameter_is_owed_waits_until_it_is_thawed():
+    for found in run(_thawed, 2):
+        for same, _ in found:
+            assert same == [False, False, False, True, True, False, False]
+        assert found[1][1] == pytest.approx(found[2][1], rel=1e-5)

@@ -188,6 +188,9 @@ class Gradients(Player):
             rows = {name: parameters[name] for name in self.world.shapes}
             some = {n: p.grad if p.requires_grad and p.grad is not None else None for n, p in rows.items()}
             given.append({n: None if g is None else g.detach() / scale for n, g in some.items()})
+        frozen = {name for name, p in self.twins[0].named_parameters() if not p.requires_grad}
+        for state in states:
+            state.held = frozen
         self.hold = self.seen or self.drops < 3
         out = self.world.step(plan, given, hold=self.hold)
         out = {name: None if x is None else x * scale for name, x in out.items()}

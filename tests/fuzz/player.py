@@ -334,6 +334,11 @@ class Player:
     def reattach(self, event):
         """Close and attach again, with the state or without."""
         self.settle()
+        for net, _ in self.everyone():  # torch loads nothing into what inference_mode has left in a buffer's place
+            for module in net.modules():
+                for key, x in module._buffers.items():
+                    if x is not None and x.is_inference():
+                        module._buffers[key] = x.clone()
         state = self.sync.state_dict() if event["state"] else None
         own = copy.deepcopy(self.net.state_dict())
         self.sync.close()

@@ -73,8 +73,15 @@ class Named:
         self.name, self.module, self.tensor = name, module, tensor
 
     def now(self) -> torch.Tensor:
-        """Return the tensor that the module has now, unless its shape or dtype has changed: then the last one."""
-        found = getattr(self.module, self.name.rpartition(".")[2], None)
+        """Return the tensor that the module has now, unless its shape or dtype has changed: then the last one.
+
+        One that was made under ``inference_mode``, which nothing can change any more, gets a copy in its place.
+        """
+        key = self.name.rpartition(".")[2]
+        found = getattr(self.module, key, None)
+        if isinstance(found, torch.Tensor) and found.is_inference():
+            found = found.clone()
+            setattr(self.module, key, found)
         if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (self.tensor.shape, self.tensor.dtype):
             self.tensor = found
         return self.tensor
@@ -104,7 +111,7 @@ def buffers_of(model: nn.Module) -> list[Named]:
     left_out = ignored(model)
     found = [one for one in found if one.name not in left_out]
     for one in found:
-        x = one.tensor
+        x = one.now()
         if x.layout is not torch.strided or x.is_quantized or x.is_meta:
             raise TypeError(
                 f"the buffer {one.name} ({x.layout}, {x.dtype}, on {x.device}) cannot be sent: leave it out by attach("

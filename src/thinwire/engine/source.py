@@ -186,6 +186,9 @@ class GradientSource:
             decision = self._controller.before_step()
         if decision is not None:
             self.follow(decision)
+        if session.method.has_residual:
+            frozen = (m.name for m in buckets.parameters.managed if not m.parameter.requires_grad)
+            session.state.held = frozenset(frozen)
         self._schedule.begin()  # may raise
         step = buckets.begin(self.expected, time.perf_counter())
         assert session.comm is not None

@@ -78,6 +78,7 @@ class State:
         start: the first step at which the method runs; before it, averages are exact.
         dropped: steps whose state was dropped because no optimizer used their gradients.
         restored: whether a snapshot was taken over.
+        held: parameters that are frozen for now: what they are owed is neither sent nor changed.
     """
 
     def __init__(self, rank: int, topology: Topology) -> None:
@@ -86,6 +87,7 @@ class State:
         self.topology = topology
         self.step = 0
         self.restored = False
+        self.held: Container[str] = ()
         self.lr: float | None = None
         self.start = self.dropped = 0
         self._committed = False  # whether something of the last step was
@@ -104,6 +106,8 @@ class State:
 
     def residual(self, slot: Slot) -> Tensor:
         """Return a parameter's residual: fp32 (fp64 for fp64), in its shape, unscaled; zeros at the start."""
+        if slot.name in self.held:
+            return _zeros(slot)
         found = self.residuals.get(slot.name)
         if found is None:
             found = self.residuals[slot.name] = _zeros(slot)
@@ -111,6 +115,8 @@ class State:
 
     def local(self, field: str, slot: Slot) -> Tensor:
         """Return a parameter's local field: this rank's own, of the residual's kind, zeros at the start."""
+        if slot.name in self.held:
+            return _zeros(slot)
         found = self.locals.get((field, slot.name))
         if found is None:
             found = self.locals[field, slot.name] = _zeros(slot)
@@ -131,7 +137,8 @@ class State:
         size, like = sum(s.numel for s in slots) if size is None else size, held[0]
         if like.device.type != "cpu":
             return like.new_empty(size)
-        taken = {x.untyped_storage().data_ptr() for x in held}
+        waiting = self.residuals.values() if field is None else self.locals.values()  # some of these are held
+        taken = {x.untyped_storage().data_ptr() for x in (*held, *(waiting if self.held else ()))}
         key = (field or "", tuple(s.name for s in slots))
         _, buffers = self._spare.get(key, (0, []))
         self._spare[key] = (self.step, buffers)
@@ -162,7 +169,7 @@ class State:
 
         A residual staged whole counts as a slice from 0. None: there is no residual.
         """
-        found = self.residuals.get(name)
+        found = None if name in self.held else self.residuals.get(name)
         return None if found is None else (self.offsets.get(name, 0), found.reshape(-1))
 
     def stage_slice(self, name: str, offset: int, residual: Tensor) -> None:
@@ -227,6 +234,7 @@ class State:
         self._next_step()
 
     def _accept(self, hold: bool) -> None:
+        self._staged.pop(self.held)
         if hold:
             self._committed = False
             self._pending.update(self._staged)
