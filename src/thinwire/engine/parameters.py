@@ -42,7 +42,7 @@ class Managed:
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradient: its own, unless the script has set another ``grad_dtype``."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
 
 
 def model_facts(model: nn.Module, managed: Iterable[Managed]) -> dict[str, Any]:
