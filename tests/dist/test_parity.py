@@ -10,6 +10,7 @@ import cases
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -652,11 +653,14 @@ class Odd(nn.Module):
         self.register_buffer("coarse", torch.zeros(3, dtype=torch.bfloat16))
         self.register_buffer("mask", torch.full((4, 4), -torch.inf))
         self.register_buffer("wide", torch.zeros(1).expand(5) if expanded else torch.zeros(5))
+        self.first.register_buffer("same", self.mean)  # one tensor in two places, until one gets another
+        self.register_buffer("turned", torch.zeros(2, dtype=torch.complex64).conj())
 
     def forward(self, x):
         x = self.first(x)
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)  # another tensor takes its place
+            self.first.same = self.first.same + 1 + int(x.detach().sum() > 0)
             self.count += 1 + int(x.detach().sum() > 0)
             self.big = self.big + 1 + int(x.detach().sum() > 0)
             self.flag.fill_(1)
@@ -766,16 +770,30 @@ def _two_exchanges(rank, size):
         ddp = DistributedDataParallel(around)
         said.append(_sentence(lambda: cases.loss_of(ddp, rank, 0)))
     cases.loss_of(ddp, rank, 0).backward()
-    return said
+    later = []
+    for how in ("a part", "a hook", "replicate"):
+        net = cases.model()
+        with tw.attach(net, _sgd(net)):
+            called = net
+            if how == "a part":
+                net[0] = DistributedDataParallel(net[0])
+            elif how == "a hook":
+                called = DistributedDataParallel(net)
+                called.register_comm_hook(*tw.ddp_hook("ssgd"))
+            else:
+                replicate(net)
+            later.append(_sentence(lambda n=called: cases.loss_of(n, rank, 0)))
+    return [*said, later]
 
 
 def test_two_exchanges_for_one_model_are_refused():
-    for inside, compiled, part, whole, around in run(_two_exchanges, 2):
+    for inside, compiled, part, whole, around, later in run(_two_exchanges, 2, fresh=True):
         assert inside.startswith("TypeError: its module net is wrapped in DistributedDataParallel")
         assert compiled.startswith("TypeError: its module _orig_mod is wrapped in DistributedDataParallel")
         assert "belongs to a model that is attached already" in part
         assert "its module net is attached already" in whole
-        assert "DistributedDataParallel around it exchanges the gradients again" in around
+        for said in (around, *later):
+            assert "DistributedDataParallel around it or a part of it exchanges the gradients again" in said
 
 
 # --- the user's modes -----------------------------------------------------------------------------------------------
@@ -846,6 +864,35 @@ def test_a_validation_under_inference_mode_leaves_training_as_it_is():
 
 
 # --- gradients that no backward has made ----------------------------------------------------------------------------
+
+
+def _per_sample(rank, size):
+    """Gradients per sample, derivatives and an export right after a step, whose updates the decoupled schedule owes."""
+    found = {}
+    for name in ("dear", "ssgd"):
+        net = cases.model()
+        optimizer = _sgd(net)
+        x, _ = cases.batch(rank, 9)
+        with tw.attach(net, optimizer, name) as sync:
+            for step, look in enumerate(("vmap", "grad", "jvp", "export")):
+                cases.loss_of(net, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if look == "vmap":
+                    torch.func.vmap(net)(x)
+                elif look == "grad":
+                    torch.func.grad(lambda x, net=net: net(x).square().mean())(x)
+                elif look == "jvp":
+                    torch.func.jvp(net, (x,), (torch.ones_like(x),))
+                else:
+                    torch.export.export(net, (x,))
+            sync.synchronize()
+            found[name] = _weights(net)
+    return torch.equal(found["dear"], found["ssgd"])
+
+
+def test_pending_updates_are_made_outside_of_torchs_transforms():
+    assert run(_per_sample, 2) == [True, True]
 
 
 def _made_by_hand(rank, size):

@@ -54,6 +54,9 @@ def own_gradients(state: OwnGradients, bucket: GradBucket) -> torch.futures.Futu
     return done
 
 
+own_gradients.keeps_own = True  # type: ignore[attr-defined]
+
+
 class _Apart:
     """Keeps DDP from averaging gradients until ``remove``."""
 

@@ -32,7 +32,7 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
-        self._comm = communicator
+        self._model, self._comm = model, communicator
         self._all = [one for one in buffers_of(model) if one.tensor.numel()]
         self._first = [b"" if _norm(one) else self._print(one) for one in self._all]
         self._follow: list[Named] | None = None  # those that are sent; None: not known yet
@@ -73,6 +73,12 @@ class Buffers:
         resting = [one for one, goes in zip(self._all, travels) if not goes]
         self._still = [(one, one.now(), one.tensor._version) for one in resting]
         self._first = []
+        known = {one.name for one in self._all}
+        if late := [one.name for one in buffers_of(self._model) if one.tensor.numel() and one.name not in known]:
+            logger.warning(
+                "thinwire: the buffer %s was not there at attach, so it is not kept equal across the ranks; call "
+                "close() and attach again from here on", late[0],
+            )  # fmt: skip
 
     def _tell_late(self) -> None:
         for one, was, version in self._still:
@@ -89,7 +95,7 @@ class Buffers:
         x = one.now()
         if self._comm.device.type != "cpu":
             return id(x), x._version
-        return hashlib.blake2b(memory_of(x.detach().contiguous()), digest_size=16).digest()
+        return hashlib.blake2b(memory_of(bytes_of(x)), digest_size=16).digest()
 
 
 def _norm(one: Named) -> bool:

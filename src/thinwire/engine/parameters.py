@@ -107,9 +107,13 @@ def buffers_of(model: nn.Module) -> list[Named]:
     Raises:
         TypeError: one of them cannot be sent; names it.
     """
-    found = [Named(name, model.get_submodule(name.rpartition(".")[0]), x) for name, x in model.named_buffers()]
-    left_out = ignored(model)
-    found = [one for one in found if one.name not in left_out]
+    left_out, places = ignored(model), dict[tuple[int, str], Named]()  # a tensor may be in several places
+    for name, x in model.named_buffers(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        if name not in left_out:
+            places.setdefault((id(module), key), Named(name, module, x))
+    found = list(places.values())
     for one in found:
         x = one.now()
         if x.layout is not torch.strided or x.is_quantized or x.is_meta:

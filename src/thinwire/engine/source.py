@@ -86,7 +86,6 @@ class GradientSource:
         def other(module: nn.Module, args: Any) -> None:
             self._forward_began(torch.compiler.is_compiling(), module is timed)
 
-        self._hooks.append(model.register_forward_pre_hook(ModuleHook(_refuse_ddp_around)))
         for module in model.modules():
             self._hooks.append(WithoutHooks(module))
             if module in readers:
@@ -97,6 +96,8 @@ class GradientSource:
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def _forward_began(self, compiling: bool, timed: bool) -> None:
+        if not compiling:
+            _refuse_ddp_around()
         if (compiling and not timed) or not self.enabled:  # avoid a graph break in each module
             return
         running = self._buckets.session.running
@@ -284,13 +285,15 @@ class GradientSource:
         self._hooks.clear()
 
 
-def _refuse_ddp_around(module: nn.Module, args: Any) -> None:
-    """Raise ``RuntimeError`` if a DDP module whose own exchange runs contains the attached model."""
-    ddp = None if torch.compiler.is_compiling() else nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None and ddp.require_backward_grad_sync and not ddp._comm_hooks:
+def _refuse_ddp_around() -> None:
+    """Raise ``RuntimeError`` inside the forward of a DDP module that exchanges gradients itself."""
+    ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if ddp is None or not ddp.require_backward_grad_sync:
+        return
+    if not ddp._comm_hooks or not all(getattr(hook, "keeps_own", False) for hook, _ in ddp._comm_hooks):
         raise RuntimeError(
-            "the model is attached, and DistributedDataParallel around it exchanges the gradients again: leave one of "
-            "the two out, or use model.register_comm_hook(*thinwire.ddp_hook(...))"
+            "the model is attached, and DistributedDataParallel around it or a part of it exchanges the gradients "
+            "again: leave one of the two out, or use model.register_comm_hook(*thinwire.ddp_hook(...))"
         )
 
 

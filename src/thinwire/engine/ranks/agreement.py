@@ -137,7 +137,7 @@ def broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
 
 def bytes_of(x: Tensor) -> Tensor:
     """Return a tensor's elements as bytes, 1-D."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def put_bytes(x: Tensor, piece: Tensor, *, quietly: bool = False) -> None:
