@@ -36,11 +36,13 @@ def _disagree(rank, size):
     attempt(cases.model(), "acp", rank=2 + rank)
     attempt(cases.model(), "acp" if rank else "ssgd")
     attempt(cases.model(), "acp", rank=2, seed=rank)
+    attempt(cases.model(), detect_desync=bool(rank))
+    attempt(cases.model(), "local", detect_desync=bool(rank))
     return messages
 
 
 def test_ranks_that_differ_are_told_what_differs():
-    words = ["0.bias", "float32", "parameters: ", "rank: 2 against 3", "method", "seed"]
+    words = ["0.bias", "float32", "parameters: ", "rank: 2 against 3", "method", "seed", *["detect_desync"] * 2]
     for messages in run(_disagree, 2):
         assert len(messages) == len(words)
         for message, word in zip(messages, words):

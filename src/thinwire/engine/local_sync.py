@@ -77,6 +77,7 @@ class LocalSync:
         if comm is not None:
             options = {"start_compression_step": settings.start_compression_step, "local steps": repr(local)}
             shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
+            shared["detect_desync"] = settings.detect_desync
             comm.agree(options | shared | model_facts(model, managed))
             comm.broadcast(sent_at_start(model))
         start, rank, apart, first = settings.start_compression_step, state.rank, topology, None

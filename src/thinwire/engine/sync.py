@@ -99,6 +99,7 @@ class GradientSync:
                 "topology": list(session.topology.layout),
                 "find_unused_parameters": settings.find_unused_parameters,
                 "broadcast_buffers": settings.broadcast_buffers,
+                "detect_desync": settings.detect_desync,
                 "plan": plan.hash,
             }
         )
