@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 _nothing = nullcontext()
 _DEVICES = ("cpu", "cuda")
@@ -19,13 +19,14 @@ def own_modes() -> AbstractContextManager[Any]:
     mode stays, except that it is on where inference mode was.
     """
     casts = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    traced = torch._C._functorch.peek_interpreter_stack() is not None or _get_current_dispatch_mode() is not None
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    traced = fake or torch._C._functorch.peek_interpreter_stack() is not None
     if not casts and not torch.is_inference_mode_enabled() and not traced:
         return _nothing
     stack = ExitStack()
     if traced:
         stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(_disable_current_modes() if fake else _nothing)
     stack.enter_context(torch.inference_mode(False))
     for device in casts:
         stack.enter_context(torch.autocast(device, enabled=False))
