@@ -1,6 +1,7 @@
 """What users of DistributedDataParallel expect of a model after ``attach``; see docs/what_differs_from_ddp.md."""
 
 import copy
+import importlib
 import inspect
 import io
 import logging
@@ -10,7 +11,6 @@ import cases
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable import replicate
 from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -781,7 +781,7 @@ def _two_exchanges(rank, size):
                 called = DistributedDataParallel(net)
                 called.register_comm_hook(*tw.ddp_hook("ssgd"))
             else:
-                replicate(net)
+                importlib.import_module("torch.distributed._composable").replicate(net)
             later.append(_sentence(lambda n=called: cases.loss_of(n, rank, 0)))
     return [*said, later]
 
