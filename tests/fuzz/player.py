@@ -336,9 +336,9 @@ class Player:
         self.settle()
         for net, _ in self.everyone():  # torch loads nothing into what inference_mode has left in a buffer's place
             for module in net.modules():
-                for key, x in module._buffers.items():
-                    if x is not None and x.is_inference():
-                        module._buffers[key] = x.clone()
+                for key, x in list(module.named_buffers(recurse=False)):
+                    if x.is_inference():
+                        setattr(module, key, x.clone())
         state = self.sync.state_dict() if event["state"] else None
         own = copy.deepcopy(self.net.state_dict())
         self.sync.close()
