@@ -178,7 +178,8 @@ class Decoupled(Schedule):
             if isinstance(held, DeferredGrad):
                 if not held.zeroed:
                     _refuse_second()
-                m.parameter.grad = None
+                # Where updates are made in step(), gradients stay, so that weight decay sees zeros as in plain torch.
+                m.parameter.grad = torch.zeros_like(m.parameter, dtype=held.dtype) if self._whole else None
         self.complete()
         self._shards, self.accumulated = None, False
 
