@@ -55,7 +55,7 @@ def test_fabric_takes_attach_to_the_bare_model_or_the_hook(tmp_path):
     page = (DOCS / "adapters/ddp.md").read_text()
     (block,) = re.findall(r"<!-- tested under Fabric -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     script = tmp_path / "train.py"
-    script.write_text(block + "print('steps', sync.stats().steps, hook[0].stats().steps, flush=True)\n")
+    script.write_text(block + "print(f'steps {sync.stats().steps} {hook[0].stats().steps}', flush=True)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -34,7 +34,7 @@ def loss(m, x):
 
 
 stats = ps.run(network, batches, loss, server=sys.argv[1], node_id=3)
-print("submissions", stats.submissions, "version", stats.version, flush=True)
+print(f"submissions {stats.submissions} version {stats.version}", flush=True)  # one write: two ranks share the pipe
 """
 
 
