@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import in_lab
 import thinwire
-from thinwire.bench.models.workload import Workload
-from thinwire.bench.trainer import Trainer
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "bucket_view.json"
 ROWS = {

@@ -33,9 +33,9 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
 
 import thinwire as tw
-from thinwire.bench.models.digits import network
-from thinwire.data.arena_file import table_bytes
-from thinwire.data.values import pack
+from thinwire.systems.data.arena_file import table_bytes
+from thinwire.systems.data.values import pack
+from thinwire.tools.bench.models.digits import network
 
 RESULTS = Path(__file__).parent / "results" / "cache.json"
 SHARES = (1.0, 0.5, 0.1)

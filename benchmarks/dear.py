@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 import in_lab
-from thinwire import lab
-from thinwire.bench.contenders import dense_ring_bytes
+from thinwire.tools import lab
+from thinwire.tools.bench.contenders import dense_ring_bytes
 
 RESULTS = Path(__file__).parent / "results" / "dear.json"
 METHODS = (

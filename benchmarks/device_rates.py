@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.bench.device import check_device
-from thinwire.measure.kernels import kernel_cases
-from thinwire.measure.timing import Stopwatch
-from thinwire.planner.choose.devices import DEVICES
-from thinwire.planner.profiles import ModelProfile
-from thinwire.planner.profiles.builtin import BUILTIN, builtin
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.pricing.profiles.builtin import BUILTIN, builtin
+from thinwire.predict.choose.devices import DEVICES
+from thinwire.predict.measure.kernels import kernel_cases
+from thinwire.predict.measure.timing import Stopwatch
+from thinwire.tools.bench.device import check_device
 
 RESULTS = Path(__file__).parent / "results" / "device_rates.json"
 STEPS, WARMUP = 10, 2

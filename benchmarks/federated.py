@@ -73,8 +73,8 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
 _MILLION = """
 import json, resource, sys, time, torch
 torch.set_num_threads(1)
-from thinwire.bench.federations import million
-from thinwire.federated import ClientStateStore
+from thinwire.systems.federated.builtin import million
+from thinwire.systems.federated import ClientStateStore
 budget, rounds = int(sys.argv[1]), int(sys.argv[2])
 made = million(features=int(sys.argv[3]))
 with_folder = sys.argv[4]
@@ -112,8 +112,8 @@ def million(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def uneven(arguments: argparse.Namespace) -> dict[str, Any]:
-    from thinwire import federated as fl
-    from thinwire.bench.federations import digits
+    from thinwire.systems import federated as fl
+    from thinwire.systems.federated.builtin import digits
 
     torch.set_num_threads(1)
     table = Table(title="digits, 4 devices in turn, 40 of 100 clients a round: predicted against measured makespan")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-from thinwire.bench.models.digits import HELD_OUT, images, network
+from thinwire.tools.bench.models.digits import HELD_OUT, images, network
 
 CLIENTS, BATCH, LR, WIDTH, HIDDEN = 100, 10, 0.1, 8, 64
 
@@ -36,7 +36,7 @@ def model() -> torch.nn.Module:
 
 
 def run_thinwire(rounds: int, arguments: argparse.Namespace) -> list[float]:
-    from thinwire import federated as fl
+    from thinwire.systems import federated as fl
 
     ranks = "RANK" in os.environ
     if ranks:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from in_lab import told
-from thinwire import lab
+from thinwire.tools import lab
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "going_on" / "train.py"

@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.rows import parse_rows
-from thinwire.bench.session import run_session
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import summarise
+from thinwire.tools import lab
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.bench.session import run_session
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.summary import summarise
 
 RESULTS = Path(__file__).parent / "results" / "hierarchy.json"
 WORKERS, RANKS, LINK = 8, 2, "100mbit"

@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.words import split_options
+from thinwire.tools import lab
+from thinwire.tools.bench.words import split_options
 
 RESULTS = Path(__file__).parent / "results" / "hsdp.json"
 LINKS = ("200mbit", "unlimited")

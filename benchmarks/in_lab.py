@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire import lab
-from thinwire.bench.rows import parse_rows
-from thinwire.bench.session import run_session
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import BenchResult, summarise
+from thinwire.tools import lab
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.bench.session import run_session
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.summary import BenchResult, summarise
 
 
 def run(

@@ -24,11 +24,11 @@ from rich.table import Table
 from torch import nn
 
 import thinwire as tw
-from thinwire.bench.models.registry import build_model
-from thinwire.kfac import KFAC, Choices, make_plan
-from thinwire.kfac.measured import measured_costs
-from thinwire.kfac.predict import predict
-from thinwire.kfac.times import LayerTimes, layers_of
+from thinwire.systems.kfac import KFAC, Choices, make_plan
+from thinwire.systems.kfac.measured import measured_costs
+from thinwire.systems.kfac.predict import predict
+from thinwire.systems.kfac.times import LayerTimes, layers_of
+from thinwire.tools.bench.models.registry import build_model
 
 RESULTS = Path(__file__).parent / "results" / "kfac.json"
 ROWS: dict[str, dict[str, str]] = {
@@ -71,7 +71,7 @@ def networks(name: str) -> tuple[nn.Module, Callable[[int, int], torch.Tensor]]:
 def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
     import torch.distributed as dist
 
-    from thinwire.measure import profile_model
+    from thinwire.predict.measure import profile_model
 
     torch.set_num_threads(1)
     rows = {row: ROWS[row] for row in names}
@@ -133,7 +133,7 @@ def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
 
 
 def schedules(model: str, workers: int, link: str, steps: int, rounds: int, names: list[str]) -> dict[str, Any]:
-    from thinwire import lab
+    from thinwire.tools import lab
 
     found: dict[str, Any] = {}
 

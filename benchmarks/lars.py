@@ -23,9 +23,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.optim import LAMB, LARS
-from thinwire.optim.ratios import Layers, Rule, trust_ratios
-from thinwire.planner.profiles import builtin
+from thinwire.core.pricing.profiles import builtin
+from thinwire.systems.optim import LAMB, LARS
+from thinwire.systems.optim.ratios import Layers, Rule, trust_ratios
 
 RESULTS = Path(__file__).parent / "results" / "lars.json"
 LIMIT = 1.5  # of LARS against SGD, ResNet-50

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from thinwire.bench.models.registry import build_model, loss_of
-from thinwire.bench.race import Trajectory
-from thinwire.local import Local, rounds
-from thinwire.methods.cast import Cast
-from thinwire.program import Topology
-from thinwire.program.lockstep import run_lockstep
+from thinwire.core.methods.cast import Cast
+from thinwire.core.program import Topology
+from thinwire.core.program.lockstep import run_lockstep
+from thinwire.engine.local import Local, rounds
+from thinwire.tools.bench.models.registry import build_model, loss_of
+from thinwire.tools.bench.race import Trajectory
 
 RESULTS = Path(__file__).parent / "results" / "late_rounds.json"
 MODEL = "chargpt:layers=4:width=144:heads=4:lr=0.0005"

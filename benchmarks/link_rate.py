@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from thinwire import lab
+from thinwire.tools import lab
 
 SECONDS = 4.0
 WARM_UP = 1.0

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from thinwire.bench.models.digits import HELD_OUT, images, network
-from thinwire.data import CachedDataset, LocalitySampler
-from thinwire.kernels.seeding import generator
+from thinwire.core.kernels.seeding import generator
+from thinwire.systems.data import CachedDataset, LocalitySampler
+from thinwire.tools.bench.models.digits import HELD_OUT, images, network
 
 RESULTS = Path(__file__).parent / "results" / "locality.json"
 HOWS = ("global shuffle", "locality", "sorted blocks")

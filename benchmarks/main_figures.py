@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 import in_lab
-from thinwire import lab
-from thinwire.bench.contenders import dense_ring_bytes
-from thinwire.bench.record import Point
-from thinwire.bench.rows import parse_rows
-from thinwire.bench.session import run_session
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import BenchResult, floor
-from thinwire.bench.table import bench_table
+from thinwire.tools import lab
+from thinwire.tools.bench.contenders import dense_ring_bytes
+from thinwire.tools.bench.record import Point
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.bench.session import run_session
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.summary import BenchResult, floor
+from thinwire.tools.bench.table import bench_table
 
 RESULTS = Path(__file__).parent / "results" / "main_figures.json"
 NONE = float("inf")  # shown without a target

@@ -34,7 +34,7 @@ def main() -> None:
         load = round(os.getloadavg()[0], 1)
         with tempfile.TemporaryDirectory() as out:
             words = [model, "--link", link, "--workers", str(WORKERS), "--minutes", str(minutes), "--out", out]
-            verb = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "race"]
+            verb = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "race"]
             subprocess.run([*verb, *words], check=True)
             race = json.loads((Path(out) / "race.json").read_text())["race"]
         kept = {"model": model, "link": link, "workers": WORKERS, "minutes": minutes, "load_before": load}

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
+from thinwire.tools import lab
 
 MODEL = "chargpt:layers=2:width=128:heads=4"
 SYNCHRONOUS = "S-SGD (all-reduce)"
@@ -117,7 +117,7 @@ def row_of(runs: list[dict[str, Any]], target: float, seconds: float) -> dict[st
 
 
 def asynchronous(settings: str, outer: str, options: argparse.Namespace) -> dict[str, Any]:
-    from thinwire.cli.ps_lab import LabSpec, run_lab
+    from thinwire.systems.cli.ps_lab import LabSpec, run_lab
 
     spec = LabSpec(
         model=f"{MODEL}:batch={options.batch}",
@@ -168,8 +168,8 @@ def synchronous_rank(spec: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     import thinwire as tw
-    from thinwire.bench.models.registry import build_model
-    from thinwire.cli.ps_work import rank_of, read_outer
+    from thinwire.systems.cli.ps_work import rank_of, read_outer
+    from thinwire.tools.bench.models.registry import build_model
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -231,7 +231,7 @@ def shards(rounds: int, runs: dict[str, dict[str, list[float]]]) -> None:
 
 def pushed(link: str, count: int) -> float:
     """Gradients per second of asynchronous SGD; the nodes' own links are 1gbit."""
-    from thinwire.cli.ps_lab import LabSpec, run_lab
+    from thinwire.systems.cli.ps_lab import LabSpec, run_lab
 
     links = [link] * (1 + count) + ["1gbit"] * 4
     spec = LabSpec(
@@ -263,8 +263,8 @@ def pushed(link: str, count: int) -> float:
 
 def iteration_numbers(rate: int = 10_000, members: int = 8, seconds: float = 5.0) -> dict[str, Any]:
     """INs of some members: through the state machine alone, and over sockets from another process."""
-    from thinwire.parameter_server import Server, presets
-    from thinwire.parameter_server.messages import Hello, IterationNumber, decode, encode
+    from thinwire.systems.parameter_server import Server, presets
+    from thinwire.systems.parameter_server.messages import Hello, IterationNumber, decode, encode
 
     server = Server(presets.inhad(4, f"{members} nodes", start_nodes=members))
     for node in range(members):
@@ -288,7 +288,7 @@ def over_sockets(rate: int, members: int, seconds: float) -> tuple[float, float]
 
     import torch
 
-    from thinwire.parameter_server import Service, presets
+    from thinwire.systems.parameter_server import Service, presets
 
     torch.set_num_threads(1)
     settings = presets.inhad(4, f"{members} nodes", start_nodes=members, lease_seconds=60.0)
@@ -315,10 +315,10 @@ def send_numbers(port: int, members: int, rate: int, seconds: float) -> None:
     """Leaders that only report."""
     import torch
 
-    from thinwire.link.hello import Badge
-    from thinwire.link.meeting import Meeting
-    from thinwire.parameter_server import Layout
-    from thinwire.parameter_server.messages import FRAME, Hello, IterationNumber, Weights, decode, encode
+    from thinwire.systems.link.hello import Badge
+    from thinwire.systems.link.meeting import Meeting
+    from thinwire.systems.parameter_server import Layout
+    from thinwire.systems.parameter_server.messages import FRAME, Hello, IterationNumber, Weights, decode, encode
 
     number = Layout.of(torch.nn.Linear(2, 2)).number
     pairs = []

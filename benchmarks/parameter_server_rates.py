@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from thinwire.bench.models.registry import build_model
-from thinwire.cli.ps_work import rank_of, read_outer
-from thinwire.parameter_server import Layout, Link, preset, simulate
+from thinwire.systems.cli.ps_work import rank_of, read_outer
+from thinwire.systems.parameter_server import Layout, Link, preset, simulate
+from thinwire.tools.bench.models.registry import build_model
 
 MODEL = "chargpt:layers=2:width=128:heads=4:batch=4"
 SYNCHRONOUS = "S-SGD"

@@ -1,4 +1,4 @@
-"""What a tensor's way costs between two peers: ``thinwire.link`` plain and under TLS, beside Gloo's send and receive.
+"""What a tensor's way between two peers costs: thinwire's link, plain and under TLS, beside Gloo's send and receive.
 
 ``python benchmarks/peer_link.py``: tensors of 64 MB one way, in turns, without a limit on the link and at 1 Gb/s.
 Writes ``benchmarks/results/peer_link.json``. Half a minute.
@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from in_lab import told
-from thinwire.link.hello import Badge
-from thinwire.link.keys import new_keys
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting
-from thinwire.link.pair import Pair
-from thinwire.link.tls import Credentials
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.link.pair import Pair
+from thinwire.systems.link.tls import Credentials
 
 RESULTS = Path(__file__).parent / "results" / "peer_link.json"
 LINKS = ("unlimited", "1gbit")

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 import thinwire as tw
-from thinwire.optim import LARS, TrustRatios
-from thinwire.optim.pto import decide, split
-from thinwire.optim.ratios import Layers, Rule, replicated
-from thinwire.planner.profiles import builtin
-from thinwire.program import WORLD, AllReduce, Program
+from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import WORLD, AllReduce, Program
+from thinwire.systems.optim import LARS, TrustRatios
+from thinwire.systems.optim.pto import decide, split
+from thinwire.systems.optim.ratios import Layers, Rule, replicated
 
 MODELS = ("resnet50", "bert-base", "vgg16")
 

@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from thinwire import lab
-from thinwire.bench.models.registry import build_model
-from thinwire.bench.race import StepsFactor, Track, Trajectory, spoken_for, trajectories, tuned
-from thinwire.bench.rows import Row, parse_rows
-from thinwire.planner.choose.worth import TABLE
+from thinwire.predict.choose.worth import TABLE
+from thinwire.tools import lab
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.race import StepsFactor, Track, Trajectory, spoken_for, trajectories, tuned
+from thinwire.tools.bench.rows import Row, parse_rows
 
 SIZES = {
     "1m": "chargpt:layers=4:width=144:heads=4",

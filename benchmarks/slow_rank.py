@@ -16,8 +16,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from in_lab import keep, run
-from thinwire.bench.models.registry import build_model
-from thinwire.bench.models.workload import Workload
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.models.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "slow_rank.json"
 MODEL, WORKERS, SLOW = "chargpt:layers=6:width=208:heads=4", 2, 1

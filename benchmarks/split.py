@@ -24,10 +24,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.cli.split_inputs import model_builder
-from thinwire.link.keys import new_keys
-from thinwire.split import (
+from thinwire.systems.cli.split_inputs import model_builder
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.split import (
     Batch,
     CloudClient,
     CloudEnd,
@@ -44,15 +43,16 @@ from thinwire.split import (
     prepare,
     split_finetune,
 )
-from thinwire.split.compare import shape_of, steps_of
-from thinwire.split.finetune import remaining
-from thinwire.split.models import view_of
-from thinwire.split.models.presets import preset
-from thinwire.split.pair import LocalPair
-from thinwire.split.programs import dropout_of
-from thinwire.split.tasks import local_tokenizer, stdlib_task, trained_tokenizer
-from thinwire.split.tasks.stdlib import lines_of
-from thinwire.split.unsplit import train_unsplit, whole_forward
+from thinwire.systems.split.compare import shape_of, steps_of
+from thinwire.systems.split.finetune import remaining
+from thinwire.systems.split.models import view_of
+from thinwire.systems.split.models.presets import preset
+from thinwire.systems.split.pair import LocalPair
+from thinwire.systems.split.programs import dropout_of
+from thinwire.systems.split.tasks import local_tokenizer, stdlib_task, trained_tokenizer
+from thinwire.systems.split.tasks.stdlib import lines_of
+from thinwire.systems.split.unsplit import train_unsplit, whole_forward
+from thinwire.tools import lab
 
 RESULTS = Path(__file__).parent / "results" / "split.json"
 MODEL = "bert:layers=2:hidden=256:heads=4"

@@ -25,9 +25,8 @@ from rich.table import Table
 from torch import nn
 
 import thinwire as tw
-from thinwire import lab
-from thinwire.supernet import Space
-from thinwire.supernet.stereo import (
+from thinwire.systems.supernet import Space
+from thinwire.systems.supernet.stereo import (
     ElasticStereo,
     Phase,
     RandomDots,
@@ -37,7 +36,8 @@ from thinwire.supernet.stereo import (
     published,
     pyramid_loss,
 )
-from thinwire.supernet.stereo.step import adam
+from thinwire.systems.supernet.stereo.step import adam
+from thinwire.tools import lab
 
 RESULTS = Path(__file__).parent / "results" / "supernet.json"
 SIZE = (48, 96)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import thinwire as tw
 from in_lab import keep, told
-from thinwire.bench.models.registry import build_model, loss_of
-from thinwire.bench.rows import parse_rows
+from thinwire.tools.bench.models.registry import build_model, loss_of
+from thinwire.tools.bench.rows import parse_rows
 
 RESULTS = Path(__file__).parent / "results" / "whole_runs.json"
 MODEL = "chargpt:layers=6:width=208:heads=4"

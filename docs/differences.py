@@ -1,4 +1,4 @@
-"""The differences from the papers, as the docstrings say them: ``python docs/differences.py split`` prints one part.
+"""The differences from the papers, as the docstrings say them: ``python docs/differences.py core/methods`` prints some.
 
 The directive ``.. differences:: PACKAGE`` puts a package's into a page, so nothing is copied by hand. A docstring
 takes part with a paragraph that begins "Differences from"; a list below such a paragraph belongs to it.
@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     """One paragraph.
 
     Attributes:
-        module: below ``thinwire``, for example "methods.acp".
+        module: below ``thinwire``, for example "core.methods.acp".
         name: of the class or function; "" for a module's docstring.
         origin: from what: "the paper", "torch's hooks", ...
         text: reStructuredText.
@@ -39,7 +39,7 @@ class Difference(NamedTuple):
 
 
 def collect(package: str) -> list[Difference]:
-    """Those of a package, in the order of its files."""
+    """Those of a package, for example "core/methods", in the order of its files."""
     found = []
     for path in sorted((SOURCE / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def listing(package: str) -> str:
 def _title(package: str, module: str, name: str) -> str:
     last = module.rpartition(".")[2]
     page = Path(__file__).parent / "methods" / f"{PAGES.get(last, last)}.md"
-    if package == "methods" and page.exists():
+    if package == "core/methods" and page.exists():
         return f":doc:`{page.stem} </methods/{page.stem}>`"
     return f"``{name}``" if name else f"``thinwire.{module}``"
 

@@ -30,14 +30,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thinwire.bench.models.chargpt import CharGPT
-from thinwire.bench.words import split_options
+from thinwire.core.methods.registry import METHODS, class_of, method, needed
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.program import Method, Topology
+from thinwire.core.program.trace import memory
 from thinwire.engine.controller.planning import make_plan, trace_plan
 from thinwire.engine.parameters import managed_parameters
-from thinwire.methods.registry import METHODS, class_of, method, needed
-from thinwire.methods.ssgd import SSGD
-from thinwire.program import Method, Topology
-from thinwire.program.trace import memory
+from thinwire.tools.bench.models.chargpt import CharGPT
+from thinwire.tools.bench.words import split_options
 
 FOLDER = Path(__file__).parent / "methods"
 FIRST = (

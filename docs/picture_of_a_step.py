@@ -16,10 +16,10 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from thinwire.cli.plan_inputs import read_question
-from thinwire.planner.timeline import Event, Timeline, simulate
-from thinwire.planner.timeline.result import COMPUTE, METHOD
-from thinwire.report.traces import joined
+from thinwire.predict.timeline import Event, Timeline, simulate
+from thinwire.predict.timeline.result import COMPUTE, METHOD
+from thinwire.tools.cli.plan_inputs import read_question
+from thinwire.tools.report.traces import joined
 
 FOLDER = Path(__file__).parent / "images"
 MODEL, BATCH, WORKERS = "resnet50", 128, 8

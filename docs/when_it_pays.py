@@ -10,14 +10,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from thinwire.cli.plan_inputs import Question, read_methods, read_question
-from thinwire.methods.registry import classes, label_of
-from thinwire.planner.choose import resolved
-from thinwire.planner.measured import Measured, needs_measurement
-from thinwire.planner.plans import PlanTensor, make_plan
-from thinwire.planner.timeline import simulate
-from thinwire.planner.timeline.simulate import plan_of
-from thinwire.program import Method, Plan
+from thinwire.core.methods.registry import classes, label_of
+from thinwire.core.pricing.measured import Measured, needs_measurement
+from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.program import Method, Plan
+from thinwire.predict.choose import resolved
+from thinwire.predict.timeline import simulate
+from thinwire.predict.timeline.simulate import plan_of
+from thinwire.tools.cli.plan_inputs import Question, read_methods, read_question
 
 FOLDER = Path(__file__).parent / "methods" / "when"
 MODELS = ("resnet50", "bert-base")

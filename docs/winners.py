@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from thinwire.cli.plan_inputs import read_question
-from thinwire.planner.choose import map_of
-from thinwire.planner.choose.grid import Map
+from thinwire.predict.choose import map_of
+from thinwire.predict.choose.grid import Map
+from thinwire.tools.cli.plan_inputs import read_question
 
 FOLDER = Path(__file__).parent / "winners"
 MODELS = ("resnet50", "bert-base")

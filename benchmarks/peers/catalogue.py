@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.bench.rows import Row, parse_rows
+from thinwire.tools.bench.rows import Row, parse_rows
 
 LINKS = ("100mbit", "1gbit")
 WORKERS = (2,)

@@ -11,10 +11,10 @@ from typing import Any
 import store
 from catalogue import TOLLS, TRIED
 
-from thinwire.bench.finish import Finish, Pace, finish
-from thinwire.bench.race import StepsFactor
-from thinwire.bench.rows import COMPUTE, TORCH_ROWS
-from thinwire.bench.table import megabytes, seconds
+from thinwire.tools.bench.finish import Finish, Pace, finish
+from thinwire.tools.bench.race import StepsFactor
+from thinwire.tools.bench.rows import COMPUTE, TORCH_ROWS
+from thinwire.tools.bench.table import megabytes, seconds
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "peers.md"

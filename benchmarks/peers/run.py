@@ -23,12 +23,12 @@ import store
 import torch
 from catalogue import INSTALLED, LINKS, SIZES, WORKERS, Size
 
-from thinwire import lab
-from thinwire.bench.record import RowRecord, seconds_to
-from thinwire.bench.rows import COMPUTE
-from thinwire.bench.session import BenchError, run_session
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import summarise
+from thinwire.tools import lab
+from thinwire.tools.bench.record import RowRecord, seconds_to
+from thinwire.tools.bench.rows import COMPUTE
+from thinwire.tools.bench.session import BenchError, run_session
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.summary import summarise
 
 
 def measure(size: Size, link: str, workers: int, name: str, seconds: float) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from typing import Any
 
 from catalogue import BASELINE, TOLLS, trained_as
 
-from thinwire import lab
-from thinwire.bench.finish import pace_of
-from thinwire.bench.race import Track
-from thinwire.bench.rows import COMPUTE, Row
-from thinwire.bench.session import run_session
-from thinwire.bench.spec import BenchSpec
+from thinwire.tools import lab
+from thinwire.tools.bench.finish import pace_of
+from thinwire.tools.bench.race import Track
+from thinwire.tools.bench.rows import COMPUTE, Row
+from thinwire.tools.bench.session import run_session
+from thinwire.tools.bench.spec import BenchSpec
 
 sys.path.append(str(Path(__file__).parents[1]))
 from race import factors

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from itertools import chain
 
 from published.figures import figure
-from thinwire.planner.curves import Linear
-from thinwire.planner.placement import Placement, place_threshold
-from thinwire.planner.profiles.builtin import builtin
-from thinwire.planner.profiles.kronecker import kronecker_shapes
+from thinwire.core.pricing.curves import Linear
+from thinwire.core.pricing.placement import Placement, place_threshold
+from thinwire.core.pricing.profiles.builtin import builtin
+from thinwire.core.pricing.profiles.kronecker import kronecker_shapes
 
 WORKERS, THRESHOLD = 64, 1400
-_CODE = "code: shyhuai/kfac_pytorch, kfac/utils.py"
+_CODE = "code: shyhuai/kfac_pytorch, systems/kfac/utils.py"
 _FIT = "fitted to the published seconds of ResNet-50 and -152"
 
 ALL_REDUCE_64 = Linear(9.29e-4, 1.4335e-9 / 4, "measured elsewhere", _CODE)

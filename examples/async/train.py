@@ -9,10 +9,10 @@ import argparse
 import os
 
 import torch
+from thinwire.bench.models.registry import build_model
 from torch import Tensor, nn
 
 from thinwire import parameter_server as ps
-from thinwire.bench.models.registry import build_model
 
 PORT = 29400
 

@@ -11,9 +11,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from thinwire.bench.models.registry import build_model
 
 import thinwire as tw
-from thinwire.bench.models.registry import build_model
 
 
 def main() -> None:

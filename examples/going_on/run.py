@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from thinwire import lab
-from thinwire.pictures import Mark, Panel, Picture, Series, check_plot, write_picture
+from thinwire.tools.pictures import Mark, Panel, Picture, Series, check_plot, write_picture
 
 SCRIPT = Path(__file__).with_name("train.py")
 REPLICAS = 3

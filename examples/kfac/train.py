@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-import thinwire as tw
 from thinwire.bench.models.registry import build_model
 from thinwire.kfac import KFAC
-from thinwire.pictures import Level, Panel, Picture, Series, check_plot, write_picture
+
+import thinwire as tw
+from thinwire.tools.pictures import Level, Panel, Picture, Series, check_plot, write_picture
 
 
 def train(optimizer_name: str, target: float, lr: float, most: int) -> list[tuple[int, float, float]]:

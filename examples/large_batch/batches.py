@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from thinwire.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly
 
 BATCHES = SMALL, MIDDLE, LARGE = 128, 1024, 8192
 WEIGHT_DECAY = 1e-4

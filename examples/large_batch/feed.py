@@ -8,10 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 from pictures import Augment, Decode, Folder, Uncached
+from thinwire.data import CachedDataset, CacheStats
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-
-from thinwire.data import CachedDataset, CacheStats
 
 
 @dataclass(frozen=True)

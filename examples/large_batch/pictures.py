@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
-from torch import Tensor
-
 from thinwire.kernels.seeding import generator
+from torch import Tensor
 
 PIXELS = 512  # of a file's side
 CLASSES = ("disc", "ring", "triangle", "square", "star", "cross")

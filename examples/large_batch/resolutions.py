@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from feed import Feed, Input
 from pictures import CLASSES, Decode, Folder, resized
+from thinwire.data import ResolutionSchedule, stall
+from thinwire.optim import LARS, param_groups, warmup_poly, zero_last_norm
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.data import ResolutionSchedule, stall
-from thinwire.optim import LARS, param_groups, warmup_poly, zero_last_norm
 
 LR, WEIGHT_DECAY = 10.0, 1e-4
 

@@ -71,7 +71,6 @@ def work(given: argparse.Namespace, arena: Path) -> dict[str, Any]:
 def compare_batches(quick: bool, seeds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Every recipe with every seed."""
     from batches import RECIPES, train
-
     from thinwire.bench.models.digits import enlarged
 
     data, epochs = enlarged(copies=2 if quick else 5), 3 if quick else 20
@@ -84,7 +83,6 @@ def compare_inputs(given: argparse.Namespace, arena: Path, say: Callable[[str], 
     from pictures import Folder
     from resolutions import decoded, train
     from stalls import measure
-
     from thinwire.data import ResolutionSchedule, Stage
 
     quick = given.quick
@@ -131,7 +129,7 @@ def main() -> int:
         shutil.rmtree(arena)
         from show import picture, tables
 
-        from thinwire.pictures import write_picture
+        from thinwire.tools.pictures import write_picture
 
         write_picture(drawn := picture(found), given.out / "large_batch.png")
         found |= {"written": str(given.out / "large_batch.png"), "picture": asdict(drawn)}

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
 from thinwire.data.stall import SYNTHETIC
-from thinwire.pictures import Level, Panel, Picture, Series
+
+from thinwire.tools.pictures import Level, Panel, Picture, Series
 
 
 def tables(found: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from feed import Feed, Input
 from pictures import Folder
 from resolutions import Training
-
 from thinwire.data import CacheStats, policy, stall
 
 

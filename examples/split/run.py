@@ -16,7 +16,7 @@ from pathlib import Path
 
 from thinwire import lab
 
-THINWIRE = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "split"]
+THINWIRE = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "split"]
 CLOUD = "10.77.0.1"  # node 0 of the lab
 
 

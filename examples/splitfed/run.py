@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-
-from splitfed import SplitFed
-from thinwire import federated as fl
 from thinwire.split import Back, CloudEnd, Front, LocalPair, Recipe, SplitPlan, split_model
 from thinwire.split.finetune import train
 from thinwire.split.models.presets import preset
 from thinwire.split.tasks import Task, TextData, stdlib_task
+
+from splitfed import SplitFed
+from thinwire import federated as fl
 
 
 def main() -> None:

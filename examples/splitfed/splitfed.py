@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
-
-from thinwire import federated as fl
 from thinwire.split import ByteLedger, CloudEnd, EdgeEnd, Recipe
 from thinwire.split.finetune import evaluate
 from thinwire.split.frames import Message, count
 from thinwire.split.tasks import Task, TextData
+from torch import Tensor, nn
+
+from thinwire import federated as fl
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from thinwire.supernet.stereo.readers import read_disparity, read_picture
+from torch import Tensor
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from baseline import box_match, draw_disparities, middlebury_motorcycle
 from rich.console import Console
 from rich.table import Table
-
-from thinwire.engine.executors.alone import run_alone
 from thinwire.supernet import SubNet
 from thinwire.supernet.stereo import LatencyTable, calibrate, load_net, measure, pad
 from thinwire.supernet.stereo.pairs import batches, normalise
 from thinwire.supernet.stereo.stereograms import RandomDots, random_dot_pair
+
+from thinwire.engine.executors.alone import run_alone
 
 SIZE, MOST = (72, 144), 24  # of training pairs; the largest disparity in them
 SHRUNK = 3  # the motorcycle, 500 x 741, is made so many times smaller

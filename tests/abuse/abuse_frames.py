@@ -3,7 +3,7 @@
 import random
 import struct
 
-from thinwire.parameter_server.messages import (
+from thinwire.systems.parameter_server.messages import (
     FRAME,
     KINDS,
     Buffers,
@@ -15,7 +15,7 @@ from thinwire.parameter_server.messages import (
     Result,
     encode,
 )
-from thinwire.parameter_server.shard_messages import Arrived, Kept, Left, Made, Piece
+from thinwire.systems.parameter_server.shard_messages import Arrived, Kept, Left, Made, Piece
 
 EDGES = (0, 1, 2, 3, 7, -1, 44, 45, 255, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
 REAL = tuple(struct.unpack("<q", struct.pack("<d", x))[0] for x in (0.0, 1.0, -1.0, 1e308, float("nan"), float("inf")))

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.collectives.mesh import endpoint_of, listen, meet
-from thinwire.link.duplex import Duplex
-from thinwire.link.errors import PairError
-from thinwire.link.hello import ROLES, Badge, hear, knock
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting
+from thinwire.core.collectives.mesh import endpoint_of, listen, meet
+from thinwire.systems.link.duplex import Duplex
+from thinwire.systems.link.errors import PairError
+from thinwire.systems.link.hello import ROLES, Badge, hear, knock
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting
 
 SECRET = b"0123456789abcdef"
 KNOCK, PROOF = 68, 32

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameter_cluster import Cluster, flat, model, part_of, sgd
 
-from thinwire.link.errors import PairError
-from thinwire.link.hello import Badge
-from thinwire.link.meeting import Meeting, connect
-from thinwire.parameter_server import Layout, Node, Service, Shard, Worker, preset
-from thinwire.parameter_server.messages import FRAME, PROTOCOL, Enter, Result, Welcome, Work, decode, encode
-from thinwire.parameter_server.outer import fingerprint
-from thinwire.parameter_server.presets import bsp
-from thinwire.parameter_server.shard_messages import Enlist, Enlisted, Ticket
+from thinwire.systems.link.errors import PairError
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker, preset
+from thinwire.systems.parameter_server.messages import FRAME, PROTOCOL, Enter, Result, Welcome, Work, decode, encode
+from thinwire.systems.parameter_server.outer import fingerprint
+from thinwire.systems.parameter_server.presets import bsp
+from thinwire.systems.parameter_server.shard_messages import Enlist, Enlisted, Ticket
 
 LAYOUT = Layout.of(model()).number
 MEMORY = 200e6

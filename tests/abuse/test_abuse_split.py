@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_ends import batch_of, edge_end, halves, in_process, linked, parameters, serving
 
-from thinwire.split.errors import FrameError
-from thinwire.split.frames import HEADER_BYTES, Message, MessageReader, encode
+from thinwire.systems.split.errors import FrameError
+from thinwire.systems.split.frames import HEADER_BYTES, Message, MessageReader, encode
 
 LIMIT = 1 << 16
 GOOD = [

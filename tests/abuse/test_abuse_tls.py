@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from parameter_cluster import Cluster, model, part_of, sgd
 from split_ends import batch_of, edge_end, halves, in_process, linked, serving
 
-from thinwire.link.door import MOST_UNKNOWN
-from thinwire.link.duplex import Duplex, end_of
-from thinwire.link.errors import NotAdmitted, PairError, PairTimeout
-from thinwire.link.hello import Badge
-from thinwire.link.keys import new_keys
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting, connect
-from thinwire.link.tls import Credentials
-from thinwire.parameter_server import Node, Service, Worker
-from thinwire.parameter_server.presets import bsp
+from thinwire.systems.link.door import MOST_UNKNOWN
+from thinwire.systems.link.duplex import Duplex, end_of
+from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.tls import Credentials
+from thinwire.systems.parameter_server import Node, Service, Worker
+from thinwire.systems.parameter_server.presets import bsp
 
 CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a TLS handshake
 

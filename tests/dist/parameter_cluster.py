@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import torch
 
 from spawned import fork, free_port
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting
-from thinwire.parameter_server import Layout, Node, Service, Shard, Worker
-from thinwire.parameter_server.messages import decode
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker
+from thinwire.systems.parameter_server.messages import decode
 
 
 def model(seed=0, width=6):

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from spawned import run
-from thinwire.bench import worker
-from thinwire.bench.contenders import UNUSED
-from thinwire.bench.models.registry import build_model
-from thinwire.bench.models.workload import Workload
-from thinwire.bench.record import RowRecord, seconds_to
-from thinwire.bench.rows import Row, parse_rows
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.trainer import Trainer
-from thinwire.events import event_in
+from thinwire.core.events import event_in
+from thinwire.tools.bench import worker
+from thinwire.tools.bench.contenders import UNUSED
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.record import RowRecord, seconds_to
+from thinwire.tools.bench.rows import Row, parse_rows
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.trainer import Trainer
 
 pytestmark = pytest.mark.dist
 MODEL = "teacher:batch=64:ranks=2:lr=0.02"

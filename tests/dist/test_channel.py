@@ -8,7 +8,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.program import CROSS, NODE, WORLD, AllReduce, Topology
+from thinwire.core.program import CROSS, NODE, WORLD, AllReduce, Topology
 
 pytestmark = pytest.mark.dist
 

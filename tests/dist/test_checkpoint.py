@@ -295,7 +295,7 @@ def _every_method(rank, size, folder, steps):
 
 @pytest.mark.slow
 def test_every_method_goes_from_two_ranks_to_one_and_back(tmp_path):
-    from thinwire.methods.registry import METHODS as registered
+    from thinwire.core.methods.registry import METHODS as registered
 
     assert {name for name, _ in EVERY_METHOD} == {*registered, "auto"}
     two, one, again = (run(_every_method, size, str(tmp_path), 3, seconds=300) for size in (2, 1, 2))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from thinwire.collectives import rest
+from thinwire.core.collectives import rest
 
 ENDS_AT_ONCE = """
 import torch

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from spawned import run
-from thinwire import federated as fl
-from thinwire.federated.allreduce import AllReduceBackend
-from thinwire.federated.backend import Planner
-from thinwire.federated.device import RoundTask
-from thinwire.federated.schedule import Assignment
+from thinwire.systems import federated as fl
+from thinwire.systems.federated.allreduce import AllReduceBackend
+from thinwire.systems.federated.backend import Planner
+from thinwire.systems.federated.device import RoundTask
+from thinwire.systems.federated.schedule import Assignment
 
 pytestmark = pytest.mark.dist
 ALGORITHMS = {

@@ -14,17 +14,17 @@ import torch
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed here: pip install 'thinwire[flower]' elsewhere")
 
-from thinwire import federated as fl  # noqa: E402
 from thinwire.adapters import flower, flower_records, flower_strategy  # noqa: E402
-from thinwire.federated import files  # noqa: E402
-from thinwire.federated.node import RemoteNode  # noqa: E402
-from thinwire.federated.remote import NodeMessage, RemoteServer  # noqa: E402
+from thinwire.systems import federated as fl  # noqa: E402
+from thinwire.systems.federated import files  # noqa: E402
+from thinwire.systems.federated.node import RemoteNode  # noqa: E402
+from thinwire.systems.federated.remote import NodeMessage, RemoteServer  # noqa: E402
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 CODE = """
 import torch
-from thinwire import federated as fl
+from thinwire.systems import federated as fl
 
 torch.set_num_threads(1)
 
@@ -139,7 +139,7 @@ def test_which_clients_a_node_hosts():
 
 def serve(tmp_path, *options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "federated", "serve", *options]
+    command = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "federated", "serve", *options]
     return subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
     )

@@ -9,9 +9,9 @@ from torch import nn
 import thinwire as tw
 from rounding import nudged
 from spawned import run
-from thinwire.kernels.symmetric import pack_upper
-from thinwire.kfac import KFAC
-from thinwire.planner.costs import Costs
+from thinwire.core.kernels.symmetric import pack_upper
+from thinwire.core.pricing.costs import Costs
+from thinwire.systems.kfac import KFAC
 
 pytestmark = pytest.mark.dist
 

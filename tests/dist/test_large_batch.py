@@ -6,9 +6,9 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.methods.registry import METHODS
-from thinwire.optim import LAMB, LARS, param_groups
-from thinwire.optim.pto import decide
+from thinwire.core.methods.registry import METHODS
+from thinwire.systems.optim import LAMB, LARS, param_groups
+from thinwire.systems.optim.pto import decide
 
 pytestmark = pytest.mark.dist
 

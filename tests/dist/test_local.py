@@ -7,16 +7,16 @@ import threading
 
 import cases
 import pytest
+import thinwire.checkpoint
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import thinwire as tw
-import thinwire.checkpoint
 from spawned import run
+from thinwire.engine.local import Local, Nesterov
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.local import Local, Nesterov
 
 pytestmark = pytest.mark.dist
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import thinwire as tw
 from spawned import run
-from thinwire.local import Local, Nesterov
+from thinwire.engine.local import Local, Nesterov
 
 pytestmark = pytest.mark.dist
 

@@ -10,7 +10,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.local import Local, Nesterov
+from thinwire.engine.local import Local, Nesterov
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "local"))
 from local_ranks import Ranks

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import thinwire as tw
 from spawned import run
-from thinwire.collectives import lanes as lanes_module
-from thinwire.collectives import mesh as mesh_module
-from thinwire.collectives.lanes import Lanes
-from thinwire.collectives.ordered_sum import ordered_sum
-from thinwire.collectives.transport import issue
-from thinwire.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
+from thinwire.core.collectives import lanes as lanes_module
+from thinwire.core.collectives import mesh as mesh_module
+from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.ordered_sum import ordered_sum
+from thinwire.core.collectives.transport import issue
+from thinwire.core.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
 
 pytestmark = pytest.mark.dist
 

@@ -11,9 +11,9 @@ import torch
 
 import thinwire as tw
 from spawned import run
+from thinwire.core.pricing.formulas import KINDS
 from thinwire.engine.controller import network, pilot
-from thinwire.measure.gradual import GradualProbe
-from thinwire.planner.formulas import KINDS
+from thinwire.predict.measure.gradual import GradualProbe
 
 pytestmark = pytest.mark.dist
 ALWAYS = len(KINDS) * 2  # sizes of each kind

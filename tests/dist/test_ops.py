@@ -9,9 +9,9 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.collectives.lanes import Lanes
-from thinwire.collectives.transport import issue
-from thinwire.program import (
+from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.transport import issue
+from thinwire.core.program import (
     AllGather,
     AllReduce,
     AllToAll,

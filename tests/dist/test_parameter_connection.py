@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from thinwire.link.hello import Badge
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting
-from thinwire.parameter_server.connection import Connection
-from thinwire.parameter_server.messages import FRAME, Enter, Ping, Weights, Welcome, decode, encode
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.parameter_server.connection import Connection
+from thinwire.systems.parameter_server.messages import FRAME, Enter, Ping, Weights, Welcome, decode, encode
 
 pytestmark = pytest.mark.dist
 

@@ -24,20 +24,20 @@ from parameter_cluster import (
 )
 
 from spawned import free_port
-from thinwire.link.errors import NotAdmitted, PairError
-from thinwire.link.hello import Badge
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting
-from thinwire.parameter_server import Journal, Layout, Node, Service, Worker, replay
-from thinwire.parameter_server import checkpoint as checkpoints
-from thinwire.parameter_server import node as node_module
-from thinwire.parameter_server.connection import Connection
-from thinwire.parameter_server.layout import LayoutMismatch
-from thinwire.parameter_server.line import reach
-from thinwire.parameter_server.messages import FRAME, Enter, Fence, Hello, Stop, Welcome, decode, encode
-from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
-from thinwire.parameter_server.submit import LocalSteps
-from thinwire.parameter_server.worker import NodeRefused, ServerLost
+from thinwire.systems.link.errors import NotAdmitted, PairError
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Worker, replay
+from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server import node as node_module
+from thinwire.systems.parameter_server.connection import Connection
+from thinwire.systems.parameter_server.layout import LayoutMismatch
+from thinwire.systems.parameter_server.line import reach
+from thinwire.systems.parameter_server.messages import FRAME, Enter, Fence, Hello, Stop, Welcome, decode, encode
+from thinwire.systems.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
+from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist
 

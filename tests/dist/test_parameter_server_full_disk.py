@@ -10,11 +10,11 @@ import torch
 from parameter_cluster import Cluster, flat, gradient_of, model, sgd
 
 from spawned import free_port
-from thinwire.cli.main import app
-from thinwire.cli.ps_work import run_node
-from thinwire.parameter_server import Journal, Layout, Service, replay
-from thinwire.parameter_server import checkpoint as checkpoints
-from thinwire.parameter_server.presets import bsp, inhad
+from thinwire.systems.cli.ps_work import run_node
+from thinwire.systems.parameter_server import Journal, Layout, Service, replay
+from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server.presets import bsp, inhad
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 resource = pytest.importorskip("resource")

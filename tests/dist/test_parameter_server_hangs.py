@@ -7,8 +7,8 @@ import pytest
 import torch
 from parameter_cluster import Cluster, in_thread, loss, model, part_of
 
-from thinwire.parameter_server import Node, Service, Worker
-from thinwire.parameter_server.presets import bsp
+from thinwire.systems.parameter_server import Node, Service, Worker
+from thinwire.systems.parameter_server.presets import bsp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -21,7 +21,7 @@ def heard(caplog, words):
 
 
 def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
-    monkeypatch.setattr("thinwire.parameter_server.crew.LONG_LEASES", 0.2)
+    monkeypatch.setattr("thinwire.systems.parameter_server.crew.LONG_LEASES", 0.2)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def batch(number):

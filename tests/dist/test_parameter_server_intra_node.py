@@ -7,9 +7,9 @@ import torch
 from parameter_cluster import sgd
 
 from spawned import run
-from thinwire import parameter_server as ps
-from thinwire.parameter_server import Layout, Service
-from thinwire.parameter_server.buffers import BufferLayout
+from thinwire.systems import parameter_server as ps
+from thinwire.systems.parameter_server import Layout, Service
+from thinwire.systems.parameter_server.buffers import BufferLayout
 
 pytestmark = pytest.mark.dist
 UPDATES = 12

@@ -15,7 +15,7 @@ LEASE = 2.0
 
 
 def settings(**options):
-    from thinwire.parameter_server.presets import inhad
+    from thinwire.systems.parameter_server.presets import inhad
 
     return inhad(2, start_nodes=2, lease_seconds=LEASE, **options)
 
@@ -25,7 +25,7 @@ def serve(port, folder, updates=None):
     import torch
     from parameter_cluster import model, sgd
 
-    from thinwire.parameter_server import Service
+    from thinwire.systems.parameter_server import Service
 
     torch.set_num_threads(1)
     log = open(f"{folder}/versions", "a", buffering=1)  # noqa: SIM115  to the end of the process
@@ -48,11 +48,11 @@ def lead(port, number, folder, dies=None):
     import torch
     from parameter_cluster import model, part_of
 
-    from thinwire.link.pair import Pair
-    from thinwire.parameter_server import Node, Worker
-    from thinwire.parameter_server import node as module
-    from thinwire.parameter_server.leader import Leader
-    from thinwire.parameter_server.messages import FRAME, Grad, Pull, decode
+    from thinwire.systems.link.pair import Pair
+    from thinwire.systems.parameter_server import Node, Worker
+    from thinwire.systems.parameter_server import node as module
+    from thinwire.systems.parameter_server.leader import Leader
+    from thinwire.systems.parameter_server.messages import FRAME, Grad, Pull, decode
 
     torch.set_num_threads(1)
     count = [0]
@@ -96,7 +96,7 @@ def lead_apart(port, number, folder):
     """A node whose two workers are processes; their numbers are in a file."""
     import torch
 
-    from thinwire.parameter_server import Node
+    from thinwire.systems.parameter_server import Node
 
     torch.set_num_threads(1)
     node = Node(f"127.0.0.1:{port}", number, 2)
@@ -116,7 +116,7 @@ def work(address, number, k):
     import torch
     from parameter_cluster import model, part_of
 
-    from thinwire.parameter_server import Worker
+    from thinwire.systems.parameter_server import Worker
 
     torch.set_num_threads(1)
     Worker(model(), *part_of(number, k, 0.02), address, k).run()
@@ -174,7 +174,7 @@ def end(folder, server):
 
 
 def check_journal(folder, updates):
-    from thinwire.parameter_server import Journal
+    from thinwire.systems.parameter_server import Journal
 
     lines = Journal.read(folder / "j").updates
     assert [line.version for line in lines] == list(range(updates))
@@ -268,6 +268,6 @@ def test_a_hundred_random_kills(tmp_path, processes):
     go_on(tmp_path, 20)
     alive["server"].kill()
     alive["server"].join()
-    from thinwire.parameter_server import Journal
+    from thinwire.systems.parameter_server import Journal
 
     check_journal(tmp_path, len(Journal.read(tmp_path / "j").updates))

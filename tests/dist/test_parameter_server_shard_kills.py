@@ -19,7 +19,7 @@ def serve(port, folder, updates):
     import torch
     from parameter_cluster import model, sgd
 
-    from thinwire.parameter_server import Service
+    from thinwire.systems.parameter_server import Service
 
     torch.set_num_threads(1)
     log = open(f"{folder}/versions", "a", buffering=1)  # noqa: SIM115  to the end of the process
@@ -38,7 +38,7 @@ def keep(port, index, folder):
     import torch
     from parameter_cluster import sgd
 
-    from thinwire.parameter_server import serve_shard
+    from thinwire.systems.parameter_server import serve_shard
 
     torch.set_num_threads(1)
     serve_shard(f"127.0.0.1:{port}", index=index, outer=sgd(), checkpoint_dir=f"{folder}/c")
@@ -49,8 +49,8 @@ def lead(port, number, dies=False):
     import torch
     from parameter_cluster import model, part_of
 
-    from thinwire.link.pair import Pair
-    from thinwire.parameter_server import Node, Worker
+    from thinwire.systems.link.pair import Pair
+    from thinwire.systems.parameter_server import Node, Worker
 
     torch.set_num_threads(1)
     pieces = [0]
@@ -100,7 +100,7 @@ def test_the_server_dies_and_its_shards_and_nodes_wait_for_the_next(tmp_path, pr
 
 
 def thinwire(*words):
-    command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps", *map(str, words)]
+    command = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "ps", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

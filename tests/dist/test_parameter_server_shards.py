@@ -23,25 +23,25 @@ from parameter_cluster import (
 )
 
 from spawned import free_port
-from thinwire.link.errors import PairError
-from thinwire.link.hello import Badge
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting, connect
-from thinwire.link.pair import Pair
-from thinwire.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
-from thinwire.parameter_server import checkpoint as checkpoints
-from thinwire.parameter_server import shard as shard_module
-from thinwire.parameter_server.line import SlicedLine
-from thinwire.parameter_server.messages import FRAME, PROTOCOL, Grad, Hello, Ping, decode, encode
-from thinwire.parameter_server.outer import fingerprint
-from thinwire.parameter_server.presets import asp, bsp, fedbuff, inhad
-from thinwire.parameter_server.roster import ShardLost
-from thinwire.parameter_server.shard import ShardRefused
-from thinwire.parameter_server.shard_messages import Enlist, Enlisted, Made, Piece, Show, Ticket
-from thinwire.parameter_server.slice_keeper import SliceKeeper
-from thinwire.parameter_server.slices import slices
-from thinwire.parameter_server.submit import LocalSteps
-from thinwire.parameter_server.worker import ServerLost
+from thinwire.systems.link.errors import PairError
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.pair import Pair
+from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
+from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server import shard as shard_module
+from thinwire.systems.parameter_server.line import SlicedLine
+from thinwire.systems.parameter_server.messages import FRAME, PROTOCOL, Grad, Hello, Ping, decode, encode
+from thinwire.systems.parameter_server.outer import fingerprint
+from thinwire.systems.parameter_server.presets import asp, bsp, fedbuff, inhad
+from thinwire.systems.parameter_server.roster import ShardLost
+from thinwire.systems.parameter_server.shard import ShardRefused
+from thinwire.systems.parameter_server.shard_messages import Enlist, Enlisted, Made, Piece, Show, Ticket
+from thinwire.systems.parameter_server.slice_keeper import SliceKeeper
+from thinwire.systems.parameter_server.slices import slices
+from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.worker import ServerLost
 
 pytestmark = pytest.mark.dist
 

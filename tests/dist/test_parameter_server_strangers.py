@@ -9,11 +9,12 @@ import pytest
 import torch
 from parameter_cluster import Cluster, flat, model, part_of, sgd
 
-from thinwire.link.errors import NotAdmitted, PairError
-from thinwire.link.hello import Badge
-from thinwire.link.meeting import Meeting
-from thinwire.link.secret import VARIABLE, read_secret
-from thinwire.parameter_server import (
+from thinwire.core.secret_file import VARIABLE
+from thinwire.systems.link.errors import NotAdmitted, PairError
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.link.secret import read_secret
+from thinwire.systems.parameter_server import (
     Layout,
     Node,
     NodeRefused,
@@ -24,9 +25,9 @@ from thinwire.parameter_server import (
     serve,
     serve_shard,
 )
-from thinwire.parameter_server.messages import FRAME, Grad, Hello, Ping, Welcome, decode, encode
-from thinwire.parameter_server.presets import bsp
-from thinwire.parameter_server.shard_messages import Enlist, Ticket
+from thinwire.systems.parameter_server.messages import FRAME, Grad, Hello, Ping, Welcome, decode, encode
+from thinwire.systems.parameter_server.presets import bsp
+from thinwire.systems.parameter_server.shard_messages import Enlist, Ticket
 
 pytestmark = pytest.mark.dist
 

@@ -13,16 +13,16 @@ import torch
 from parameter_cluster import Cluster, flat, model, part_of, sgd
 
 from spawned import free_port
-from thinwire.link.errors import NotAdmitted, PairError
-from thinwire.link.hello import Badge
-from thinwire.link.keys import new_keys
-from thinwire.link.meeting import Meeting, connect
-from thinwire.link.secret import VARIABLE
-from thinwire.link.tls import Credentials
-from thinwire.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
-from thinwire.parameter_server.messages import encode
-from thinwire.parameter_server.presets import bsp
-from thinwire.parameter_server.shard_messages import Ticket
+from thinwire.systems.link.errors import NotAdmitted, PairError
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.secret import VARIABLE
+from thinwire.systems.link.tls import Credentials
+from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
+from thinwire.systems.parameter_server.messages import encode
+from thinwire.systems.parameter_server.presets import bsp
+from thinwire.systems.parameter_server.shard_messages import Ticket
 
 pytestmark = pytest.mark.dist
 SECRET = "a secret of this training"
@@ -156,7 +156,7 @@ def test_serve_and_run_take_keys(keys):
     assert torch.equal(flat(trained), flat(served))
 
 
-THINWIRE = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps"]
+THINWIRE = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "ps"]
 
 
 @pytest.mark.slow

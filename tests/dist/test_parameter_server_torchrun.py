@@ -10,8 +10,8 @@ import pytest
 from parameter_cluster import model, sgd
 
 from spawned import free_port
-from thinwire.parameter_server import Service
-from thinwire.parameter_server.presets import bsp
+from thinwire.systems.parameter_server import Service
+from thinwire.systems.parameter_server.presets import bsp
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -21,7 +21,7 @@ import time
 
 import torch
 from parameter_cluster import model
-from thinwire import parameter_server as ps
+from thinwire.systems import parameter_server as ps
 
 torch.set_num_threads(1)
 batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(7)]
@@ -64,7 +64,7 @@ def test_a_script_under_torchrun_is_a_node_of_two_workers(tmp_path):
 
 
 def test_a_server_and_a_node_of_two_worker_processes_from_the_command_line(tmp_path):
-    thinwire = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps"]
+    thinwire = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "ps"]
     small = ["--model", "mlp:width=16:layers=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     port = free_port()

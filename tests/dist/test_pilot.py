@@ -8,8 +8,8 @@ import torch
 
 import thinwire as tw
 from spawned import run
+from thinwire.core.pricing.costs import Costs, Linear
 from thinwire.engine.controller import pilot
-from thinwire.planner.costs import Costs, Linear
 
 pytestmark = pytest.mark.dist
 

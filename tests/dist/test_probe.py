@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from spawned import run
-from thinwire.cli.main import app
-from thinwire.measure import ProbeResult, probe
-from thinwire.planner.formulas import KINDS
-from thinwire.program import Topology
+from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.program import Topology
+from thinwire.predict.measure import ProbeResult, probe
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 pytestmark = pytest.mark.dist

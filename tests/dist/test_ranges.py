@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import thinwire as tw
 from spawned import run
-from thinwire.report import read_files
-from thinwire.report.log import read_log
+from thinwire.tools.report import read_files
+from thinwire.tools.report.log import read_log
 
 pytestmark = pytest.mark.dist
 

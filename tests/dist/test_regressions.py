@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from spawned import RankFailed, run
-from thinwire.program import Plan, PlanBucket
+from thinwire.core.program import Plan, PlanBucket
 
 pytestmark = pytest.mark.dist
 

@@ -8,9 +8,9 @@ import torch
 
 import thinwire as tw
 from spawned import run
+from thinwire.core.pricing.costs import Costs
 from thinwire.engine.controller import tuner
-from thinwire.measure.timing import Stopwatch
-from thinwire.planner.costs import Costs
+from thinwire.predict.measure.timing import Stopwatch
 
 pytestmark = pytest.mark.dist
 

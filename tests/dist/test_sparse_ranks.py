@@ -7,7 +7,7 @@ from torch import nn
 
 import thinwire as tw
 from spawned import run
-from thinwire.planner.costs import Costs
+from thinwire.core.pricing.costs import Costs
 
 pytestmark = pytest.mark.dist
 NAMES = [n for n, _ in cases.model().named_parameters()]

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from spawned import free_port
-from thinwire.link.keys import new_keys
-from thinwire.split import LocalPair, Recipe, SplitPlan, load_half, prepare
-from thinwire.split.files import read_facts
-from thinwire.split.finetune import train
-from thinwire.split.models.presets import preset
-from thinwire.split.tasks import stdlib_task
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.split import LocalPair, Recipe, SplitPlan, load_half, prepare
+from thinwire.systems.split.files import read_facts
+from thinwire.systems.split.finetune import train
+from thinwire.systems.split.models.presets import preset
+from thinwire.systems.split.tasks import stdlib_task
 
 CLI = [
     sys.executable,
     "-c",
-    "import torch; torch.set_num_threads(1); from thinwire.cli.main import run; run()",
+    "import torch; torch.set_num_threads(1); from thinwire.tools.cli.main import run; run()",
     "split",
 ]
 WORDS = {"name": "stdlib", "model": "none", "pretrained": False, "length": 12, "lines": 50, "seed": 0}

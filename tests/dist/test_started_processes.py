@@ -23,7 +23,7 @@ def verb(tmp_path):
     script, here = tmp_path / "bin" / "verb.py", tmp_path / "here"
     script.parent.mkdir()
     here.mkdir()
-    script.write_text("from thinwire.cli.main import run\n\nrun()\n")
+    script.write_text("from thinwire.tools.cli.main import run\n\nrun()\n")
     for name in ("random", "re", "json"):
         (here / f"{name}.py").write_text("raise RuntimeError('not the one of the standard library')\n")
 

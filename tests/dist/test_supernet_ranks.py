@@ -7,8 +7,17 @@ import torch
 import thinwire as tw
 from spawned import run
 from thinwire.engine.executors.alone import run_alone
-from thinwire.supernet import ActiveReduce, ActiveSet, Evolution, ScheduleMismatch, Space, search
-from thinwire.supernet.stereo import Phase, RandomDots, SupernetTrainer, batches, calibrate, pyramid_loss, short, shrink
+from thinwire.systems.supernet import ActiveReduce, ActiveSet, Evolution, ScheduleMismatch, Space, search
+from thinwire.systems.supernet.stereo import (
+    Phase,
+    RandomDots,
+    SupernetTrainer,
+    batches,
+    calibrate,
+    pyramid_loss,
+    short,
+    shrink,
+)
 
 pytestmark = pytest.mark.dist
 

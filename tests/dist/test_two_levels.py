@@ -6,9 +6,9 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.planner.costs import Costs, Linear
-from thinwire.planner.hierarchy import CollectiveTable
-from thinwire.program import LocalWorld, Plan, PlanBucket, Topology
+from thinwire.core.pricing.costs import Costs, Linear
+from thinwire.core.pricing.hierarchy import CollectiveTable
+from thinwire.core.program import LocalWorld, Plan, PlanBucket, Topology
 
 pytestmark = pytest.mark.dist
 

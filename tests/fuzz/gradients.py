@@ -9,9 +9,9 @@ from torch import nn
 import thinwire as tw
 from fuzz.models import loss_of
 from fuzz.player import Player, difference, optimizers_of, put, scaler_of, tensors_of
+from thinwire.core.methods.start import exact_method, start_method
+from thinwire.core.program import LocalWorld, Method, Plan, PlanBucket, State, Topology
 from thinwire.engine.parameters import managed_parameters
-from thinwire.methods.start import exact_method, start_method
-from thinwire.program import LocalWorld, Method, Plan, PlanBucket, State, Topology
 
 
 class Held(State):

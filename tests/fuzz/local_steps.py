@@ -5,12 +5,12 @@ import contextlib
 import torch
 
 from fuzz.player import Mismatch, Player, close, difference, optimizers_of, scaler_of, tensors_of
+from thinwire.core.methods.base import all_finite
+from thinwire.core.program import Topology, working_dtype
+from thinwire.core.program.lockstep import run_lockstep
+from thinwire.engine.local.rounds import Rounds
+from thinwire.engine.local.settings import local_settings
 from thinwire.engine.parameters import managed_parameters
-from thinwire.local.rounds import Rounds
-from thinwire.local.settings import local_settings
-from thinwire.methods.base import all_finite
-from thinwire.program import Topology, working_dtype
-from thinwire.program.lockstep import run_lockstep
 
 
 class Statistics:

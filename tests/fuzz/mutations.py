@@ -10,9 +10,9 @@ MUTATIONS = {
     "a flag before floats": ("engine/ranks/agreement.py", "== 0 else piece.clone()", "== 0 else piece"),
     "an expanded buffer": ("engine/ranks/agreement.py", "if shares_memory(x):", "if False:"),
     "dtypes that differ between ranks": ("engine/parameters.py", "{list(x.shape)} {x.dtype}", "{list(x.shape)}"),
-    "a float8 buffer under local steps": ("local/buffers.py", "mean, x.to(mean.dtype))", "mean, x)"),
-    "inference mode": ("program/modes.py", "torch.inference_mode(False)", "nullcontext()"),
-    "autocast": ("program/modes.py", "    for device in casts:", "    for device in ():"),
+    "a float8 buffer under local steps": ("engine/local/buffers.py", "mean, x.to(mean.dtype))", "mean, x)"),
+    "inference mode": ("core/program/modes.py", "torch.inference_mode(False)", "nullcontext()"),
+    "autocast": ("core/program/modes.py", "    for device in casts:", "    for device in ():"),
     "zeroed gradients that count as used": (
         "engine/schedules/coupled.py", "grad is delivered and grad._version == version", "grad is delivered",
     ),
@@ -22,8 +22,8 @@ MUTATIONS = {
     "an optimizer inside another": ("engine/local_sync.py", "if owned(o, its)}", "if False}"),
     "frozen parameters that change": ("engine/local_sync.py", "if any(row[k] for row in rows)}", "if False}"),
     "gradients by hand": ("engine/sync.py", "schedule.accumulated or source.by_hand", "schedule.accumulated"),
-    "a number of NumPy's": ("durable.py", "np.ndarray)) and content.ndim == 0:", "np.ndarray)) and False:"),
-    "what a checkpoint cannot hold": ("durable.py", "else readable(content)", "else content"),
+    "a number of NumPy's": ("core/durable.py", "np.ndarray)) and content.ndim == 0:", "np.ndarray)) and False:"),
+    "what a checkpoint cannot hold": ("core/durable.py", "else readable(content)", "else content"),
     "several optimizers": ("engine/state/checkpoint.py", "(optimizer, (list, tuple)) else", "(optimizer, ()) else"),
     "a layer frozen before a restart": (
         "engine/state/persistence.py", "if not p.requires_grad and name not in managed}", "if False}",

@@ -11,12 +11,12 @@ import warnings
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import thinwire.checkpoint
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-import thinwire.checkpoint
 from fuzz.models import Buffers, Cast, Failure, Raises, build, loss_of
 
 LOCAL = ("local", "diloco")

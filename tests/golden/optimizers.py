@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.optim import LAMB, LARS, warmup_poly
+from thinwire.systems.optim import LAMB, LARS, warmup_poly
 
 HERE = Path(__file__).parent
 STEPS = 10

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from thinwire.methods.registry import classes, method
-from thinwire.program import LocalWorld
+from thinwire.core.methods.registry import classes, method
+from thinwire.core.program import LocalWorld
 
 HERE = Path(__file__).parent
 STEPS, RANKS = 10, 3

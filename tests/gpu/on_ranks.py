@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
-from thinwire.bench.device import prepare_rank, rank_device
-from thinwire.collectives.topology import topology_of
+from thinwire.core.collectives.topology import topology_of
+from thinwire.tools.bench.device import prepare_rank, rank_device
 
 ALONE = {"fusion": "none"}  # these choose or scale values per bucket, which LocalWorld does not make
 METHODS = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.optim import LAMB, LARS
+from thinwire.systems.optim import LAMB, LARS
 
 pytestmark = [
     pytest.mark.gpu,

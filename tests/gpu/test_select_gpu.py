@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.kernels.select import ALGORITHMS, top_k
+from thinwire.core.kernels.select import ALGORITHMS, top_k
 
 pytestmark = [
     pytest.mark.gpu,

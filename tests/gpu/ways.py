@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.adapters import fsdp2
 from thinwire.adapters.ddp import ddp_hook
-from thinwire.bench.device import prepare_rank, rank_device
-from thinwire.bench.models.chargpt import CharGPT
-from thinwire.kfac import KFAC
-from thinwire.optim import LAMB, LARS
+from thinwire.systems.kfac import KFAC
+from thinwire.systems.optim import LAMB, LARS
+from thinwire.tools.bench.device import prepare_rank, rank_device
+from thinwire.tools.bench.models.chargpt import CharGPT
 
 STEPS, LETTERS = 12, 256
 

@@ -5,8 +5,8 @@ import os
 import pytest
 from wires import namespaces
 
-from thinwire import lab
-from thinwire.lab.access import find_mode
+from thinwire.tools import lab
+from thinwire.tools.lab.access import find_mode
 
 
 @pytest.fixture(params=["root", "user"])

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from thinwire.lab.shell import tool
-from thinwire.measure.doctor import collect_facts
-from thinwire.measure.doctor.sockets import gloo_choice
+from thinwire.predict.measure.sockets import gloo_choice
+from thinwire.tools.doctor import collect_facts
+from thinwire.tools.lab.shell import tool
 
 NAME = socket.gethostname()
 SETUP = """

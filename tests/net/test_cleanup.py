@@ -9,10 +9,10 @@ import sys
 import pytest
 from wires import CLI, collect, namespaces, runs, wait_until
 
-from thinwire import lab
-from thinwire.lab import cleanup
-from thinwire.lab.network import Network
-from thinwire.lab.shell import tool
+from thinwire.tools import lab
+from thinwire.tools.lab import cleanup
+from thinwire.tools.lab.network import Network
+from thinwire.tools.lab.shell import tool
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 

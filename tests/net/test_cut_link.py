@@ -5,7 +5,7 @@ import sys
 import pytest
 from wires import collect
 
-from thinwire import lab
+from thinwire.tools import lab
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import lab
-from thinwire.lab.shell import tool
+from thinwire.tools import lab
+from thinwire.tools.lab.shell import tool
 
 pytestmark = [pytest.mark.net, pytest.mark.dist]
 

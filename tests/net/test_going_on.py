@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from wires import collect
 
-from thinwire import lab
+from thinwire.tools import lab
 
 pytestmark = [
     pytest.mark.net,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli.main import app
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.usefixtures("no_leftovers")]

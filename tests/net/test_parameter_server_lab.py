@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from thinwire.cli.main import app
-from thinwire.link.keys import new_keys
+from thinwire.systems.link.keys import new_keys
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]

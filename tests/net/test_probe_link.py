@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from thinwire import lab
-from thinwire.measure import ProbeResult
+from thinwire.predict.measure import ProbeResult
+from thinwire.tools import lab
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, as the link counts it
@@ -16,7 +16,7 @@ def test_bandwidth_of_a_link_within_ten_percent(tmp_path):
     if lab.available() == "loopback":
         pytest.skip("network namespaces are not to be had here")
     out = tmp_path / "result.json"
-    command = [sys.executable, "-m", "thinwire.measure.worker", "--out", str(out)]
+    command = [sys.executable, "-m", "thinwire.predict.measure.worker", "--out", str(out)]
     command += ["--largest-bytes", str(8 << 20), "--seconds", "30"]
     lines = []
     launched = lab.run(

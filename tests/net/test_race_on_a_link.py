@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from thinwire import lab
-from thinwire.bench import halving
-from thinwire.cli.main import app
-from thinwire.methods.acp import ACP
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.planner.choose.worth import read_worth
-from thinwire.report import read_files
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.predict.choose.worth import read_worth
+from thinwire.tools import lab
+from thinwire.tools.bench import halving
+from thinwire.tools.cli.main import app
+from thinwire.tools.report import read_files
 from verbs import CliRunner
 
 pytestmark = pytest.mark.net

@@ -6,17 +6,17 @@ import sys
 import pytest
 from wires import collect
 
-from thinwire import lab
-from thinwire.link.keys import new_keys
-from thinwire.split import Link, Shape, SplitPlan, crossings, estimate, prepare
-from thinwire.split.models.presets import preset
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.split import Link, Shape, SplitPlan, crossings, estimate, prepare
+from thinwire.systems.split.models.presets import preset
+from thinwire.tools import lab
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
 SCRIPT = """
 import json, os, sys, torch
-from thinwire.bench.round_robin import transmitted_bytes
-from thinwire.split import Batch, CloudClient, CloudEnd, CloudServer, Credentials, EdgeEnd, Recipe, load_half
+from thinwire.tools.bench.round_robin import transmitted_bytes
+from thinwire.systems.split import Batch, CloudClient, CloudEnd, CloudServer, Credentials, EdgeEnd, Recipe, load_half
 torch.set_num_threads(1)
 folder, recipe = sys.argv[1], Recipe(batch_size=8)
 if os.environ["RANK"] == "0":

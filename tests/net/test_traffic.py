@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from wires import collect
 
-from thinwire import lab
-from thinwire.cli.main import app as cli
-from thinwire.lab.shell import tool
+from thinwire.tools import lab
+from thinwire.tools.cli.main import app as cli
+from thinwire.tools.lab.shell import tool
 from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
@@ -134,7 +134,7 @@ print(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\
 def test_the_lab_says_which_congestion_control_its_sockets_have(mode, wanted, monkeypatch):
     own, known = (Path(f"/proc/sys/net/ipv4/tcp_{name}congestion_control").read_text() for name in ("", "available_"))
     if wanted:
-        monkeypatch.setattr("thinwire.lab.network.CONGESTION_CONTROLS", wanted)
+        monkeypatch.setattr("thinwire.tools.lab.network.CONGESTION_CONTROLS", wanted)
     result, lines = collect(lab.Cluster.parse(2, 1, "1gbit"), [sys.executable, "-c", CONGESTION], timeout_seconds=250)
     assert lines == [[result.congestion_control]] * 2
     assert result.note.endswith(f"TCP with {result.congestion_control}")

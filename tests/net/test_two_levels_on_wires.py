@@ -6,13 +6,13 @@ import sys
 import pytest
 from wires import collect
 
-from thinwire import lab
+from thinwire.tools import lab
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
 SCRIPT = """
 import json, torch, torch.distributed as dist, thinwire as tw
-from thinwire.bench.round_robin import transmitted_bytes
+from thinwire.tools.bench.round_robin import transmitted_bytes
 from torch import nn
 dist.init_process_group("gloo")
 found = {}

@@ -11,12 +11,12 @@ pytestmark = pytest.mark.net
 APART = ["unshare", "--map-root-user", "--net"]
 SCRIPT = """
 import pathlib, queue, subprocess, time
-from thinwire.link.hello import Badge
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import connect
-from thinwire.parameter_server.messages import FRAME, encode
-from thinwire.parameter_server.shard_messages import Ticket
-from thinwire.parameter_server.visitors import Visitors
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import connect
+from thinwire.systems.parameter_server.messages import FRAME, encode
+from thinwire.systems.parameter_server.shard_messages import Ticket
+from thinwire.systems.parameter_server.visitors import Visitors
 
 for what in ("time", "intvl", "probes"):  # Linux's own: two hours, and eleven minutes more
     pathlib.Path(f"/proc/sys/net/ipv4/tcp_keepalive_{what}").write_text("1")

@@ -5,10 +5,10 @@ import sys
 import time
 from pathlib import Path
 
-from thinwire import lab
-from thinwire.lab.shell import tool
+from thinwire.tools import lab
+from thinwire.tools.lab.shell import tool
 
-CLI = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "lab"]
+CLI = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "lab"]
 
 
 def namespaces(pid):

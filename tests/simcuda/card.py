@@ -43,8 +43,8 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
-from thinwire.kernels import seeding
-from thinwire.methods.regions import regions
+from thinwire.core.kernels import seeding
+from thinwire.core.methods.regions import regions
 
 HERE = Path(__file__).parent
 SOURCE = str(Path(thinwire.__file__).parent) + "/"

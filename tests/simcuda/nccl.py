@@ -27,9 +27,9 @@ import torch.distributed as dist
 from card import Card, OnCard, Stream
 from torch import Tensor
 
-from thinwire.collectives import transport
+from thinwire.core.collectives import transport
 from thinwire.engine.ranks import agreement, communicator
-from thinwire.measure import wire
+from thinwire.predict.measure import wire
 
 _KNOWN = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,

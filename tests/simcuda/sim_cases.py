@@ -12,12 +12,12 @@ from training import SECOND, Conv, Net, training, two_cards
 from worlds import EVERY, label
 from wrapped import ddp, fsdp2, fsdp2_scatter
 
-from thinwire.methods.dgc import DGC
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.topk import TopK
-from thinwire.optim import LAMB, LARS
-from thinwire.planner.costs import Costs
-from thinwire.planner.measured import needs_measurement
+from thinwire.core.methods.dgc import DGC
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.measured import needs_measurement
+from thinwire.systems.optim import LAMB, LARS
 
 STEPS = 6
 """Two exact ones, the first two of the method, two that are like all others: low rank takes turns."""

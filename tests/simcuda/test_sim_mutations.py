@@ -11,10 +11,10 @@ from card import SOURCE, Card
 from sim_cases import CASES, STEPS
 from training import DEVICE
 
-from thinwire.kfac.layers import find_layers
-from thinwire.kfac.sums import LayerSums
+from thinwire.systems.kfac.layers import find_layers
+from thinwire.systems.kfac.sums import LayerSums
 
-PACKAGES = ("adapters", "collectives", "data", "engine", "kfac", "methods", "optim", "program")
+PACKAGES = ("adapters", "core", "engine", "systems/data", "systems/kfac", "systems/optim")
 ORDERING = {"record_stream", "wait_event", "wait_stream", "record_event", "read_here"}
 
 
@@ -74,7 +74,7 @@ def sums(card):
 
 FOUND_BY = {
     "adapters/fsdp2_replicas.py _reduce read_here 0": CASES["FSDP2"],
-    "collectives/transport.py block wait 0": CASES["ssgd"],
+    "core/collectives/transport.py block wait 0": CASES["ssgd"],
     "engine/memory.py bucket read_here 0": CASES["one bucket each"],
     "engine/executors/streams.py _run wait_event 0": CASES["ssgd"],
     "engine/executors/streams.py finish wait_stream 0": CASES["ssgd"],
@@ -83,7 +83,7 @@ FOUND_BY = {
     "engine/executors/streams.py resume record_event 0": CASES["acp-decoupled=True-rank=2-min_rate=1.0"],
     "engine/executors/streams.py resume record_event 1": CASES["dear"],
     "engine/executors/streams.py wait wait_event 0": CASES["dear"],
-    "kfac/sums.py statistic read_here 0": sums,
+    "systems/kfac/sums.py statistic read_here 0": sums,
 }
 SITES = sites()
 

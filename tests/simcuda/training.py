@@ -14,10 +14,10 @@ from nccl import Nccl
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.core.kernels.select.histogram import digits
+from thinwire.core.program import Topology
 from thinwire.engine.schedules.deferred_grad import DeferredGrad
-from thinwire.kernels.select.histogram import digits
-from thinwire.kfac import KFAC
-from thinwire.program import Topology
+from thinwire.systems.kfac import KFAC
 
 DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 RANKS = 4
@@ -226,7 +226,7 @@ def _deferred_gradients() -> Iterator[None]:
 def _histogram(card: Card) -> Iterator[None]:
     """Triton's kernel is one launch, on the current device; its numbers are torch's."""
     try:
-        from thinwire.kernels.triton import select
+        from thinwire.core.kernels.triton import select
     except ImportError:
         yield
         return

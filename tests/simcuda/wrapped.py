@@ -25,9 +25,9 @@ from thinwire.adapters.ddp import ddp_hook
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
+from thinwire.core.methods.registry import resolve
+from thinwire.core.program import Topology
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.methods.registry import resolve
-from thinwire.program import Topology
 
 
 class Promise:

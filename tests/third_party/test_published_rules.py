@@ -15,16 +15,16 @@ from torch.nn.functional import conv2d
 
 import thinwire as tw
 from spawned import run
-from thinwire.federated.estimate import fit
-from thinwire.kfac.fusion import one_direction
-from thinwire.kfac.plan import FactorLayer
-from thinwire.kfac.times import LayerTimes, layers_of
-from thinwire.planner.costs import Costs
-from thinwire.planner.curves import Linear
-from thinwire.planner.placement import place_threshold
-from thinwire.planner.profiles import builtin
-from thinwire.program import LocalWorld
-from thinwire.supernet.operators import ElasticBatchNorm, ElasticDepthwise
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.curves import Linear
+from thinwire.core.pricing.placement import place_threshold
+from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import LocalWorld
+from thinwire.systems.federated.estimate import fit
+from thinwire.systems.kfac.fusion import one_direction
+from thinwire.systems.kfac.plan import FactorLayer
+from thinwire.systems.kfac.times import LayerTimes, layers_of
+from thinwire.systems.supernet.operators import ElasticBatchNorm, ElasticDepthwise
 
 # --- gTop-k: the operator on whole vectors, and the tree of it -------------------------------------------------------
 

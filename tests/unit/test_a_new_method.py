@@ -11,10 +11,10 @@ import torch
 
 import thinwire as tw
 from thinwire.adapters.fsdp2 import works
-from thinwire.bench.rows import parse_rows
-from thinwire.cli.main import app
-from thinwire.methods.registry import METHODS, lossy_candidates
-from thinwire.program import LocalWorld
+from thinwire.core.methods.registry import METHODS, lossy_candidates
+from thinwire.core.program import LocalWorld
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from thinwire.methods.base import check_fusion
-from thinwire.methods.prices import Prices, elements
-from thinwire.program import AllReduce, Method
+from thinwire.core.methods.base import check_fusion
+from thinwire.core.methods.prices import Prices, elements
+from thinwire.core.program import AllReduce, Method
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.program import LocalWorld, Topology
-from thinwire.program.trace import trace
+from thinwire.core.program import LocalWorld, Topology
+from thinwire.core.program.trace import trace
 
 ROOT = Path(__file__).parents[2]
 FILES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in p.parts]
@@ -113,12 +113,12 @@ def test_example_method_runs_on_shapes_alone(random_k):
 
 
 DOCTESTS = (
-    "program.local_world",
-    "planner.merge.fuse",
-    "planner.placement",
-    "methods.feedback",
-    "kernels.seeding",
-    "kfac.scheduled",
+    "core.program.local_world",
+    "core.pricing.merge.fuse",
+    "core.pricing.placement",
+    "core.methods.feedback",
+    "core.kernels.seeding",
+    "systems.kfac.scheduled",
 )
 
 

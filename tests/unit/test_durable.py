@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.durable import CheckpointDirectory, read_file, user_cache, write_file, write_whole
+from thinwire.core.durable import CheckpointDirectory, read_file, user_cache, write_file, write_whole
 from thinwire.engine.controller import remembered
-from thinwire.federated import checkpoint as rounds
-from thinwire.federated.history import History
-from thinwire.split import store
-from thinwire.split.errors import SessionError
+from thinwire.systems.federated import checkpoint as rounds
+from thinwire.systems.federated.history import History
+from thinwire.systems.split import store
+from thinwire.systems.split.errors import SessionError
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from thinwire.events import LastWords, event_in, tell_event
+from thinwire.core.events import LastWords, event_in, tell_event
 
 
 def test_an_event_comes_back_and_what_was_printed_into_its_line_stays(capsys):

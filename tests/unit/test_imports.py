@@ -11,7 +11,7 @@ import pytest
 import thinwire
 
 ROOT = Path(__file__).parents[2]
-FOR_VERBS = {"typer", "rich", "thinwire.cli", "thinwire.lab", "thinwire.bench"}
+FOR_VERBS = {"typer", "rich", "thinwire.tools.cli", "thinwire.tools.lab", "thinwire.tools.bench"}
 FOR_EXTRAS = {
     "matplotlib", "plotly", "transformers", "sklearn", "scipy", "pandas", "safetensors", "cryptography", "PIL",
     "skimage", "tensorboard", "flwr", "lightning", "accelerate", "torchdata", "webdataset", "streaming",
@@ -44,8 +44,8 @@ def test_names_for_training_import_nothing_of_extras_nor_what_is_slow():
 
 def test_a_plan_imports_no_compiler():
     arguments = ["plan", "resnet50", "--link", "1gbit", "--workers", "4"]
-    new = imported(f"from thinwire.cli.main import app; app({arguments}, standalone_mode=False)")
-    assert "thinwire.planner.choose.rank" in new
+    new = imported(f"from thinwire.tools.cli.main import app; app({arguments}, standalone_mode=False)")
+    assert "thinwire.predict.choose.rank" in new
     assert not new & SLOW
 
 
@@ -65,6 +65,6 @@ def test_the_package_is_typed():
 )
 def test_the_shell_completes(typed, offered):
     words = {"_THINWIRE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    code = "import sys; sys.argv = ['thinwire']; from thinwire.cli.main import app; app(prog_name='thinwire')"
+    code = "import sys; sys.argv = ['thinwire']; from thinwire.tools.cli.main import app; app(prog_name='thinwire')"
     done = subprocess.run([sys.executable, "-c", code], env=words, capture_output=True, text=True, timeout=200)
     assert sorted(done.stdout.split()) == sorted(offered), done.stderr

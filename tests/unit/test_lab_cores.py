@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from thinwire import lab
-from thinwire.lab.environment import own_cores
+from thinwire.tools import lab
+from thinwire.tools.lab.environment import own_cores
 
 
 @pytest.mark.parametrize("nodes", range(1, 9))

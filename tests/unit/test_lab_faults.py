@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import lab
-from thinwire.cli.main import app
-from thinwire.lab.faults import happenings
+from thinwire.tools import lab
+from thinwire.tools.cli.main import app
+from thinwire.tools.lab.faults import happenings
 from verbs import CliRunner
 
 COUNTS = """

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import lab
-from thinwire.cli.main import app
-from thinwire.lab.environment import rank_environment
+from thinwire.tools import lab
+from thinwire.tools.cli.main import app
+from thinwire.tools.lab.environment import rank_environment
 from verbs import CliRunner
 
 
@@ -126,7 +126,7 @@ def test_others_are_ended_after_the_grace_period():
 
 
 def test_who_ignores_sigterm_is_killed(monkeypatch, tmp_path):
-    monkeypatch.setattr("thinwire.lab.supervise._KILL_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr("thinwire.tools.lab.supervise._KILL_AFTER_SECONDS", 0.3)
     ready = shlex.quote(str(tmp_path / "ready"))  # rank 1 fails when rank 0 is deaf, however slow its shell is
     deaf, fails = (
         f"trap '' TERM; touch {ready}; while :; do sleep 0.1; done",
@@ -247,5 +247,5 @@ def test_command_line_separates_json_from_output():
 
 
 def test_importing_the_lab_does_not_import_torch():
-    code = "import sys, thinwire.lab, thinwire.cli.lab; sys.exit('torch' in sys.modules)"
+    code = "import sys, thinwire.tools.lab, thinwire.tools.cli.lab; sys.exit('torch' in sys.modules)"
     assert subprocess.run(python(code)).returncode == 0

@@ -1,6 +1,6 @@
 import pytest
 
-from thinwire.lab import LabError, format_rate, parse_delay, parse_rate
+from thinwire.tools.lab import LabError, format_rate, parse_delay, parse_rate
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli.main import app
-from thinwire.methods.registry import METHODS
+from thinwire.core.methods.registry import METHODS
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 ROOT = Path(__file__).parents[2]

@@ -3,17 +3,17 @@
 import torch
 
 from thinwire import OMGS, DeAR, GTopK, OkTopk, OneBit
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.dgc import DGC
-from thinwire.methods.hitopk import HiTopK
-from thinwire.methods.lags import LAGS
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.qsgd import QSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.terngrad import TernGrad
-from thinwire.methods.topk import TopK
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.dgc import DGC
+from thinwire.core.methods.hitopk import HiTopK
+from thinwire.core.methods.lags import LAGS
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.qsgd import QSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.terngrad import TernGrad
+from thinwire.core.methods.topk import TopK
 
 FEEDBACK = [
     ACP(rank=2, min_rate=1.0),

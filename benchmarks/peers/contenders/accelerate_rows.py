@@ -7,8 +7,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 
-from thinwire.bench.models.workload import Workload
-from thinwire.bench.trainer import Trainer
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.trainer import Trainer
 
 
 def local_sgd(workload: Workload, group: Any, every: int = 8) -> Trainer:

@@ -10,8 +10,8 @@ import hivemind
 import torch
 import torch.distributed as dist
 
-from thinwire.bench.models.workload import Workload
-from thinwire.bench.trainer import Trainer
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.trainer import Trainer
 
 ADDRESS_BYTES = 200
 

@@ -15,8 +15,8 @@ from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-from thinwire.bench.models.workload import Workload
-from thinwire.bench.trainer import Trainer
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.trainer import Trainer
 
 PATIENCE = timedelta(seconds=60)
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # of DiLoCo's paper, table 5

@@ -20,10 +20,10 @@ from thinwire.adapters.ddp_ranks import load_from, save_in
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_ddp import attach_local
 from thinwire.adapters.local_rank import LocalRank
+from thinwire.core.program import Method
+from thinwire.engine.local import Local
+from thinwire.engine.local.named import named_local
 from thinwire.engine.local_sync import LocalSync
-from thinwire.local import Local
-from thinwire.local.named import named_local
-from thinwire.program import Method
 
 try:
     from accelerate import Accelerator

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.adapters.ddp_sync import DDPSync, HookOptions
+from thinwire.core.methods.base import check_count
+from thinwire.core.methods.registry import resolve
+from thinwire.core.program import Method, Topology
+from thinwire.engine.local import Local
+from thinwire.engine.local.named import named_local
 from thinwire.engine.settings import check_scaler, check_topology, checked_timeout
-from thinwire.local import Local
-from thinwire.local.named import named_local
-from thinwire.methods.base import check_count
-from thinwire.methods.registry import resolve
-from thinwire.program import Method, Topology
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

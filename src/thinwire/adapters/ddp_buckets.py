@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.program import Plan
+from thinwire.core.program import Plan
 
 _MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.program import Slot
+from thinwire.core.program import Slot
 
 
 def gradient_views(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import ddp_hook
 from thinwire.adapters.ddp_sync import DDPSync
-from thinwire.local import Local
-from thinwire.local.named import named_local
-from thinwire.methods.registry import resolve
-from thinwire.program import Method, Topology
+from thinwire.core.methods.registry import resolve
+from thinwire.core.program import Method, Topology
+from thinwire.engine.local import Local
+from thinwire.engine.local.named import named_local
 
 log = logging.getLogger("thinwire")
 

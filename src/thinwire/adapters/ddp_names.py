@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.program import State, working_dtype
+from thinwire.core.program import State, working_dtype
 
 log = logging.getLogger("thinwire")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from thinwire.adapters.ddp_group import control_device
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_rank import LocalRank
-from thinwire.durable import read_file, readable, write_whole
+from thinwire.core.durable import read_file, readable, write_whole
 
 log = logging.getLogger("thinwire")
 

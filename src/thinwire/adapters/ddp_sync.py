@@ -24,14 +24,14 @@ from thinwire.adapters.ddp_layout import gradient_views, into_values, joined
 from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.adapters.traced import traced
-from thinwire.collectives.topology import topology_of
+from thinwire.core.collectives.topology import topology_of
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology
+from thinwire.core.program.trace import TracedExchange
 from thinwire.engine.parameters import managed_parameters
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.methods.ssgd import SSGD
-from thinwire.program import Bucket, Method, Program, Slot, State, Topology
-from thinwire.program.trace import TracedExchange
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

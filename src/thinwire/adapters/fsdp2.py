@@ -18,12 +18,12 @@ from torch import nn
 from thinwire.adapters.fsdp2_groups import Group, groups_of
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.registry import classes, resolve
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.program import Method, Topology
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.settings import checked_timeout
-from thinwire.methods.cast import Cast
-from thinwire.methods.registry import classes, resolve
-from thinwire.methods.ssgd import SSGD
-from thinwire.program import Method, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

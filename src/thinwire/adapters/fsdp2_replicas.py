@@ -21,6 +21,7 @@ from thinwire.adapters import fsdp2_persistence as persistence
 from thinwire.adapters.ddp_layout import into_values, joined
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.traced import traced
+from thinwire.core.program import Bucket, Method, Slot, State, Topology
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.executors.issuer import Failure
 from thinwire.engine.executors.streams import read_here
@@ -28,7 +29,6 @@ from thinwire.engine.parameters import buffers_of
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.program import Bucket, Method, Slot, State, Topology
 
 
 class ReplicaSync:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from thinwire.adapters.fsdp2_groups import Group
 from thinwire.adapters.released import released
+from thinwire.core.methods import two_step
+from thinwire.core.program import Method, ReduceScatter, working_dtype
 from thinwire.engine.executors.issuer import Failure
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.stats import Stats
-from thinwire.methods import two_step
-from thinwire.program import Method, ReduceScatter, working_dtype
 
 
 def scatter_mean(x: Tensor, ranks: int, dtype: torch.dtype, block: int) -> Generator[Any, Tensor, Tensor]:

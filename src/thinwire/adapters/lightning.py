@@ -19,9 +19,9 @@ from thinwire.adapters.ddp_ranks import gathered_state
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_ddp import attach_local
 from thinwire.adapters.local_rank import LocalRank
+from thinwire.core.program import Method, Topology
+from thinwire.engine.local import Local
 from thinwire.engine.local_sync import LocalSync
-from thinwire.local import Local
-from thinwire.program import Method, Topology
 
 log = logging.getLogger("thinwire")
 

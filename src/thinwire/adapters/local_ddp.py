@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
 from thinwire.adapters.local_rank import LocalRank
-from thinwire.durable import readable
+from thinwire.core.durable import readable
+from thinwire.core.program import Topology
 from thinwire.engine.attach import attach
-from thinwire.local import Local
-from thinwire.program import Topology
+from thinwire.engine.local import Local
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.adapters.ddp_group import any_rank
+from thinwire.core.program import State
 from thinwire.engine.local_sync import LocalSync
 from thinwire.engine.state import local_persistence
-from thinwire.program import State
 
 
 class LocalRank:

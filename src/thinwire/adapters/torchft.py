@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from thinwire.adapters.torchft_manager import Quorum, Quorums, leave
 from thinwire.adapters.torchft_member import QuorumHandle, QuorumMember, added
 from thinwire.adapters.torchft_rounds import QuorumRounds, RoundOptions, check_settings
+from thinwire.core.methods.registry import resolve
+from thinwire.core.program import Method, Topology
 from thinwire.engine import attach as engine
+from thinwire.engine.local.named import named_local
+from thinwire.engine.local.settings import Local
 from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
-from thinwire.local.named import named_local
-from thinwire.local.settings import Local
-from thinwire.methods.registry import resolve
-from thinwire.program import Method, Topology
 
 
 def attach(

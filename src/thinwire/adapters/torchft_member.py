@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adapters.torchft_manager import Quorum, Quorums, enter, leave, told
+from thinwire.core.program import Plan
+from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.stats import Stats
-from thinwire.local.rounds import Rounds
-from thinwire.program import Plan
 
 logger = logging.getLogger("thinwire")
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from thinwire.adapters.torchft_manager import Quorum, leave
 from thinwire.adapters.torchft_member import QuorumHandle, QuorumMember, added
+from thinwire.core.program import State, Topology
+from thinwire.engine.local.buffers import Moments
+from thinwire.engine.local.rounds import Fragment, Rounds
+from thinwire.engine.local.settings import Local
 from thinwire.engine.local_sync import Beside, Travel
 from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
 from thinwire.engine.stats import Stats
-from thinwire.local.buffers import Moments
-from thinwire.local.rounds import Fragment, Rounds
-from thinwire.local.settings import Local
-from thinwire.program import State, Topology
 
 
 @dataclass(frozen=True)

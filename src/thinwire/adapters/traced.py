@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.program import Method, Topology
-from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
+from thinwire.core.program import Method, Topology
+from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
 
 def traced(

@@ -20,9 +20,9 @@ from thinwire.adapters.ddp_ranks import load_from, save_in
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_ddp import attach_local
 from thinwire.adapters.local_rank import LocalRank
+from thinwire.core.program import Method
+from thinwire.engine.local import Local
 from thinwire.engine.local_sync import LocalSync
-from thinwire.local import Local
-from thinwire.program import Method
 
 try:
     import accelerate  # noqa: F401  # without it, Trainer is a placeholder that says so only when made

@@ -14,27 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.collectives.topology import topology_of
+from thinwire.core.collectives.topology import topology_of
+from thinwire.core.methods.decoupling import deferring, schedule
+from thinwire.core.methods.registry import resolve
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.start import measuring_method
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.measured import rule_of
+from thinwire.core.program import Method, Plan, Scope, Topology
 from thinwire.engine.attached import attached_to, handles
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Pilot, wanted
 from thinwire.engine.controller.tuner import Tuner
+from thinwire.engine.local.named import named_local
+from thinwire.engine.local.settings import Local
 from thinwire.engine.local_sync import LocalSync
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator, meeting_in_attach
 from thinwire.engine.settings import AttachSettings, capped, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync
-from thinwire.local.named import named_local
-from thinwire.local.settings import Local
-from thinwire.measure.kernels import KERNELS
-from thinwire.methods.decoupling import deferring, schedule
-from thinwire.methods.registry import resolve
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.start import measuring_method
-from thinwire.planner.choose.worth import read_worth, shipped
-from thinwire.planner.costs import Costs
-from thinwire.planner.measured import rule_of
-from thinwire.program import Method, Plan, Scope, Topology
+from thinwire.predict.choose.worth import read_worth, shipped
+from thinwire.predict.measure.kernels import KERNELS
 
 logger = logging.getLogger("thinwire")
 P = ParamSpec("P")

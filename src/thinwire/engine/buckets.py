@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from thinwire.core.program import Method, Plan, PlanBucket, Program
+from thinwire.core.program.trace import TracedExchange, with_rare_rounds
 from thinwire.engine.controller.planning import trace_plan
 from thinwire.engine.memory import Memory
 from thinwire.engine.parameters import Managed
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats
-from thinwire.program import Method, Plan, PlanBucket, Program
-from thinwire.program.trace import TracedExchange, with_rare_rounds
 
 
 class Parameters:

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from thinwire.collectives.lanes import Lanes
-from thinwire.collectives.ledger import Ledger
-from thinwire.collectives.transport import Pending
+from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.collectives.transport import Pending
+from thinwire.core.program import Collective, Scope, Topology
 from thinwire.engine.executors.issuer import MakeProgram, OpIssuer
 from thinwire.engine.executors.steps import ProgramSteps, executor_for
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.session import Session
-from thinwire.program import Collective, Scope, Topology
 
 
 class Channel:

@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.collectives.ledger import Ledger
+from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.program import Method, Program, Scope, State, Topology
+from thinwire.core.program.modes import own_modes
+from thinwire.core.program.trace import depths
 from thinwire.engine.attached import forget, remember
 from thinwire.engine.calendar_times import CalendarTimes
 from thinwire.engine.late_parameters import LateParameters
+from thinwire.engine.local.buffers import Averages, Moments
+from thinwire.engine.local.rounds import Fragment, Rounds
+from thinwire.engine.local.settings import Local
 from thinwire.engine.parameters import Managed, Named, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.agreement import deepest_of_all
 from thinwire.engine.ranks.communicator import Communicator
@@ -31,12 +37,6 @@ from thinwire.engine.state.scaler import SkippedSteps
 from thinwire.engine.state.step_watch import owned
 from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
-from thinwire.local.buffers import Averages, Moments
-from thinwire.local.rounds import Fragment, Rounds
-from thinwire.local.settings import Local
-from thinwire.program import Method, Program, Scope, State, Topology
-from thinwire.program.modes import own_modes
-from thinwire.program.trace import depths
 
 logger = logging.getLogger("thinwire")
 _IN_VAIN = 3  # consecutive dropped rounds of a fragment after which to warn: more than an accident of one step

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.program import Bucket, PlanBucket, Slot
 from thinwire.engine.executors.streams import read_here
 from thinwire.engine.parameters import gradient_dtype
-from thinwire.program import Bucket, PlanBucket, Slot
 
 
 class Memory:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from thinwire.program import Method
+from thinwire.core.program import Method
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from thinwire.core.pricing.periods import best_period, mean_step, up_to
+from thinwire.engine.local.settings import Local
 from thinwire.engine.services import Services
-from thinwire.local.settings import Local
-from thinwire.planner.choose.rank import ms
-from thinwire.planner.choose.worth import period_worth, shipped
-from thinwire.planner.periods import best_period, mean_step, up_to
+from thinwire.predict.choose.rank import ms
+from thinwire.predict.choose.worth import period_worth, shipped
 
 _MEASURED = 3  # periods with each codec; the first opens connections and does not count
 _LAST = 1000  # number of steps whose times are kept

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from thinwire.core.pricing.costs import Costs, assumed_compute
+from thinwire.core.program import Method, Program, Scope, State, Topology
 from thinwire.engine.channel import Channel
 from thinwire.engine.executors.alone import run_alone
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.stateful import Stateful
-from thinwire.planner.costs import Costs, assumed_compute
-from thinwire.program import Method, Program, Scope, State, Topology
 
 if TYPE_CHECKING:
     from thinwire.engine.controller.controller import Controller
@@ -114,7 +114,7 @@ class Services:
             return pilot.costs
         if not isinstance(comm, Communicator):
             return Costs({}, assumed_compute())
-        from thinwire.measure.probe import probe
+        from thinwire.predict.measure.probe import probe
 
         found = probe(comm.members.group, self.topology, largest_bytes=largest_bytes, seconds=seconds,
                       kernel_seconds=seconds / 4, device=comm.device)  # fmt: skip

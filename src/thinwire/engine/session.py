@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from thinwire.collectives.ledger import Ledger
+from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.methods.start import exact_method, start_method
+from thinwire.core.program import Method, State, Topology
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.ranks.late_ranks import in_words
 from thinwire.engine.state.restart import warn_if_state_missing
 from thinwire.engine.state.scaler import LossScale
 from thinwire.engine.state.step_watch import StepWatch, owned
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.methods.start import exact_method, start_method
-from thinwire.program import Method, State, Topology
 
 INTERRUPTED = "an earlier backward ended with an exception in the middle of the exchange"
 

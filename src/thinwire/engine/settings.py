@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from thinwire.core.methods.base import check_count, check_flag
+from thinwire.core.program import Method, Plan, Topology
 from thinwire.engine.parameters import DenseRule
-from thinwire.methods.base import check_count, check_flag
-from thinwire.program import Method, Plan, Topology
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.program.modes import own_modes
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.buffers import Buffers
@@ -28,7 +29,6 @@ from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.engine.session import INTERRUPTED
 from thinwire.engine.settings import AttachSettings
-from thinwire.program.modes import own_modes
 
 
 class GradientSource:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.methods.decoupling import deferring
+from thinwire.core.program import Method, Plan, State, Topology
 from thinwire.engine.attached import forget, remember
 from thinwire.engine.buckets import Buckets, Parameters
 from thinwire.engine.controller.controller import Controller
@@ -31,9 +33,7 @@ from thinwire.engine.settings import AttachSettings
 from thinwire.engine.source import GradientSource
 from thinwire.engine.state import persistence
 from thinwire.engine.stats import Stats
-from thinwire.methods.decoupling import deferring
-from thinwire.planner.timeline import write_trace
-from thinwire.program import Method, Plan, State, Topology
+from thinwire.predict.timeline import write_trace
 
 
 class GradientSync:

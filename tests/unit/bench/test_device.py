@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.bench.device import check_device, place_of, prepare_rank, rank_device
-from thinwire.bench.models.registry import build_model
-from thinwire.bench.race_times import RaceSpec
-from thinwire.bench.rows import parse_rows
-from thinwire.lab.cluster import Cluster
-from thinwire.lab.environment import rank_environment
+from thinwire.tools.bench.device import check_device, place_of, prepare_rank, rank_device
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.race_times import RaceSpec
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.lab.cluster import Cluster
+from thinwire.tools.lab.environment import rank_environment
 
 
 @pytest.fixture

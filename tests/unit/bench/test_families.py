@@ -3,8 +3,8 @@
 import random
 import statistics
 
-from thinwire.bench.record import RowRecord
-from thinwire.bench.summary import chosen_elsewhere, families
+from thinwire.tools.bench.record import RowRecord
+from thinwire.tools.bench.summary import chosen_elsewhere, families
 
 
 def test_each_round_counts_who_was_fastest_in_the_others():

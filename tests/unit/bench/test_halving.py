@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.bench.halving import BASE, ENOUGH, FEWEST, MOST, Budget, fit, halve, kept
-from thinwire.bench.race import StepsFactor, Trajectory
+from thinwire.tools.bench.halving import BASE, ENOUGH, FEWEST, MOST, Budget, fit, halve, kept
+from thinwire.tools.bench.race import StepsFactor, Trajectory
 
 STEPS = 96
 PLAIN = Budget(STEPS, (1.0,), 3)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fences import blocks
-from thinwire.bench.contenders import at_rate
-from thinwire.bench.models.registry import build_model
-from thinwire.bench.models.workload import Workload
+from thinwire.tools.bench.contenders import at_rate
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.models.workload import Workload
 
 SMALL = ["chargpt:layers=1:width=32:heads=2:batch=2", "mlp:width=64:layers=2", "resnet18:width=8:batch=2:classes=100"]
 

@@ -5,11 +5,11 @@ from dataclasses import asdict
 
 import pytest
 
-from thinwire.bench import race
-from thinwire.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
-from thinwire.bench.record import Point, RowRecord, RunRecord
-from thinwire.bench.rows import parse_rows
-from thinwire.bench.session import BenchError
+from thinwire.tools.bench import race
+from thinwire.tools.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
+from thinwire.tools.bench.record import Point, RowRecord, RunRecord
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.bench.session import BenchError
 
 FALLING = Trajectory((0, 10, 20, 30), (4.0, 3.0, 2.5, 2.5))
 

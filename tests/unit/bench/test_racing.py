@@ -8,17 +8,17 @@ import statistics
 
 import pytest
 
-from thinwire.bench import halving, race, race_times
-from thinwire.bench.finish import pace_of
-from thinwire.bench.race import own_digest
-from thinwire.bench.race_answer import line_to_write, race_data, sentences
-from thinwire.bench.race_times import Course, RaceSpec
-from thinwire.bench.racing import run_race
-from thinwire.bench.record import Point, RowRecord, RunRecord
-from thinwire.bench.rows import Row, parse_rows
-from thinwire.bench.session import BenchError
-from thinwire.planner.choose.worth import MeasuredWorth, read_worth
-from thinwire.report.results import read_bench
+from thinwire.predict.choose.worth import MeasuredWorth, read_worth
+from thinwire.tools.bench import halving, race, race_times
+from thinwire.tools.bench.finish import pace_of
+from thinwire.tools.bench.race import own_digest
+from thinwire.tools.bench.race_answer import line_to_write, race_data, sentences
+from thinwire.tools.bench.race_times import Course, RaceSpec
+from thinwire.tools.bench.racing import run_race
+from thinwire.tools.bench.record import Point, RowRecord, RunRecord
+from thinwire.tools.bench.rows import Row, parse_rows
+from thinwire.tools.bench.session import BenchError
+from thinwire.tools.report.results import read_bench
 
 COMPUTE = 0.1
 

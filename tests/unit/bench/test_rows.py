@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from thinwire.bench.rows import Row, parse_rows
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.trainer import Trainer, build_trainer
+from thinwire.tools.bench.rows import Row, parse_rows
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.trainer import Trainer, build_trainer
 
 
 def test_rows_options_and_variants():
@@ -41,8 +41,8 @@ def test_rows_options_and_variants():
         ("ddp,ddp", "twice"),
         ("ddp-best:buckets=a/b", "sizes in MB"),
         ("ddp-best:buckets=0", "sizes in MB"),
-        ("thinwire.bench.rows:nothing", "row 'thinwire.bench.rows:nothing' cannot be loaded"),
-        ("thinwire.bench.rows:COMPUTE", "is not a function"),
+        ("thinwire.tools.bench.rows:nothing", "row 'thinwire.tools.bench.rows:nothing' cannot be loaded"),
+        ("thinwire.tools.bench.rows:COMPUTE", "is not a function"),
     ],
 )
 def test_wrong_rows_say_what_is_wrong(text, says):
@@ -51,11 +51,11 @@ def test_wrong_rows_say_what_is_wrong(text, says):
 
 
 def test_a_row_of_ones_own():
-    (row,) = parse_rows("thinwire.bench.trainer:build_trainer:every=8")
-    assert row == Row("thinwire.bench.trainer:build_trainer every=8", row.kind, {"every": 8})
+    (row,) = parse_rows("thinwire.tools.bench.trainer:build_trainer:every=8")
+    assert row == Row("thinwire.tools.bench.trainer:build_trainer every=8", row.kind, {"every": 8})
     assert (row.is_custom, row.is_thinwire) == (True, False)
-    with pytest.raises(ValueError, match=r"must return a thinwire\.bench\.trainer\.Trainer, not Row"):
-        build_trainer(Row("x", "thinwire.bench.rows:Row"), "label", "kind")
+    with pytest.raises(ValueError, match=r"must return a thinwire\.tools\.bench\.trainer\.Trainer, not Row"):
+        build_trainer(Row("x", "thinwire.tools.bench.rows:Row"), "label", "kind")
     for period in (0, 1.5):
         with pytest.raises(ValueError, match=f"period={period} must be a whole number of at least 1"):
             Trainer(torch.nn.Identity(), None, period=period)

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from thinwire.bench.rows import parse_rows
-from thinwire.bench.session import BenchError, run_session
-from thinwire.bench.spec import BenchSpec
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.bench.session import BenchError, run_session
+from thinwire.tools.bench.spec import BenchSpec
 
 SPEC = BenchSpec(model="mlp", rows=parse_rows("ddp"), workers=1, steps=1)
 

@@ -6,13 +6,13 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from thinwire.bench.demo import advice, headline, judge_demo
-from thinwire.bench.plots import plot_bench
-from thinwire.bench.record import Point, RowRecord, RunRecord, seconds_to
-from thinwire.bench.rows import Row
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import floor, summarise
-from thinwire.bench.table import bench_table
+from thinwire.tools.bench.demo import advice, headline, judge_demo
+from thinwire.tools.bench.plots import plot_bench
+from thinwire.tools.bench.record import Point, RowRecord, RunRecord, seconds_to
+from thinwire.tools.bench.rows import Row
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.summary import floor, summarise
+from thinwire.tools.bench.table import bench_table
 
 
 def row(label, seconds, kind="ddp", **more):

@@ -16,13 +16,13 @@ from published import (
     why_off,
 )
 from published.second_order import BROADCAST_64, inversion_2080ti, inversion_seconds, second_order_rows, sides
-from thinwire.kfac import Choices, make_plan
-from thinwire.kfac.prices import inversion_cost
-from thinwire.kfac.times import layers_of
-from thinwire.planner.costs import Costs
-from thinwire.planner.curves import Linear, Table
-from thinwire.planner.placement import place_threshold
-from thinwire.planner.profiles import builtin
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.curves import Linear, Table
+from thinwire.core.pricing.placement import place_threshold
+from thinwire.core.pricing.profiles import builtin
+from thinwire.systems.kfac import Choices, make_plan
+from thinwire.systems.kfac.prices import inversion_cost
+from thinwire.systems.kfac.times import layers_of
 
 # Relative distance allowed; DeAR's rows and those of exchanges are shown because they do NOT follow, with the reason.
 CLOSE = {"selection": 1e-3, "omgs": 1e-3, "smax": 0.02, "dear": None, "powersgd": 0.05, "exchange": None}

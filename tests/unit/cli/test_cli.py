@@ -5,7 +5,7 @@ import sys
 import pytest
 from typer.main import get_command
 
-from thinwire.cli.main import app
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 runner = CliRunner()
@@ -130,7 +130,7 @@ def test_a_plot_that_cannot_be_written_is_told_before_the_work(verb):
     assert result.stderr.startswith("error: --plot /proc/x.png is not a file that can be written")
 
 
-@pytest.mark.parametrize("module", ["typer", "thinwire.cli.supernet"])
+@pytest.mark.parametrize("module", ["typer", "thinwire.systems.cli.supernet"])
 def test_control_c_while_python_imports(module):
     code = f"""import sys
 class Interrupted:
@@ -138,7 +138,7 @@ class Interrupted:
         if name == {module!r}:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupted())
-from thinwire.cli.main import run
+from thinwire.tools.cli.main import run
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "")
@@ -148,7 +148,7 @@ def test_control_c_is_130(monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("thinwire.lab.Cluster.parse", interrupted)
+    monkeypatch.setattr("thinwire.tools.lab.Cluster.parse", interrupted)
     assert runner.invoke(app, ["bench"]).exit_code == 130
 
 
@@ -163,7 +163,7 @@ def test_doctor():
 
 def test_help_and_version_do_not_import_torch():
     code = (
-        "import sys; from thinwire.cli.main import app\n"
+        "import sys; from thinwire.tools.cli.main import app\n"
         "try:\n    app(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
     )
     for words in (["--help"], ["bench", "--help"], ["demo", "--help"], ["--version"]):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli.doctor import report
-from thinwire.cli.main import app
-from thinwire.measure.doctor import Facts, Interface, Name, judge
+from thinwire.tools.cli.doctor import report
+from thinwire.tools.cli.main import app
+from thinwire.tools.doctor import Facts, Interface, Name, judge
 from verbs import CliRunner
 
 runner = CliRunner()

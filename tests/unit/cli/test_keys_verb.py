@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli.main import app
-from thinwire.link.keys import new_keys, show_keys
-from thinwire.link.tls import Credentials
+from thinwire.systems.link.keys import new_keys, show_keys
+from thinwire.systems.link.tls import Credentials
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 DOCS = Path(__file__).parents[3] / "docs"

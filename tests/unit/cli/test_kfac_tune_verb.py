@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fences import outputs
-from thinwire.bench.kfac_tuning import Trial, best, lowest_of_sgd
-from thinwire.cli.main import app
-from thinwire.report.inputs import read_files
+from thinwire.systems.kfac.tuning import Trial, best, lowest_of_sgd
+from thinwire.tools.cli.main import app
+from thinwire.tools.report.inputs import read_files
 from verbs import CliRunner
 
 ROOT = Path(__file__).parents[3]

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli.main import app
-from thinwire.kfac import KFACPlan
-from thinwire.planner.costs import Costs
+from thinwire.core.pricing.costs import Costs
+from thinwire.systems.kfac import KFACPlan
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 runner = CliRunner()

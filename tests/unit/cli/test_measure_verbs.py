@@ -7,12 +7,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from thinwire.cli.main import app
-from thinwire.measure import ProbeResult
-from thinwire.measure.load import Load
-from thinwire.planner.costs import Costs
-from thinwire.planner.profiles import ModelProfile
-from thinwire.supernet.stereo import LatencyTable
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.predict.measure import ProbeResult
+from thinwire.predict.measure.load import Load
+from thinwire.systems.supernet.stereo import LatencyTable
+from thinwire.tools.cli.main import app
 
 runner = CliRunner()
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -199,7 +199,7 @@ def test_probe_on_two_ranks(tmp_path):
 @pytest.mark.slow  # what it adds to tests/dist/test_probe.py is the launcher
 @pytest.mark.dist
 def test_probe_under_torchrun(tmp_path):
-    code = "from thinwire.cli.main import run; run()"
+    code = "from thinwire.tools.cli.main import run; run()"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     command += [sys.executable, "-c", code, "probe", "--max-bytes", "8192", "--seconds", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
@@ -210,7 +210,7 @@ def test_probe_under_torchrun(tmp_path):
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys; from thinwire.cli.main import app\n"
+        "import sys; from thinwire.tools.cli.main import app\n"
         "try:\n    app(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
     )
     for verb in ("probe", "profile"):
@@ -223,7 +223,7 @@ BUSY = "this machine is overloaded: load average 9.0 on 2 cores before the start
 
 @pytest.fixture
 def busy(monkeypatch):
-    monkeypatch.setattr("thinwire.measure.load.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
+    monkeypatch.setattr("thinwire.predict.measure.load.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

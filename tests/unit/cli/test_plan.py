@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from thinwire.cli.main import app
-from thinwire.cli.plan_inputs import read_methods
-from thinwire.methods import registry
-from thinwire.planner.choose import Map
-from thinwire.planner.costs import Costs, Linear
-from thinwire.planner.profiles import ModelProfile, builtin
-from thinwire.program import Plan
+from thinwire.core.methods import registry
+from thinwire.core.pricing.costs import Costs, Linear
+from thinwire.core.pricing.profiles import ModelProfile, builtin
+from thinwire.core.program import Plan
+from thinwire.predict.choose import Map
+from thinwire.tools.cli.main import app
+from thinwire.tools.cli.plan_inputs import read_methods
 from verbs import CliRunner
 
 runner = CliRunner()
@@ -112,7 +112,7 @@ def test_methods():
 
 
 def test_a_registered_method_that_needs_no_option_is_a_candidate(monkeypatch):
-    monkeypatch.setitem(registry.METHODS, "plain", "thinwire.methods.ssgd:SSGD")
+    monkeypatch.setitem(registry.METHODS, "plain", "thinwire.core.methods.ssgd:SSGD")
     assert "plain" in [label for label, _ in read_methods(None)[0]]
 
 
@@ -312,7 +312,7 @@ def test_gradients_that_cannot_be_simulated(tmp_path):
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys; from thinwire.cli.main import app\n"
+        "import sys; from thinwire.tools.cli.main import app\n"
         "try:\n    app(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code, "plan", "--help"], capture_output=True, text=True, timeout=200)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from thinwire.adapters.ddp_buckets import bucket_arguments, has_bucket_list
-from thinwire.cli.main import app
-from thinwire.cli.plan_tables import ddp_sentence
-from thinwire.planner.profiles import builtin
-from thinwire.program import Plan
+from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import Plan
+from thinwire.tools.cli.main import app
+from thinwire.tools.cli.plan_tables import ddp_sentence
 from verbs import CliRunner
 
 runner = CliRunner()

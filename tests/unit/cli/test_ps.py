@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from thinwire.cli.main import app
-from thinwire.cli.ps_work import read_outer
+from thinwire.systems.cli.ps_work import read_outer
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 

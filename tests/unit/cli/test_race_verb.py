@@ -2,8 +2,8 @@
 
 import pytest
 
-from thinwire import lab
-from thinwire.cli.main import app
+from thinwire.tools import lab
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from thinwire.cli.main import app
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 runner = CliRunner()
@@ -58,7 +58,7 @@ def test_without_plotly(monkeypatch):
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys; from thinwire.cli.main import app\n"
+        "import sys; from thinwire.tools.cli.main import app\n"
         "try:\n    app(sys.argv[1:])\nfinally:\n    assert not {'torch', 'plotly'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, "report", "--help"], capture_output=True, text=True, timeout=60)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from thinwire.cli.main import app
+from thinwire.tools.cli.main import app
 
 runner = CliRunner()
 

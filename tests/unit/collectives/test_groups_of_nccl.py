@@ -7,11 +7,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 import thinwire as tw
 from thinwire.adapters.traced import traced
-from thinwire.collectives.lanes import Lanes
+from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.program import AllReduce, Topology
+from thinwire.core.program.ops import WORLD
 from thinwire.engine.ranks import communicator
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.program import AllReduce, Topology
-from thinwire.program.ops import WORLD
 
 SHAPES = [("a", (64, 64)), ("b", (64,))]
 METHODS = [

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from descriptors import many_open
-from thinwire.collectives.mesh import endpoint_of, listen, meet
+from thinwire.core.collectives.mesh import endpoint_of, listen, meet
 
 
 def silent(connection, ended):
@@ -84,7 +84,7 @@ def test_ranks_meet_in_processes_with_many_files_open():
 
 
 def test_who_does_not_come_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("thinwire.collectives.mesh.MEETING_SECONDS", 0.3)
+    monkeypatch.setattr("thinwire.core.collectives.mesh.MEETING_SECONDS", 0.3)
     word = secrets.token_bytes(16)
     with listen(8) as server, socket.create_connection(server.getsockname()):
         assert meet(server, word, [endpoint_of(server, word), b"nobody"], 0) is None

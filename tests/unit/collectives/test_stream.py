@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from thinwire.collectives.countdown_work import CountdownWork
-from thinwire.collectives.socket_loop import SocketLoop, socket_loop
-from thinwire.collectives.stream import Stream
+from thinwire.core.collectives.countdown_work import CountdownWork
+from thinwire.core.collectives.socket_loop import SocketLoop, socket_loop
+from thinwire.core.collectives.stream import Stream
 
 
 def _pair(timeout=20.0, other_loop=None):

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from thinwire.data import CachedDataset
-from thinwire.data.arena_file import table_bytes
-from thinwire.data.values import pack
+from thinwire.systems.data import CachedDataset
+from thinwire.systems.data.arena_file import table_bytes
+from thinwire.systems.data.values import pack
 
 
 class Digits:

@@ -11,8 +11,8 @@ import torch
 from cache_sources import Digits, Jpegs, cached, decode, same, shift
 from torch.utils.data import DataLoader
 
-from thinwire.data import CachedDataset, LocalitySampler
-from thinwire.kernels.seeding import generator
+from thinwire.core.kernels.seeding import generator
+from thinwire.systems.data import CachedDataset, LocalitySampler
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from thinwire.data import ResolutionSchedule, Stage, policy, resolution, stall
+from thinwire.systems.data import ResolutionSchedule, Stage, policy, resolution, stall
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 0.9])

@@ -9,8 +9,8 @@ import torch
 from cache_sources import Digits, cached, scale
 from PIL import Image
 
-from thinwire.data import CachedDataset
-from thinwire.data.memory import budget, room
+from thinwire.systems.data import CachedDataset
+from thinwire.systems.data.memory import budget, room
 
 NAMED = {"dataset_id": "digits", "version": 1, "memory_bytes": 8 << 20}
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.data.values import pack, size_of, unpack
+from thinwire.systems.data.values import pack, size_of, unpack
 
 DTYPES = [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.bool]
 LEAVES = st.one_of(

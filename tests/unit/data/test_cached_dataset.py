@@ -11,10 +11,10 @@ from processes import kill_after
 from torch.utils.data import DataLoader
 
 from spawned import fork
-from thinwire.data import CacheStats
-from thinwire.data.keys import fingerprint_of
-from thinwire.data.policy import fill_once_hit_rate, lru_hit_rate
-from thinwire.kernels.seeding import generator
+from thinwire.core.kernels.seeding import generator
+from thinwire.systems.data import CacheStats
+from thinwire.systems.data.keys import fingerprint_of
+from thinwire.systems.data.policy import fill_once_hit_rate, lru_hit_rate
 
 
 def plain(source, epoch, prefix=scale, seed=0):

@@ -4,7 +4,7 @@ import pytest
 from cache_sources import Digits, cached
 from torch.utils.data import DataLoader
 
-from thinwire.data import LocalitySampler
+from thinwire.systems.data import LocalitySampler
 
 
 def world(tmp_path, samples, nodes, ranks_per_node, **options):

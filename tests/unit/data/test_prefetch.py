@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from thinwire.data import Prefetched
+from thinwire.systems.data import Prefetched
 
 
 def threads() -> list[str]:

@@ -6,7 +6,7 @@ import shutil
 import method_tables
 import pytest
 
-from thinwire.methods.registry import METHODS
+from thinwire.core.methods.registry import METHODS
 
 INDEX = method_tables.FOLDER / "index.md"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fences import blocks
-from thinwire.methods.registry import METHODS
+from thinwire.core.methods.registry import METHODS
 
 DOCS = Path(__file__).parents[3] / "docs"
 SYSTEMS = ("large_batch", "data", "kfac", "parameter_server", "federated", "split", "supernet")

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import torch
 
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.program import Topology
 from thinwire.engine import calendar_times
 from thinwire.engine.calendar_times import CalendarTimes
-from thinwire.local import Local
-from thinwire.local.rounds import Rounds
-from thinwire.methods.ssgd import SSGD
-from thinwire.program import Topology
+from thinwire.engine.local import Local
+from thinwire.engine.local.rounds import Rounds
 
 EVERY = 4
 WEIGHTS = {f"{name}.weight": torch.zeros(8) for name in "abcd"}

@@ -13,9 +13,9 @@ from torch import nn
 
 import thinwire as tw
 from spawned import fork
+from thinwire.core.program import State
 from thinwire.engine.state.restart import warn_if_state_missing
-from thinwire.kfac import KFAC
-from thinwire.program import State
+from thinwire.systems.kfac import KFAC
 
 
 def _job(method="ssgd", width=4, **options):

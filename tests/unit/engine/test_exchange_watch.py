@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from thinwire.core.pricing.curves import Table
+from thinwire.core.pricing.formulas import KINDS
 from thinwire.engine.executors.watch import ExchangeWatch, typical
-from thinwire.measure.gradual import with_seen
-from thinwire.measure.timing import Stopwatch
-from thinwire.planner.curves import Table
-from thinwire.planner.formulas import KINDS
+from thinwire.predict.measure.gradual import with_seen
+from thinwire.predict.measure.timing import Stopwatch
 
 
 def watched(rows):

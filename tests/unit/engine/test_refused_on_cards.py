@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from thinwire.core.program import Topology
 from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.ranks import communicator
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.program import Topology
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from thinwire.core.methods.cast import Cast
+from thinwire.core.pricing.periods import best_period, mean_step
+from thinwire.core.program import Topology
 from thinwire.engine import round_times
+from thinwire.engine.local.settings import local_settings
 from thinwire.engine.round_times import RoundTimes
-from thinwire.local.settings import local_settings
-from thinwire.methods.cast import Cast
-from thinwire.planner.choose.rank import ms
-from thinwire.planner.choose.worth import period_worth, shipped
-from thinwire.planner.periods import best_period, mean_step
-from thinwire.program import Topology
+from thinwire.predict.choose.rank import ms
+from thinwire.predict.choose.worth import period_worth, shipped
 
 ELEMENTS = 1_000_000
 

@@ -8,9 +8,9 @@ import torch
 
 import thinwire as tw
 from thinwire.adapters import ddp_persistence
+from thinwire.core.program import State
 from thinwire.engine.session import Session
 from thinwire.engine.state.persistence import saved_options
-from thinwire.program import State
 
 
 @pytest.mark.parametrize("ordered, taken", [("True", True), ("False", False)])

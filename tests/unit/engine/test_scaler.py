@@ -4,8 +4,8 @@ import weakref
 
 import torch
 
+from thinwire.core.program import State, Topology
 from thinwire.engine.state.scaler import found_scaler
-from thinwire.program import State, Topology
 
 
 def _search():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from thinwire.core.program import PlanBucket
 from thinwire.engine.memory import Memory
-from thinwire.kfac.layers import find_layers
-from thinwire.kfac.sums import LayerSums
-from thinwire.program import PlanBucket
+from thinwire.systems.kfac.layers import find_layers
+from thinwire.systems.kfac.sums import LayerSums
 
 
 class OnCard(torch.Tensor):

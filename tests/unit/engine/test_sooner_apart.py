@@ -1,11 +1,11 @@
 import pytest
 
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.measured import Measured
+from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import Topology
 from thinwire.engine.controller.local_steps import sooner_apart
-from thinwire.planner.choose.worth import shipped
-from thinwire.planner.costs import Costs
-from thinwire.planner.measured import Measured
-from thinwire.planner.profiles import builtin
-from thinwire.program import Topology
+from thinwire.predict.choose.worth import shipped
 
 
 def asked(seconds, compute=None):

@@ -1,12 +1,12 @@
 """The verbs of ``thinwire federated``, called from tests."""
 
-from thinwire.cli.main import app
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 SMALL = ["federated", "run", "digits:clients=12:width=2:hidden=8", "--rounds", "2", "--clients-per-round", "4"]
 MINE = """
 import torch
-from thinwire import federated as fl
+from thinwire.systems import federated as fl
 
 def build(lr=0.1):
     def load(i):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from thinwire import federated as fl
+from thinwire.systems import federated as fl
 
 D = 4
 
@@ -53,7 +53,7 @@ def train(algorithm, data, *, rounds, clients_per_round=None, net=None, **option
 
 
 def cohorts(data, rounds, cohort, seed=0):
-    from thinwire.federated.cohort import sample
+    from thinwire.systems.federated.cohort import sample
 
     return [sample(seed, r, len(data), cohort) for r in range(rounds)]
 

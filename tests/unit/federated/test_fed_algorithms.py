@@ -4,7 +4,7 @@ import numpy as np
 import problems as p
 import pytest
 
-from thinwire import federated as fl
+from thinwire.systems import federated as fl
 
 DATA = p.population()
 ROUNDS, COHORT = 5, 4

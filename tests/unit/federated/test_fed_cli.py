@@ -6,8 +6,8 @@ import pytest
 import torch
 from fed_calls import MINE, SMALL, call
 
-from thinwire.bench.federations import build_algorithm
-from thinwire.federated import Compressed, FedAvg, FedOpt, History, Scaffold, files
+from thinwire.systems.federated import Compressed, FedAvg, FedOpt, History, Scaffold, files
+from thinwire.systems.federated.builtin import build_algorithm
 
 
 def test_a_run_with_everything(alone):
@@ -113,7 +113,7 @@ def test_prediction(alone):
         (["run", "digits", "--threads", "0"], "--threads 0"),
         (["run", "digits", "--state-memory", "-1", "--algorithm", "scaffold"], "memory_bytes=-1"),
         (["run", "nowhere:build"], "cannot be loaded"),
-        (["run", "mine_that_is_wrong:nothing"], "must return a thinwire.federated.Federation, not int"),
+        (["run", "mine_that_is_wrong:nothing"], "must return a thinwire.systems.federated.Federation, not int"),
         (["predict", "--mean", "0"], "must be above 0"),
         (["predict", "--fast", "0", "--slow", "0"], "devices=0"),
         (["predict", "--devices", "none.json"], "cannot be read"),

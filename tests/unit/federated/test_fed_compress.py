@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire import federated as fl
+from thinwire.systems import federated as fl
 
 DATA = p.population()
 METHODS = {

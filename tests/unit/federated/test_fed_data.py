@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire import federated as fl
-from thinwire.federated import partition
-from thinwire.federated.data import ClientData, batches
+from thinwire.systems import federated as fl
+from thinwire.systems.federated import partition
+from thinwire.systems.federated.data import ClientData, batches
 
 LABELS = np.random.default_rng(0).integers(0, 10, size=2000)
 

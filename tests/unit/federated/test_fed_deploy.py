@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from thinwire.adapters.flower_app import write_app
-from thinwire.adapters.flower_certificates import CA, CERTIFICATE, KEY, ensure_certificates
-from thinwire.cli.main import app
+from thinwire.systems.federated.flower.certificates import CA, CERTIFICATE, KEY, ensure_certificates
+from thinwire.systems.federated.flower.project import write_app
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 

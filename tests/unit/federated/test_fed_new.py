@@ -8,7 +8,7 @@ import sys
 import pytest
 from fed_calls import call
 
-from thinwire.federated import History
+from thinwire.systems.federated import History
 
 
 @pytest.fixture

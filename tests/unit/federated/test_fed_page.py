@@ -12,8 +12,8 @@ import pytest
 from fed_calls import call
 
 from fences import outputs
-from thinwire.bench.federations import ALGORITHMS
-from thinwire.federated import History
+from thinwire.systems.federated import History
+from thinwire.systems.federated.builtin import ALGORITHMS
 
 ROOT = Path(__file__).parents[3]
 SHOWN = outputs((ROOT / "docs" / "federated.md").read_text())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fed_calls import MINE, SMALL, call
 
-from thinwire import federated as fl
+from thinwire.systems import federated as fl
 
 
 class Shares:

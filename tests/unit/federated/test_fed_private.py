@@ -10,9 +10,9 @@ import torch
 from fed_calls import SMALL, call
 from torch import nn
 
-from thinwire import federated as fl
-from thinwire.federated.node import RemoteNode
-from thinwire.federated.remote import RemoteServer
+from thinwire.systems import federated as fl
+from thinwire.systems.federated.node import RemoteNode
+from thinwire.systems.federated.remote import RemoteServer
 
 DATA = p.population()
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None
@@ -94,7 +94,7 @@ def test_batches_are_drawn_sample_by_sample():
 
 @needs_opacus
 def test_what_was_spent_is_within_the_gaussian_mechanisms_bound():
-    from thinwire.federated.private import epsilons
+    from thinwire.systems.federated.private import epsilons
 
     algorithm = fl.FedAvg(epochs=3, batch_size=None, max_grad_norm=1.0, noise_multiplier=4.0)
     clients = p.as_clients(DATA)

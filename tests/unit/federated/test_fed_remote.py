@@ -9,9 +9,9 @@ import problems as p
 import pytest
 import torch
 
-from thinwire import federated as fl
-from thinwire.federated.node import RemoteNode
-from thinwire.federated.remote import NodeMessage, RemoteServer
+from thinwire.systems import federated as fl
+from thinwire.systems.federated.node import RemoteNode
+from thinwire.systems.federated.remote import NodeMessage, RemoteServer
 
 DATA = p.population(count=8)
 MAKE = {

@@ -7,8 +7,8 @@ import torch
 from fed_calls import SMALL, call
 from scipy import stats
 
-from thinwire import federated as fl
-from thinwire.federated.algorithms.fedrobust import middle_of
+from thinwire.systems import federated as fl
+from thinwire.systems.federated.algorithms.fedrobust import middle_of
 
 RULES = {"median": lambda rows: np.median(rows, 0), "trimmed": lambda rows: stats.trim_mean(rows, 0.2, 0)}
 

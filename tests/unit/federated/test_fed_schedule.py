@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.federated import Speed, predict
-from thinwire.federated import schedule as s
-from thinwire.federated.coordinator import Coordinator, DeviceLost
-from thinwire.federated.estimate import Estimates, Fit, Record, fit
-from thinwire.federated.events import drive
+from thinwire.systems.federated import Speed, predict
+from thinwire.systems.federated import schedule as s
+from thinwire.systems.federated.coordinator import Coordinator, DeviceLost
+from thinwire.systems.federated.estimate import ClientTime, Estimates, Fit, fit
+from thinwire.systems.federated.events import drive
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=7)
 FITS = st.lists(st.builds(Fit, st.floats(0.1, 4.0), st.floats(0.0, 3.0)), min_size=1, max_size=3)
@@ -108,7 +108,7 @@ def test_degenerate_data():
         fit([], [])
     estimates = Estimates()
     assert estimates.fits("train", 3) == [Fit(1.0, 0.0)] * 3
-    estimates.add(0, "train", [Record(0, 7, 10, 5.0), Record(2, 8, 10, 15.0)])
+    estimates.add(0, "train", [ClientTime(0, 7, 10, 5.0), ClientTime(2, 8, 10, 15.0)])
     one, two, three = estimates.fits("train", 3)
     assert (one.a, two.a, three.a) == (0.5, 1.0, 1.5)  # the device without records gets the mean
     assert estimates.fits("gradient", 1) == [Fit(1.0, 0.0)]  # other visits, other fits
@@ -120,7 +120,7 @@ def test_the_window_is_of_rounds():
     for estimates in (short, full):
         for round in range(10):
             slope = 1.0 if round < 5 else 4.0
-            estimates.add(round, "train", [Record(0, round, n, slope * n) for n in (5, 10)])
+            estimates.add(round, "train", [ClientTime(0, round, n, slope * n) for n in (5, 10)])
     assert short.fits("train", 1)[0].a == pytest.approx(4.0)
     assert full.fits("train", 1)[0].a < 3.0
 
@@ -129,7 +129,7 @@ def test_estimates_do_not_grow():
     """T1: a constant time stays that time, however often it is recorded."""
     estimates = Estimates(window_rounds=None)
     for round in range(30):
-        estimates.add(round, "train", [Record(0, 1, n, 2.0 * n) for n in (3, 8)])
+        estimates.add(round, "train", [ClientTime(0, 1, n, 2.0 * n) for n in (3, 8)])
     assert estimates.fits("train", 1)[0].a == pytest.approx(2.0)
 
 
@@ -167,7 +167,7 @@ def test_after_a_swap_of_speeds_pull_wins_until_the_window_has_turned_over():
             plan = s.plan(name, sizes, estimates.fits("train", 4), 4, seed=round)
             outcome = drive(Coordinator(96, plan, range(4)), 4, lambda d, i, _, s=speeds: s[d].train_seconds(sizes[i]))
             times[name].append(outcome.seconds)
-        estimates.add(round, "train", [Record(d, i, sizes[i], t) for d, i, t in outcome.records])
+        estimates.add(round, "train", [ClientTime(d, i, sizes[i], t) for d, i, t in outcome.records])
     assert times["pull"][5] < times["lpt"][5] / 2  # every fit is wrong
     assert times["lpt"][11] < 1.1 * times["pull"][11]  # and right again
     assert times["lpt"][4] < 1.1 * times["pull"][4]

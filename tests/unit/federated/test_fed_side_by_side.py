@@ -5,10 +5,10 @@ import json
 import pytest
 from fed_calls import MINE, SMALL, call
 
-from thinwire.federated import History
-from thinwire.federated.picture import history_picture
-from thinwire.federated.server import evaluation_due
-from thinwire.report.inputs import read_files
+from thinwire.systems.federated import History
+from thinwire.systems.federated.picture import history_picture
+from thinwire.systems.federated.server import evaluation_due
+from thinwire.tools.report.inputs import read_files
 
 
 def test_the_untrained_model_is_evaluated(alone):

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire import federated as fl
-from thinwire.federated.state import ClientStateStore, StateUnavailable
+from thinwire.systems import federated as fl
+from thinwire.systems.federated.state import ClientStateStore, StateUnavailable
 
 
 def vector(value, size=4):
@@ -141,8 +141,8 @@ RUN = textwrap.dedent(
     import os, signal, sys
     sys.path.insert(0, {here!r})
     import problems as p
-    from thinwire import federated as fl
-    from thinwire.federated.state import ClientStateStore
+    from thinwire.systems import federated as fl
+    from thinwire.systems.federated.state import ClientStateStore
 
     class Dies(fl.Scaffold):
         seen = 0
@@ -156,7 +156,7 @@ RUN = textwrap.dedent(
 
     Dies.__name__ = "Scaffold"
     if {at_commit}:
-        from thinwire.federated import checkpoint
+        from thinwire.systems.federated import checkpoint
         whole, calls = checkpoint.save, []
         def save(*arguments):
             calls.append(0)

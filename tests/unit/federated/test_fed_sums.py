@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire import federated as fl
-from thinwire.federated.accumulate import Accumulator
-from thinwire.federated.aggregator import NotLinear, Operator
+from thinwire.systems import federated as fl
+from thinwire.systems.federated.accumulate import Accumulator
+from thinwire.systems.federated.aggregator import NotLinear, Operator
 
 DATA = p.population(count=9)
 

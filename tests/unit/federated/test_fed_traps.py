@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire import federated as fl
-from thinwire.federated import cohort, device
-from thinwire.federated.state import ClientStateStore
-from thinwire.federated.workspace import Workspace
+from thinwire.systems import federated as fl
+from thinwire.systems.federated import cohort, device
+from thinwire.systems.federated.state import ClientStateStore
+from thinwire.systems.federated.workspace import Workspace
 
 DATA = p.population()
 EVEN = p.population(sizes=[4, 6, 8, 6, 4, 8])  # no batch of one sample, which BatchNorm refuses
@@ -191,7 +191,7 @@ def test_t8a_only_the_last_client_counts(monkeypatch):
     """Deltas and variates overwritten instead of added."""
     wanted = p.scaffold(DATA, PLAN, 0.1, three)
     assert off(scaffold(), wanted) < 1e-12
-    from thinwire.federated.accumulate import Accumulator
+    from thinwire.systems.federated.accumulate import Accumulator
 
     def overwrite(self, name, x, weight):
         self.sums[name], self.bounds[name] = x.detach().clone(), 0.0

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from thinwire.kernels.select import magnitudes
+from thinwire.core.kernels.select import magnitudes
 
 SEARCHES = ("histogram", "mstopk", "gaussian", "threshold")
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.kernels.bits import add_values, pack_bits, pack_signs
-from thinwire.kernels.lowrank import peel_left, peel_right, project_left, rebuild
-from thinwire.kernels.pairs import add_pairs, message_bytes, pack, to_wire, unpack
-from thinwire.kernels.seeding import generator, normal, seed_of
+from thinwire.core.kernels.bits import add_values, pack_bits, pack_signs
+from thinwire.core.kernels.lowrank import peel_left, peel_right, project_left, rebuild
+from thinwire.core.kernels.pairs import add_pairs, message_bytes, pack, to_wire, unpack
+from thinwire.core.kernels.seeding import generator, normal, seed_of
 
 
 @pytest.mark.parametrize("n", [*range(71), 65536, 65537, 200_001])

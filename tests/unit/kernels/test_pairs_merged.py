@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.kernels.pairs import by_index, contains, largest, merge_pairs, pack, take, unpack
+from thinwire.core.kernels.pairs import by_index, contains, largest, merge_pairs, pack, take, unpack
 
 
 def drawn(d, k, seed, coarse):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.kernels.quantise import (
+from thinwire.core.kernels.quantise import (
     decode_sum,
     encode,
     encode_means,
@@ -13,7 +13,7 @@ from thinwire.kernels.quantise import (
     ternary,
     unpack_codes,
 )
-from thinwire.kernels.seeding import noise
+from thinwire.core.kernels.seeding import noise
 
 CPU = torch.device("cpu")
 

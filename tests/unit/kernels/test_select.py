@@ -2,7 +2,7 @@ import pytest
 import torch
 from selections import contract, vectors
 
-from thinwire.kernels.select import keep_count, top_k
+from thinwire.core.kernels.select import keep_count, top_k
 
 
 def check(x, k):

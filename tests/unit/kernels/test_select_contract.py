@@ -4,10 +4,10 @@ import pytest
 import torch
 from selections import SEARCHES, contract, seeded, static_shapes, vectors
 
-from thinwire.kernels.select import ALGORITHMS, magnitudes, options_of, top_k
-from thinwire.methods.topk import TopK
-from thinwire.program import Topology
-from thinwire.program.trace import trace
+from thinwire.core.kernels.select import ALGORITHMS, magnitudes, options_of, top_k
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import Topology
+from thinwire.core.program.trace import trace
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)

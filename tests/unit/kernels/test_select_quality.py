@@ -5,10 +5,10 @@ import torch
 from scipy.stats import chisquare
 from selections import SEARCHES, laplace, recall, seeded, static_shapes
 
-from thinwire.kernels.select import ALGORITHMS, top_k
-from thinwire.kernels.select.band import Band, take
-from thinwire.kernels.select.magnitudes import Magnitudes
-from thinwire.kernels.select.mstopk import search
+from thinwire.core.kernels.select import ALGORITHMS, top_k
+from thinwire.core.kernels.select.band import Band, take
+from thinwire.core.kernels.select.magnitudes import Magnitudes
+from thinwire.core.kernels.select.mstopk import search
 
 D = 10**6
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.kernels import triton
-from thinwire.kernels.select import top_k
+from thinwire.core.kernels import triton
+from thinwire.core.kernels.select import top_k
 
 GPU = Path(__file__).parents[2] / "gpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux")
@@ -55,6 +55,6 @@ def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
 def test_without_triton_the_option_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)  # nothing of that name can be imported
     for name in ("", ".select"):
-        monkeypatch.delitem(sys.modules, f"thinwire.kernels.triton{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"thinwire.core.kernels.triton{name}", raising=False)
     with pytest.raises(ImportError, match="pip install triton"):
         top_k(torch.ones(3), 1, "histogram", engine="triton")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers_by_hand import both_damped, dense_solve
 
-from thinwire.kernels.inverse import (
+from thinwire.core.kernels.inverse import (
     FAILED,
     ON_CPU,
     damped_eigen,
@@ -15,7 +15,7 @@ from thinwire.kernels.inverse import (
     precondition,
     precondition_eigen,
 )
-from thinwire.kernels.symmetric import pack_upper, packed_size, side_of, unpack_upper
+from thinwire.core.kernels.symmetric import pack_upper, packed_size, side_of, unpack_upper
 
 
 def positive(d, seed=0, dtype=torch.float64):

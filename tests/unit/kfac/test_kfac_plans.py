@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.kfac import Choices, KFACPlan, make_plan
-from thinwire.kfac.fusion import end_seconds, fused, one_direction
-from thinwire.kfac.plan import FactorLayer
-from thinwire.kfac.predict import predict
-from thinwire.kfac.prices import inversion_cost
-from thinwire.kfac.times import LayerTimes, layers_of
-from thinwire.planner.costs import Costs
-from thinwire.planner.curves import Linear, Table
-from thinwire.planner.merge import greedy_mgwfbp
-from thinwire.planner.placement import place, place_threshold
-from thinwire.planner.profiles import builtin
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.curves import Linear, Table
+from thinwire.core.pricing.merge import greedy_mgwfbp
+from thinwire.core.pricing.placement import place, place_threshold
+from thinwire.core.pricing.profiles import builtin
+from thinwire.systems.kfac import Choices, KFACPlan, make_plan
+from thinwire.systems.kfac.fusion import end_seconds, fused, one_direction
+from thinwire.systems.kfac.plan import FactorLayer
+from thinwire.systems.kfac.predict import predict
+from thinwire.systems.kfac.prices import inversion_cost
+from thinwire.systems.kfac.times import LayerTimes, layers_of
 
 LAYERS = tuple(FactorLayer(str(i), a, g) for i, (a, g) in enumerate([(28, 16), (145, 32), (33, 64), (65, 10)]))
 

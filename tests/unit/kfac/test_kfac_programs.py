@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from thinwire.kfac.programs import FACTOR, UPDATES, FactorExchange, FromAll, FromOwner, decay_of
-from thinwire.program import CROSS, NODE, LocalWorld, Topology
-from thinwire.program.trace import trace
+from thinwire.core.program import CROSS, NODE, LocalWorld, Topology
+from thinwire.core.program.trace import trace
+from thinwire.systems.kfac.programs import FACTOR, UPDATES, FactorExchange, FromAll, FromOwner, decay_of
 
 DRAW = torch.Generator().manual_seed(0)
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
-from thinwire.bench.models.registry import build_model
-from thinwire.kernels.symmetric import unpack_upper
-from thinwire.kfac import KFAC, stepped
-from thinwire.kfac.fisher import sampled_loss
+from thinwire.core.kernels.symmetric import unpack_upper
+from thinwire.systems.kfac import KFAC, stepped
+from thinwire.systems.kfac.fisher import sampled_loss
+from thinwire.tools.bench.models.registry import build_model
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
 
@@ -59,7 +59,7 @@ def test_one_step_of_linear_regression_is_least_squares(monkeypatch):
         noise = 3**0.5 * torch.eye(3).double().repeat(11, 1)
         return half_squares(outputs, outputs.detach() + noise)
 
-    monkeypatch.setattr("thinwire.kfac.kfac.sampled_loss", units)
+    monkeypatch.setattr("thinwire.systems.kfac.kfac.sampled_loss", units)
     net = nn.Linear(5, 3).double()
     kfac, optimizer = made(net, fisher="sampled", damping=1e-13)
     out = net(x)

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from thinwire.collectives.socket_loop import socket_loop
-from thinwire.collectives.stream import Stream
-from thinwire.link.door import Door
-from thinwire.link.duplex import Duplex, dial, end_of
-from thinwire.split.serve import CloudServer
+from thinwire.core.collectives.socket_loop import socket_loop
+from thinwire.core.collectives.stream import Stream
+from thinwire.systems.link.door import Door
+from thinwire.systems.link.duplex import Duplex, dial, end_of
+from thinwire.systems.split.serve import CloudServer
 
 
 class Orphan:

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from spawned import free_port, to_itself
-from thinwire.link.door import MOST_UNKNOWN, Door
-from thinwire.link.duplex import Duplex
-from thinwire.link.errors import NotAdmitted, PairError
-from thinwire.link.hello import Badge
-from thinwire.link.listener import Listener
-from thinwire.link.meeting import Meeting, connect
-from thinwire.link.secret import VARIABLE, check_host, find_secret, fresh_secret_file, read_secret
+from thinwire.core.secret_file import VARIABLE, fresh_secret_file
+from thinwire.systems.link.door import MOST_UNKNOWN, Door
+from thinwire.systems.link.duplex import Duplex
+from thinwire.systems.link.errors import NotAdmitted, PairError
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.listener import Listener
+from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.secret import check_host, find_secret, read_secret
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
 KNOCK, ANSWER, PROOF, VERDICT = 68, 43, 32, 33  # bytes of the four messages of a hello

@@ -12,14 +12,14 @@ import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from thinwire.link.duplex import Duplex, end_of
-from thinwire.link.errors import NotAdmitted, PairError
-from thinwire.link.hello import Badge
-from thinwire.link.keys import new_keys, show_keys
-from thinwire.link.listener import MOST_NUMBERS, Listener
-from thinwire.link.meeting import Meeting, connect
-from thinwire.link.secret import check_host, find_trust
-from thinwire.link.tls import Credentials
+from thinwire.systems.link.duplex import Duplex, end_of
+from thinwire.systems.link.errors import NotAdmitted, PairError
+from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.keys import new_keys, show_keys
+from thinwire.systems.link.listener import MOST_NUMBERS, Listener
+from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.secret import check_host, find_trust
+from thinwire.systems.link.tls import Credentials
 
 SECRET = b"0123456789abcdef"
 

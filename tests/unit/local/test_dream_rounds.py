@@ -4,12 +4,12 @@ import pytest
 import torch
 from local_ranks import SHAPES, Ranks, close, equal, mean_walk, virtual, walk
 
-from thinwire.local import QSR, Local, Nesterov
-from thinwire.local.settings import local_settings
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.qsgd import QSGD
-from thinwire.methods.topk import TopK
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.qsgd import QSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.engine.local import QSR, Local, Nesterov
+from thinwire.engine.local.settings import local_settings
 
 ELEMENTS = [torch.Size(shape).numel() for shape in SHAPES.values()]  # each of them is a module, and a fragment
 WINDOWS = [0, 60, 120, 1000]  # elements that travel in a step: no time left, for the small ones, for most, for all

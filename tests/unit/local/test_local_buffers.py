@@ -2,9 +2,9 @@
 
 import torch
 
-from thinwire.local.buffers import Averages
-from thinwire.program import Topology
-from thinwire.program.lockstep import run_lockstep
+from thinwire.core.program import Topology
+from thinwire.core.program.lockstep import run_lockstep
+from thinwire.engine.local.buffers import Averages
 
 
 def _round(ranks, meanwhile=lambda tensors: None):

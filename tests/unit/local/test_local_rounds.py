@@ -6,18 +6,18 @@ import pytest
 import torch
 from local_ranks import SHAPES, Ranks, close, drawn, equal, mean_walk, virtual, walk
 
-from thinwire.local import QSR, Local, Nesterov
-from thinwire.local.rounds import KEPT
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.dgc import DGC
-from thinwire.methods.hitopk import HiTopK
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.qsgd import QSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.program import Topology
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.dgc import DGC
+from thinwire.core.methods.hitopk import HiTopK
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.qsgd import QSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import Topology
+from thinwire.engine.local import QSR, Local, Nesterov
+from thinwire.engine.local.rounds import KEPT
 
 CODECS = [
     SSGD(),

@@ -3,10 +3,10 @@
 import torch
 from local_ranks import Ranks
 
-from thinwire.local import Local, Nesterov
-from thinwire.parameter_server import simulate
-from thinwire.parameter_server.presets import diloco
-from thinwire.parameter_server.submit import LocalSteps
+from thinwire.engine.local import Local, Nesterov
+from thinwire.systems.parameter_server import simulate
+from thinwire.systems.parameter_server.presets import diloco
+from thinwire.systems.parameter_server.submit import LocalSteps
 
 SIZE, STEPS, ROUNDS, D = 3, 4, 5, 10
 

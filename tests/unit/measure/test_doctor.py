@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.measure.doctor import Facts, Interface, Name, collect_facts, judge, network
-from thinwire.measure.doctor.collect_facts import cpu_quota
-from thinwire.measure.doctor.sockets import gloo_choice, nccl_choice
+from thinwire.predict.measure import network
+from thinwire.predict.measure.sockets import gloo_choice, nccl_choice
+from thinwire.tools.doctor import Facts, Interface, Name, collect_facts, judge
+from thinwire.tools.doctor.collect_facts import cpu_quota
 
 LO = Interface("lo", kind="loopback", addresses=("127.0.0.1", "::1"), mtu=65536)
 ETH = Interface("eth0", addresses=("192.0.2.7", "fe80::1"), mbits=10_000, mtu=9000, packets=1_000_000)
@@ -203,7 +204,7 @@ def test_a_machine_is_judged(case):
 
 def test_every_finding_has_a_case_and_a_line_in_the_page():
     root = Path(__file__).parents[3]
-    sources = (root / "src/thinwire/measure/doctor").glob("*.py")
+    sources = (root / "src/thinwire/tools/doctor").glob("*.py")
     codes = {code for file in sources for code in re.findall(r'(?:ERROR|WARNING|NOTE|on_several\(\)),\s+"([a-z0-9-]+)"',
                                                              file.read_text())}  # fmt: skip
     assert len(codes) > 20

@@ -2,9 +2,9 @@ import itertools
 
 import torch
 
-from thinwire.measure import kernels
-from thinwire.measure.kernels import KERNELS, kernel_cases, multiply_flops, orthogonalise_flops
-from thinwire.planner.costs import assumed_compute
+from thinwire.core.pricing.costs import assumed_compute
+from thinwire.predict.measure import kernels
+from thinwire.predict.measure.kernels import KERNELS, kernel_cases, multiply_flops, orthogonalise_flops
 
 
 def small(monkeypatch):

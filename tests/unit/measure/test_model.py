@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.measure import profile_model
-from thinwire.planner.profiles import ModelProfile
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.predict.measure import profile_model
 
 
 class Clock:

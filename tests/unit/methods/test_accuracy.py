@@ -8,15 +8,15 @@ from torch import nn
 from worlds import label
 
 from thinwire import GTopK, OkTopk
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.qsgd import QSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.terngrad import TernGrad
-from thinwire.methods.topk import TopK
-from thinwire.program import LocalWorld
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.qsgd import QSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.terngrad import TernGrad
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import LocalWorld
 
 METHODS = [
     Cast(),

@@ -3,7 +3,7 @@ import torch
 from worlds import draw
 
 import thinwire as tw
-from thinwire.methods.chain import chain
+from thinwire.core.methods.chain import chain
 
 MAJORITY = tw.SignSGD(error_feedback=False, vote="majority")
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import FEEDBACK, PLAN, SHAPES, draw, label, mean
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.topk import TopK
-from thinwire.program import LocalWorld
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import LocalWorld
 
 
 def run(method, world, steps, tolerance, shapes=SHAPES, seed=0):

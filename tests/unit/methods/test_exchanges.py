@@ -4,11 +4,11 @@ import pytest
 import torch
 from worlds import draw
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.ssgd import SSGD
-from thinwire.program import CROSS, LocalWorld, Plan, PlanBucket, Topology
-from thinwire.program.trace import trace
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.program import CROSS, LocalWorld, Plan, PlanBucket, Topology
+from thinwire.core.program.trace import trace
 
 LAYOUTS = [(1, 4), (2, 2), (4, 1), (2, 3), (3, 4)]
 SHAPES = {"w": (5, 3), "d < n": (1,), "empty": (0, 2), "b": (7,)}

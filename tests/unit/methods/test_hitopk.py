@@ -4,15 +4,15 @@ import pytest
 import torch
 from worlds import draw, mean
 
-from thinwire.kernels.select import keep_count
-from thinwire.methods import hitopk
-from thinwire.methods.hitopk import HiTopK
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.program import Bucket, LocalWorld, Plan, Slot, State, Topology
-from thinwire.program.lockstep import run_lockstep
-from thinwire.program.ops import CROSS, NODE
-from thinwire.program.trace import trace
+from thinwire.core.kernels.select import keep_count
+from thinwire.core.methods import hitopk
+from thinwire.core.methods.hitopk import HiTopK
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import Bucket, LocalWorld, Plan, Slot, State, Topology
+from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.ops import CROSS, NODE
+from thinwire.core.program.trace import trace
 
 LAYOUTS = [(2, 2), (4, 1), (2, 3), (3, 4), (1, 4)]
 BUCKETS = {

@@ -8,12 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import PLAN, SHAPES, draw, label
 
 from thinwire import OneBit
-from thinwire.methods.cast import Cast
-from thinwire.methods.qsgd import QSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.terngrad import TernGrad
-from thinwire.program import Bucket, Slot, State, Topology
-from thinwire.program.lockstep import run_lockstep
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.qsgd import QSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.terngrad import TernGrad
+from thinwire.core.program import Bucket, Slot, State, Topology
+from thinwire.core.program.lockstep import run_lockstep
 
 RANKS = 4
 # Of one rank with all seven tensors in one bucket, and in the three buckets of PLAN.

@@ -7,10 +7,10 @@ import torch
 from worlds import decaying, draw, label, mean
 
 from rounding import of_sums
-from thinwire.kernels.seeding import normal
-from thinwire.methods.acp import ACP
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.program import LocalWorld
+from thinwire.core.kernels.seeding import normal
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.program import LocalWorld
 
 CPU = torch.device("cpu")
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from worlds import draw, label
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.planner.costs import Costs, assumed_compute
-from thinwire.planner.merge import fuse
-from thinwire.program import LocalWorld, Plan, PlanBucket, Topology
-from thinwire.program.trace import trace
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.pricing.costs import Costs, assumed_compute
+from thinwire.core.pricing.merge import fuse
+from thinwire.core.program import LocalWorld, Plan, PlanBucket, Topology
+from thinwire.core.program.trace import trace
 
 
 def test_who_is_compressed():
@@ -135,8 +135,8 @@ def test_another_seed_is_another_subspace_and_the_rank_may_change():
 
 
 def test_loss_scale_leaves_the_residual_alone():
-    from thinwire.program import Bucket, Slot, State
-    from thinwire.program.lockstep import run_lockstep
+    from thinwire.core.program import Bucket, Slot, State
+    from thinwire.core.program.lockstep import run_lockstep
 
     results = {}
     for method in (ACP(rank=2), PowerSGD(rank=2)):
@@ -174,7 +174,7 @@ def test_acp_bits_do_not_depend_on_who_shares_a_bucket():
 )
 def test_ranks_that_round_differently_use_the_first_ranks_bases(method, monkeypatch):
     """Each rank's orthogonalisation errs in its own way, as on processors of several kinds."""
-    one = "thinwire.methods." + ("acp" if method.name == "acp" else "powersgd")
+    one = "thinwire.core.methods." + ("acp" if method.name == "acp" else "powersgd")
     import importlib
 
     module, calls = importlib.import_module(one), iter(range(10**6))

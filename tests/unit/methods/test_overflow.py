@@ -4,14 +4,14 @@ import pytest
 import torch
 from worlds import FEEDBACK, PLAN, SHAPES, draw, label
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.dgc import DGC
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.qsgd import QSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.terngrad import TernGrad
-from thinwire.methods.topk import TopK
-from thinwire.program import LocalWorld
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.dgc import DGC
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.qsgd import QSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.terngrad import TernGrad
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import LocalWorld
 
 QUANTISERS = [
     *FEEDBACK,

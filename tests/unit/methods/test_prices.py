@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 from worlds import EVERY, label
 
 from thinwire import GTopK, OkTopk
-from thinwire.methods.acp import ACP
-from thinwire.methods.dgc import DGC
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.registry import METHODS
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.planner.costs import Costs, Linear, assumed_compute
-from thinwire.program import Topology
-from thinwire.program.trace import trace
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.dgc import DGC
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.registry import METHODS
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.costs import Costs, Linear, assumed_compute
+from thinwire.core.program import Topology
+from thinwire.core.program.trace import trace
 
 COSTS = Costs({}, assumed_compute())
 PASSES = Costs({}, {"memory": Linear(0, 0.25), **dict.fromkeys(("select", "multiply", "orthogonalise"), Linear(0, 0))})

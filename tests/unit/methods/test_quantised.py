@@ -6,14 +6,14 @@ import torch
 from worlds import PLAN, SHAPES, draw, label, mean
 
 from thinwire import OneBit
-from thinwire.kernels.seeding import noise
-from thinwire.methods.cast import Cast
-from thinwire.methods.qsgd import QSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.terngrad import TernGrad
-from thinwire.program import Bucket, LocalWorld, Slot, State, Topology
-from thinwire.program.lockstep import run_lockstep
-from thinwire.program.trace import trace
+from thinwire.core.kernels.seeding import noise
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.qsgd import QSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.terngrad import TernGrad
+from thinwire.core.program import Bucket, LocalWorld, Slot, State, Topology
+from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.trace import trace
 
 UNBIASED = [QSGD(), QSGD(bits=2, block=64, norm="l2"), QSGD(bits=8, seed=3), TernGrad(clip=None)]
 ALL = [*UNBIASED, TernGrad(), Cast("int8"), Cast("int8", block=8), Cast("int4"), Cast("int2", block=16), OneBit()]

@@ -7,11 +7,20 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.registry import METHODS, candidates, class_of, lossy_candidates, method, needed, public, resolve
-from thinwire.methods.topk import TopK
-from thinwire.planner.measured import RULES
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.registry import (
+    METHODS,
+    candidates,
+    class_of,
+    lossy_candidates,
+    method,
+    needed,
+    public,
+    resolve,
+)
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.measured import RULES
 
 NEEDED = {name: {"density": 0.01} for name in ("topk", "gtopk", "oktopk", "hitopk", "omgs")}
 MERGES = {"omgs": "optimal", "lags": "none"}

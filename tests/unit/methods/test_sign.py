@@ -2,9 +2,9 @@ import pytest
 import torch
 from worlds import draw
 
-from thinwire.methods.sign import SignSGD
-from thinwire.program import LocalWorld, Topology
-from thinwire.program.trace import trace
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.program import LocalWorld, Topology
+from thinwire.core.program.trace import trace
 
 MAJORITY = SignSGD(error_feedback=False, vote="majority")
 

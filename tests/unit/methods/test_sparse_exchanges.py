@@ -9,20 +9,20 @@ import torch
 from worlds import draw, label, mean
 
 from thinwire import GTopK, OkTopk
-from thinwire.kernels.pairs import by_index, contains, merge_pairs, pack, unpack
-from thinwire.kernels.select import keep_count, top_k
-from thinwire.methods.base import all_finite
-from thinwire.methods.feedback import accumulate_flat, stage_flat
-from thinwire.methods.regions import regions
-from thinwire.methods.sparse import deliver
-from thinwire.methods.sparse_prices import EXCHANGES, assumed_cheapest, messages, seconds
-from thinwire.methods.topk import TopK
-from thinwire.planner.costs import Costs, assumed_compute
-from thinwire.planner.measured import Measured
-from thinwire.planner.plans import PlanTensor, make_plan
-from thinwire.planner.profiles import ModelProfile, TensorTime
-from thinwire.planner.timeline import simulate
-from thinwire.program import AllGather, LocalWorld, Plan, PlanBucket, Topology
+from thinwire.core.kernels.pairs import by_index, contains, merge_pairs, pack, unpack
+from thinwire.core.kernels.select import keep_count, top_k
+from thinwire.core.methods.base import all_finite
+from thinwire.core.methods.feedback import accumulate_flat, stage_flat
+from thinwire.core.methods.regions import regions
+from thinwire.core.methods.sparse import deliver
+from thinwire.core.methods.sparse_prices import EXCHANGES, assumed_cheapest, messages, seconds
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.costs import Costs, assumed_compute
+from thinwire.core.pricing.measured import Measured
+from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime
+from thinwire.core.program import AllGather, LocalWorld, Plan, PlanBucket, Topology
+from thinwire.predict.timeline import simulate
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12)
 METHODS = [TopK(0.05), GTopK(0.05), OkTopk(0.05), OkTopk(0.05, capacity=1.0), OkTopk(0.3, value_dtype="bf16")]

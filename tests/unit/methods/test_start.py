@@ -5,9 +5,9 @@ import torch
 from worlds import draw, mean
 
 from thinwire import DGC, Cast, Topology, method
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.start import EightBits, exact_method, measuring_method, start_method
-from thinwire.program import LocalWorld
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.start import EightBits, exact_method, measuring_method, start_method
+from thinwire.core.program import LocalWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from worlds import draw, mean
 
-from thinwire.methods.feedback import Warmup
-from thinwire.methods.topk import TopK
-from thinwire.program import LocalWorld, Topology
-from thinwire.program.trace import trace
+from thinwire.core.methods.feedback import Warmup
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import LocalWorld, Topology
+from thinwire.core.program.trace import trace
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
@@ -88,8 +88,8 @@ def test_what_stays_dense():
 
 
 def test_loss_scale_leaves_the_residual_alone():
-    from thinwire.program import Bucket, Slot, State
-    from thinwire.program.lockstep import run_lockstep
+    from thinwire.core.program import Bucket, Slot, State
+    from thinwire.core.program.lockstep import run_lockstep
 
     ends = []
     for scale in (None, 256.0):

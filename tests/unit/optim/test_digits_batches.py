@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thinwire.bench.models.digits import enlarged, images
-from thinwire.optim import LARS, param_groups, scaled_lr, warmup_poly
+from thinwire.systems.optim import LARS, param_groups, scaled_lr, warmup_poly
+from thinwire.tools.bench.models.digits import enlarged, images
 
 EPOCHS = 20
 

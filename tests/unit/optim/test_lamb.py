@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.optim import LAMB
+from thinwire.systems.optim import LAMB
 
 RATES = [0.1, 0.03, 0.2]
 VARIANTS = {

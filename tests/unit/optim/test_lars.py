@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from thinwire.optim import LARS
+from thinwire.systems.optim import LARS
 
 RATES = [0.5, 2.0, 0.7]  # it changes: the conventions differ then
 VARIANTS = {

@@ -9,7 +9,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.engine.state import scaler as engine_scaler
-from thinwire.optim import LAMB, LARS
+from thinwire.systems.optim import LAMB, LARS
 
 MAKE = {
     "lars": lambda p, **o: LARS(p, 0.5, weight_decay=0.01, **o),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.bench.models.resnet18 import ResidualBlock, resnet18
-from thinwire.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly, zero_last_norm
+from thinwire.systems.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly, zero_last_norm
+from thinwire.tools.bench.models.resnet18 import ResidualBlock, resnet18
 
 
 def rates(scheduler, optimizer, steps):

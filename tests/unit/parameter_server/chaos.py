@@ -6,10 +6,10 @@ Order is kept within a channel only. Everything is drawn from one seed.
 import random
 from collections import Counter, deque
 
-from thinwire.parameter_server.effects import Apply, Join, Leave, Refuse, Report, Send, Start
-from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.messages import Grad, Weights, decode, encode
-from thinwire.parameter_server.server import Server
+from thinwire.systems.parameter_server.effects import Apply, Join, Leave, Refuse, Report, Send, Start
+from thinwire.systems.parameter_server.leader import Leader
+from thinwire.systems.parameter_server.messages import Grad, Weights, decode, encode
+from thinwire.systems.parameter_server.server import Server
 
 
 class Violation(AssertionError):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rounding import of_sums
-from thinwire.parameter_server.buffers import BufferLayout, RunningBuffers
-from thinwire.parameter_server.layout import Layout, LayoutMismatch
+from thinwire.systems.parameter_server.buffers import BufferLayout, RunningBuffers
+from thinwire.systems.parameter_server.layout import Layout, LayoutMismatch
 
 
 class Model(torch.nn.Module):

@@ -2,11 +2,11 @@
 
 import torch
 
-from thinwire.parameter_server.effects import Apply, Send, Start
-from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.messages import Grad, Pull, Stop, Weights, Welcome
-from thinwire.parameter_server.server import Server
-from thinwire.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.effects import Apply, Send, Start
+from thinwire.systems.parameter_server.leader import Leader
+from thinwire.systems.parameter_server.messages import Grad, Pull, Stop, Weights, Welcome
+from thinwire.systems.parameter_server.server import Server
+from thinwire.systems.parameter_server.settings import Settings
 
 
 def sent(effects, kind):

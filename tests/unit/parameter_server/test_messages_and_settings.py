@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.parameter_server import Service, serve, serve_shard
-from thinwire.parameter_server import checkpoint as checkpoints
-from thinwire.parameter_server.compress import Codec, Difference, Feedback
-from thinwire.parameter_server.layout import Layout, LayoutMismatch
-from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.messages import (
+from thinwire.systems.parameter_server import Service, serve, serve_shard
+from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server.compress import Codec, Difference, Feedback
+from thinwire.systems.parameter_server.layout import Layout, LayoutMismatch
+from thinwire.systems.parameter_server.leader import Leader
+from thinwire.systems.parameter_server.messages import (
     FRAME,
     KINDS,
     Buffers,
@@ -31,13 +31,13 @@ from thinwire.parameter_server.messages import (
     encode,
     encode_rows,
 )
-from thinwire.parameter_server.outer import DelayedNesterov, Master
-from thinwire.parameter_server.presets import PRESETS, preset
-from thinwire.parameter_server.server import Server
-from thinwire.parameter_server.settings import Settings
-from thinwire.parameter_server.shard_messages import Enlisted
-from thinwire.parameter_server.slice_keeper import SliceKeeper
-from thinwire.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.outer import DelayedNesterov, Master
+from thinwire.systems.parameter_server.presets import PRESETS, preset
+from thinwire.systems.parameter_server.server import Server
+from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.shard_messages import Enlisted
+from thinwire.systems.parameter_server.slice_keeper import SliceKeeper
+from thinwire.systems.parameter_server.submit import LocalSteps
 
 numbers = st.integers(-(2**62), 2**62)
 
@@ -357,8 +357,8 @@ def test_a_port_that_cannot_be_is_refused_with_a_sentence(port):
 
 
 def test_sums_for_a_member_that_has_gone_are_refused_and_counted():
-    from thinwire.parameter_server.effects import Send
-    from thinwire.parameter_server.messages import Nack, Row
+    from thinwire.systems.parameter_server.effects import Send
+    from thinwire.systems.parameter_server.messages import Nack, Row
 
     server = Server(Settings())
     effects = server.on(Grad(77, 1, 1, 1, 0, 1, 1.0, (Row(0, 0, 0, 1), Row(0, 1, 0, 1))), 0.0)

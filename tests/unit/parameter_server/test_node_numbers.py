@@ -2,9 +2,9 @@
 
 import pytest
 
-from thinwire.parameter_server.effects import GiveUp, Refuse, Send
-from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.messages import (
+from thinwire.systems.parameter_server.effects import GiveUp, Refuse, Send
+from thinwire.systems.parameter_server.leader import Leader
+from thinwire.systems.parameter_server.messages import (
     OTHER_PROTOCOL,
     TAKEN,
     Fence,
@@ -15,8 +15,8 @@ from thinwire.parameter_server.messages import (
     decode,
     encode,
 )
-from thinwire.parameter_server.server import Server
-from thinwire.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.server import Server
+from thinwire.systems.parameter_server.settings import Settings
 
 
 def sent(effects, kind):

@@ -6,12 +6,12 @@ from chaos import Violation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.parameter_server import Fault, Link, replay, simulate
-from thinwire.parameter_server import checkpoint as checkpoints
-from thinwire.parameter_server.assembly import Assembly
-from thinwire.parameter_server.effects import Contribution, Drop
-from thinwire.parameter_server.layout import Layout
-from thinwire.parameter_server.messages import (
+from thinwire.systems.parameter_server import Fault, Link, replay, simulate
+from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server.assembly import Assembly
+from thinwire.systems.parameter_server.effects import Contribution, Drop
+from thinwire.systems.parameter_server.layout import Layout
+from thinwire.systems.parameter_server.messages import (
     PROTOCOL,
     Fence,
     Grad,
@@ -22,13 +22,13 @@ from thinwire.parameter_server.messages import (
     encode,
     encode_rows,
 )
-from thinwire.parameter_server.outer import DelayedNesterov, Master, fingerprint
-from thinwire.parameter_server.packing import ServerEnd, SumsOut
-from thinwire.parameter_server.presets import asp, bsp, diloco, fedbuff, inhad, ssp
-from thinwire.parameter_server.roster import Roster
-from thinwire.parameter_server.server import Server
-from thinwire.parameter_server.settings import Settings
-from thinwire.parameter_server.shard_messages import (
+from thinwire.systems.parameter_server.outer import DelayedNesterov, Master, fingerprint
+from thinwire.systems.parameter_server.packing import ServerEnd, SumsOut
+from thinwire.systems.parameter_server.presets import asp, bsp, diloco, fedbuff, inhad, ssp
+from thinwire.systems.parameter_server.roster import Roster
+from thinwire.systems.parameter_server.server import Server
+from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.shard_messages import (
     LAST,
     NO_DIRECTORY,
     NO_INDEX,
@@ -46,9 +46,9 @@ from thinwire.parameter_server.shard_messages import (
     Term,
     Update,
 )
-from thinwire.parameter_server.slice_keeper import SliceKeeper
-from thinwire.parameter_server.slices import slices
-from thinwire.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.slice_keeper import SliceKeeper
+from thinwire.systems.parameter_server.slices import slices
+from thinwire.systems.parameter_server.submit import LocalSteps
 
 # --- slices ------------------------------------------------------------------------------------------------------
 

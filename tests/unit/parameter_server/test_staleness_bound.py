@@ -5,16 +5,16 @@ from chaos import Chaos, Violation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.parameter_server import leader as leader_module
-from thinwire.parameter_server import server as server_module
-from thinwire.parameter_server.effects import Start
-from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.membership import Membership
-from thinwire.parameter_server.messages import IterationNumber, Pull, Weights, Welcome
-from thinwire.parameter_server.presets import bsp, inhad, n_softsync
-from thinwire.parameter_server.settings import Settings
-from thinwire.parameter_server.staleness import UNBOUNDED
-from thinwire.parameter_server.table import Member
+from thinwire.systems.parameter_server import leader as leader_module
+from thinwire.systems.parameter_server import server as server_module
+from thinwire.systems.parameter_server.effects import Start
+from thinwire.systems.parameter_server.leader import Leader
+from thinwire.systems.parameter_server.membership import Membership
+from thinwire.systems.parameter_server.messages import IterationNumber, Pull, Weights, Welcome
+from thinwire.systems.parameter_server.presets import bsp, inhad, n_softsync
+from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.staleness import UNBOUNDED
+from thinwire.systems.parameter_server.table import Member
 
 
 def pushed(limit):

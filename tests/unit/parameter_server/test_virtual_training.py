@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from thinwire.parameter_server import Fault, Journal, Link, replay, simulate
-from thinwire.parameter_server.journal import JournalWriter
-from thinwire.parameter_server.outer import DelayedNesterov
-from thinwire.parameter_server.presets import (
+from thinwire.systems.parameter_server import Fault, Journal, Link, replay, simulate
+from thinwire.systems.parameter_server.journal import JournalWriter
+from thinwire.systems.parameter_server.outer import DelayedNesterov
+from thinwire.systems.parameter_server.presets import (
     asp,
     async_local_sgd,
     bsp,
@@ -21,7 +21,7 @@ from thinwire.parameter_server.presets import (
     n_softsync,
     ssp,
 )
-from thinwire.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.submit import LocalSteps
 
 D = 12
 TARGET = torch.linspace(-1, 1, D)

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.planner.costs import Linear, Table
+from thinwire.core.pricing.costs import Linear, Table
 
 SHAPE_FILE = Path(__file__).parents[2] / "golden" / "resnet50_shape.json"
 

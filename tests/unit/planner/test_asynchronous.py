@@ -4,10 +4,9 @@ import doctest
 
 import pytest
 
-from thinwire.parameter_server import presets, simulate
-from thinwire.planner import asynchronous, virtual_time
-from thinwire.planner.asynchronous import hierarchical_seconds, synchronous_step_seconds
-from thinwire.planner.virtual_time import Card, VirtualChannel, VirtualTime
+from thinwire.systems.parameter_server import asynchronous, presets, simulate, virtual_time
+from thinwire.systems.parameter_server.asynchronous import hierarchical_seconds, synchronous_step_seconds
+from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
 
 
 @pytest.mark.parametrize("module", [asynchronous, virtual_time], ids=lambda m: m.__name__)

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from timelines import DeAR, Hierarchical, profile_of
 
 from thinwire import GTopK
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.planner import choose as planner
-from thinwire.planner.choose import DEVICES, Ranking
-from thinwire.planner.choose.rank import ms
-from thinwire.planner.choose.spread import UNCERTAINTY, spread_costs
-from thinwire.planner.choose.ties import as_soon, simplest
-from thinwire.planner.choose.worth import UNKNOWN, MeasuredWorth, Worth, read_worth, shipped, worth_from
-from thinwire.planner.costs import Costs, Linear, Table, assumed_compute
-from thinwire.planner.profiles import ModelProfile, builtin
-from thinwire.planner.timeline import bound_by, simulate
-from thinwire.planner.timeline.local_steps import Periodic
-from thinwire.program import AllReduce, Method, Topology
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
+from thinwire.core.pricing.profiles import ModelProfile, builtin
+from thinwire.core.program import AllReduce, Method, Topology
+from thinwire.predict import choose as planner
+from thinwire.predict.choose import DEVICES, Ranking
+from thinwire.predict.choose.rank import ms
+from thinwire.predict.choose.spread import UNCERTAINTY, spread_costs
+from thinwire.predict.choose.ties import as_soon, simplest
+from thinwire.predict.choose.worth import UNKNOWN, MeasuredWorth, Worth, read_worth, shipped, worth_from
+from thinwire.predict.timeline import bound_by, simulate
+from thinwire.predict.timeline.local_steps import Periodic
 
 DENSE = (("ssgd", SSGD()), ("cast", Cast()))
 SPARSE = (("topk .001", TopK(0.001)), ("topk .01", TopK(0.01)))

@@ -5,17 +5,17 @@ import json
 import pytest
 from timelines import profile_of
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.planner import choose as planner
-from thinwire.planner.choose import DEVICES, Map, explain, knee
-from thinwire.planner.choose.worth import Worth
-from thinwire.planner.costs import Costs, assumed_compute
-from thinwire.planner.profiles import builtin
-from thinwire.planner.timeline import simulate
-from thinwire.program import Topology
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.costs import Costs, assumed_compute
+from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import Topology
+from thinwire.predict import choose as planner
+from thinwire.predict.choose import DEVICES, Map, explain, knee
+from thinwire.predict.choose.worth import Worth
+from thinwire.predict.timeline import simulate
 
 CANDIDATES = (("ssgd", SSGD()), ("cast", Cast()), ("topk", TopK(0.01)), ("acp", ACP(rank=4)))
 RESNET = builtin("resnet50", device_flops=1e13)

@@ -6,8 +6,8 @@ import random
 import pytest
 from random_nets import KINDS, exchange, net, sort_seconds
 
-from thinwire.planner import clock
-from thinwire.planner.clock import finish
+from thinwire.core.pricing import clock
+from thinwire.core.pricing.clock import finish
 
 
 def event_simulation(groups, sizes, seconds, exchange_seconds, select_seconds, side_stream):

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.planner.costs import Costs, Linear, Table, assumed_compute
-from thinwire.planner.formulas import KINDS
-from thinwire.program import CROSS, NODE, WORLD, Topology
-from thinwire.program.trace import trace
+from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
+from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.program import CROSS, NODE, WORLD, Topology
+from thinwire.core.program.trace import trace
 
 MEASURED = Linear(1e-3, 1e-9, "measured here", "probe")
 
@@ -167,7 +167,7 @@ def test_json_keeps_the_costs():
 
 def test_messages_are_priced_as_programs_issue_them():
     """Bytes of a traced step go in as they are: sent bytes over the rate, on a link without latency."""
-    from thinwire.methods.registry import method
+    from thinwire.core.methods.registry import method
 
     rate, topology = 1e9, Topology(5)
     costs = Costs.of_link(rate, 0.0, 5, efficiency=1.0)

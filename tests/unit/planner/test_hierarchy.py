@@ -2,18 +2,18 @@
 
 import pytest
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.hitopk import HiTopK
-from thinwire.methods.ssgd import SSGD
-from thinwire.planner.costs import Costs, Linear, assumed_compute
-from thinwire.planner.hierarchy import CollectiveTable, way_seconds, ways
-from thinwire.planner.measured import Measured, needs_measurement
-from thinwire.planner.plans import PlanTensor, make_plan
-from thinwire.planner.profiles import ModelProfile, TensorTime
-from thinwire.planner.timeline import simulate
-from thinwire.program import Plan, PlanBucket, Topology
-from thinwire.program.trace import steady_step, trace
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.hitopk import HiTopK
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.costs import Costs, Linear, assumed_compute
+from thinwire.core.pricing.hierarchy import CollectiveTable, way_seconds, ways
+from thinwire.core.pricing.measured import Measured, needs_measurement
+from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime
+from thinwire.core.program import Plan, PlanBucket, Topology
+from thinwire.core.program.trace import steady_step, trace
+from thinwire.predict.timeline import simulate
 
 FREE = dict.fromkeys(("memory", "select", "multiply", "orthogonalise"), Linear(0, 0))
 P, N, D = 8, 2, 1 << 20

@@ -5,18 +5,18 @@ import statistics
 
 import pytest
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.planner.choose import DEVICES, resolved
-from thinwire.planner.choose.worth import shipped
-from thinwire.planner.costs import Costs
-from thinwire.planner.periods import best_period, up_to
-from thinwire.planner.profiles import ModelProfile, TensorTime, builtin
-from thinwire.planner.timeline import simulate
-from thinwire.planner.timeline.local_steps import Periodic
-from thinwire.program import Topology
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.periods import best_period, up_to
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime, builtin
+from thinwire.core.program import Topology
+from thinwire.predict.choose import DEVICES, resolved
+from thinwire.predict.choose.worth import shipped
+from thinwire.predict.timeline import simulate
+from thinwire.predict.timeline.local_steps import Periodic
 
 PROFILE = builtin("resnet50")
 STEP = PROFILE.forward_seconds + sum(PROFILE.backward_seconds)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_nets import KINDS, SHAPE_FILE, brute_force, exchange, log_uniform, net, resnet50, sort_seconds
 
-from thinwire.planner.clock import finish
-from thinwire.planner.merge import Merge, dense, fuse, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
+from thinwire.core.pricing.clock import finish
+from thinwire.core.pricing.merge import Merge, dense, fuse, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
 
 RELATIVE = 1e-12
 
@@ -192,7 +192,7 @@ def test_many_tensors_are_joined_and_say_so():
 
 
 def test_joining_costs_little(monkeypatch):
-    from thinwire.planner.merge import sparse
+    from thinwire.core.pricing.merge import sparse
 
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][3])
     exact = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
@@ -205,7 +205,7 @@ def test_joining_costs_little(monkeypatch):
 
 
 def test_too_narrow_a_frontier_is_admitted(monkeypatch):
-    from thinwire.planner.merge import sparse
+    from thinwire.core.pricing.merge import sparse
 
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][0])
     monkeypatch.setattr(sparse, "WIDEST", 3)

@@ -5,8 +5,8 @@ import random
 import pytest
 from random_nets import net, resnet50, sort_seconds
 
-from thinwire.planner.costs import Linear, Table
-from thinwire.planner.merge import optimal_dense, optimal_sparse
+from thinwire.core.pricing.costs import Linear, Table
+from thinwire.core.pricing.merge import optimal_dense, optimal_sparse
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.planner.placement import Placement, place
+from thinwire.core.pricing.placement import Placement, place
 
 COSTS = st.lists(st.integers(0, 40).map(float), max_size=8)
 

@@ -5,16 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.plans import PlanTensor, default_fusion, make_plan
+from thinwire.core.pricing.profiles import builtin
+from thinwire.core.pricing.sizes import balanced, by_size
 from thinwire.engine.controller.planning import make_plan as engine_plan
 from thinwire.engine.parameters import Managed
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.planner.plans import PlanTensor, default_fusion, make_plan
-from thinwire.planner.profiles import builtin
-from thinwire.planner.sizes import balanced, by_size
-from thinwire.planner.timeline.simulate import plan_of
+from thinwire.predict.timeline.simulate import plan_of
 
 KINDS = [(torch.float32, 4), (torch.bfloat16, 2)]
 

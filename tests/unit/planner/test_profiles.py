@@ -5,9 +5,9 @@ import json
 import pytest
 from random_nets import SHAPE_FILE
 
-from thinwire.methods.topk import TopK
-from thinwire.planner.profiles import BUILTIN, ModelProfile, ModuleTime, TensorTime, builtin
-from thinwire.planner.timeline.simulate import plan_of
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, ModuleTime, TensorTime, builtin
+from thinwire.predict.timeline.simulate import plan_of
 
 # Elements, tensors, forward GFLOPs of one image (or of one token, without attention), as widely published.
 KNOWN = {
@@ -98,6 +98,6 @@ def test_bad_profiles_and_options_are_named():
 
 def test_the_example_runs():
     # By name through the module table: the package also exports a function called builtin.
-    result = doctest.testmod(importlib.import_module("thinwire.planner.profiles.builtin"))
+    result = doctest.testmod(importlib.import_module("thinwire.core.pricing.profiles.builtin"))
     assert result.attempted
     assert not result.failed

@@ -4,7 +4,7 @@ import random
 import pytest
 from random_nets import log_uniform, net, sort_seconds
 
-from thinwire.planner.ratios import Ratios, lags
+from thinwire.core.pricing.ratios import Ratios, lags
 
 BANDWIDTHS = (1e7, 1e8, 1e9, 1e10, 1e11, 1e12)  # bytes per second
 

@@ -11,18 +11,18 @@ from test_clock import some_groups
 from timelines import FREE, DeAR, Hierarchical, Selecting, busy, costs_of, lane, overlap, profile_of
 
 import thinwire as tw
-from thinwire.methods.acp import ACP
-from thinwire.methods.cast import Cast
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.sign import SignSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.planner.clock import finish
-from thinwire.planner.costs import Costs, Linear, Table, assumed_compute
-from thinwire.planner.profiles import ModelProfile, TensorTime, builtin
-from thinwire.planner.timeline import LANES, simulate
-from thinwire.program import Plan, Topology
-from thinwire.program.trace import trace
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.sign import SignSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.clock import finish
+from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime, builtin
+from thinwire.core.program import Plan, Topology
+from thinwire.core.program.trace import trace
+from thinwire.predict.timeline import LANES, simulate
 
 METHODS = [SSGD(), SSGD(deterministic=True), Cast(), SignSGD(), TopK(0.1), PowerSGD(rank=2), ACP(rank=2), DeAR()]
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 from timelines import FREE, DeAR, Selecting, busy, costs_of, lane, profile_of
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.planner.costs import Costs, Linear
-from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime, builtin
-from thinwire.planner.timeline import LANES, Event, bound_by, result, simulate, write_trace
-from thinwire.planner.timeline.result import exposed_seconds, to_chrome_trace
-from thinwire.program import AllReduce, Method, NextForward, Plan, Topology
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.costs import Costs, Linear
+from thinwire.core.pricing.profiles import ModelProfile, ModuleTime, TensorTime, builtin
+from thinwire.core.program import AllReduce, Method, NextForward, Plan, Topology
+from thinwire.predict.timeline import LANES, Event, bound_by, result, simulate, write_trace
+from thinwire.predict.timeline.result import exposed_seconds, to_chrome_trace
 
 TWO = Topology(2)
 

@@ -5,15 +5,15 @@ import random
 import pytest
 from timelines import costs_of, lane, profile_of
 
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.costs import Linear
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime
+from thinwire.core.program import CROSS, NODE, WORLD, AllReduce, Plan, Topology
 from thinwire.engine.executors.runner import Runner
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.ssgd import SSGD
-from thinwire.planner.costs import Linear
-from thinwire.planner.profiles import ModelProfile, TensorTime
-from thinwire.planner.timeline import simulate
-from thinwire.planner.timeline.order import Wave
-from thinwire.planner.timeline.programs import Hop, ProgramPart
-from thinwire.program import CROSS, NODE, WORLD, AllReduce, Plan, Topology
+from thinwire.predict.timeline import simulate
+from thinwire.predict.timeline.order import Wave
+from thinwire.predict.timeline.programs import Hop, ProgramPart
 
 
 def program(scopes):

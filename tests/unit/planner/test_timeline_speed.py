@@ -3,12 +3,12 @@ import time
 
 import pytest
 
-from thinwire.methods.registry import METHODS, method
-from thinwire.methods.ssgd import SSGD
-from thinwire.planner.costs import Costs
-from thinwire.planner.profiles import ModelProfile, TensorTime
-from thinwire.planner.timeline import simulate
-from thinwire.program import Topology
+from thinwire.core.methods.registry import METHODS, method
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime
+from thinwire.core.program import Topology
+from thinwire.predict.timeline import simulate
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from thinwire.methods.ssgd import SSGD
-from thinwire.planner.plans import PlanTensor, make_plan
-from thinwire.planner.tune import DISTINCT, TIMES, FusionTuner, distinct, grid
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.predict.tune import DISTINCT, TIMES, FusionTuner, distinct, grid
 
 MODELS = {  # seconds of a step over MiB, and where to start: 40 % or more above the optimum
     "start-ups and a late end": (lambda mib: 0.05 + 0.256 / mib + 0.004 * mib, 32.0),

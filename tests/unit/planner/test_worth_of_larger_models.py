@@ -2,9 +2,9 @@
 
 import pytest
 
-from thinwire.methods.acp import ACP
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.planner.choose.worth import UNKNOWN, MeasuredWorth, worth_from
+from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.predict.choose.worth import UNKNOWN, MeasuredWorth, worth_from
 
 ROWS = (
     MeasuredWorth("acp", {"rank": 4}, 1, 0, 1_000_000, 2, (1.7, 1.6, 2.1)),

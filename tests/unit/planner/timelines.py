@@ -6,9 +6,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from thinwire.planner.costs import Costs, Linear
-from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime
-from thinwire.program import CROSS, NODE, AllGather, AllReduce, Method, NextForward, ReduceScatter
+from thinwire.core.pricing.costs import Costs, Linear
+from thinwire.core.pricing.profiles import ModelProfile, ModuleTime, TensorTime
+from thinwire.core.program import CROSS, NODE, AllGather, AllReduce, Method, NextForward, ReduceScatter
 
 FREE = dict.fromkeys(("memory", "select", "multiply", "orthogonalise"), Linear(0, 0))
 

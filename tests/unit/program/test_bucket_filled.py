@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.program import Bucket, Slot
+from thinwire.core.program import Bucket, Slot
 
 
 def test_filled_comes_last(monkeypatch):

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from thinwire.program import Slot, State, Topology
+from thinwire.core.program import Slot, State, Topology
 
 
 def slot(name, size=3, dtype=torch.float32):

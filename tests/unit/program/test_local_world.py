@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from thinwire.methods.ssgd import SSGD
-from thinwire.methods.topk import TopK
-from thinwire.program import LocalWorld, Plan, PlanBucket, Topology
-from thinwire.program.bucket import Bucket, Slot
-from thinwire.program.state import State
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.methods.topk import TopK
+from thinwire.core.program import LocalWorld, Plan, PlanBucket, Topology
+from thinwire.core.program.bucket import Bucket, Slot
+from thinwire.core.program.state import State
 
 
 def slot(name, value):

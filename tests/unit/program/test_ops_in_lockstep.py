@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.program import (
+from thinwire.core.program import (
     CROSS,
     NODE,
     WORLD,
@@ -22,7 +22,7 @@ from thinwire.program import (
     ReduceScatter,
     Topology,
 )
-from thinwire.program.lockstep import run_lockstep
+from thinwire.core.program.lockstep import run_lockstep
 
 LAYOUTS = [(1, None), (3, None), (4, 2), (6, 3), (5, [2, 3]), (6, [1, 3, 2])]
 

@@ -5,11 +5,11 @@ import operator
 import pytest
 import torch
 
-from thinwire.methods.registry import classes, needed
-from thinwire.program import Topology
-from thinwire.program import trace as traces
-from thinwire.program.shapes import ShapesAlone
-from thinwire.program.trace import trace
+from thinwire.core.methods.registry import classes, needed
+from thinwire.core.program import Topology
+from thinwire.core.program import trace as traces
+from thinwire.core.program.shapes import ShapesAlone
+from thinwire.core.program.trace import trace
 
 
 def made(*shape, dtype=torch.float32):

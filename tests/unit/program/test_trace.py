@@ -4,8 +4,8 @@ import pytest
 import torch
 from worlds import EVERY, PLAN, SHAPES, draw, label
 
-from thinwire.program import AllGather, LocalWorld, Method, NextForward, Topology
-from thinwire.program.trace import trace
+from thinwire.core.program import AllGather, LocalWorld, Method, NextForward, Topology
+from thinwire.core.program.trace import trace
 
 
 @pytest.mark.parametrize("method", EVERY, ids=label)

@@ -7,16 +7,16 @@ import math
 from dataclasses import asdict, replace
 
 import thinwire as tw
-from thinwire.bench.demo import judge_demo
-from thinwire.bench.record import Point, RowRecord, RunRecord
-from thinwire.bench.rows import Row
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import summarise
-from thinwire.planner.costs import Costs
-from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime
-from thinwire.planner.timeline import simulate
-from thinwire.planner.timeline.result import to_chrome_trace
-from thinwire.program import Topology
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.profiles import ModelProfile, ModuleTime, TensorTime
+from thinwire.core.program import Topology
+from thinwire.predict.timeline import simulate
+from thinwire.predict.timeline.result import to_chrome_trace
+from thinwire.tools.bench.demo import judge_demo
+from thinwire.tools.bench.record import Point, RowRecord, RunRecord
+from thinwire.tools.bench.rows import Row
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.summary import summarise
 
 LABELS = ("ddp", "thinwire ssgd", "thinwire acp")
 SPEC = BenchSpec("mlp", tuple(Row(name, "ddp") for name in LABELS), link="10mbit", link_bits=10**7)

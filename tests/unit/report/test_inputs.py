@@ -3,9 +3,9 @@ import json
 import pytest
 import report_files as results
 
-from thinwire.planner.choose import Entry, Map, Ranking
-from thinwire.planner.choose.grid import Cell
-from thinwire.report import read_files
+from thinwire.predict.choose import Entry, Map, Ranking
+from thinwire.predict.choose.grid import Cell
+from thinwire.tools.report import read_files
 
 
 def test_kinds_are_told_by_content(tmp_path):

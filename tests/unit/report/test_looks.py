@@ -1,8 +1,8 @@
 import doctest
 
-import thinwire.pictures.colours as colours_module
-from thinwire.pictures.colours import Colours, ink, shade
-from thinwire.report.words import factor, hover, megabytes, plain, short
+import thinwire.tools.pictures.colours as colours_module
+from thinwire.tools.pictures.colours import Colours, ink, shade
+from thinwire.tools.report.words import factor, hover, megabytes, plain, short
 
 
 def test_one_colour_per_method_everywhere():

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 import report_files as results
 
-from thinwire.report import read_files, render
+from thinwire.tools.report import read_files, render
 
 NASTY = '<script>alert("x")</script><img src=http://evil/a.png> & %{x}'
 

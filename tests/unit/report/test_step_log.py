@@ -13,7 +13,7 @@ import torch
 
 import thinwire as tw
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.report.log import COUNTERS, read_log, step_record
+from thinwire.tools.report.log import COUNTERS, read_log, step_record
 
 
 class Counter:

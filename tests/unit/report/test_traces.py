@@ -2,12 +2,12 @@ import pytest
 import report_files as results
 
 import thinwire as tw
-from thinwire.planner.costs import Costs
-from thinwire.planner.timeline import Event, simulate
-from thinwire.planner.timeline.result import to_chrome_trace
-from thinwire.program import Topology
-from thinwire.report import read_files
-from thinwire.report.traces import joined, outermost, read_trace
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.program import Topology
+from thinwire.predict.timeline import Event, simulate
+from thinwire.predict.timeline.result import to_chrome_trace
+from thinwire.tools.report import read_files
+from thinwire.tools.report.traces import joined, outermost, read_trace
 
 
 def test_a_simulated_step_comes_back():

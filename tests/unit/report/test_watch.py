@@ -9,13 +9,13 @@ import threading
 import pytest
 from test_step_log import Counter, train
 
-from thinwire.cli.main import app
-from thinwire.report import read_files
+from thinwire.tools.cli.main import app
+from thinwire.tools.report import read_files
 from verbs import CliRunner
 
 pytest.importorskip("plotly")
 
-from thinwire.report.watch import WatchPage
+from thinwire.tools.report.watch import WatchPage
 
 
 @pytest.fixture

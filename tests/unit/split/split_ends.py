@@ -10,8 +10,17 @@ import threading
 import split_models as small
 import torch
 
-from thinwire.split import CloudClient, CloudEnd, CloudServer, EdgeEnd, LocalPair, Recipe, SplitPlan, split_model
-from thinwire.split.halves import by_role
+from thinwire.systems.split import (
+    CloudClient,
+    CloudEnd,
+    CloudServer,
+    EdgeEnd,
+    LocalPair,
+    Recipe,
+    SplitPlan,
+    split_model,
+)
+from thinwire.systems.split.halves import by_role
 
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.0)
 

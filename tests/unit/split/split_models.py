@@ -2,8 +2,8 @@
 
 import torch
 
-from thinwire.split import Batch
-from thinwire.split.models import build
+from thinwire.systems.split import Batch
+from thinwire.systems.split.models import build
 
 SIZES = {
     "bert": {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64},

@@ -4,13 +4,13 @@ import socket
 import pytest
 from rich.console import Console
 
-from thinwire.cli.main import app
-from thinwire.cli.split_inputs import compare_table, read_rows
-from thinwire.link.keys import new_keys
-from thinwire.split.compare import ComparisonRow
-from thinwire.split.files import read_facts
-from thinwire.split.tasks import TextData
-from thinwire.split.tasks.base import Task
+from thinwire.systems.cli.split_inputs import compare_table, read_rows
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.split.compare import ComparisonRow
+from thinwire.systems.split.files import read_facts
+from thinwire.systems.split.tasks import TextData
+from thinwire.systems.split.tasks.base import Task
+from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 runner = CliRunner()

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.split.codecs import Chain, Visit
-from thinwire.split.codecs.quantised import dequantise, quantise
+from thinwire.systems.split.codecs import Chain, Visit
+from thinwire.systems.split.codecs.quantised import dequantise, quantise
 
 VALUES = [(), ("fp16",), ("bf16",), ("int8",), ("int4",)]
 CHAINS = [*VALUES, *((*words, "pack") for words in VALUES)]

@@ -4,7 +4,7 @@ import pytest
 import split_models as small
 import torch
 
-from thinwire.split import (
+from thinwire.systems.split import (
     CloudEnd,
     EdgeEnd,
     Link,
@@ -16,7 +16,7 @@ from thinwire.split import (
     estimate,
     split_model,
 )
-from thinwire.split.ledger import ByteLedger
+from thinwire.systems.split.ledger import ByteLedger
 
 BERT_BASE = Shape(768, 3072, 2)
 

@@ -8,12 +8,22 @@ import torch
 from safetensors.torch import load_file
 from split_ends import parameters
 
-from thinwire.split import Link, LocalPair, Recipe, SplitPlan, compare, load_half, prepare, split_finetune, split_model
-from thinwire.split.finetune import remaining, train
-from thinwire.split.models.presets import preset, pretrained
-from thinwire.split.tasks import TextData
-from thinwire.split.tasks.base import Task
-from thinwire.split.unsplit import train_unsplit
+from thinwire.systems.split import (
+    Link,
+    LocalPair,
+    Recipe,
+    SplitPlan,
+    compare,
+    load_half,
+    prepare,
+    split_finetune,
+    split_model,
+)
+from thinwire.systems.split.finetune import remaining, train
+from thinwire.systems.split.models.presets import preset, pretrained
+from thinwire.systems.split.tasks import TextData
+from thinwire.systems.split.tasks.base import Task
+from thinwire.systems.split.unsplit import train_unsplit
 
 
 def toy_task(samples=160, held_out=40, seed=0):
@@ -153,8 +163,8 @@ def test_compare_rows():
 
 
 def test_the_ledger_of_a_training_is_that_of_the_formulas():
-    from thinwire.split.compare import shape_of, steps_of
-    from thinwire.split.models import view_of
+    from thinwire.systems.split.compare import shape_of, steps_of
+    from thinwire.systems.split.models import view_of
 
     task = toy_task(40, 8)
     plan = SplitPlan(1, up=("delta:4", "pack"), down=("int4", "pack"))

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.split.errors import FrameError, SessionError
-from thinwire.split.frames import CHECKSUM, DTYPES, HEADER, KINDS, Message, MessageReader, encode
-from thinwire.split.ledger import ByteLedger
+from thinwire.systems.split.errors import FrameError, SessionError
+from thinwire.systems.split.frames import CHECKSUM, DTYPES, HEADER, KINDS, Message, MessageReader, encode
+from thinwire.systems.split.ledger import ByteLedger
 
 LIMIT = 1 << 20
 STEP = Message(

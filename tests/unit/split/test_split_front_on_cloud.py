@@ -9,7 +9,7 @@ import split_models as small
 import torch
 from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
 
-from thinwire.split import (
+from thinwire.systems.split import (
     Back,
     Batch,
     CloudClient,
@@ -24,11 +24,11 @@ from thinwire.split import (
     prepare,
     split_model,
 )
-from thinwire.split.compare import shape_of, steps_of
-from thinwire.split.errors import SessionError
-from thinwire.split.frames import Message, MessageReader
-from thinwire.split.models import view_of
-from thinwire.split.tasks import TextData
+from thinwire.systems.split.compare import shape_of, steps_of
+from thinwire.systems.split.errors import SessionError
+from thinwire.systems.split.frames import Message, MessageReader
+from thinwire.systems.split.models import view_of
+from thinwire.systems.split.tasks import TextData
 
 PLAN = SplitPlan(2, front_on="cloud")
 CODED = {"up": ("delta:4", "pack"), "down": ("int8", "pack")}

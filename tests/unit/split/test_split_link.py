@@ -14,10 +14,10 @@ from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_proce
 
 from descriptors import many_open
 from spawned import free_port, to_itself
-from thinwire.link.keys import new_keys
-from thinwire.split import CloudClient, CloudEnd, CloudServer, Credentials, SplitPlan
-from thinwire.split.errors import LinkError, LinkTimeout, SessionError, TrustError
-from thinwire.split.frames import Message, MessageReader, encode
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.split import CloudClient, CloudEnd, CloudServer, Credentials, SplitPlan
+from thinwire.systems.split.errors import LinkError, LinkTimeout, SessionError, TrustError
+from thinwire.systems.split.frames import Message, MessageReader, encode
 
 
 @pytest.fixture(scope="module")

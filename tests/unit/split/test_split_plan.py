@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from thinwire.split import Recipe, SplitPlan
+from thinwire.systems.split import Recipe, SplitPlan
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import split_models as small
 import torch
 from split_ends import RECIPE, batch_of, edge_end, halves, held, in_process, parameters
 
-from thinwire.split import Batch, CloudEnd, LocalPair, Recipe, SplitPlan
-from thinwire.split.errors import SessionError
-from thinwire.split.frames import Message
+from thinwire.systems.split import Batch, CloudEnd, LocalPair, Recipe, SplitPlan
+from thinwire.systems.split.errors import SessionError
+from thinwire.systems.split.frames import Message
 
 
 def opened(of_edge, of_cloud, directory=None, call=None, **more):

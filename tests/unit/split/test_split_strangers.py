@@ -8,10 +8,10 @@ import pytest
 import torch
 from split_ends import batch_of, edge_end, halves, in_process, linked, parameters, serving
 
-from thinwire.link.keys import new_keys
-from thinwire.split import Credentials
-from thinwire.split.frames import Message, encode
-from thinwire.split.serve import MOST
+from thinwire.systems.link.keys import new_keys
+from thinwire.systems.split import Credentials
+from thinwire.systems.split.frames import Message, encode
+from thinwire.systems.split.serve import MOST
 
 
 @pytest.fixture(scope="module")

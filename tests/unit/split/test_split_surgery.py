@@ -5,10 +5,10 @@ import split_models as small
 import torch
 from torch import nn
 
-from thinwire.split import SplitPlan, split_model
-from thinwire.split.factors import factorise, principal_directions
-from thinwire.split.models import View, dense_weight, view_of
-from thinwire.split.unsplit import whole_forward
+from thinwire.systems.split import SplitPlan, split_model
+from thinwire.systems.split.factors import factorise, principal_directions
+from thinwire.systems.split.models import View, dense_weight, view_of
+from thinwire.systems.split.unsplit import whole_forward
 
 BARS = {torch.float32: 1e-5, torch.float64: 1e-12}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from split_ends import parameters
 
-from thinwire import federated as fl
-from thinwire.split import CloudEnd, EdgeEnd, Recipe, SplitPlan, split_model
-from thinwire.split.models.presets import preset
-from thinwire.split.tasks import TextData
-from thinwire.split.tasks.base import Task
+from thinwire.systems import federated as fl
+from thinwire.systems.split import CloudEnd, EdgeEnd, Recipe, SplitPlan, split_model
+from thinwire.systems.split.models.presets import preset
+from thinwire.systems.split.tasks import TextData
+from thinwire.systems.split.tasks.base import Task
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "splitfed"
 RECIPE = Recipe(learning_rate=3e-3, epochs=2, batch_size=8)

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from thinwire.supernet.stereo import ElasticStereo, RandomDots, batches
+from thinwire.systems.supernet.stereo import ElasticStereo, RandomDots, batches
 
 
 def tiny(seed=0, **kinds):

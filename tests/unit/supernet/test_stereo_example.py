@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.supernet.stereo import measure, random_dot_pair
-from thinwire.supernet.stereo.refinement import warp
+from thinwire.systems.supernet.stereo import measure, random_dot_pair
+from thinwire.systems.supernet.stereo.refinement import warp
 
 pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from supernet_nets import shaken, some, tiny, views
 
 import thinwire as tw
-from thinwire.optim import LARS
-from thinwire.supernet import ActiveReduce, ActiveSet
-from thinwire.supernet.operators import ElasticBatchNorm
-from thinwire.supernet.semantics import InactiveWeights
-from thinwire.supernet.stereo import ElasticStereo
+from thinwire.systems.optim import LARS
+from thinwire.systems.supernet import ActiveReduce, ActiveSet
+from thinwire.systems.supernet.operators import ElasticBatchNorm
+from thinwire.systems.supernet.semantics import InactiveWeights
+from thinwire.systems.supernet.stereo import ElasticStereo
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@ import torch
 from supernet_nets import dots, shaken, tiny
 from torch import nn
 
+from thinwire.core.program import Topology
+from thinwire.core.program.lockstep import run_lockstep
 from thinwire.engine.executors.alone import run_alone
-from thinwire.program import Topology
-from thinwire.program.lockstep import run_lockstep
-from thinwire.supernet.stereo import calibrate, evaluate
-from thinwire.supernet.stereo.calibrate import active_norms
-from thinwire.supernet.stereo.fitness import Calibrated, constant_guess
+from thinwire.systems.supernet.stereo import calibrate, evaluate
+from thinwire.systems.supernet.stereo.calibrate import active_norms
+from thinwire.systems.supernet.stereo.fitness import Calibrated, constant_guess
 
 
 def statistics(net):

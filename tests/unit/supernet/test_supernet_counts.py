@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from thinwire.supernet import Space
-from thinwire.supernet.space import round8
-from thinwire.supernet.stereo import ElasticStereo
+from thinwire.systems.supernet import Space
+from thinwire.systems.supernet.space import round8
+from thinwire.systems.supernet.stereo import ElasticStereo
 
 
 @pytest.fixture(scope="module")

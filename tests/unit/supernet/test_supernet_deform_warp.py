@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from supernet_nets import views
 
-from thinwire.supernet.stereo.cost_volume import correlation, soft_argmax
-from thinwire.supernet.stereo.deform import DeformConv, deform_conv2d, torchvision_kernel
-from thinwire.supernet.stereo.refinement import Refinement, warp
+from thinwire.systems.supernet.stereo.cost_volume import correlation, soft_argmax
+from thinwire.systems.supernet.stereo.deform import DeformConv, deform_conv2d, torchvision_kernel
+from thinwire.systems.supernet.stereo.refinement import Refinement, warp
 
 DOUBLE = torch.float64
 

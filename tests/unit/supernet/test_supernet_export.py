@@ -5,7 +5,7 @@ import pytest
 import torch
 from supernet_nets import shaken, views
 
-from thinwire.supernet.stereo import ElasticStereo, export
+from thinwire.systems.supernet.stereo import ElasticStereo, export
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.9's own reader

@@ -9,9 +9,9 @@ import pytest
 import torch
 from supernet_nets import shaken, some, tiny, views
 
-from thinwire.supernet import Space
-from thinwire.supernet.operators import ElasticDepthwise, centre
-from thinwire.supernet.stereo import ElasticStereo, load_net, save_net
+from thinwire.systems.supernet import Space
+from thinwire.systems.supernet.operators import ElasticDepthwise, centre
+from thinwire.systems.supernet.stereo import ElasticStereo, load_net, save_net
 
 
 def same(net, sub_net, pair):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from thinwire.supernet.stereo import measure, pyramid_loss
-from thinwire.supernet.stereo.loss import weights
-from thinwire.supernet.stereo.metrics import Metrics
+from thinwire.systems.supernet.stereo import measure, pyramid_loss
+from thinwire.systems.supernet.stereo.loss import weights
+from thinwire.systems.supernet.stereo.metrics import Metrics
 
 
 def test_weights_are_those_of_the_coarsest_maps():

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from supernet_nets import tiny
 
+from thinwire.core.program import Topology
+from thinwire.core.program.lockstep import run_lockstep
 from thinwire.engine.executors.alone import run_alone
-from thinwire.program import Topology
-from thinwire.program.lockstep import run_lockstep
-from thinwire.supernet import Evolution, Infeasible, Space, SubNet, search
-from thinwire.supernet.search import crossed, mutated
-from thinwire.supernet.stereo import LatencyTable, build_table, measure_net
+from thinwire.systems.supernet import Evolution, Infeasible, Space, SubNet, search
+from thinwire.systems.supernet.search import crossed, mutated
+from thinwire.systems.supernet.stereo import LatencyTable, build_table, measure_net
 
 SMALL = Space(kernels=(3, 5), depths=(1, 2), expands=(2,), scales=(2,))
 

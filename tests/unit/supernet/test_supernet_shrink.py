@@ -5,9 +5,9 @@ import torch
 from supernet_nets import dots, tiny
 
 from thinwire.engine.state import checkpoint
-from thinwire.supernet.stereo import Phase, RandomDots, SupernetTrainer, batches, short, shrink
-from thinwire.supernet.stereo.fitness import Calibrated, constant_guess
-from thinwire.supernet.stereo.step import adam
+from thinwire.systems.supernet.stereo import Phase, RandomDots, SupernetTrainer, batches, short, shrink
+from thinwire.systems.supernet.stereo.fitness import Calibrated, constant_guess
+from thinwire.systems.supernet.stereo.step import adam
 
 DATA = RandomDots(12, 24, 48, 9)
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.supernet import Space, SubNet
-from thinwire.supernet.space import round8
-from thinwire.supernet.stereo import Phase, published, short
+from thinwire.systems.supernet import Space, SubNet
+from thinwire.systems.supernet.space import round8
+from thinwire.systems.supernet.stereo import Phase, published, short
 
 
 @given(st.integers(0, 2**32))

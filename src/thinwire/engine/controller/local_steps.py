@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.local.settings import local_settings
-from thinwire.planner.choose.rank import LOSSY_GAIN
-from thinwire.planner.choose.resolved import resolved
-from thinwire.planner.choose.worth import WorthOf
-from thinwire.planner.measured import Measured
-from thinwire.planner.timeline import simulate
+from thinwire.core.pricing.measured import Measured
+from thinwire.engine.local.settings import local_settings
+from thinwire.predict.choose.rank import LOSSY_GAIN
+from thinwire.predict.choose.resolved import resolved
+from thinwire.predict.choose.worth import WorthOf
+from thinwire.predict.timeline import simulate
 
 
 def sooner_apart(

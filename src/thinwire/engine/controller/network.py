@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.engine.controller import remembered
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.planner.costs import Costs, assumed_compute
 
 if TYPE_CHECKING:
-    from thinwire.measure.gradual import GradualProbe
+    from thinwire.predict.measure.gradual import GradualProbe
 
 _SHARE = 0.5  # of a step's time, to measure exchanges
 TOLERANCE = 0.25  # of a short all-reduce; if it is off by more, everything is measured again
@@ -62,7 +62,7 @@ class NetworkPrices:
         """
         if self.costs is not None:
             return
-        from thinwire.measure.doctor.sockets import card
+        from thinwire.predict.measure.sockets import card
 
         if (watch := self._comm.steps.executor.watch) is not None:
             watch.clear()

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from thinwire.core.methods.registry import method as named
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.measured import needs_measurement
+from thinwire.core.program import Method, Plan
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.prices import PlanPrices
 from thinwire.engine.controller.timings import AgreedTimes, Timings
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.methods.registry import method as named
-from thinwire.planner.choose.worth import WorthOf
-from thinwire.planner.costs import Costs
-from thinwire.planner.measured import needs_measurement
-from thinwire.program import Method, Plan
+from thinwire.predict.choose.worth import WorthOf
 
 logger = logging.getLogger("thinwire")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from thinwire.core.pricing import plans
+from thinwire.core.pricing.measured import Measured
+from thinwire.core.program import Method, Plan, Topology
+from thinwire.core.program.trace import TracedExchange, trace
 from thinwire.engine.parameters import Managed, gradient_dtype
-from thinwire.planner import plans
-from thinwire.planner.measured import Measured
-from thinwire.planner.timeline import Timeline, simulate
-from thinwire.program import Method, Plan, Topology
-from thinwire.program.trace import TracedExchange, trace
+from thinwire.predict.timeline import Timeline, simulate
 
 __all__ = ["make_plan", "measured_plan", "price_plan", "trace_plan"]
 
@@ -23,7 +23,7 @@ def make_plan(
     measured: Measured | None = None,
     all_reduce: Callable[[float], float] | None = None,
 ) -> Plan:
-    """Fuse parameters into buckets; see :func:`thinwire.planner.plans.make_plan`."""
+    """Fuse parameters into buckets; see :func:`thinwire.core.pricing.plans.make_plan`."""
     tensors = [
         plans.PlanTensor(m.name, m.shape, m.dense, str(dtype), dtype.itemsize)
         for m in managed

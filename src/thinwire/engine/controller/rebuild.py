@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from thinwire.core.pricing.plans import follows_network
+from thinwire.core.pricing.sizes import gain_of_overlap
+from thinwire.core.program import Method, Plan
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.communicator import Alone, Communicator
-from thinwire.planner.plans import follows_network
-from thinwire.planner.sizes import gain_of_overlap
-from thinwire.program import Method, Plan
 
 _ONE_BUCKET_BYTES = 1 << 20  # not worth splitting
 

@@ -15,9 +15,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from thinwire.durable import user_cache, write_whole
-from thinwire.planner.costs import Costs
-from thinwire.program.plan import UNREADABLE
+from thinwire.core.durable import user_cache, write_whole
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.records import UNREADABLE
 
 SWITCH = "THINWIRE_REMEMBER"
 """The environment variable that turns this off if it is ``0``; rank 0's counts."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from thinwire.collectives.lanes import Lane
+from thinwire.core.collectives.lanes import Lane
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.agreement import gather_bytes
-from thinwire.measure.timing import Stopwatch
-from thinwire.planner.profiles import ModelProfile, TensorTime
+from thinwire.predict.measure.timing import Stopwatch
 
 
 @dataclass

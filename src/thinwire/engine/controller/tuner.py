@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from thinwire.core.program import Method, Plan
 from thinwire.engine.controller.pilot import WATCH_STEPS, Decision, Pilot
 from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
-from thinwire.planner.tune import FusionTuner, distinct, grid
-from thinwire.program import Method, Plan
+from thinwire.predict.tune import FusionTuner, distinct, grid
 
 DISCARDED, MEASURED = 2, 5
 _STEPS = DISCARDED + MEASURED + 1  # an interval ends where the next forward begins

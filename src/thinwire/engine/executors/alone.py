@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.program.drive import Paused, drive
+from thinwire.core.program.ops import AllGather, NextForward, Op, Program
 from thinwire.engine.executors.issuer import Failure, MakeProgram
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.executors.watch import ExchangeWatch
-from thinwire.program.drive import Paused, drive
-from thinwire.program.ops import AllGather, NextForward, Op, Program
 
 
 def result_alone(op: Op) -> Tensor | None:

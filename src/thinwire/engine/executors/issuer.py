@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.collectives.lanes import Lanes
-from thinwire.collectives.ledger import Ledger
-from thinwire.collectives.transport import Pending, issue
-from thinwire.program.ops import Collective, Program, Scope
+from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.collectives.transport import Pending, issue
+from thinwire.core.program.ops import Collective, Program, Scope
 
 MakeProgram = Callable[[int], Program]
 """Bucket index -> its program; called in the thread that runs it, once the bucket's gradients are there."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from thinwire.planner.timeline import Event
-from thinwire.program.ops import Scope
+from thinwire.core.program.ops import Scope
+from thinwire.predict.timeline import Event
 
 
 class Recorder:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.program.drive import Paused, drive
+from thinwire.core.program.ops import NextForward, Op, Program, Scope
+from thinwire.core.program.plan import SIDE_STREAMS
 from thinwire.engine.executors import ranges
 from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.executors.watch import ExchangeWatch
-from thinwire.program.drive import Paused, drive
-from thinwire.program.ops import NextForward, Op, Program, Scope
-from thinwire.program.plan import SIDE_STREAMS
 
 
 def read_here(x: Tensor) -> None:

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.collectives.transport import Pending
+from thinwire.core.collectives.transport import Pending
+from thinwire.core.program.drive import Paused
+from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import Collective, Scope
 from thinwire.engine.executors import ranges
 from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.executors.runner import Runner
 from thinwire.engine.executors.watch import ExchangeWatch
-from thinwire.program.drive import Paused
-from thinwire.program.modes import own_modes
-from thinwire.program.ops import Collective, Scope
 
 
 @dataclass(eq=False)

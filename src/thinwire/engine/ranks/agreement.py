@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.lanes import Lane
-from thinwire.collectives.transport import all_gather_flat
-from thinwire.link.memory import memory_of, shares_memory
-from thinwire.program import Scope
+from thinwire.core.collectives.lanes import Lane
+from thinwire.core.collectives.transport import all_gather_flat
+from thinwire.core.memory import memory_of, shares_memory
+from thinwire.core.program import Scope
 
 _CHUNK_BYTES = 16 << 20
 _COMPARED_BYTES = 1 << 20  # sending less than this is faster than comparing it

@@ -18,11 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from thinwire.collectives.backends import backend_for, backend_of_new, backends_to_ask_for
-from thinwire.collectives.bounded import seconds_of
-from thinwire.collectives.lanes import Lane, Lanes
-from thinwire.collectives.ledger import Ledger
-from thinwire.collectives.transport import Pending, all_gather_flat, issue, pairwise
+from thinwire.core.collectives.backends import backend_for, backend_of_new, backends_to_ask_for
+from thinwire.core.collectives.bounded import seconds_of
+from thinwire.core.collectives.lanes import Lane, Lanes
+from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.collectives.transport import Pending, all_gather_flat, issue, pairwise
+from thinwire.core.kernels.orthogonal import arithmetic
+from thinwire.core.program import Method, NextForward, Program, Scope, Topology
+from thinwire.core.program.drive import drive
+from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import AllGather, Broadcast, Collective, Op
+from thinwire.core.program.trace import TracedExchange, depths
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
 from thinwire.engine.executors.issuer import Failure, OpIssuer
 from thinwire.engine.executors.steps import Names, ProgramSteps, executor_for
@@ -30,16 +36,10 @@ from thinwire.engine.executors.watch import typical
 from thinwire.engine.ranks.agreement import Disagreement, agree, broadcast_tensors, deepest_of_all, gather_bytes
 from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks, in_words, refused
 from thinwire.engine.ranks.order import OrderWatch
-from thinwire.kernels.orthogonal import arithmetic
-from thinwire.measure.cores import place, spare_places
-from thinwire.program import Method, NextForward, Program, Scope, Topology
-from thinwire.program.drive import drive
-from thinwire.program.modes import own_modes
-from thinwire.program.ops import AllGather, Broadcast, Collective, Op
-from thinwire.program.trace import TracedExchange, depths
+from thinwire.predict.measure.cores import place, spare_places
 
 if TYPE_CHECKING:
-    from thinwire.measure.gradual import GradualProbe
+    from thinwire.predict.measure.gradual import GradualProbe
 
 logger = logging.getLogger("thinwire")
 _numbers: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
@@ -211,7 +211,7 @@ class Communicator:
 
     def gradual_probe(self) -> GradualProbe:
         """Return a probe that measures the network between steps, on the buckets' lanes; use it under ``meeting``."""
-        from thinwire.measure.gradual import GradualProbe
+        from thinwire.predict.measure.gradual import GradualProbe
 
         who = self.members
         mesh_only = who.device.type == "cpu" and "AllGather" in pairwise(who.topology)

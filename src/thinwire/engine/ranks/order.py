@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from thinwire.program import Collective, Scope, Topology
+from thinwire.core.program import Collective, Scope, Topology
 
 
 class OrderWatch:

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from thinwire.core.methods.exchanges import padded
+from thinwire.core.program import Bucket
+from thinwire.core.program.drive import Paused
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.schedules.deferred_grad import Change
-from thinwire.methods.exchanges import padded
-from thinwire.program import Bucket
-from thinwire.program.drive import Paused
 
 
 def check_norm_type(norm_type: float) -> float:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.upload import upload
+from thinwire.core.program import Method
+from thinwire.core.program.bucket import Slot, used_by_nobody
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.memory import delivered
 from thinwire.engine.schedules import clip
 from thinwire.engine.schedules.schedule import Schedule
-from thinwire.kernels.upload import upload
-from thinwire.program import Method
-from thinwire.program.bucket import Slot, used_by_nobody
 
 logger = logging.getLogger("thinwire")
 

@@ -19,6 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.methods.decoupling import Decoupling
+from thinwire.core.program.bucket import used_by_nobody
+from thinwire.core.program.modes import own_modes
 from thinwire.engine.backward_end import current_task
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.hooks import ModuleHook
@@ -29,9 +32,6 @@ from thinwire.engine.schedules.forward_order import ForwardOrder
 from thinwire.engine.schedules.optimizers import OptimizerSnapshot, ParamGroupLock
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.engine.schedules.updates import DeferredUpdate, DeferredUpdates
-from thinwire.methods.decoupling import Decoupling
-from thinwire.program.bucket import used_by_nobody
-from thinwire.program.modes import own_modes
 
 logger = logging.getLogger("thinwire")
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.upload import upload
+from thinwire.core.methods.base import all_finite
 from thinwire.engine.ranks.communicator import Alone, Communicator
-from thinwire.kernels.upload import upload
-from thinwire.methods.base import all_finite
 
 
 @dataclass(frozen=True)

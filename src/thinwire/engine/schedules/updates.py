@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from thinwire.core.program import Bucket
+from thinwire.core.program.drive import Paused
 from thinwire.engine.memory import Memory
 from thinwire.engine.schedules.optimizers import OptimizerSnapshot
-from thinwire.program import Bucket
-from thinwire.program.drive import Paused
 
 
 @dataclass

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.durable import CheckpointDirectory, digest_of, read_file, write_file
+from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
 from thinwire.engine.local_sync import LocalSync
 from thinwire.engine.state import local_persistence, persistence
 from thinwire.engine.state.claim import hold
@@ -35,6 +35,7 @@ _OWN = ("model", "optimizer")  # each rank's own, under local steps
 _QUOTED = 3  # the most ranks to quote
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("thinwire")
+__all__ = ["complete", "load", "save"]
 
 
 def save(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from thinwire.engine.local.rounds import Fragment
 from thinwire.engine.state import persistence
 from thinwire.engine.state.persistence import (
     LOCAL,
@@ -24,7 +25,6 @@ from thinwire.engine.state.persistence import (
     to_flat,
     without,
 )
-from thinwire.local.rounds import Fragment
 
 if TYPE_CHECKING:
     from thinwire.engine.local_sync import LocalSync

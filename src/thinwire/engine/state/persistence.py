@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.methods.start import exact_method
+from thinwire.core.program import Method, Plan, Topology, working_dtype
+from thinwire.core.program.state import extend
+from thinwire.core.program.trace import memory
 from thinwire.engine.parameters import gradient_dtype, managed_parameters
 from thinwire.engine.session import Session
-from thinwire.methods.start import exact_method
-from thinwire.program import Method, Plan, Topology, working_dtype
-from thinwire.program.state import extend
-from thinwire.program.trace import memory
 
 if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync

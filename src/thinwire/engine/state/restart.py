@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from thinwire.program import Method, State
+from thinwire.core.program import Method, State
 
 logger = logging.getLogger("thinwire")
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.program import State
+from thinwire.core.program import State
 
 logger = logging.getLogger("thinwire")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thinwire.program import State
+from thinwire.core.program import State
 
 logger = logging.getLogger("thinwire")
 

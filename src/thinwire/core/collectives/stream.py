@@ -1,0 +1,177 @@
+"""One TCP connection between two ranks: messages one after another, each way, without headers.
+
+Only the tensors' bytes are sent. Both sides post the same messages in the same order, so the n-th message that one side
+sends is the n-th that the other receives. Bytes that arrive before their receive is posted wait in the kernel. So the
+transfer continues even while this process is not scheduled, whereas Gloo does a handshake for every message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from thinwire.core.collectives.countdown_work import CountdownWork
+from thinwire.core.memory import memory_of
+from thinwire.core.sockets import not_for_children
+
+if TYPE_CHECKING:
+    from thinwire.core.collectives.socket_loop import SocketLoop
+
+_CLOSED = "the other side has closed it"
+_WAKE_BYTES = 1 << 20  # bytes, or the rest of a message, for which a receiver is woken; half as many cost 3 %
+
+
+@dataclass(eq=False)
+class _Way:
+    """One direction: what is left of its messages, in order; and when a byte last moved, or could first have moved."""
+
+    waiting: deque[tuple[memoryview, CountdownWork]] = field(default_factory=deque)
+    moved: float = 0.0
+
+
+class Stream:
+    """One end of a connection, shared by the threads that post messages and the loop that moves them.
+
+    Args:
+        connection: a connected TCP socket, owned from now on.
+        peer: name of the other side, for errors.
+        timeout: seconds without a byte after which a waiting message fails, and all messages after it.
+        loop: watches the socket.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str, timeout: float, loop: SocketLoop) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self._peer, self._timeout, self._socket_loop = not_for_children(connection), peer, timeout, loop
+        self._out, self._in = _Way(), _Way()
+        self._lock = threading.RLock()
+        self._error: RuntimeError | None = None
+        self._woken_at, self._listening, self._asked = 1, False, 0
+        self.number = connection.fileno()
+        loop.add(self)
+
+    def send(self, x: Tensor | memoryview, work: CountdownWork) -> None:
+        """Post a contiguous CPU tensor, or its :func:`memory_of`; send at once what the kernel accepts."""
+        if self._post(self._out, x, work):
+            self.on_room()
+
+    def receive(self, x: Tensor | memoryview, work: CountdownWork) -> None:
+        """Post the place for the next message: a contiguous CPU tensor of its size, or its :func:`memory_of`."""
+        if self._post(self._in, x, work):
+            with self._lock:
+                self._ask()
+
+    def _post(self, way: _Way, x: Tensor | memoryview, work: CountdownWork) -> bool:
+        """Return whether the message is the only one waiting, so that the caller must start it."""
+        memory = x if isinstance(x, memoryview) else memory_of(x)
+        if not memory:
+            work.part_ended()
+            return False
+        with self._lock:
+            if (error := self._error) is None:
+                if not way.waiting:
+                    way.moved = time.monotonic()
+                way.waiting.append((memory, work))
+                return len(way.waiting) == 1
+        work.fail(error)
+        return False
+
+    def on_room(self) -> None:
+        """Send what the kernel accepts."""
+        self._move(self._out, self.socket.send)
+
+    def on_data(self) -> None:
+        """Receive the next message, or the part that has arrived; the loop calls again if there is more."""
+        self._listening = bool(self._in.waiting)
+        self._move(self._in, self.socket.recv_into, most=1)
+
+    def _move(self, way: _Way, transfer: Callable[[memoryview], int], most: int | None = None) -> None:
+        ended: list[CountdownWork] = []
+        with self._lock:
+            try:
+                while way.waiting and len(ended) != most:
+                    left, work = way.waiting[0]
+                    count = transfer(left)
+                    if not count:
+                        raise ConnectionResetError(_CLOSED)
+                    way.moved = time.monotonic()
+                    if count < len(
+                        left
+                    ):  # the kernel's buffer is full, or holds only a small remainder: the loop will call again
+                        way.waiting[0] = left[count:], work
+                        break
+                    way.waiting.popleft()
+                    ended.append(work)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._lost(error)
+            self._ask()
+        for work in ended:
+            work.part_ended()
+
+    def check(self, now: float) -> None:
+        """Fail if a message has waited too long without a byte."""
+        if self._in.waiting and now - self._in.moved > self._timeout / 2:
+            self.on_data()  # there may be fewer bytes than the kernel wakes for
+        with self._lock:
+            still = [now - way.moved for way in (self._in, self._out) if way.waiting]
+            if still and max(still) > self._timeout:
+                self._fail(RuntimeError(f"timed out: {self._peer} moved no byte for {self._timeout:.0f} seconds"))
+
+    def hung_up(self) -> None:
+        """End the stream because the other side is gone. Bytes that arrived before count."""
+        self._move(self._in, self.socket.recv_into)
+        self._lost(ConnectionResetError(_CLOSED))
+
+    def fail(self, error: Exception) -> None:
+        """End the stream because of an error while its bytes were moved."""
+        self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        """Close the connection; messages that still wait get an error."""
+        self._fail(RuntimeError(f"the connection to {self._peer} is closed"))
+
+    def _lost(self, error: OSError) -> None:
+        self._fail(RuntimeError(f"the connection to {self._peer} was lost: {error.strerror or error}"))
+
+    def _fail(self, error: RuntimeError) -> None:
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            self._socket_loop.remove(self)
+            with contextlib.suppress(OSError):
+                self.socket.close()
+            waiting = [work for way in (self._in, self._out) for _, work in way.waiting]
+            self._in.waiting.clear()
+            self._out.waiting.clear()
+        for work in waiting:
+            work.fail(error)
+
+    def _ask(self) -> None:
+        """Tell the loop and the kernel what this waits for; the lock must be held.
+
+        It keeps listening after the last message: the next one is likely to be posted before any byte of it arrives.
+        """
+        if self._error is not None:
+            return
+        if self._in.waiting:
+            self._listening = True
+            enough = min(len(self._in.waiting[0][0]), _WAKE_BYTES)
+            if enough != self._woken_at:
+                self._woken_at = enough
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+        wanted = (select.EPOLLIN if self._listening else 0) | (select.EPOLLOUT if self._out.waiting else 0)
+        if wanted != self._asked:
+            self._asked = wanted
+            self._socket_loop.watch(self, wanted)

@@ -1,0 +1,104 @@
+"""Take a threshold from a sample, then the largest of the entries that reach it.
+
+Paper: Lin et al.: Deep gradient compression, ICLR 2018 (arXiv:1712.01887), section 3 and the public code's sampling:
+the threshold of a 1 % sample; if too many entries reach it, top-k among them; if too few, a lower threshold.
+
+Differences from the paper: the threshold is lowered (x0.8, or halfway to one that was too low) until k entries reach
+it, and raised if more than 4k do, at most ``rounds`` times. Top-k then runs on at most 4k entries, chosen by the band
+rule, so the result is exact unless the rounds run out.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.select.band import Band, draw, take
+from thinwire.core.kernels.select.magnitudes import Magnitudes, Number, magnitude, pick
+
+_STEP = 0.8
+_ROOM = 4
+_STRIDE = 32  # strides are 32j + 1: a row length, mostly a multiple of 32, would sample few columns
+
+
+def threshold(
+    x: Tensor, k: int, generator: torch.Generator | None = None, *, sample: float = 0.01, rounds: int = 10
+) -> Tensor:
+    """Return indices of k entries.
+
+    Args:
+        x: 1-D.
+        k: 1..d.
+        generator: for the sample's start and the window.
+        sample: share of the entries that is sampled; at least 2 d / k entries are.
+        rounds: the most changes of the threshold.
+    """
+    if not 0 < sample <= 1:
+        raise ValueError(f"sample={sample} must be above 0 and at most 1")
+    if rounds < 0:
+        raise ValueError(f"rounds={rounds} must not be negative")
+    field = Magnitudes(x, k)
+    room = min(field.size, _ROOM * k)
+    band = Band(field, room)
+    t = _sampled(field, sample, draw(generator))
+    field.keep_from(t * _STEP)  # one pass serves this threshold and the next
+    for turn in range(rounds + 1):
+        c = field.count(t)
+        band.tried(t, c)
+        if turn == rounds or (field.host and k <= c <= room):
+            break
+        lower = _larger(t * _STEP, (t + band.low) / 2)
+        higher = _smaller(t / _STEP, (t + band.high) / 2)
+        t = field.rounded(pick(c < k, lower, pick(c > room, higher, t)))
+    if field.host and k <= c <= room:
+        draw(generator)  # so that both branches draw equally often
+        found = field.indices(t)
+    else:
+        above = _next(field, t)  # if many entries equal t, those above it come first
+        band.tried(above, field.count(above))
+        found = take(field, band, generator).sort().values
+    return found[_best(Magnitudes(x[found], k), generator)]
+
+
+def _best(field: Magnitudes, generator: torch.Generator | None) -> Tensor:
+    """Return the exact choice; a window decides between equals."""
+    kth = torch.topk(_clean(field, field.x), field.k, sorted=False).values.amin()
+    band = Band(field, field.k)
+    band.low = float(kth) if field.host else kth.double()
+    band.high = _next(field, band.low)
+    return take(field, band, generator)
+
+
+def _sampled(field: Magnitudes, share: float, u: Number) -> Number:
+    """Return the threshold of a strided sample with a random start."""
+    wanted = min(field.size, max(math.ceil(share * field.size), math.ceil(2 * field.size / field.k)))
+    stride = max(1, (field.size // wanted - 1) // _STRIDE * _STRIDE + 1)
+    n = field.size // stride
+    if isinstance(u, Tensor):
+        sample = field.x[torch.arange(n, device=field.x.device) * stride + (u * stride).long()]
+    else:
+        sample = field.x[int(u * stride) :: stride][:n]
+    sample = _clean(field, sample)
+    t = torch.topk(sample, min(n, math.ceil(field.k / field.size * n)), sorted=False).values.amin()
+    return float(t) if field.host else t.double()
+
+
+def _clean(field: Magnitudes, x: Tensor) -> Tensor:
+    return magnitude(x).nan_to_num(nan=field.largest, posinf=field.largest)
+
+
+def _larger(a: Number, b: Number) -> Number:
+    return pick(a > b, a, b)
+
+
+def _smaller(a: Number, b: Number) -> Number:
+    return pick(a < b, a, b)
+
+
+def _next(field: Magnitudes, t: Number) -> Number:
+    """Return the next number above a threshold."""
+    here = t.to(field.dtype) if isinstance(t, Tensor) else torch.tensor(t, dtype=field.dtype)
+    after = torch.nextafter(here, torch.full_like(here, math.inf))
+    return float(after) if field.host else after.double()

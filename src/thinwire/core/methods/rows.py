@@ -1,0 +1,131 @@
+"""Put a bucket's tensors into one matrix, each from a row of its own, so that one operation works on all of them.
+
+What belongs to a tensor (a scale, the bytes of its codes) starts anew with each tensor, so no value depends on the
+plan. The last row of a tensor is padded with zeros, which are not sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.seeding import fill_noise
+from thinwire.core.kernels.upload import upload
+from thinwire.core.methods.feedback import accumulate_all
+from thinwire.core.program import Bucket, Slot, State, working_dtype
+from thinwire.core.program.bucket import deliver
+
+
+class Rows:
+    """The place of each tensor of a bucket in the matrix.
+
+    Args:
+        slots: the bucket's.
+        width: elements in a row, a multiple of 8.
+
+    Attributes:
+        slots: those that have elements.
+        count: total number of rows.
+    """
+
+    def __init__(self, slots: Sequence[Slot], width: int) -> None:
+        self.slots = [slot for slot in slots if slot.numel]
+        self.width = width
+        self._rows = [-(-slot.numel // width) for slot in self.slots]
+        self.count = sum(self._rows)
+
+    @classmethod
+    def of(cls, bucket: Bucket, width: int) -> Rows:
+        """Return the rows of a bucket; made once for each bucket and width."""
+        if width not in bucket.memo:
+            bucket.memo[width] = cls(bucket.slots, width)
+        found = bucket.memo[width]
+        assert isinstance(found, Rows)
+        return found
+
+    @functools.cached_property
+    def sizes(self) -> Tensor:
+        """Number of elements of each tensor, int64."""
+        return upload(torch.tensor([slot.numel for slot in self.slots]), self.slots[0].device)
+
+    @functools.cached_property
+    def owner(self) -> Tensor:
+        """For each row, the place in ``slots`` of its tensor, int32 [count]."""
+        device = self.slots[0].device
+        if device.type == "meta":
+            return torch.empty(self.count, dtype=torch.int32, device=device)
+        rows = upload(torch.tensor(self._rows, dtype=torch.int32), device)
+        return torch.repeat_interleave(rows, output_size=self.count)
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """Return each tensor's own part of ``x`` [.., whole rows of elements or packed codes]: views."""
+        each = x.shape[-1] // self.count
+        parts = x.split([rows * each for rows in self._rows], -1)
+        return [part[..., : self._own(slot, each)] for slot, part in zip(self.slots, parts)]
+
+    def spread(self, x: Tensor, each: int) -> Tensor:
+        """Undo ``cut`` for rows of ``each`` bytes: turn the concatenated parts into whole rows again, [.., bytes]."""
+        own = [self._own(slot, each) for slot in self.slots]
+        if sum(own) == self.count * each:
+            return x
+        zeros = x.new_zeros((*x.shape[:-1], each))
+        parts = [zeros[..., :0]]
+        for part, rows in zip(x.split(own, -1), self._rows):
+            parts += [part, zeros[..., : rows * each - part.shape[-1]]]
+        return torch.cat(parts, -1)
+
+    def gradients(self) -> Tensor:
+        """Return all gradients, [count * width], working dtype, unscaled: a new tensor."""
+        first = self.slots[0]
+        x = torch.empty(self.count * self.width, dtype=working_dtype(first.dtype), device=first.device)
+        if x.device.type == "meta":
+            return x
+        self._clear(x)
+        torch._foreach_copy_(self._shaped(x), [slot.raw() for slot in self.slots])
+        return x if first.scale is None else x.div_(first.scale)
+
+    def accumulate(self, state: State) -> Tensor:
+        """Return A = M + E in the layout of ``gradients``."""
+        x = state.spare(self.slots, size=self.count * self.width)
+        if x.device.type != "meta":
+            self._clear(x)
+            accumulate_all(self.slots, state, self._shaped(x))
+        return x
+
+    def stage(self, state: State, residual: Tensor) -> None:
+        """Stage the residuals; the state keeps views."""
+        for slot, piece in zip(self.slots, self._shaped(residual)):
+            state.stage(slot.name, residual=piece)
+
+    def noise(self, seed: int, state: State) -> Tensor:
+        """Return an int16 number for each element, drawn from the seed, its tensor's name, the step and the rank."""
+        device = self.slots[0].device
+        x = torch.empty(self.count * self.width, dtype=torch.int16, device=device)
+        if device.type != "meta":
+            self._clear(x)
+            parts = [part[: slot.numel + -slot.numel % 4] for slot, part in zip(self.slots, self._whole(x))]
+            fill_noise(parts, [(seed, slot.name, state.step, state.rank) for slot in self.slots])
+        return x
+
+    def write(self, x: Tensor) -> None:
+        """Deliver all averages: the counterpart of ``gradients``."""
+        scale = self.slots[0].scale
+        deliver(self.slots, self._shaped(x if scale is None else x * scale))
+
+    def _own(self, slot: Slot, each: int) -> int:
+        return -(-slot.numel * each // self.width)
+
+    def _whole(self, x: Tensor) -> list[Tensor]:
+        return list(x.split([rows * self.width for rows in self._rows]))
+
+    def _shaped(self, x: Tensor) -> list[Tensor]:
+        return [part.view(slot.shape) for slot, part in zip(self.slots, self.cut(x))]
+
+    def _clear(self, x: Tensor) -> None:
+        """Write zeros where there is no element."""
+        gaps = [part[slot.numel :] for slot, part in zip(self.slots, self._whole(x)) if part.numel() > slot.numel]
+        if gaps:
+            torch._foreach_zero_(gaps)

@@ -1,0 +1,125 @@
+"""SignSGD: one bit per element and one scale per tensor, exchanged by all-gather.
+
+Papers: Karimireddy et al.: Error feedback fixes SignSGD, 2019, arXiv 1901.09847 (the default); Seide et al.: 1-bit
+stochastic gradient descent, 2014 (``levels=2``); Bernstein et al.: signSGD, 2018, arXiv 1802.04434
+(``vote="majority"``).
+
+A = M + E, d elements. Sent: bit 1 where A >= 0, and s = |A|_1 / d; decoded +s or -s, so that results keep gradient
+units. ``levels=2``: two values, the mean of the elements >= 0 and of those below. ``vote="majority"``: the sign of
+the sum of signs, where a tie is 0; units are then +-1 and the learning rate must be chosen again. Message: all scales,
+then all bits, each tensor in whole bytes: d / 8 bytes per tensor and peer.
+
+Differences from the papers: E does not contain the learning rate; scales are per tensor; an element that is zero takes
+bit (index + step + rank) mod 2 under "majority", so that an element that is zero everywhere does not drift. From 1-bit
+SGD: the two values are per tensor, not per column of a matrix; messages are gathered, not summed and quantised again by
+an owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.bits import add_values, pack_bits, pack_signs
+from thinwire.core.methods.base import all_finite, check_choice, check_flag, check_fusion, poison, split_message
+from thinwire.core.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
+from thinwire.core.methods.rows import Rows
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
+
+
+@dataclass(frozen=True)
+class SignSGD(Method):
+    """Send the sign of each element.
+
+    Args:
+        error_feedback: keep what was not sent and add it to the next gradient.
+        vote: "mean" of the ranks' decoded messages, or "majority" of their signs (only without feedback).
+        levels: 1 or 2 magnitudes per tensor (2 only with "mean").
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+    """
+
+    name: ClassVar[str] = "signsgd"
+    has_residual: ClassVar[bool] = True
+    auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = (5, ({},))
+
+    error_feedback: bool = True
+    vote: str = "mean"
+    levels: int = 1
+    fusion: Any = "auto"
+
+    def __post_init__(self) -> None:
+        check_flag("error_feedback", self.error_feedback)
+        check_choice("vote", self.vote, ("mean", "majority"))
+        check_choice("levels", self.levels, (1, 2))
+        if self.vote == "majority" and self.error_feedback:
+            raise ValueError("vote='majority' has no gradient units to feed back: add error_feedback=False")
+        if self.vote == "majority" and self.levels == 2:
+            raise ValueError("vote='majority' counts signs alone: levels=2 needs vote='mean'")
+        check_fusion(self.fusion)
+        if not self.error_feedback:
+            object.__setattr__(self, "has_residual", False)
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """Return bits and scales of each tensor in units of fp32 elements, rounded up."""
+        return [-(-size // 32) + self.levels if size else 0 for size in super().payload(shapes, phase)]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Accumulate, encode, decode this rank's bits; then decode all ranks' bits."""
+        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        if not size:
+            return [0.0]
+        # Counted in the code of _encode, where a bool is a quarter of a pass.
+        encode = 18.1 if self.vote == "majority" else 3.6 if self.levels == 1 else 10.1
+        row = 2 * IN_PLACE  # the table's values out and in, and the sum
+        own = ACCUMULATE + row if self.error_feedback else 0.0
+        deliver = WRITE + row * topology.world_size + IN_PLACE * (2 if self.vote == "majority" else 1)
+        return [prices.passes(own + encode, size), prices.passes(deliver, size)]
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """Do one all-gather of scales and bits."""
+        rows = Rows.of(bucket, 8)  # a byte of bits
+        if not rows.slots:
+            return
+        a = rows.accumulate(state) if self.error_feedback else rows.gradients()
+        bits, values = self._encode(a, rows, state)
+        if self.error_feedback:
+            high, low = -values
+            add_values(a, bits[None], high[None], low[None], rows.owner)
+            rows.stage(state, a)
+        scales = values[: self.levels].T.reshape(-1)
+        everyone = yield AllGather(torch.cat([scales.view(torch.uint8), bits]))
+        table, bits = split_message(everyone, scales.numel(), a.dtype)
+        finite = all_finite(table)
+        state.verdict(finite)
+        high, low = table[:, :: self.levels], table[:, 1::2] if self.levels == 2 else -table
+        total = torch.zeros_like(a) if self.error_feedback else a.zero_()
+        add_values(total, bits, high, low, rows.owner)
+        if self.vote == "majority":
+            total.sign_()
+        rows.write(total.div_(poison(finite, 1 if self.vote == "majority" else state.size, a.dtype)))
+
+    def _encode(self, a: Tensor, rows: Rows, state: State) -> tuple[Tensor, Tensor]:
+        """Return the bits, and each tensor's two decoded values, [2, T]; NaN or inf if any element is."""
+        tensors = rows.cut(a)
+        if self.vote == "majority":
+            turn = 0b01010101 if (state.step + state.rank) % 2 else 0b10101010
+            one = poison(all_finite(a), 1.0, a.dtype)
+            bits = pack_bits(a > 0) | (pack_bits(a == 0) & turn)
+            return bits, torch.stack([one, -one])[:, None].repeat(1, len(tensors))
+        if a.device.type == "meta":
+            return pack_signs(a), a.new_empty(2, len(tensors))
+        if self.levels == 1:
+            scale = torch.stack(torch._foreach_norm(tensors, 1)) / rows.sizes
+            return pack_signs(a), torch.stack([scale, -scale])
+        mask = a >= 0
+        above = torch.stack([x.sum() for x in rows.cut(mask)])
+        sums = torch.stack([x.sum() for half in (a.clamp(min=0), a.clamp(max=0)) for x in rows.cut(half)])
+        counts = torch.stack([above, rows.sizes - above])
+        return pack_bits(mask), sums.view(2, -1) / counts.clamp(min=1)

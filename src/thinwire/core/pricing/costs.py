@@ -1,0 +1,231 @@
+"""Costs of exchanges and compute on this cluster: measured curves, and formulas for what was not measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.core.pricing.checks import Hashed, check_number
+from thinwire.core.pricing.curves import Curve, Linear, RingOrTree, Table, curve_from_data, curve_to_data
+from thinwire.core.pricing.formulas import KINDS, copies, startups, tree
+from thinwire.core.program.ops import Scope
+from thinwire.core.records import UNREADABLE
+
+__all__ = ["Costs", "Key", "Linear", "Table", "assumed_compute"]
+
+Key = tuple[str, str, int]
+"""(operation, scope, members), for example ("AllReduce", "world", 16)."""
+
+_SCOPES = tuple(scope.value for scope in Scope)
+_NOTHING = Linear(0.0, 0.0, "assumed", "a group of one sends nothing")
+
+
+@dataclass(frozen=True)
+class Costs(Hashed):
+    """Cost curves by name. Plain data that is printed, hashed, broadcast and pinned.
+
+    Attributes:
+        exchanges: (operation, scope, members) -> seconds as a function of one rank's message bytes, see
+            ``planner.formulas``.
+        compute: name -> seconds. "select": of fp32 elements; "memory": of bytes read or written; "multiply" and
+            "orthogonalise": of FLOPs; "thin": a product with few columns, of the large matrix's elements; other names
+            as defined by whoever writes them. Read ``seconds_per_byte`` accordingly.
+        cpu_share: operation -> CPU seconds, by message bytes, that are taken from compute (Gloo); absent: none.
+    """
+
+    exchanges: Mapping[Key, Curve]
+    compute: Mapping[str, Curve] = field(default_factory=dict)
+    cpu_share: Mapping[str, Linear] = field(default_factory=dict)
+    _scaled: dict[Key, Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for kind, scope, members in self.exchanges:
+            if kind not in KINDS or scope not in _SCOPES or members < 1:
+                raise ValueError(
+                    f"exchanges: ({kind!r}, {scope!r}, {members}) is not of the form (operation, scope, members)"
+                )
+        for kind in self.cpu_share:
+            if kind not in KINDS:
+                raise ValueError(f"cpu_share: {kind!r} is not an operation; use one of {', '.join(KINDS)}")
+        for name in ("exchanges", "compute", "cpu_share"):  # own copies, in one order
+            object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def lookup(self, kind: str, scope: Scope | str, members: int) -> Curve:
+        """Return the curve of an operation, with its provenance.
+
+        An operation that was not measured is scaled by the formulas from the nearest curve (same scope first, then same
+        operation, then the closest number of members) and marked "assumed".
+
+        Raises:
+            LookupError: there is nothing to scale from.
+            ValueError: an unknown operation.
+        """
+        place = scope.value if isinstance(scope, Scope) else scope
+        key = (kind, place, members)
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is not an operation; use one of {', '.join(KINDS)}")
+        if members <= 1:
+            return _NOTHING
+        if key in self.exchanges:
+            return self.exchanges[key]
+        if key not in self._scaled:
+            self._scaled[key] = self._from_nearest(key)
+        return self._scaled[key]
+
+    def _from_nearest(self, key: Key) -> Curve:
+        kind, place, members = key
+        known = [other for other in self.exchanges if other[2] > 1]
+        if not known:
+            raise LookupError(
+                f"no curve from which to price {kind} in a {place} of {members}: the costs hold no exchange"
+            )
+        near = min(known, key=lambda k: (k[1] != place, k[0] != kind, abs(math.log(k[2] / members)), k[2], k))
+        source = "scaled from {} in a {} of {}".format(*near)
+        startup = startups(kind, members) / startups(near[0], near[2])
+        rest = copies(kind, members) / copies(near[0], near[2])
+        curve = self.exchanges[near]
+        if not isinstance(curve, RingOrTree):
+            return curve.stretched(startup, rest, source)
+        ring = curve.ring.stretched(startup, rest, source)
+        if kind != "AllReduce":
+            return ring
+        depth = tree(1.0, 1.0, members)[0] / tree(1.0, 1.0, near[2])[0]
+        return RingOrTree(ring, curve.tree.stretched(depth, 1.0, source))
+
+    def seconds(self, kind: str, scope: Scope | str, members: int, message_bytes: float, share: float = 1.0) -> float:
+        """Return the time of one exchange; ``message_bytes`` is one rank's, as ``program.trace`` gives it.
+
+        ``share``: fraction of a node's ranks that cross at once; the curves assume all of them on one network card.
+        """
+        curve = self.lookup(kind, scope, members)
+        return (curve if share == 1.0 else curve.stretched(1.0, share, curve.source))(message_bytes)
+
+    def compute_seconds(self, name: str, amount: float) -> float:
+        """Return the time of a computation; the unit of ``amount`` is that of the curve.
+
+        Raises:
+            LookupError: there is no such curve.
+        """
+        if name not in self.compute:
+            raise LookupError(f"the costs hold no curve {name!r}, only {', '.join(self.compute) or 'none'}")
+        return self.compute[name](amount)
+
+    def cpu_seconds(self, kind: str, message_bytes: float) -> float:
+        """Return the CPU seconds that an exchange takes from compute."""
+        share = self.cpu_share.get(kind)
+        return share(message_bytes) if share else 0.0
+
+    @classmethod
+    def of_link(
+        cls,
+        bits_per_second: float,
+        latency_seconds: float,
+        workers: int,
+        ranks_per_node: int = 1,
+        *,
+        efficiency: float = 0.94,
+        node_bits_per_second: float = 40e9,
+        node_latency_seconds: float = 20e-6,
+        trees: bool = False,
+        compute: Mapping[str, Curve] | None = None,
+        cpu_share: Mapping[str, Linear] | None = None,
+    ) -> Costs:
+        """Build assumed costs from a link's data sheet, with the ring formulas.
+
+        Args:
+            bits_per_second: line rate of one machine's network card; its ranks share it.
+            latency_seconds: start-up of one message.
+            workers: total number of ranks.
+            ranks_per_node: ranks of each machine.
+            efficiency: share of the line rate that the payload gets.
+            node_bits_per_second: rate between ranks of one machine.
+            node_latency_seconds: start-up inside one machine.
+            trees: sums may also use trees where that is cheaper, as in NCCL; Gloo always uses rings.
+            compute: compute curves; None means ``assumed_compute()``.
+            cpu_share: see the class.
+
+        Raises:
+            ValueError: a number out of range, or workers that do not fill the machines.
+        """
+        for name, value in (("bits_per_second", bits_per_second), ("node_bits_per_second", node_bits_per_second)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        if not 0 < efficiency <= 1:
+            raise ValueError(f"efficiency must be in (0, 1], not {efficiency}")
+        check_number("latency_seconds", latency_seconds)
+        check_number("node_latency_seconds", node_latency_seconds)
+        if workers < 1 or ranks_per_node < 1 or workers % ranks_per_node:
+            raise ValueError(f"{workers} workers cannot be placed {ranks_per_node} per node")
+        outer, inner = 8 / (bits_per_second * efficiency), 8 / node_bits_per_second
+        if workers == ranks_per_node:
+            world = (node_latency_seconds, inner)
+        else:  # a ring is as fast as its slowest edge
+            world = (latency_seconds, outer if ranks_per_node == 1 else max(outer, inner))
+        # Members, start-up, seconds per byte, ranks that share the card. One group per local rank crosses at a time.
+        groups = {
+            "world": (workers, *world, ranks_per_node),
+            "node": (ranks_per_node, node_latency_seconds, inner, ranks_per_node),
+            "cross": (workers // ranks_per_node, latency_seconds, outer * ranks_per_node, 1),
+        }
+        way = "ring and tree formulas" if trees else "ring formulas"
+        source = f"{bits_per_second / 1e9:g} Gbit/s at {efficiency:.0%}, {latency_seconds * 1e6:g} us, {way}"
+        exchanges: dict[Key, Curve] = {}
+        for scope, (members, a, b, sharing) in groups.items():
+            for kind in KINDS if members > 1 else ():
+                rest = b * copies(kind, members, sharing)
+                ring = Linear(a * startups(kind, members), rest, "assumed", source)
+                along = Linear(*tree(a, b, members), "assumed", source)
+                both = trees and kind == "AllReduce"
+                exchanges[kind, scope, members] = RingOrTree(ring, along) if both else ring
+        return cls(exchanges, assumed_compute() if compute is None else compute, cpu_share or {})
+
+    def to_json(self) -> str:
+        """Return the costs as JSON text."""
+        exchanges = [[*key, curve_to_data(curve)] for key, curve in self.exchanges.items()]
+        compute = {name: curve_to_data(curve) for name, curve in self.compute.items()}
+        cpu_share = {kind: curve_to_data(curve) for kind, curve in self.cpu_share.items()}
+        return json.dumps({"exchanges": exchanges, "compute": compute, "cpu_share": cpu_share})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read back what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text holds no costs.
+        """
+        try:
+            data: Any = json.loads(text)
+            exchanges = {(str(k), str(s), int(m)): curve_from_data(curve) for k, s, m, curve in data["exchanges"]}
+            compute = {str(name): curve_from_data(curve) for name, curve in data["compute"].items()}
+            shares = {str(kind): curve_from_data(curve) for kind, curve in data["cpu_share"].items()}
+            lines = {kind: curve for kind, curve in shares.items() if isinstance(curve, Linear)}
+            if len(lines) < len(shares):
+                raise ValueError("a CPU share must be a line")
+            return cls(exchanges, compute, lines)
+        except UNREADABLE as error:
+            raise ValueError(f"these are not thinwire costs: {error}") from error
+
+
+def assumed_compute(memory_bytes_per_second: float = 10e9, flops: float = 1e11) -> dict[str, Curve]:
+    """Return compute curves from a device's data sheet; the defaults are those of a few CPU cores.
+
+    Selection counts as 8 passes over fp32 elements plus a start-up of 60 us; orthogonalisation runs at a tenth of the
+    FLOP/s.
+    """
+    for name, value in (("memory_bytes_per_second", memory_bytes_per_second), ("flops", flops)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, not {value}")
+    rates = f"{memory_bytes_per_second / 1e9:g} GB/s, {flops / 1e9:g} GFLOP/s"
+    return {
+        "memory": Linear(0.0, 1 / memory_bytes_per_second, "assumed", rates),
+        "select": Linear(60e-6, 32 / memory_bytes_per_second, "assumed", f"8 passes at {rates}"),
+        "multiply": Linear(0.0, 1 / flops, "assumed", rates),
+        "thin": Linear(0.0, 4 / memory_bytes_per_second, "assumed", f"one pass at {rates}"),
+        "orthogonalise": Linear(0.0, 10 / flops, "assumed", f"a tenth of {rates}"),
+    }

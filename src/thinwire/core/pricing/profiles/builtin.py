@@ -1,0 +1,177 @@
+"""Well-known models by name, with compute seconds derived from FLOPs, for questions before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from thinwire.core.pricing.profiles.layers import FlopsEstimate, Layer, convolution, estimate, linear, norm
+from thinwire.core.pricing.profiles.profile import ModelProfile
+
+# Name: samples per rank (as in the papers' scripts, if they set it), positions per sample, layers.
+_MODELS: dict[str, tuple[int, int, Callable[[int], list[Layer]]]] = {
+    "resnet50": (64, 0, lambda _: bottleneck_resnet((3, 4, 6, 3))),
+    "resnet152": (32, 0, lambda _: bottleneck_resnet((3, 8, 36, 3))),
+    "densenet201": (32, 0, lambda _: densenet((6, 12, 48, 32))),
+    "vgg16": (64, 0, lambda _: vgg16()),
+    "bert-base": (64, 64, lambda positions: bert(768, 12, positions)),
+    "bert-large": (32, 64, lambda positions: bert(1024, 24, positions)),
+    "gpt2": (8, 512, lambda positions: gpt2(768, 12, positions)),
+}
+BUILTIN = tuple(_MODELS)
+"""The names that ``builtin`` accepts."""
+
+
+def builtin(
+    name: str,
+    *,
+    batch_size: int | None = None,
+    device_flops: float = 1e13,
+    sequence_length: int | None = None,
+) -> ModelProfile:
+    """Return the profile of a well-known model; its shapes are exact, its seconds are assumed.
+
+    Args:
+        name: one of ``BUILTIN``.
+        batch_size: samples per rank; None: a common one.
+        device_flops: FLOP/s that the device sustains.
+        sequence_length: positions per sample, for BERT (at most 512) and GPT-2 (at most 1,024).
+
+    Raises:
+        ValueError: an unknown name, or an option that does not apply.
+
+    Example:
+        >>> builtin("resnet50").elements
+        25557032
+    """
+    if name not in _MODELS:
+        raise ValueError(f"model {name!r} is unknown; use one of {', '.join(BUILTIN)}")
+    usual, positions, layers = _MODELS[name]
+    if sequence_length is not None:
+        most = 1024 if name == "gpt2" else 512
+        if not positions or not 1 <= sequence_length <= most:
+            raise ValueError(f"sequence_length={sequence_length} does not fit {name}")
+        positions = sequence_length
+    how = FlopsEstimate(usual if batch_size is None else batch_size, device_flops)
+    return estimate(name, layers(positions), how, "FLOPs of the layers")
+
+
+def densenet(blocks: Sequence[int]) -> list[Layer]:
+    """Return the layers of DenseNet-121 (6, 12, 24, 16) or -201 (6, 12, 48, 32)."""
+    channels, growth, side = 64, 32, 56
+    layers = [convolution("features.conv0", 3, channels, 7, 112), norm("features.norm0", channels, 112**2)]
+    for b, count in enumerate(blocks, 1):
+        for n in range(1, count + 1):
+            name = f"features.denseblock{b}.denselayer{n}"
+            layers.append(norm(f"{name}.norm1", channels, side**2))
+            layers.append(convolution(f"{name}.conv1", channels, 4 * growth, 1, side))
+            layers.append(norm(f"{name}.norm2", 4 * growth, side**2))
+            layers.append(convolution(f"{name}.conv2", 4 * growth, growth, 3, side))
+            channels += growth
+        if b < len(blocks):
+            name = f"features.transition{b}"
+            layers.append(norm(f"{name}.norm", channels, side**2))
+            layers.append(convolution(f"{name}.conv", channels, channels // 2, 1, side))
+            channels, side = channels // 2, side // 2
+    return [*layers, norm("features.norm5", channels, side**2), linear("classifier", channels, 1000)]
+
+
+def vgg16() -> list[Layer]:
+    """Return the layers of VGG-16 without normalisation."""
+    layers: list[Layer] = []
+    inputs, side, place = 3, 224, 0
+    for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(count):
+            layers.append(convolution(f"features.{place}", inputs, width, 3, side, bias=True))
+            inputs, place = width, place + 2  # a ReLU in between
+        side, place = side // 2, place + 1  # the pooling
+    layers.append(linear("classifier.0", 512 * 7 * 7, 4096))
+    layers.append(linear("classifier.3", 4096, 4096))
+    return [*layers, linear("classifier.6", 4096, 1000)]
+
+
+def bottleneck_resnet(blocks: Sequence[int]) -> list[Layer]:
+    """Return the layers of ResNet-50 (3, 4, 6, 3), -101 (3, 4, 23, 3) or -152 (3, 8, 36, 3)."""
+    layers: list[Layer] = []
+
+    def add(conv: str, bn: str, inputs: int, outputs: int, kernel: int, side: int) -> None:
+        layers.append(convolution(conv, inputs, outputs, kernel, side))
+        layers.append(norm(bn, outputs, side**2))
+
+    add("conv1", "bn1", 3, 64, 7, 112)
+    inputs, side = 64, 56
+    for stage, count in enumerate(blocks):
+        width = 64 * 2**stage
+        for block in range(count):
+            name = f"layer{stage + 1}.{block}"
+            outer = side
+            if stage and block == 0:
+                side //= 2  # the 3 x 3 convolution has the stride
+            add(f"{name}.conv1", f"{name}.bn1", inputs, width, 1, outer)
+            add(f"{name}.conv2", f"{name}.bn2", width, width, 3, side)
+            add(f"{name}.conv3", f"{name}.bn3", width, 4 * width, 1, side)
+            if block == 0:
+                add(f"{name}.downsample.0", f"{name}.downsample.1", inputs, 4 * width, 1, side)
+            inputs = 4 * width
+    return [*layers, linear("fc", inputs, 1000)]
+
+
+def _table(name: str, rows: int, hidden: int, positions: int) -> Layer:
+    return Layer(name, float(hidden * positions), (("weight", (rows, hidden)),), "Embedding")
+
+
+def _attention(name: str, hidden: int, positions: int) -> Layer:
+    """Return scores and weighted sum: no parameters, two products of positions x positions x hidden."""
+    return Layer(name, 4.0 * positions**2 * hidden)
+
+
+def bert(hidden: int, depth: int, positions: int, *, vocabulary: int = 30522, heads: bool = False) -> list[Layer]:
+    """Return the layers of a BERT encoder with pooler; ``heads=True`` adds both pre-training heads, decoder tied."""
+    layers = [
+        _table("embeddings.word_embeddings", vocabulary, hidden, positions),
+        _table("embeddings.position_embeddings", 512, hidden, positions),
+        _table("embeddings.token_type_embeddings", 2, hidden, positions),
+        norm("embeddings.LayerNorm", hidden, positions),
+    ]
+    for i in range(depth):
+        name = f"encoder.layer.{i}"
+        for part in ("query", "key", "value"):
+            layers.append(linear(f"{name}.attention.self.{part}", hidden, hidden, positions))
+        layers.append(_attention(f"{name}.attention.self", hidden, positions))
+        layers.append(linear(f"{name}.attention.output.dense", hidden, hidden, positions))
+        layers.append(norm(f"{name}.attention.output.LayerNorm", hidden, positions))
+        layers.append(linear(f"{name}.intermediate.dense", hidden, 4 * hidden, positions))
+        layers.append(linear(f"{name}.output.dense", 4 * hidden, hidden, positions))
+        layers.append(norm(f"{name}.output.LayerNorm", hidden, positions))
+    layers.append(linear("pooler.dense", hidden, hidden))
+    if heads:
+        layers.append(linear("cls.predictions.transform.dense", hidden, hidden, positions))
+        layers.append(norm("cls.predictions.transform.LayerNorm", hidden, positions))
+        decoder = 2.0 * hidden * vocabulary * positions  # its matrix is the embedding
+        layers.append(Layer("cls.predictions", decoder, (("bias", (vocabulary,)),)))
+        layers.append(linear("cls.seq_relationship", hidden, 2))
+    return layers
+
+
+def gpt2(hidden: int, depth: int, positions: int, *, vocabulary: int = 50257) -> list[Layer]:
+    """Return the layers of GPT-2; the output head is tied to the embedding and only costs time."""
+    layers = [
+        _table("transformer.wte", vocabulary, hidden, positions),
+        _table("transformer.wpe", 1024, hidden, positions),
+    ]
+    for i in range(depth):
+        name = f"transformer.h.{i}"
+        layers.append(norm(f"{name}.ln_1", hidden, positions))
+        layers.append(_product(f"{name}.attn.c_attn", hidden, 3 * hidden, positions))
+        layers.append(_attention(f"{name}.attn", hidden, positions))
+        layers.append(_product(f"{name}.attn.c_proj", hidden, hidden, positions))
+        layers.append(norm(f"{name}.ln_2", hidden, positions))
+        layers.append(_product(f"{name}.mlp.c_fc", hidden, 4 * hidden, positions))
+        layers.append(_product(f"{name}.mlp.c_proj", 4 * hidden, hidden, positions))
+    layers.append(norm("transformer.ln_f", hidden, positions))
+    return [*layers, Layer("lm_head", 2.0 * hidden * vocabulary * positions)]
+
+
+def _product(name: str, inputs: int, outputs: int, positions: int) -> Layer:
+    """Return a fully connected layer that stores its matrix as inputs x outputs."""
+    parameters = (("weight", (inputs, outputs)), ("bias", (outputs,)))
+    return Layer(name, 2.0 * inputs * outputs * positions, parameters)

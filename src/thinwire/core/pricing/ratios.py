@@ -1,0 +1,124 @@
+"""LAGS: how many elements of each layer may be sent before the next gradient needs the link."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.core.pricing.checks import Hashed, Price, check_number, check_seconds, check_sizes, priced
+from thinwire.core.records import UNREADABLE
+
+
+@dataclass(frozen=True)
+class Ratios(Hashed):
+    """Kept elements per layer, in backward order. Part of the plan: a different count on one rank breaks the exchange.
+
+    Attributes:
+        kept: elements sent; all of them if the layer is dense.
+        dense: whether the layer is all-reduced without selection.
+        finish_seconds: end of the last message, from the start of backward.
+    """
+
+    kept: list[int]
+    dense: list[bool]
+    finish_seconds: float
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def to_json(self) -> str:
+        """Return the ratios as JSON text."""
+        return json.dumps({"kept": self.kept, "dense": self.dense, "finish_seconds": self.finish_seconds})
+
+    @classmethod
+    def from_json(cls, text: str) -> Ratios:
+        """Read back what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text holds no ratios.
+        """
+        try:
+            data: Any = json.loads(text)
+            kept, dense = [int(k) for k in data["kept"]], [bool(d) for d in data["dense"]]
+            if len(kept) != len(dense):
+                raise ValueError("kept and dense differ in length")
+            return cls(kept, dense, float(data["finish_seconds"]))
+        except UNREADABLE as error:
+            raise ValueError(f"these are not thinwire ratios: {error}") from error
+
+
+def lags(
+    sizes: Sequence[int],
+    backward_seconds: Sequence[float],
+    select_seconds: Price,
+    exchange_seconds: Price,
+    allreduce_seconds: Price,
+    max_ratio: float = 1000,
+    *,
+    exposed_seconds: float = 0.0,
+    side_stream: bool = False,
+) -> Ratios:
+    """Give each layer as many elements as its exchange can hide until the next gradient is ready.
+
+    A layer is dense if its all-reduce can be hidden. It is not made dense merely because that is cheaper than selection
+    and exchange: otherwise more bandwidth could lead to fewer elements.
+
+    Args:
+        sizes: elements per layer, in backward order.
+        backward_seconds: backward time of each layer, from the previous gradient to this one.
+        select_seconds: selection time, as a function of a layer's elements.
+        exchange_seconds: exchange time, as a function of the *kept* elements; non-decreasing.
+        allreduce_seconds: all-reduce time, as a function of a layer's elements.
+        max_ratio: a layer of d elements sends at least d / max_ratio.
+        exposed_seconds: time that the last layer's exchange may add to the step.
+        side_stream: selection runs alongside backward.
+
+    Returns:
+        Kept counts; a layer without elements sends nothing and counts as dense.
+
+    Raises:
+        ValueError: invalid sizes, times or ratio, or a callable that returns an invalid time.
+    """
+    sizes = check_sizes(sizes)
+    seconds = check_seconds(backward_seconds, len(sizes))
+    check_number("max_ratio", max_ratio, least=1)
+    check_number("exposed_seconds", exposed_seconds)
+    compute = link = selected = 0.0
+    kept: list[int] = []
+    dense: list[bool] = []
+    for d, step, hide in zip(sizes, seconds, [*seconds[1:], exposed_seconds]):
+        compute += step
+        whole = max(link, compute) + priced("allreduce_seconds", allreduce_seconds, d) if d else link
+        dense.append(d == 0 or whole <= compute + hide)
+        if dense[-1]:
+            kept.append(d)
+            link = whole
+            continue
+        work = priced("select_seconds", select_seconds, d)
+        if side_stream:
+            ready = selected = max(selected, compute) + work
+        else:
+            ready = compute = compute + work
+        start = max(link, ready)
+        kept.append(_largest(exchange_seconds, start, compute + hide, max(1, int(-(-d // max_ratio))), d))
+        link = start + priced("exchange_seconds", exchange_seconds, kept[-1])
+    return Ratios(kept, dense, max(link, compute) if sizes else 0.0)
+
+
+def _largest(exchange_seconds: Price, start: float, deadline: float, low: int, high: int) -> int:
+    """Return the largest count in [low, high] whose exchange ends by the deadline, or ``low`` if there is none."""
+
+    def fits(k: int) -> bool:
+        return start + priced("exchange_seconds", exchange_seconds, k) <= deadline
+
+    if fits(high):
+        return high
+    while high - low > 1:  # high does not fit; low fits, or is the minimum
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

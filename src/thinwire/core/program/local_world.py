@@ -1,0 +1,127 @@
+"""N ranks in one process: the reference for tests, and a way to try a method without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.program.bucket import Bucket, Slot
+from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.method import Method
+from thinwire.core.program.plan import Plan, PlanBucket
+from thinwire.core.program.state import State
+from thinwire.core.program.topology import Topology
+
+Gradients = Mapping[str, "Tensor | None"]
+
+
+class LocalWorld:
+    """Run a method's program for ``size`` ranks, deterministically: sums are added in rank order.
+
+    Args:
+        size: number of ranks, any.
+        ranks_per_node: one number, or one per node; None: one rank per node.
+        plan: which tensors share a bucket; None: one bucket per tensor, in the order of the first rank's dict.
+        seed: kept for callers that draw their gradients from it (``world.seed``); methods carry their own seeds.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> world = tw.program.LocalWorld(2)
+        >>> out = world.step(tw.SSGD(), [{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}])
+        >>> out[0]["w"]
+        tensor([2.])
+    """
+
+    def __init__(
+        self,
+        size: int,
+        ranks_per_node: int | Sequence[int] | None = None,
+        *,
+        plan: Plan | Sequence[Sequence[str]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.topology = Topology(size, ranks_per_node)
+        self.size = size
+        self.seed = seed
+        self.plan = plan if plan is None or isinstance(plan, Plan) else Plan.of(plan)
+        self.states = [State(rank, self.topology) for rank in range(size)]
+        self._sent = [0] * size
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+
+    def step(self, method: Method, gradients: Sequence[Gradients], *, lr: float | None = None) -> list[dict[str, Any]]:
+        """Run one synchronised backward.
+
+        Args:
+            method: the program to run.
+            gradients: one ``{name: Tensor}`` per rank; None marks a parameter this rank did not use. Not edited.
+            lr: the learning rate, for methods that ask for it.
+
+        Returns:
+            For each rank ``{name: Tensor}``: what it would find in ``.grad``.
+
+        Raises:
+            OrderError: the ranks' programs do not match.
+            ValueError: the gradients do not match each other or the plan.
+        """
+        if len(gradients) != self.size:
+            raise ValueError(f"{self.size} ranks need {self.size} dicts of gradients, not {len(gradients)}")
+        self._learn_kinds(gradients)
+        names = [name for name in gradients[0] if name in self._kinds]
+        if self.plan is not None:
+            self.plan.check(names)
+            buckets: Sequence[PlanBucket] = self.plan.buckets(self.states[0].step)
+        else:
+            buckets = [PlanBucket((name,)) for name in names]
+        results: list[dict[str, Any]] = [dict.fromkeys(gradients[0]) for _ in range(self.size)]
+        for state in self.states:
+            state.lr = lr
+        try:
+            for index, entry in enumerate(buckets):
+                ranks = [self._bucket(index, entry, gradients[rank]) for rank in range(self.size)]
+                chosen = entry.applied(method)
+                programs = [chosen.reduce(bucket, state) for bucket, state in zip(ranks, self.states)]
+                sent = run_lockstep(programs, self.topology, where=f"bucket {index} ({', '.join(entry.names[:3])})")
+                self._sent = [a + b for a, b in zip(self._sent, sent)]
+                for rank, bucket in enumerate(ranks):
+                    for slot in bucket.slots:
+                        results[rank][slot.name] = slot.raw().clone() if slot.result is None else slot.result
+        except BaseException:
+            for state in self.states:
+                state.drop_step()
+            raise
+        for state in self.states:
+            state.end_step()
+        return results
+
+    def residuals(self) -> list[dict[str, Tensor]]:
+        """Return each rank's residuals, by name (clones); a slice is filled up with zeros."""
+        return [
+            {name: state.extended(name, self._kinds[name][0]).clone() for name in state.residuals}
+            for state in self.states
+        ]
+
+    def bytes_sent(self) -> list[int]:
+        """Return the bytes that each rank has sent so far, by the ring formulas of ``volume.py``."""
+        return list(self._sent)
+
+    def _learn_kinds(self, gradients: Sequence[Gradients]) -> None:
+        for rank, mine in enumerate(gradients):
+            if set(mine) != set(gradients[0]):
+                raise ValueError(f"rank {rank} has other names than rank 0: {sorted(set(mine) ^ set(gradients[0]))}")
+            for name, value in mine.items():
+                if value is None:
+                    continue
+                kind = (value.shape, value.dtype, value.device)
+                if self._kinds.setdefault(name, kind) != kind:
+                    raise ValueError(f"{name} is {kind} on rank {rank} but {self._kinds[name]} elsewhere or before")
+
+    def _bucket(self, index: int, entry: PlanBucket, gradients: Gradients) -> Bucket:
+        slots = []
+        for name in entry.names:
+            value = gradients[name]
+            shape, dtype, device = self._kinds[name]
+            slots.append(Slot(name, shape, None if value is None else value.detach().clone(), dtype, device))
+        return Bucket(index, slots, kept=entry.kept)

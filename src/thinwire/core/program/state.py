@@ -1,0 +1,330 @@
+"""A method's state between steps, by parameter name, committed in two phases.
+
+A program *stages* its new state while the step is still running. When the last bucket has ended, the code that runs the
+programs accepts everything if every verdict of the step holds, and nothing otherwise. So one overflow on one rank costs
+one step and never damages a residual. Accepted state takes effect at once, or is *pending* until an optimizer has used
+the gradients: if they are dropped instead, what was held back from them is dropped too. The price is a second copy of
+the residuals until then.
+
+There are three kinds of state. *Residuals* and *local* fields (a momentum) are this rank's own: a restart on another
+number of ranks gives their mean to every rank. *Shared* fields (a factor) are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.program.bucket import Slot, working_dtype
+from thinwire.core.program.topology import Topology
+
+Key = tuple[str, str]
+"""(field, parameter's name)."""
+
+_UNUSED_STEPS = 16  # steps after which unused memory of a bucket is freed: plans and phases change
+
+
+def extend(part: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """Return a 1-D slice that begins at ``offset`` as a tensor of this shape, with zeros around it."""
+    whole = part.new_zeros(torch.Size(shape).numel())
+    whole[offset : offset + part.numel()] = part.reshape(-1)
+    return whole.view(torch.Size(shape))
+
+
+@dataclass
+class _Changes:
+    """New state that is not in force."""
+
+    residuals: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    offsets: dict[str, int] = dataclasses.field(default_factory=dict)
+    fields: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
+    locals: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.residuals or self.fields or self.locals)
+
+    def clear(self) -> None:
+        for kind in (self.residuals, self.offsets, self.fields, self.locals):
+            kind.clear()
+
+    def update(self, other: _Changes) -> None:
+        self.residuals.update(other.residuals)
+        self.offsets.update(other.offsets)
+        self.fields.update(other.fields)
+        self.locals.update(other.locals)
+
+    def pop(self, names: Container[str]) -> _Changes:
+        """Remove and return what is there for these parameters."""
+        return _Changes(
+            {name: self.residuals.pop(name) for name in [*self.residuals] if name in names},
+            {name: self.offsets.pop(name) for name in [*self.offsets] if name in names},
+            {key: self.fields.pop(key) for key in [*self.fields] if key[1] in names},
+            {key: self.locals.pop(key) for key in [*self.locals] if key[1] in names},
+        )
+
+
+class State:
+    """One rank's state.
+
+    Attributes:
+        rank: this rank. size: number of ranks. topology: which rank is on which machine.
+        step: synchronised backwards so far, accepted or not; known on the host, so programs may branch on it.
+        lr: the learning rate, if the caller knows it.
+        start: the first step at which the method runs; before it, averages are exact.
+        dropped: steps whose state was dropped because no optimizer used their gradients.
+        restored: whether a snapshot was taken over.
+        held: parameters that are frozen for now: what they are owed is neither sent nor changed.
+    """
+
+    def __init__(self, rank: int, topology: Topology) -> None:
+        self.rank = rank
+        self.size = topology.world_size
+        self.topology = topology
+        self.step = 0
+        self.restored = False
+        self.held: Container[str] = ()
+        self.lr: float | None = None
+        self.start = self.dropped = 0
+        self._committed = False  # whether something of the last step was
+        self.residuals: dict[str, Tensor] = {}
+        self.offsets: dict[str, int] = {}  # for residuals that are slices of a parameter: where they begin
+        self.fields: dict[Key, Tensor] = {}
+        self.locals: dict[Key, Tensor] = {}
+        self._staged, self._pending = _Changes(), _Changes()
+        self._spare: dict[tuple[str, tuple[str, ...]], tuple[int, list[Tensor]]] = {}
+        self._verdicts: list[Tensor] = []
+
+    @property
+    def turn(self) -> int:
+        """Steps without dropped ones. Alternating methods use it, or drops could leave one kind of step out."""
+        return self.step - self.dropped
+
+    def residual(self, slot: Slot) -> Tensor:
+        """Return a parameter's residual: fp32 (fp64 for fp64), in its shape, unscaled; zeros at the start."""
+        if slot.name in self.held:
+            return _zeros(slot)
+        found = self.residuals.get(slot.name)
+        if found is None:
+            found = self.residuals[slot.name] = _zeros(slot)
+        return found
+
+    def local(self, field: str, slot: Slot) -> Tensor:
+        """Return a parameter's local field: this rank's own, of the residual's kind, zeros at the start."""
+        if slot.name in self.held:
+            return _zeros(slot)
+        found = self.locals.get((field, slot.name))
+        if found is None:
+            found = self.locals[field, slot.name] = _zeros(slot)
+        return found
+
+    def shared(self, field: str, name: str) -> Tensor | None:
+        """Return a tensor, equal on all ranks (a factor, a query), that was staged under ``field``, or None."""
+        return self.fields.get((field, name))
+
+    def spare(self, slots: Sequence[Slot], field: str | None = None, size: int | None = None) -> Tensor:
+        """Return memory for the residual, or local field, that the slots will stage; never the one in force.
+
+        ``size``: number of elements; None: those of all slots.
+
+        On CPUs two buffers take turns: fresh memory costs more (page faults) than all the arithmetic of a step.
+        """
+        held = [self.residual(s) if field is None else self.local(field, s) for s in slots]
+        size, like = sum(s.numel for s in slots) if size is None else size, held[0]
+        if like.device.type != "cpu":
+            return like.new_empty(size)
+        waiting = self.residuals.values() if field is None else self.locals.values()  # some of these are held
+        taken = {x.untyped_storage().data_ptr() for x in (*held, *(waiting if self.held else ()))}
+        key = (field or "", tuple(s.name for s in slots))
+        _, buffers = self._spare.get(key, (0, []))
+        self._spare[key] = (self.step, buffers)
+        for buffer in buffers:
+            fits = buffer.numel() == size and buffer.dtype == like.dtype
+            if fits and buffer.untyped_storage().data_ptr() not in taken:
+                return buffer
+        buffers[:] = [*buffers[-1:], like.new_empty(size)]
+        return buffers[-1]
+
+    def stage(
+        self,
+        name: str,
+        residual: Tensor | None = None,
+        shared: Mapping[str, Tensor] | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Put new state aside until the verdict on the whole step is known."""
+        if residual is not None:
+            self._staged.residuals[name] = residual
+        for field, value in (shared or {}).items():
+            self._staged.fields[field, name] = value
+        for field, value in (local or {}).items():
+            self._staged.locals[field, name] = value
+
+    def slice_of(self, name: str) -> tuple[int, Tensor] | None:
+        """Return where a residual that was staged as a slice begins in the flattened parameter, and the slice, 1-D.
+
+        A residual staged whole counts as a slice from 0. None: there is no residual.
+        """
+        found = None if name in self.held else self.residuals.get(name)
+        return None if found is None else (self.offsets.get(name, 0), found.reshape(-1))
+
+    def stage_slice(self, name: str, offset: int, residual: Tensor) -> None:
+        """Stage the residual of the 1-D part of a parameter that begins at ``offset``."""
+        self._staged.residuals[name] = residual
+        self._staged.offsets[name] = offset
+
+    def extended(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return a parameter's residual in this shape; a slice is filled up with zeros (in a new tensor)."""
+        found = self.residuals[name]
+        return extend(found, self.offsets[name], shape) if name in self.offsets else found
+
+    def verdict(self, flag: Tensor) -> None:
+        """Say whether what was *received* is finite: a 0-dim bool tensor, equal on all ranks by construction."""
+        self._verdicts.append(flag)
+
+    def accepted(self) -> Tensor | None:
+        """Return all verdicts of the step in one 0-dim tensor; None if no program gave one."""
+        if not self._verdicts:
+            return None
+        return torch.stack([v.reshape(()) for v in self._verdicts]).all()
+
+    def end_step(self, *, hold: bool = False) -> bool:
+        """Accept the staged state if every verdict holds, else drop it. Return whether it was accepted (host read).
+
+        ``hold``: accepted state stays pending until ``commit``.
+        """
+        flag = self.accepted()
+        accepted = flag is None or flag.device.type == "meta" or bool(flag)
+        if accepted:
+            self._accept(hold)
+        self._next_step()
+        return accepted
+
+    def settle(self) -> None:
+        """Commit what programs have staged since the step was counted: in the second half of a decoupled step."""
+        step, flag = self.step, self.accepted()
+        if flag is not None and flag.device.type == "cuda":
+            self.end_step_on_device()
+        else:
+            self.end_step()
+        self.step = step
+
+    def end_step_on_device(self, *, hold: bool = False) -> None:
+        """Do as ``end_step`` without a host read (CUDA): the choice is a ``torch.where`` on the current stream."""
+        if self._recut():  # after a change of plan: old and new slices differ
+            self.end_step(hold=hold)
+            return
+        flag, staged = self.accepted(), self._staged
+        if flag is not None:
+            for name, new in staged.residuals.items():
+                old = self.residuals.get(name)
+                staged.residuals[name] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
+            for key, new in staged.locals.items():
+                old = self.locals.get(key)
+                staged.locals[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
+            for key, new in staged.fields.items():
+                old = self.fields.get(key)
+                # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
+                staged.fields[key] = new if old is None else torch.where(flag, new, old)
+        self._accept(hold)
+        self._next_step()
+
+    def _accept(self, hold: bool) -> None:
+        self._staged.pop(self.held)
+        if hold:
+            self._committed = False
+            self._pending.update(self._staged)
+        else:
+            self._force(self._staged)
+
+    def _force(self, changes: _Changes) -> None:
+        self.residuals.update(changes.residuals)
+        self.offsets.update(changes.offsets)
+        self.fields.update(changes.fields)
+        self.locals.update(changes.locals)
+
+    @property
+    def pending(self) -> bool:
+        """Whether accepted state waits for ``commit``."""
+        return bool(self._pending)
+
+    def commit(self, names: Container[str]) -> None:
+        """Put the pending state of these parameters in force."""
+        ready = self._pending.pop(names)
+        self._committed = self._committed or bool(ready)
+        self._force(ready)
+
+    def drop_pending(self) -> None:
+        """Drop what is pending, because the gradients that it was held back from were dropped."""
+        if self._pending and not self._committed:
+            self.dropped += 1
+        self._pending.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply everything in gradient units, in force or pending, because it was kept in the wrong units."""
+        for residuals in (self.residuals, self._pending.residuals):
+            residuals.update({name: value * factor for name, value in residuals.items()})
+        for local in (self.locals, self._pending.locals):
+            local.update({key: value * factor for key, value in local.items()})
+
+    def _next_step(self) -> None:
+        self.drop_step()
+        self.step += 1
+        for key in [key for key, (used, _) in self._spare.items() if used < self.step - _UNUSED_STEPS]:
+            del self._spare[key]
+
+    def _recut(self) -> bool:
+        """Return whether a staged slice covers another part of its parameter than the committed one."""
+        return any(
+            name in self.residuals
+            and (self.offsets.get(name) != offset or self.residuals[name].shape != self._staged.residuals[name].shape)
+            for name, offset in self._staged.offsets.items()
+        )
+
+    def drop_step(self) -> None:
+        """Drop what was staged (after an error)."""
+        self._staged.clear()
+        self._verdicts.clear()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return committed state as plain data, cloned: step, residuals by name, fields by field and name."""
+        residuals = {name: value.detach().clone() for name, value in self.residuals.items()}
+        return {
+            "step": self.step,
+            "dropped": self.dropped,
+            "residual": residuals,
+            "offset": dict(self.offsets),
+            "shared": _by_field(self.fields),
+            "local": _by_field(self.locals),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over a snapshot (tensors are cloned). A snapshot may lack local fields."""
+        self.drop_step()
+        self.drop_pending()
+        self._spare.clear()
+        self.restored = True
+        self.step, self.dropped = int(snapshot["step"]), int(snapshot.get("dropped", 0))
+        self.residuals = {name: value.clone() for name, value in snapshot["residual"].items()}
+        self.offsets = dict(snapshot.get("offset", {}))
+        self.fields = _by_key(snapshot["shared"])
+        self.locals = _by_key(snapshot.get("local", {}))
+
+
+def _zeros(slot: Slot) -> Tensor:
+    return torch.zeros(slot.shape, dtype=working_dtype(slot.dtype), device=slot.device)
+
+
+def _by_field(fields: Mapping[Key, Tensor]) -> dict[str, dict[str, Tensor]]:
+    named: dict[str, dict[str, Tensor]] = {}
+    for (field, name), value in fields.items():
+        named.setdefault(field, {})[name] = value.detach().clone()
+    return named
+
+
+def _by_key(named: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Tensor]:
+    return {(field, name): value.clone() for field, values in named.items() for name, value in values.items()}

@@ -1,0 +1,49 @@
+"""Sockets: waiting for several, and closing them in forked children."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+_End = TypeVar("_End", bound="_HasDescriptor")
+Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # without a descriptor, unlike epoll
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(ends: Iterable[_End], seconds: float) -> list[_End]:
+    """Wait up to ``seconds``; return those with something to read. Unlike ``select.select`` with any descriptor."""
+    with Selector() as selector:
+        for end in ends:
+            selector.register(end, selectors.EVENT_READ, end)
+        return [key.data for key, _ in selector.select(seconds)]
+
+
+def not_for_children(opened: socket.socket) -> socket.socket:
+    """Close it in each child that this process forks from now on; return it. The parent and the other side see nothing.
+
+    A child that kept it would hide from the other side that this process has died.
+
+    The sockets of Gloo, NCCL and torch's stores cannot be reached from here.
+    """
+    _sockets.add(opened)
+    return opened
+
+
+def _after_fork() -> None:
+    for opened in list(_sockets):
+        with suppress(OSError):  # closed before
+            os.close(opened.detach())  # without a shutdown, which would end the parent's connection
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)

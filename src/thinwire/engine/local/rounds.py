@@ -1,0 +1,488 @@
+"""What one rank does in rounds of local steps: snapshot, exchange, outer step, merge.
+
+phi     the outer weights, equal on all ranks
+send    s = x;  change = phi - s, to which a codec adds its residual; its ``reduce`` gives the mean over ranks
+outer   phi <- phi - mean change, or what the outer optimizer makes of it
+merge   x <- phi + (x - s): steps made in the meantime stay. Or a mixture of x and phi
+
+While s is under way, a rank undoes by itself some of its deviation at sending, where the loss is steep. Removing all of
+the deviation would then swing it to the other side. So a round that is under way for two or more steps removes only
+half, and the next round half of the rest: the mean over ranks is the same.
+
+Without codec and outer optimizer the weights themselves are exchanged, because their mean needs no subtraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.methods.base import all_finite
+from thinwire.core.methods.start import exact_method, start_method
+from thinwire.core.pricing.calendars import calendar, cut, layers
+from thinwire.core.pricing.periods import steps_late
+from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology, working_dtype
+from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
+from thinwire.engine.local.machine import by_first_ranks, exchanges_of
+from thinwire.engine.local.settings import QSR, Local
+
+KEPT = 0.5
+"""Share of a rank's deviation at sending that is kept, in rounds of two or more steps. At a delay of 2 or 3 steps it
+hardly matters; at 7 it saves an eighth of the steps: ``benchmarks/late_rounds.py``."""
+
+
+class Rounds:
+    """The rounds of one rank.
+
+    After every optimizer step the caller calls :meth:`stepped`, calls :meth:`merge` with each fragment of
+    :meth:`arriving`, and runs the programs of each fragment of :meth:`leaving`.
+
+    Args:
+        settings: equal on all ranks.
+        parameters: by name, in an order that is equal on all ranks.
+        dense: names of those whose change is sent without the codec.
+        rank: this rank.
+        topology: of all ranks.
+        first: whether this is its machine's first rank; the machine's ranks have equal weights, and ``rank`` and
+            ``topology`` then count machines. None: every rank trains independently.
+        start: number of exact rounds before the codec begins; None: as the codec says.
+
+    Attributes:
+        count: optimizer steps so far.
+        begun: how many of them came before the present period.
+        period: its number of steps.
+        measured: the period and the delay chosen from measured times; None: not chosen yet.
+        code: index of the settings' codec that runs.
+        fragments: parts of the parameters.
+        calendar: for each step of a period, the fragments that are sent after it; empty if they are strided.
+        trial: whether the calendar is only being tried.
+    """
+
+    def __init__(
+        self,
+        settings: Local,
+        parameters: Mapping[str, Tensor],
+        dense: Sequence[str],
+        rank: int,
+        topology: Topology,
+        *,
+        first: bool | None = None,
+        start: int | None = None,
+    ) -> None:
+        if len(parameters) < settings.fragments:
+            raise ValueError(
+                f"fragments={settings.fragments}: the model has only {len(parameters)} trainable parameters"
+            )
+        self.settings, self.count, self.begun = settings, 0, 0
+        self.measured: tuple[int, int] | None = None
+        self.code = settings.first_code
+        self.period = 0  # the first period begins with the first step
+        named = list(parameters.items())
+        sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
+        self.trial = False
+        if settings.schedule == "dream" and isinstance(every, int):
+            parts = layers(list(parameters), sizes, every)
+        else:
+            parts = list(cut(sizes, settings.fragments))
+        self.fragments = [
+            Fragment(settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), first, start)
+            for i, at in enumerate(parts)
+        ]
+        self.calendar = self._first_calendar()
+
+    def _first_calendar(self) -> list[list[int]]:
+        """Return a calendar made from the fragments' sizes, until times are known; empty: fragments are strided."""
+        every = self.settings.sync_every
+        if self.settings.schedule != "dream" or not isinstance(every, int):
+            return []
+        return calendar([sum(x.numel() for x in f.parameters.values()) for f in self.fragments], [0] * every)
+
+    def most_travelling(self) -> int:
+        """Return the largest number of rounds that can be under way at once."""
+        period, count = self.settings.sync_every, len(self.fragments)
+        if not isinstance(period, int) or (self.settings.warmup_steps and not self.calendar):
+            return count  # in a period that becomes shorter, each fragment may be sent by itself
+        delay = steps_late(self.settings.fragment_sync_delay, period)  # "auto" may choose any
+        if self.calendar:
+            return delay  # fragments may be sent after every step; those that are due are merged first
+        window = delay + 1
+        steps = {_offset(f.index, count, period) for f in self.fragments}
+        return max(sum((at - step) % period < window for step in steps) for at in steps)
+
+    def follow(self, exchanges: Sequence[int], window: int, *, again: bool, trial: bool = False) -> None:
+        """Take another calendar from the next period on; fragments stay as they are.
+
+        Args:
+            exchanges: time of each fragment's exchange, equal on all ranks.
+            window: time of a step, in the same unit.
+            again: whether fragments are sent more than once if there is time.
+            trial: whether the calendar is only being tried.
+        """
+        every = len(self.calendar)
+        delay = self.settings.delay_in(every)
+        self.calendar = calendar(exchanges, [window] * every, apart=delay if again else None)
+        self.measured, self.trial = None if trial else (every, delay), trial
+
+    def stepped(self, lr: float = 0.0) -> None:
+        """Count an optimizer step, made or skipped. ``lr``: the learning rate."""
+        if self.ends:
+            self.begun, self.period = self.count, self.settings.period_at(self.count, lr, self.measured)
+        elif isinstance(self.settings.sync_every, QSR):  # a higher rate ends a period that is too long for it
+            shorter = self.settings.period_at(self.count, lr, None)
+            self.period = min(self.period, max(shorter, self.count - self.begun + 1))
+        self.count += 1
+
+    def arriving(self) -> list[Fragment]:
+        """Return the fragments to merge now: those that are due, or are to be sent again."""
+        return [f for f in self.travelling() if (f.due or 0) <= self.count or (self._leaves(f) and f.left < self.count)]
+
+    def travelling(self) -> list[Fragment]:
+        """Return the fragments that were sent and are not merged."""
+        return [f for f in self.fragments if f.due is not None]
+
+    @property
+    def waited(self) -> bool:
+        """Whether training waits for exchanges because their times are measured."""
+        return self.settings.measures(self.measured) and not self.trial
+
+    @property
+    def ends(self) -> bool:
+        """Whether the period ends with the step that was counted last."""
+        return self.count - self.begun == self.period
+
+    def leaving(self) -> list[Fragment]:
+        """Return the fragments to send now."""
+        return [f for f in self.fragments if self._leaves(f)]
+
+    def _leaves(self, fragment: Fragment) -> bool:
+        made, turns = self.count - self.begun, self._turns(fragment)
+        return made in turns or (made > turns[0] and fragment.left <= self.begun)  # in a period that became shorter
+
+    def _turns(self, fragment: Fragment) -> list[int]:
+        """Return the steps of a period, from 1, after which a fragment is sent."""
+        if self.period == len(self.calendar):
+            return [step for step, leaving in enumerate(self.calendar, 1) if fragment.index in leaving]
+        return [_offset(fragment.index, len(self.fragments), self.period)]
+
+    def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
+        """Send a fragment after the step that was counted last; see :meth:`Fragment.send`."""
+        delay = 0 if last or self.waited else self.settings.delay_in(self.period, self.measured)
+        return fragment.send(self.count, delay, self.code, last=last)
+
+    def merge(self, fragment: Fragment) -> None:
+        """Merge a fragment that has arrived, after the step that was counted last.
+
+        If this rank's weights were not finite, all its fragments continue from the outer weights: one bad fragment
+        would spoil the others in the next step.
+        """
+        if not fragment.merge(self.count):
+            for one in self.fragments:
+                one.recover()
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank's weights differ from the outer weights."""
+        pairs = (pair for f in self.fragments for pair in zip(f.parameters.values(), f.anchors))
+        return any(not torch.equal(x.detach().to(anchor.dtype), anchor) for x, anchor in pairs)
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Put the outer weights into the model temporarily; afterwards it has its own again."""
+        own = [(x, x.detach().clone()) for fragment in self.fragments for x in fragment.parameters.values()]
+        with torch.no_grad():
+            for fragment in self.fragments:
+                for x, anchor in zip(fragment.parameters.values(), fragment.anchors):
+                    x.copy_(anchor)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for x, value in own:
+                    x.copy_(value)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all state, cloned. What is under way must have been received."""
+        clock = {"count": self.count, "begun": self.begun, "period": self.period}
+        found = {"measured": self.measured, "code": self.code, "calendar": [list(leaving) for leaving in self.calendar]}
+        return {**clock, **found, "fragments": [fragment.snapshot() for fragment in self.fragments]}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over a snapshot of the same settings and number of ranks; a measurement cut short begins again."""
+        self.count = int(saved["count"])
+        self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
+        self.code = self.settings.first_code if self.settings.measures(self.measured) else saved["code"]
+        self.calendar = [list(leaving) for leaving in saved["calendar"]]
+        self.trial = False
+        for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
+            fragment.restore(one)
+
+    def begin_again(self) -> None:
+        """Merge what has arrived, and continue from the outer weights: the snapshot is of another number of ranks.
+
+        Times are measured again.
+        """
+        self.measured, self.code, self.calendar = None, self.settings.first_code, self._first_calendar()
+        for fragment in self.travelling():
+            fragment.merge(self.count)
+        for fragment in self.fragments:
+            fragment.return_to_outer_weights()
+
+
+class Fragment:
+    """A part of the parameters that is exchanged as a whole.
+
+    Args:
+        settings: of all fragments.
+        index: its number.
+        parameters: by name.
+        dense: names of those whose change is sent without the codec.
+        state: of the codec; its steps are this fragment's rounds.
+        first, start: as for ``Rounds``.
+
+    Attributes:
+        anchors: the outer weights, in the order of ``parameters``.
+        momenta: of the outer optimizer, likewise.
+        left: the optimizer step after which it was sent.
+        due: the step after which it is merged; None: it is not under way.
+        received: whether it has arrived, and waits to be merged.
+        rejected: number of rounds that were dropped because something was not finite.
+    """
+
+    def __init__(
+        self,
+        settings: Local,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        dense: Container[str],
+        state: State,
+        first: bool | None = None,
+        start: int | None = None,
+    ) -> None:
+        self.index, self.parameters, self.state = index, dict(parameters), state
+        self._settings, self._first = settings, first
+        tensors = self.parameters.values()
+        self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]
+        momentum = settings.outer is not None
+        self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
+        self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as sent, less the share that is kept
+        self._kept = 0.0  # share of this rank's deviation at sending that is kept
+        self._mean: list[Tensor] | None = None  # received, and to be merged; None: it was rejected
+        self._buckets = self._bucketed(dense)
+        self.left = 0
+        self.due: int | None = None
+        self.received = self._last = False
+        self.rejected = 0
+        self._exact = exact_method(settings.method)
+        self._ending = start_method(settings.method, state.topology, start)
+        state.start = settings.method.start_steps if start is None else start
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self._settings.averages else working_dtype(dtype)
+
+    def _bucketed(self, outside: Container[str]) -> list[tuple[bool, Bucket]]:
+        """Return a bucket for each dtype, and more for what is sent without the codec; each with a flag for that."""
+        slots: dict[tuple[bool, torch.dtype], list[Slot]] = {}
+        for name, anchor in zip(self.parameters, self.anchors):
+            dense = self._settings.codec is None or name in outside
+            slot = Slot(name, anchor.shape, None, anchor.dtype, anchor.device)
+            slots.setdefault((dense, anchor.dtype), []).append(slot)
+        return [(dense, Bucket(index, some)) for index, ((dense, _), some) in enumerate(slots.items())]
+
+    def names(self) -> list[list[str]]:
+        """Return the names of what each program of a round sends, in the programs' order."""
+        return [[slot.name for slot in bucket.slots] for _, bucket in self._buckets]
+
+    def traced(self) -> Iterator[list[TracedExchange]]:
+        """Yield the exchanges of every program that a round may run."""
+        topology, rank = self.state.topology, self.state.rank
+        for dense, bucket in self._buckets:
+            shapes = [(slot.name, slot.shape) for slot in bucket.slots]
+            for method in {self._exact} if dense else {self._exact, self._ending, *self._settings.codecs}:
+                for phase in range(method.phases):
+                    step = steady_step(method, phase)
+                    one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
+                    found = with_rare_rounds(method, [one])
+                    yield from found if self._first is None else [exchanges_of(x, method.name) for x in found]
+
+    @torch.no_grad()
+    def send(self, count: int, delay: int, code: int = 0, *, last: bool = False) -> list[Program]:
+        """Begin a round after the optimizer step of this number: one program per bucket; they no longer read weights.
+
+        What comes is merged ``delay`` steps later. ``code``: index of the settings' codec. ``last``: a round
+        with all residuals and no outer optimizer, after which the weights are the outer weights; in 8 bits, unless
+        codecs have no residual or ``start`` was named.
+        """
+        self.left, self.due, self._mean = count, count + delay, None
+        self.received, self._last = False, last
+        torch._foreach_copy_(self._sent, [x.detach() for x in self.parameters.values()])
+        if self._settings.averages:
+            changes = [x.clone() for x in self._sent]
+        else:
+            changes = list(torch._foreach_sub(self.anchors, self._sent))
+        self._kept = self._share_kept(delay)
+        if self._kept:
+            torch._foreach_lerp_(self._sent, self.anchors, self._kept)
+            self._add_residuals(self._kept)
+        given = dict(zip(self.parameters, changes))
+        for name in self.state.residuals if last else ():
+            given[name].add_(self.state.extended(name, given[name].shape))
+        programs = []
+        for dense, bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.value, slot.result = given[slot.name], None
+            bucket.renew(None)
+            program = self._method(dense, code).reduce(bucket, self.state)
+            programs.append(program if self._first is None else by_first_ranks(program, bucket, first=self._first))
+        return programs
+
+    def _method(self, dense: bool, code: int) -> Method:
+        if self._last and not dense:
+            return self._ending
+        return self._exact if dense or self.state.step < self.state.start else self._settings.codecs[code]
+
+    @torch.no_grad()
+    def receive(self) -> bool:
+        """Take over the results when all programs have ended. Return whether they are kept; equal on all ranks."""
+        means = {
+            slot.name: slot.raw() if slot.result is None else slot.result for _, b in self._buckets for slot in b.slots
+        }
+        ordered = [means[name] for name in self.parameters]
+        self.state.verdict(torch.stack([all_finite(x) for x in ordered]).all())
+        accepted = self.state.end_step()
+        self._mean = ordered if accepted else None
+        self.received = True
+        if accepted and self._last:
+            self.state.residuals.clear()
+            self.state.offsets.clear()
+        self.rejected += not accepted
+        return accepted
+
+    @property
+    def starting(self) -> bool:
+        """Whether its last round was exact because the codec had not begun."""
+        return self.state.step <= self.state.start
+
+    @property
+    def sent_finite(self) -> bool:
+        """Whether this rank's weights were finite when they were last sent."""
+        return all(bool(all_finite(x)) for x in self._sent)
+
+    @torch.no_grad()
+    def merge(self, count: int) -> bool:
+        """Make the outer step with what was received, and merge it into the weights, after the step of this number.
+
+        Returns whether this rank may keep its own weights: False if those that it sent were not finite.
+        """
+        self.due = None
+        weights = [x.detach() for x in self.parameters.values()]
+        if self._mean is None:
+            finite = self.sent_finite
+            if not finite:
+                self.return_to_outer_weights()
+            return finite
+        mean, self._mean = self._mean, None
+        if self._kept:
+            change = torch._foreach_sub(self.anchors, mean) if self._settings.averages else mean
+            torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
+            self._add_residuals(-self._kept)
+        if self._settings.averages:
+            torch._foreach_copy_(self.anchors, mean)
+        else:
+            torch._foreach_sub_(self.anchors, self._outer_step(mean))
+        alpha = self._settings.fragment_update_alpha
+        if self._last:
+            torch._foreach_copy_(weights, self.anchors)
+        elif alpha is None and self.left < count:
+            made = list(torch._foreach_sub(weights, self._sent))
+            torch._foreach_copy_(weights, torch._foreach_add(made, self.anchors))
+        elif alpha:
+            kept = list(torch._foreach_mul(weights, alpha))
+            torch._foreach_copy_(weights, torch._foreach_add(kept, self.anchors, alpha=1 - alpha))
+        else:
+            torch._foreach_copy_(weights, self.anchors)
+        for _, bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.value = slot.result = None
+        return True
+
+    @torch.no_grad()
+    def recover(self) -> None:
+        """Replace weights that are not finite by the outer weights; if under way, by those that will arrive."""
+        if all(bool(all_finite(x.detach())) for x in self.parameters.values()):
+            return
+        self.return_to_outer_weights()
+        if self.due is not None and self.sent_finite:
+            torch._foreach_copy_(self._sent, self.anchors)
+            self._kept = 0.0
+
+    def _share_kept(self, delay: int) -> float:
+        """Return the share of the deviation to keep; 0 if a machine's other ranks do not know the residual."""
+        unknown = self._first is not None and self._settings.method.has_residual
+        return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else KEPT
+
+    def _add_residuals(self, share: float) -> None:
+        for name, sent in zip(self.parameters, self._sent):
+            if name in self.state.residuals:
+                sent.add_(self.state.extended(name, sent.shape), alpha=share)
+
+    def _outer_step(self, mean: Sequence[Tensor]) -> list[Tensor]:
+        outer = self._settings.outer
+        if outer is None or self._last:  # the last round averages: momentum would overshoot
+            return list(mean)
+        momentum = outer.momentum_at(self.state.step - self.rejected - 1)
+        torch._foreach_mul_(self.momenta, momentum)
+        torch._foreach_add_(self.momenta, list(mean))
+        step = list(torch._foreach_add(list(mean), self.momenta, alpha=momentum))
+        torch._foreach_mul_(step, outer.lr)
+        return step
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all state, cloned; what is under way must have been received."""
+        return {
+            "codec": self.state.snapshot(),
+            "rejected": self.rejected,
+            "anchors": self._outer_weights(),
+            "momenta": _clones(self.momenta),
+            "left": self.left,
+            "due": self.due,
+            "sent": [] if self.due is None else _clones(self._sent),
+            "kept": self._kept,
+            "mean": None if self._mean is None else _clones(self._mean),
+        }
+
+    def _outer_weights(self) -> list[Tensor]:
+        if self.state.size > 1:
+            return _clones(self.anchors)
+        return [x.detach().to(anchor.dtype, copy=True) for x, anchor in zip(self.parameters.values(), self.anchors)]
+
+    @torch.no_grad()
+    def return_to_outer_weights(self) -> None:
+        """Drop what this rank has learned since its last round."""
+        torch._foreach_copy_([x.detach() for x in self.parameters.values()], self.anchors)
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over a snapshot of a fragment with the same parameters."""
+        self.state.restore(saved["codec"])
+        self.rejected, self.left, self.due = saved["rejected"], saved["left"], saved["due"]
+        self.received, self._last = self.due is not None, False
+        for own, value in zip([*self.anchors, *self.momenta], [*saved["anchors"], *saved["momenta"]], strict=True):
+            own.copy_(value)
+        for own, value in zip(self._sent, saved["sent"]):
+            own.copy_(value)
+        self._kept = saved.get("kept", 0.0)  # older files lack it
+        mean = saved["mean"]
+        self._mean = None if mean is None else [x.to(a.device, copy=True) for x, a in zip(mean, self.anchors)]
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().clone() for x in tensors]
+
+
+def _offset(fragment: int, fragments: int, period: int) -> int:
+    """Return the step of a period, from 1, after which a fragment is sent."""
+    return (fragment + 1) * period // fragments or period

@@ -1,0 +1,309 @@
+"""The users' options of local steps: how often, with which codec, and how the mean change is applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from thinwire.core.methods.base import check_choice, check_count
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.registry import resolve
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.periods import LONGEST, steps_late
+from thinwire.core.program import Method
+
+if TYPE_CHECKING:
+    from thinwire.predict.timeline.local_steps import Periodic
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """The outer optimizer of DiLoCo: SGD with Nesterov momentum on the mean change of a round.
+
+    Paper: Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, arXiv 2311.08105.
+
+    A change that keeps its direction over many rounds is multiplied by ``lr / (1 - momentum)`` in the end: by 7 with
+    the published values, so the step is larger than the inner optimizer's learning rate alone would make it. So in
+    short runs use a smaller momentum, or a ramp.
+
+    Args:
+        lr: factor for the mean change.
+        momentum: of changes.
+        ramp_rounds: rounds of a fragment over which the momentum grows from 0 to its value; 0: no ramp.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    ramp_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.lr) or not self.lr > 0:
+            raise ValueError(f"Nesterov: lr={self.lr!r} must be above 0")
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ValueError(f"Nesterov: momentum={self.momentum!r} must be at least 0 and below 1")
+        check_count("Nesterov: ramp_rounds", self.ramp_rounds)
+
+    def momentum_at(self, round_: int) -> float:
+        """Return the momentum in the round of this number, from 0."""
+        return self.momentum * min(1.0, round_ / self.ramp_rounds) if self.ramp_rounds else self.momentum
+
+
+@dataclass(frozen=True)
+class QSR:
+    """Quadratic synchronisation rule: the lower the learning rate, the longer the period, ``(alpha / lr)`` squared.
+
+    Paper: Gu et al.: A Quadratic Synchronization Rule for Distributed Deep Learning, ICLR 2024, arXiv 2310.14423.
+
+    The learning rate is that of the optimizer's first group when a period begins, and must be equal on all ranks. If it
+    rises afterwards, as in a warm-up from 0, the period ends as soon as it is too long for the new rate.
+
+    Args:
+        alpha: the paper takes 0.0175 to 0.03 for SGD on ImageNet and AdamW on ViT; tune it.
+        least: the shortest period, in steps.
+        most: the longest period, in steps; None: no limit.
+    """
+
+    alpha: float
+    least: int = 2
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.alpha) or not 0 < self.alpha < math.inf:
+            raise ValueError(f"QSR: alpha={self.alpha!r} must be above 0")
+        check_count("QSR: least", self.least, least=1)
+        if self.most is not None:
+            check_count("QSR: most", self.most, least=self.least)
+
+    def period(self, lr: float) -> int:
+        """Return the steps of a period that begins at this learning rate."""
+        most = 1 << 30 if self.most is None else self.most
+        return min(most, max(self.least, math.floor((self.alpha / lr) ** 2))) if lr > 0 else most
+
+
+@dataclass(frozen=True)
+class Local:
+    """Local steps: each rank trains independently, and all average their weights, or their changes, every few steps.
+
+    Args:
+        sync_every: H, optimizer steps between two exchanges of a parameter. "auto": three rounds of 2 steps are
+            measured, with two codecs three of each, unless those in 2 bits take longer than 4 steps. Then H is chosen
+            for the least time to a loss: mean step times the number of steps that ``benchmarks/race.py`` has found such
+            a period to need. Or a :class:`QSR`.
+        codec: the method that sends the mean change, with its residual; None: weights are averaged as they are.
+            ``attach`` also takes "int8", "int4", "int2", "bf16", "fp16" or a method's name, and a command line also
+            "none". "auto": 8 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
+        outer: the outer optimizer, which applies the mean change; None: the change is applied as it is.
+        fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
+            is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
+        schedule: "strided": fragments are sent at equal distances. "dream": each layer is sent once in ``sync_every``,
+            after such a step that the next steps hide as much as they can, and again if a step has time left and does
+            not become longer (DreamDDP, arXiv 2502.11058). Training waits for and measures three rounds, and tries
+            six; fragments are whole modules, and are chosen automatically.
+        fragment_sync_delay: optimizer steps made while a fragment is under way. 0: training waits for the exchange.
+            "full": one less than the period. "auto": as many as hide the exchange, or fewer, whichever reaches a loss
+            sooner by the times of three rounds. "least": 0, or under "dream" 1.
+        fragment_update_alpha: share of its own weights that a rank keeps when a fragment is merged: 0 takes the outer
+            weights, which drops the steps made in the meantime. None: those steps stay, and the rank's deviation at
+            sending is removed; half of it, if two or more steps were made in the meantime.
+        sync_every_max: the largest H that "auto" takes.
+        warmup_steps: number of first steps after each of which weights are averaged, as if H were 1.
+        moments: state of the inner optimizer that is averaged too, by name, every so many rounds:
+            ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only if training waits for the exchange.
+        inside: the method by which the ranks of a machine average gradients at every step; only machines then train
+            independently, and each counts once. None: every rank trains independently.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    sync_every: int | str | QSR = 8
+    codec: Method | str | None = None
+    outer: Nesterov | None = None
+    fragments: int = 1
+    schedule: str = "strided"
+    fragment_sync_delay: int | str = "least"
+    fragment_update_alpha: float | None = None
+    sync_every_max: int = LONGEST
+    warmup_steps: int = 0
+    moments: Mapping[str, int] = field(default_factory=dict)
+    inside: Method | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sync_every, int):
+            check_count("sync_every", self.sync_every, least=1)
+        elif not isinstance(self.sync_every, QSR) and self.sync_every != "auto":
+            raise ValueError(
+                f'sync_every={self.sync_every!r} must be a whole number of at least 1, "auto" or thinwire.QSR(alpha)'
+            )
+        check_count("sync_every_max", self.sync_every_max, least=2)
+        check_count("warmup_steps", self.warmup_steps)
+        check_count("fragments", self.fragments, least=1)
+        check_choice("schedule", self.schedule, ("strided", "dream"))
+        if self.fragment_sync_delay == "least":
+            object.__setattr__(self, "fragment_sync_delay", int(self.schedule == "dream"))
+        if self.schedule == "dream":
+            self._check_dream()
+        if isinstance(self.fragment_sync_delay, str):
+            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("least", "full", "auto"))
+            if self.fragment_sync_delay == "auto" and (self.schedule == "dream" or isinstance(self.sync_every, QSR)):
+                raise ValueError(
+                    'fragment_sync_delay="auto" works with a fixed period, or "auto", but not with schedule="dream": '
+                    "give a number"
+                )
+        else:
+            check_count("fragment_sync_delay", self.fragment_sync_delay)
+            self._check_delay(self.fragment_sync_delay)
+        object.__setattr__(self, "moments", dict(self.moments))
+        for name, rounds in self.moments.items():
+            check_count(f"moments: {name}", rounds, least=1)
+        if self.moments and self.fragment_sync_delay != 0:
+            raise ValueError("moments would lose the steps made while they are in transit: set fragment_sync_delay=0")
+        alpha = self.fragment_update_alpha
+        if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
+            raise ValueError(f"fragment_update_alpha={alpha!r} must be None or from 0 to 1")
+        if self.codec == "auto" and self.sync_every != "auto":
+            raise ValueError('codec="auto" needs sync_every="auto": name a method, or "int8"')
+        if not (self.codec is None or self.codec == "auto" or isinstance(self.codec, Method)):
+            raise ValueError(f"codec={self.codec!r} must be a method, for example thinwire.ACP(rank=16), or None")
+        if self.inside is not None and (not isinstance(self.inside, Method) or self.inside.decoupled):
+            raise ValueError(
+                f'inside={self.inside!r} must be a method that is not decoupled, for example "ssgd", or None'
+            )
+        if "local" in self.method.unfit:
+            raise ValueError(f"{self.method.name} cannot be a codec of local steps: {self.method.unfit['local']}")
+        if self.method.decoupled:
+            raise ValueError(f"{self.method.name} is decoupled, which is for gradients only: leave out decoupled=True")
+
+    @property
+    def codecs(self) -> tuple[Method, ...]:
+        """The methods that a round may run, the one that sends least last. Without a codec: plain averaging."""
+        if isinstance(self.codec, Method):
+            return (self.codec,)
+        return (SSGD(),) if self.codec is None else (Cast("int8"), Cast("int2"))
+
+    @property
+    def method(self) -> Method:
+        """The first of ``codecs``."""
+        return self.codecs[0]
+
+    @property
+    def first_code(self) -> int:
+        """Index of the codec that the first rounds run: the one that sends least."""
+        return len(self.codecs) - 1
+
+    @property
+    def averages(self) -> bool:
+        """Whether weights themselves are averaged: like applying the mean change, but without its rounding."""
+        return self.codec is None and self.outer is None
+
+    def _check_dream(self) -> None:
+        every = self.sync_every
+        if not isinstance(every, int) or every < 2:
+            raise ValueError(
+                f'schedule="dream" spreads layers over a fixed number of steps, at least 2, not sync_every={every!r}: '
+                "use sync_every=8, for example"
+            )
+        if self.fragments != 1:
+            raise ValueError('schedule="dream" makes its own fragments, of whole modules: leave out fragments=')
+        if self.moments:
+            raise ValueError(
+                'schedule="dream" does not wait for exchanges, but moments need that: leave out one of them'
+            )
+        if self.fragment_sync_delay == 0:
+            raise ValueError(
+                'schedule="dream" hides exchanges behind the next step, but fragment_sync_delay=0 waits for them: '
+                "leave it out"
+            )
+
+    def _check_delay(self, delay: int) -> None:
+        if isinstance(self.sync_every, int) and delay >= self.sync_every:
+            raise ValueError(
+                f"fragment_sync_delay={delay} must be below sync_every={self.sync_every}: a fragment must be back "
+                "before it is sent again"
+            )
+
+    def measures(self, measured: tuple[int, int] | None) -> bool:
+        """Whether times are still to be measured, from which the period, delay or calendar is chosen."""
+        return measured is None and ("auto" in (self.sync_every, self.fragment_sync_delay) or self.schedule == "dream")
+
+    def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
+        """Return the number of steps of the period that begins after this many optimizer steps.
+
+        Args:
+            count: optimizer steps so far.
+            lr: the learning rate.
+            measured: the period and the delay that "auto" has found, or None.
+        """
+        if count < self.warmup_steps:
+            return 1
+        if isinstance(self.sync_every, QSR):
+            return self.sync_every.period(lr)
+        return self.sync_every if isinstance(self.sync_every, int) else measured[0] if measured else 2
+
+    def priced(self) -> Periodic:
+        """Return what the planner needs to know.
+
+        Raises:
+            ValueError: the period follows the learning rate, so it has no price.
+        """
+        from thinwire.predict.timeline.local_steps import Periodic
+
+        every, delay = self.sync_every, self.fragment_sync_delay
+        if isinstance(every, QSR):
+            raise ValueError("a period that follows the learning rate has no price: give sync_every as a number")
+        fixed = None if isinstance(every, str) else every
+        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule)
+
+    def delay_in(self, period: int, measured: tuple[int, int] | None = None) -> int:
+        """Return the number of optimizer steps made while a fragment of this period is under way."""
+        delay = self.fragment_sync_delay
+        if delay == "auto":
+            delay = measured[1] if measured else 0
+        return steps_late(delay, period)
+
+
+_DTYPES = ("fp16", "bf16", "int8", "int4", "int2")
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "local": {"sync_every": "auto", "codec": "auto", "fragment_sync_delay": "auto"},
+    "diloco": {"sync_every": 64, "outer": Nesterov()},
+}
+"""What the names stand for; an option that a user names replaces only its own default.
+
+With a named period, changes are sent in 8 bits and training waits for rounds, unless a codec or a delay is named too.
+"""
+CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("local", {}), ("local", {"codec": "int2"}), ("local", {"codec": "none"}), ("diloco", {}),
+)  # fmt: skip
+"""(name, options) of what ``thinwire plan`` prices if no method is named."""
+
+
+def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
+    """Return the settings that a preset's name and options stand for, or Local(...) itself.
+
+    Raises:
+        ValueError: an option or codec is unknown or out of range.
+    """
+    if isinstance(method, Local):
+        if options:
+            raise ValueError(f"Local(...) carries its own options: pass {', '.join(options)} to it")
+        return method
+    name = method.lower()
+    known = [one.name for one in fields(Local)]
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
+    chosen = {**PRESETS[name], **options}
+    if chosen.get("sync_every") != "auto" and "fragment_sync_delay" not in options:
+        chosen.pop("fragment_sync_delay", None)
+    if chosen.get("sync_every") != "auto" and "codec" not in options and chosen.get("codec") == "auto":
+        chosen["codec"] = "int8"
+    if isinstance(codec := chosen.get("codec"), str) and codec != "auto":
+        chosen["codec"] = None if codec == "none" else Cast(codec) if codec in _DTYPES else resolve(codec)
+    if isinstance(inside := chosen.get("inside"), str):
+        chosen["inside"] = resolve(inside)
+    return Local(**chosen)

@@ -1,0 +1,1 @@
+"""What a step will take: costs measured on this machine, a step simulated, methods ranked."""

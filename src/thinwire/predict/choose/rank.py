@@ -1,0 +1,322 @@
+"""Simulate every candidate, rank them by time to a loss, and recommend one; the answer may be dense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.program import Method, Topology
+from thinwire.predict.choose.resolved import resolved
+from thinwire.predict.choose.result import Entry, Ranking
+from thinwire.predict.choose.spread import measured_share, spread_costs, spread_profile
+from thinwire.predict.choose.ties import as_soon, simplest
+from thinwire.predict.choose.worth import Worth, WorthOf, shipped
+from thinwire.predict.timeline import Timeline, bound_by, simulate
+from thinwire.predict.timeline.bottleneck import network_free
+from thinwire.predict.timeline.local_steps import Periodic
+
+Candidates = Sequence[tuple[str, Method]]
+"""(label, method) pairs."""
+
+GAIN = 0.05
+"""Gain that 16 bits, or another schedule, must reach to be recommended."""
+
+LOSSY_GAIN = 0.10
+"""Gain in time to a loss that a lossy method must reach over the fastest dense form, with its worst step count."""
+
+
+@dataclass(frozen=True)
+class SimulatedMethod:
+    """One candidate, simulated."""
+
+    label: str
+    method: Method
+    timeline: Timeline
+    worth: Worth
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is the plain average."""
+        return self.method.exact
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is S-SGD or its 16-bit form."""
+        return _dense(self.method)
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.step_seconds
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.timeline.bytes_sent
+
+    @property
+    def apart(self) -> bool:
+        """Whether workers train apart between exchanges."""
+        return isinstance(self.method, Periodic)
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds for the fewest, the median and the most steps measured for one step of plain averaging."""
+        return self.seconds * self.worth.low, self.loss_seconds, self.most_loss_seconds
+
+    @property
+    def loss_seconds(self) -> float:
+        """Seconds of the steps that replace one step of plain averaging; infinite if that was never measured."""
+        return self.seconds * self.worth.middle
+
+    @property
+    def most_loss_seconds(self) -> float:
+        """The same, with the most steps measured."""
+        return self.seconds * self.worth.high
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The conclusion from the simulated candidates; ``dense``: the fastest dense form."""
+
+    best: SimulatedMethod
+    best_exact: SimulatedMethod
+    dense: SimulatedMethod
+    sentence: str
+
+
+def choose(
+    candidates: Candidates,
+    model_profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    *,
+    backend: str = "gloo",
+    shared_compute: bool = True,
+    lossy: bool = True,
+    worth: WorthOf | None = None,
+) -> Ranking:
+    """Predict each candidate's step and its time to a loss, and recommend one.
+
+    Dense fp32 and dense 16-bit are always priced, requested or not. A lossy method is recommended only if it reaches a
+    loss more than 10 % sooner than the fastest dense form, with the most steps that it has needed anywhere, and would
+    still do so if start-ups of messages cost nothing; otherwise sending less gains nothing. Among lossy methods that
+    are equally fast, the simpler one is recommended, see ``ties.py``. Among the dense forms, 16 bits are recommended
+    only if they gain 5 %.
+
+    The band is the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
+    40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
+    ranks (scaled from another number: assumed). All prices move together: the band does not cover what depends on their
+    ratio.
+
+    Args:
+        candidates: (label, method) pairs; labels are unique.
+        model_profile: of the model.
+        topology: topology of the ranks.
+        costs: costs of exchanges and compute.
+        backend: "gloo" or "nccl", see ``simulate``.
+        shared_compute: see ``simulate``.
+        lossy: if False, lossy candidates are listed as left out and never recommended.
+        worth: steps that each method needs for one exact step; None: the table in the package.
+
+    Returns:
+        The ranking; ``left_out`` names candidates that do not work on this cluster or whose price is missing.
+
+    Raises:
+        ValueError: no (label, method) pair, a duplicate label, or a model or backend that cannot be simulated.
+        LookupError: the costs hold no exchange, or no price for dense.
+    """
+    where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
+    points, left_out = price(candidates, model_profile, topology, costs, where, lossy=lossy, worth=worth)
+    verdict = judge(points, topology, without_startups(model_profile, topology, costs, where), lossy=lossy)
+    ends = [(spread_profile(model_profile, s), spread_costs(costs, topology, s)) for s in (-1, 1)]
+    reference = min(p.seconds for p in points if type(p.method) is SSGD)
+    entries: dict[str, Entry] = {}
+    for point in sorted(points, key=lambda p: (not p.exact, p.loss_seconds, p.seconds)):
+        plan = point.timeline.plan
+        band = [simulate(point.method, m, topology, c, plan=plan, **where).step_seconds for m, c in ends]
+        entries[point.label] = Entry(
+            label=point.label,
+            method=point.method.name,
+            options=plain_options(point.method),
+            exact=point.exact,
+            dense=point.dense,
+            step_seconds=point.seconds,
+            low_seconds=min(point.seconds, *band),  # a schedule may be slightly shorter at a higher price
+            high_seconds=max(point.seconds, *band),
+            exposed_seconds=point.timeline.exposed_seconds,
+            bytes_sent=point.timeline.bytes_sent,
+            bound_by=bound_by(point.method, model_profile, topology, costs, plan=plan, **where),
+            every=point.timeline.every,
+            steps=_finite(point.worth.middle),
+            most_steps=_finite(point.worth.high),
+            steps_source=point.worth.source,
+            speedup=_ratio(reference, point),
+            measured_share=measured_share(point.timeline, model_profile, topology, costs),
+        )
+    best, best_exact = entries[verdict.best.label], entries[verdict.best_exact.label]
+    return Ranking(
+        model_profile.name,
+        topology.world_size,
+        tuple(entries.values()),
+        best,
+        best_exact,
+        verdict.sentence,
+        tuple(left_out),
+    )
+
+
+def price(
+    candidates: Candidates,
+    profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    where: Mapping[str, Any],
+    *,
+    lossy: bool,
+    worth: WorthOf | None = None,
+) -> tuple[list[SimulatedMethod], list[tuple[str, str]]]:
+    """Simulate the candidates and both dense forms; also return (label, reason) of those that cannot be simulated."""
+    worth_of = worth or shipped()
+    points: list[SimulatedMethod] = []
+    left_out: list[tuple[str, str]] = []
+    for label, method in _complete(candidates):
+        dense = _dense(method)
+        if not (lossy or dense or method.exact):
+            continue
+        try:
+            ran = resolved(method, profile, topology, costs, worth=worth_of, **where)
+            timeline = simulate(ran, profile, topology, costs, **where)
+            value = worth_of(ran, profile.elements, topology.world_size)
+            points.append(SimulatedMethod(label, ran, timeline, value))
+        except (LookupError, ValueError) as error:
+            if dense:
+                raise
+            left_out.append((label, str(error.args[0] if error.args else error)))
+    return points, left_out
+
+
+def without_startups(
+    profile: ModelProfile, topology: Topology, costs: Costs, where: Mapping[str, Any]
+) -> Callable[[SimulatedMethod], float]:
+    """Return a function: step seconds of a point, with its plan, on a network where a message costs only its bytes."""
+    free = network_free(costs, startup=0, rest=1)
+
+    def seconds(point: SimulatedMethod) -> float:
+        plan = point.timeline.plan
+        return simulate(point.method, profile, topology, free, plan=plan, **where).step_seconds
+
+    return seconds
+
+
+def judge(
+    points: Sequence[SimulatedMethod],
+    topology: Topology,
+    bytes_alone: Callable[[SimulatedMethod], float],
+    *,
+    lossy: bool,
+) -> Recommendation:
+    """Apply the rule of ``choose``; ``bytes_alone``: see ``without_startups``."""
+    best_exact = _best_exact(points)
+    if not lossy or topology.world_size == 1:
+        alone = "one worker: nothing is sent, nothing is compressed"
+        said = (
+            alone
+            if topology.world_size == 1
+            else f"{best_exact.label}: {ms(best_exact.seconds)}, lossy methods not considered"
+        )
+        return Recommendation(best_exact, best_exact, best_exact, said)
+    dense = min((p for p in points if p.exact or p.dense), key=_seconds)
+    kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
+    lossies = [p for p in points if not (p.exact or p.dense)]
+    rivals = sorted((p for p in lossies if p.worth.known), key=lambda p: p.loss_seconds)
+    if not rivals:
+        other = (
+            "no other method was asked for" if not lossies else "what a step is worth is not known for any other method"
+        )
+        return Recommendation(kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, {other}")
+    first = rivals[0]
+    pair = f"{ms(dense.seconds)} against {_told(first)}"
+    if first.loss_seconds >= dense.seconds:
+        return Recommendation(kept, best_exact, dense, f"dense is faster here: {pair} ({dense.label}, {first.label})")
+    sooner = [p for p in rivals if p.most_loss_seconds < (1 - LOSSY_GAIN) * dense.seconds]
+    if not sooner:
+        said = f"dense is as fast here: {pair} ({dense.label}, {first.label}); less than {LOSSY_GAIN:.0%} does not pay"
+        return Recommendation(kept, best_exact, dense, said)
+    limit = (1 - LOSSY_GAIN) * bytes_alone(dense)
+    rival = next((p for p in sooner if bytes_alone(p) < limit), None)
+    if rival is None:
+        said = (
+            f"dense is enough here: {pair} ({dense.label}, {first.label}); the gain comes from message start-ups, not "
+            "from data that a lossy method leaves out"
+        )
+        return Recommendation(kept, best_exact, dense, said)
+    simple = simplest(rival, [p for p in sooner if as_soon(p, rival) and bytes_alone(p) < limit])
+    said = f"{simple.label} is faster here: {_told(simple)} against {ms(dense.seconds)} for dense ({dense.label})"
+    if simple is not rival:
+        said += f"; {rival.label} is as fast, {_told(rival)}, but less simple"
+    return Recommendation(simple, best_exact, dense, said)
+
+
+def _told(point: SimulatedMethod) -> str:
+    return f"{ms(point.seconds)} x {point.worth.middle:.2f} steps"
+
+
+def _ratio(reference: float, point: SimulatedMethod) -> float | None:
+    """Return how many times sooner than dense fp32 the method reaches the loss."""
+    if not point.worth.known:
+        return None
+    return reference / point.loss_seconds if point.loss_seconds else 1.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _best_exact(points: Sequence[SimulatedMethod]) -> SimulatedMethod:
+    """Return the fastest; S-SGD if it is nearly as fast, since other schedules require more of the training loop."""
+    fastest = min((p for p in points if p.exact), key=_seconds)
+    plain = min((p for p in points if type(p.method) is SSGD), key=_seconds, default=fastest)
+    return plain if (1 - GAIN) * plain.seconds <= fastest.seconds else fastest
+
+
+def ms(seconds: float) -> str:
+    """Format seconds as milliseconds."""
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if value >= 99.95 else f"{value:.1f} ms" if value >= 9.995 else f"{value:.2f} ms"
+
+
+def plain_options(method: Method) -> dict[str, Any]:
+    """Return the options as data that JSON can hold."""
+    return {
+        name: value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in method.options().items()
+    }
+
+
+def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
+    """Check the candidates and add missing dense forms."""
+    complete: list[tuple[str, Method]] = []
+    for i, (label, method) in enumerate(candidates):
+        if not isinstance(method, Method):
+            raise ValueError(f"candidates[{i}] must be a (label, method) pair; {method!r} is not a method")
+        if label in dict(complete):
+            raise ValueError(f"candidates[{i}]: the label {label!r} is given twice")
+        complete.append((label, method))
+    for label, dense in (("dense fp32", SSGD()), ("dense 16-bit", Cast())):
+        if type(dense) not in {type(method) for _, method in complete}:
+            complete.append((label, dense))
+    return complete
+
+
+def _dense(method: Method) -> bool:
+    """Return whether it is dense, coupled or not, under its own name; a cast with a residual is compression."""
+    return type(method) in (SSGD, Cast) and not method.has_residual
+
+
+def _seconds(point: SimulatedMethod) -> float:
+    return point.seconds

@@ -1,0 +1,148 @@
+"""The outcome of a choice as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from thinwire.core.pricing.checks import Hashed
+from thinwire.core.records import UNREADABLE
+from thinwire.predict.timeline.bottleneck import Bound
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One candidate, predicted.
+
+    Attributes:
+        label: as given by the caller.
+        method: name in the registry.
+        options: options of the method; values that JSON cannot hold are stored as text.
+        exact: whether the result is the plain average.
+        dense: S-SGD or its 16-bit form, which lossy methods have to beat.
+        step_seconds: from one forward to the next.
+        low_seconds, high_seconds: the band, see ``choose``.
+        exposed_seconds: communication while nothing is computed.
+        bytes_sent: bytes sent by one rank per step.
+        bound_by: the resource without which the step would be shortest.
+        every: steps between two exchanges.
+        steps: steps to a loss, relative to plain averaging; None: not measured.
+        most_steps: the most measured; None: not measured, or some seed did not reach the loss.
+        steps_source: source of the step counts.
+        speedup: how many times sooner than dense fp32 it reaches that loss; None: unknown.
+        measured_share: fraction of the step whose price was measured here.
+    """
+
+    label: str
+    method: str
+    options: Mapping[str, Any]
+    exact: bool
+    dense: bool
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    exposed_seconds: float
+    bytes_sent: int
+    bound_by: Bound
+    every: int
+    steps: float | None
+    most_steps: float | None
+    steps_source: str
+    speedup: float | None
+    measured_share: float
+
+    def __hash__(self) -> int:
+        return hash((self.label, self.step_seconds, self.bytes_sent))
+
+
+@dataclass(frozen=True)
+class Ranking(Hashed):
+    """All candidates in order, and the conclusions.
+
+    Attributes:
+        model: name of the profile.
+        workers: total number of ranks.
+        entries: exact ones first, then lossy ones; within each, the soonest to reach a loss first and unknown ones
+            last.
+        best: the recommendation.
+        best_exact: the recommendation without lossy methods.
+        sentence: the reason.
+        left_out: (label, reason) of candidates that cannot run on this cluster or have no price.
+    """
+
+    model: str
+    workers: int
+    entries: tuple[Entry, ...]
+    best: Entry
+    best_exact: Entry
+    sentence: str
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def exact(self) -> tuple[Entry, ...]:
+        """Entries that give the plain average."""
+        return tuple(entry for entry in self.entries if entry.exact)
+
+    @property
+    def lossy(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if not entry.exact)
+
+    @property
+    def measured_share(self) -> float:
+        """Fraction of the best entry's step whose price was measured here."""
+        return self.best.measured_share
+
+    def entry(self, label: str) -> Entry:
+        """Return the entry of a label.
+
+        Raises:
+            ValueError: there is no such label.
+        """
+        for entry in self.entries:
+            if entry.label == label:
+                return entry
+        raise ValueError(f"no entry {label!r}; there are {', '.join(entry.label for entry in self.entries)}")
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the ranking as data that JSON can hold."""
+        return {
+            "model": self.model,
+            "workers": self.workers,
+            "best": self.best.label,
+            "best_exact": self.best_exact.label,
+            "sentence": self.sentence,
+            "measured_share": self.measured_share,
+            "entries": [asdict(entry) for entry in self.entries],
+            "left_out": [list(pair) for pair in self.left_out],
+        }
+
+    def to_json(self) -> str:
+        """Return the ranking as JSON text."""
+        return json.dumps(self.to_data())
+
+    @classmethod
+    def from_json(cls, text: str) -> Ranking:
+        """Read back what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text holds no ranking.
+        """
+        try:
+            data: Any = json.loads(text)
+            entries = {e["label"]: Entry(**{f.name: e[f.name] for f in fields(Entry)}) for e in data["entries"]}
+            return cls(
+                str(data["model"]),
+                int(data["workers"]),
+                tuple(entries.values()),
+                entries[data["best"]],
+                entries[data["best_exact"]],
+                str(data["sentence"]),
+                tuple((str(label), str(reason)) for label, reason in data["left_out"]),
+            )
+        except UNREADABLE as error:
+            raise ValueError(f"this is not a thinwire ranking: {error}") from error
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())

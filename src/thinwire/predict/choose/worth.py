@@ -1,0 +1,177 @@
+"""How many steps a method needs for one step of plain averaging: a compressed step is worth less than an exact one.
+
+The table was measured by ``benchmarks/race.py``: each row at its best learning rate, on seeds other than those used to
+find that rate. A method that was not measured has no factor and is never recommended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from thinwire.core.methods.cast import Cast
+from thinwire.core.pricing.periods import EVERY
+from thinwire.core.program import Method
+from thinwire.core.records import UNREADABLE
+from thinwire.predict.timeline.local_steps import Periodic
+
+TABLE = Path(__file__).with_name("worth.json")
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Steps to a loss, relative to plain averaging.
+
+    Attributes:
+        low, middle, high: minimum, median and maximum over seeds; infinite if a seed did not reach the loss.
+        source: where the numbers come from, in words.
+    """
+
+    low: float
+    middle: float
+    high: float
+    source: str
+
+    @property
+    def known(self) -> bool:
+        """Whether half of the seeds reached the loss."""
+        return math.isfinite(self.middle)
+
+
+WorthOf: TypeAlias = Callable[[Method, int, int], Worth]
+"""(method, elements of the model, ranks) -> what its steps are worth; ``UNKNOWN`` if it was never measured."""
+
+_FAR_STEPS, _FAR_SIZE = 1.5, 4
+"""A method that needed 1.5 times the steps may need any number on a model at least four times as large."""
+
+EXACT = Worth(1.0, 1.0, 1.0, "exact")
+UNKNOWN = Worth(math.inf, math.inf, math.inf, "not measured")
+
+
+@dataclass(frozen=True)
+class MeasuredWorth:
+    """One row of the table.
+
+    Attributes:
+        method: name of the method, or of the codec with local steps.
+        options: numbers are minimum values for which the row holds (more is sent); words must be equal.
+        every: steps between two exchanges; 1: every step is exchanged.
+        delay: largest number of steps that run while an exchange is in flight.
+        elements, workers: elements of the model and workers of the run.
+        factors: one per seed; None: that seed did not reach the loss.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+    every: int
+    delay: int
+    elements: int
+    workers: int
+    factors: tuple[float | None, ...]
+
+    def __post_init__(self) -> None:
+        numbers = (self.every, self.elements, self.workers, *(factor for factor in self.factors if factor is not None))
+        if not self.factors or not all(number > 0 and math.isfinite(number) for number in numbers) or self.delay < 0:
+            raise ValueError(f"{self.method} has no such number of steps: {self}")
+
+    def speaks_for(self, method: Method) -> bool:
+        """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
+        every, delay = 1, 0
+        if isinstance(method, Periodic):
+            if method.every is None or method.delay == "auto" or method.outer or method.schedule != "strided":
+                return False
+            every, delay = method.every, method.travelling
+            method = method.codec
+        if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
+            return False
+        if delay > self.delay or (delay == 0) != (self.delay == 0):
+            return False
+        return all(_covers(getattr(method, k), v) for k, v in self.options.items())
+
+    def worth(self, by: str = "measured") -> Worth:
+        """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins."""
+        ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
+        source = f"{by} with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
+        return Worth(ordered[0], ordered[len(ordered) // 2], ordered[-1], source)
+
+
+def _covers(value: Any, least: Any) -> bool:
+    if isinstance(least, (int, float)) and isinstance(value, (int, float)):
+        return value >= least
+    return str(value).removeprefix("torch.") == str(least)
+
+
+def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
+    """Return a look-up of the row that holds for a method: nearest in ranks, then in size, then in what it sends.
+
+    Args:
+        rows: the table.
+        by: how the source of the result begins.
+    """
+
+    def worth_of(method: Method, elements: int, workers: int) -> Worth:
+        if method.exact or workers == 1:
+            return EXACT
+        if method.name == "cast" and not method.has_residual:
+            return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
+        found = [row for row in rows if row.speaks_for(method)]
+        if not found:
+            return UNKNOWN
+
+        def apart(row: MeasuredWorth) -> tuple[float, float, int, int, list[float]]:
+            sends = [-float(v) for v in row.options.values() if isinstance(v, (int, float))]
+            return (
+                abs(math.log(row.workers / workers)),
+                abs(math.log(row.elements / max(1, elements))),
+                row.every,
+                row.delay,
+                sends,
+            )
+
+        nearest = min(found, key=apart)
+        value = nearest.worth(by)
+        return UNKNOWN if value.middle > _FAR_STEPS and elements > _FAR_SIZE * nearest.elements else value
+
+    return worth_of
+
+
+def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> Callable[[int, int], float]:
+    """Return (period, delay) -> steps to a loss of local steps with a codec; if it was not measured, with 8 bits."""
+
+    def steps_with(code: Method) -> Callable[[int, int], float]:
+        return lambda every, delay: worth(Periodic(code, every, delay), elements, workers).middle
+
+    own = steps_with(codec)
+    measured = any(math.isfinite(own(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
+    return own if measured else steps_with(Cast("int8"))
+
+
+def read_worth(path: Path) -> WorthOf:
+    """Read the table of a file that ``thinwire race`` wrote. Sources name the model that raced.
+
+    Raises:
+        ValueError: it cannot be read, or holds no table.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        by = f"your race of {data['race']['model']}" if "race" in data else "your race"
+        return worth_from(_rows(data), by)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{path} holds no table of steps to a loss as written by thinwire race") from error
+
+
+def _rows(data: Any) -> tuple[MeasuredWorth, ...]:
+    return tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in data["rows"])
+
+
+@cache
+def shipped() -> WorthOf:
+    """Return the table in the package."""
+    return worth_from(_rows(json.loads(TABLE.read_text(encoding="utf-8"))))

@@ -1,0 +1,189 @@
+"""Collect the machine's network set-up: interfaces, routes, names, TCP settings."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from thinwire.predict.measure.facts import Interface, Name
+
+_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40  # IFF_*
+_LOOKUP_SECONDS = 20.0
+_SYSFS, _SYSCTL = Path("/sys/class/net"), Path("/proc/sys/net")
+_SETTINGS = (
+    "core/rmem_max",
+    "core/wmem_max",
+    "ipv4/tcp_rmem",
+    "ipv4/tcp_wmem",
+    "ipv4/tcp_congestion_control",
+    "ipv4/ip_local_port_range",
+)
+
+
+class _IfAddrs(ctypes.Structure):
+    """``struct ifaddrs`` of getifaddrs(3), as far as needed; the same on Linux and macOS."""
+
+
+_IfAddrs._fields_ = [
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Return all interfaces with their addresses, in the order in which Gloo and NCCL see them."""
+    flags: dict[str, int] = {}
+    addresses: dict[str, list[str]] = {}
+    for name, bits, address in _listed():
+        flags[name] = bits
+        known = addresses.setdefault(name, [])
+        if address is not None:
+            known.append(address)
+    return tuple(_interface(name, bits, tuple(addresses[name])) for name, bits in flags.items())
+
+
+def _listed() -> list[tuple[str, int, str | None]]:
+    """Return (interface, flags, address) of each entry; an entry without address stands for the interface itself."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "getifaddrs"):
+        return [(name, _UP | _RUNNING, None) for _, name in socket.if_nameindex()]
+    head = ctypes.POINTER(_IfAddrs)()
+    if libc.getifaddrs(ctypes.byref(head)):
+        return []
+    found = []
+    entry = head
+    while entry:
+        one = entry.contents
+        found.append((one.name.decode(), one.flags, _address(one.address)))
+        entry = one.next
+    libc.freeifaddrs(head)
+    return found
+
+
+def _address(at: int | None) -> str | None:
+    """Return the text of a ``struct sockaddr``; None if it is neither IPv4 nor IPv6."""
+    if not at:
+        return None
+    start = ctypes.string_at(at, 2)
+    family = start[1] if sys.platform == "darwin" else int.from_bytes(start, sys.byteorder)
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(at + 4, 4))
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(at + 8, 16))
+    return None
+
+
+def _interface(name: str, flags: int, addresses: tuple[str, ...]) -> Interface:
+    folder = _SYSFS / name
+    kind = "loopback" if flags & _LOOPBACK else _kind(folder)
+    mbits = _number(folder / "speed")
+
+    def counted(what: str) -> int:
+        return sum(_number(folder / "statistics" / f"{way}_{what}") or 0 for way in ("rx", "tx"))
+
+    return Interface(
+        name=name,
+        up=bool(flags & _UP and flags & _RUNNING),
+        kind=kind,
+        addresses=addresses,
+        mbits=mbits if mbits is not None and mbits > 0 else None,
+        mtu=_number(folder / "mtu"),
+        packets=counted("packets"),
+        errors=counted("errors"),
+        drops=counted("dropped"),
+    )
+
+
+def _kind(folder: Path) -> str:
+    """Determine the kind from sysfs."""
+    if (folder / "wireless").exists():
+        return "wireless"
+    if (folder / "bridge").exists():
+        return "bridge"
+    if (folder / "tun_flags").exists():
+        return "tunnel"
+    if not folder.exists() or any((folder / sign).exists() for sign in ("device", "bonding")):
+        return "ethernet"
+    return "ethernet" if "DEVTYPE=vlan" in _text(folder / "uevent") else "virtual"
+
+
+def default_route() -> str | None:
+    """Return the interface of the default route: of IPv4, else of IPv6; None if there is none or it is unknown."""
+    for line in _text(Path("/proc/net/route")).splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000":
+            return fields[0]
+    for line in _text(Path("/proc/net/ipv6_route")).splitlines():
+        fields = line.split()
+        if len(fields) > 9 and fields[1] == "00" and fields[9] != "lo":
+            return fields[9]
+    return None
+
+
+def look_up(name: str) -> Name:
+    """Look up a name as Gloo does; gives up after some seconds."""
+    began = time.perf_counter()
+    answer: list[Name] = []
+    thread = threading.Thread(target=lambda: answer.append(_resolved(name)), daemon=True)
+    thread.start()
+    thread.join(_LOOKUP_SECONDS)
+    seconds = time.perf_counter() - began
+    if not answer:
+        return Name(name, seconds=seconds, error=f"no answer within {_LOOKUP_SECONDS:g} s")
+    return Name(name, answer[0].addresses, answer[0].bound, seconds, answer[0].error)
+
+
+def _resolved(name: str) -> Name:
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return Name(name, error=getattr(error, "strerror", None) or str(error))
+    addresses: dict[str, bool] = {}
+    for family, kind, protocol, _, address in found:
+        addresses.setdefault(str(address[0]).split("%")[0], _binds(family, kind, protocol, address))
+    return Name(name, tuple(addresses), tuple(a for a, bound in addresses.items() if bound))
+
+
+def _binds(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, kind, protocol) as trial:
+            trial.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def tcp_settings() -> dict[str, str]:
+    """Return the kernel settings that matter for long transfers; empty if there is no /proc."""
+    found = {path.rpartition("/")[2]: " ".join(_text(_SYSCTL / path).split()) for path in _SETTINGS}
+    return {name: value for name, value in found.items() if value}
+
+
+def tcp_segments() -> tuple[int, int]:
+    """Return the segments sent since the machine started, and those sent again."""
+    rows = [line.split()[1:] for line in _text(Path("/proc/net/snmp")).splitlines() if line.startswith("Tcp:")]
+    if len(rows) != 2:
+        return 0, 0
+    counts = dict(zip(*rows))
+    return int(counts.get("OutSegs", 0)), int(counts.get("RetransSegs", 0))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    try:
+        return int(text)
+    except ValueError:
+        return None

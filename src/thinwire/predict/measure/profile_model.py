@@ -1,0 +1,173 @@
+"""Profile a model: when each gradient is complete in backward, and how long each module takes in forward."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.core.pricing.profiles import ModelProfile, ModuleTime, TensorTime
+from thinwire.predict.measure.batches import Batches, Loss, numbered
+from thinwire.predict.measure.timing import Clock, Stopwatch
+from thinwire.predict.measure.watch import Watch, untouched
+
+_LEAST_STEPS = 3
+
+
+def profile_model(
+    model: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    *,
+    steps: int = 20,
+    warmup: int = 5,
+    name: str | None = None,
+    batch: str = "",
+    seconds: float | None = None,
+    clock: Clock = time.perf_counter,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelProfile:
+    """Time forward and backward of a model; medians over the steps, gradients in order of arrival.
+
+    Gradients, buffers and torch's random number state are restored afterwards; no optimizer runs. Frozen parameters are
+    left out; those without a gradient come last, with 0 seconds. Other state that the loss changes stays changed.
+
+    Args:
+        model: on the device on which it trains, in training mode.
+        batches: step -> batch; or an iterable, which restarts at its end.
+        loss: (model, batch) -> a scalar.
+        steps: timed steps.
+        warmup: steps before them.
+        name: name of the profile; None: the model's class.
+        batch: description of a batch, for the profile's source.
+        seconds: time after which no further step begins, once three are timed; None: no limit.
+        clock: for tests.
+        on_step: called after each step with the number done and the total.
+
+    Raises:
+        ValueError: no trainable parameters, a loss that is not a scalar, sparse gradients, or numbers out of range.
+    """
+    if steps < 1 or warmup < 0:
+        raise ValueError(f"steps={steps} must be at least 1 and warmup={warmup} not negative")
+    shapes = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not shapes:
+        raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
+    device = next(iter(shapes.values())).device
+    stopwatch = Stopwatch(device, clock)
+    record = _Record(stopwatch)
+    began = time.perf_counter()
+    take = numbered(batches)
+    with untouched(model), Watch(model, stopwatch) as watch:
+        for step in range(warmup + steps):
+            _step(model, take, loss, step, watch, record if step >= warmup else None, stopwatch)
+            on_step(step + 1, warmup + steps)
+            late = seconds is not None and time.perf_counter() - began > seconds
+            if late and record.steps >= min(steps, _LEAST_STEPS):
+                break
+    kinds = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
+    tensors = tuple(
+        TensorTime(n, tuple(shapes[n].shape), lasted, kinds.get(id(shapes[n]), ""))
+        for n, lasted in record.backward(list(shapes)).items()
+    )
+    modules = tuple(ModuleTime(n, lasted) for n, lasted in record.modules().items())
+    return ModelProfile(
+        name or type(model).__name__,
+        tensors,
+        statistics.median(record.forward),
+        modules,
+        _element_bytes(list(shapes.values())),
+        "measured here",
+        ", ".join(filter(None, (_place(device), f"median of {record.steps} steps", batch))),
+    )
+
+
+def _step(
+    model: nn.Module,
+    take: Callable[[int], Any],
+    loss: Loss,
+    step: int,
+    watch: Watch,
+    record: _Record | None,
+    stopwatch: Stopwatch,
+) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    watch.begin()
+    before = stopwatch.mark()
+    value = loss(model, take(step))
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise ValueError("loss(model, batch) must return a scalar tensor that depends on the model's parameters")
+    between = stopwatch.mark()
+    watch.turn()
+    value.backward()
+    stopwatch.settle()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError(f"{name} gets sparse gradients, which thinwire does not exchange: use sparse=False")
+    if record is not None:
+        record.add(watch, before if watch.started is None else watch.started, between)
+
+
+class _Record:
+    """Seconds of all timed steps."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self.steps = 0
+        self.forward: list[float] = []
+        self._arrivals: list[dict[str, float]] = []
+        self._modules: dict[str, list[float]] = {}
+
+    def add(self, watch: Watch, started: object, turned: object) -> None:
+        self.steps += 1
+        self.forward.append(self._stopwatch.between(started, turned))
+        between = self._stopwatch.between
+        self._arrivals.append({name: between(turned, mark) for name, mark in watch.arrivals.items()})
+        for name, seconds in watch.module_seconds().items():
+            self._modules.setdefault(name, []).append(seconds)
+
+    def backward(self, names: list[str]) -> dict[str, float]:
+        """Return the seconds from one gradient to the next: medians of arrivals, so they add up to a whole backward.
+
+        Steps in which some gradients are missing would disturb the order; they count only if there are few others.
+        """
+        most = max(map(len, self._arrivals))
+        full = [step for step in self._arrivals if len(step) == most]
+        times: dict[str, list[float]] = {}
+        for step in full if len(full) >= _LEAST_STEPS else self._arrivals:
+            for name, moment in step.items():
+                times.setdefault(name, []).append(moment)
+        arrived = {name: statistics.median(moments) for name, moments in times.items()}
+        seconds: dict[str, float] = {}
+        before = 0.0
+        for name in sorted(arrived, key=arrived.__getitem__):
+            seconds[name] = max(0.0, arrived[name] - before)
+            before = max(before, arrived[name])
+        return {**seconds, **{name: 0.0 for name in names if name not in seconds}}
+
+    def modules(self) -> dict[str, float]:
+        """Return the seconds of each module, in forward order."""
+        return {name: statistics.median(times) for name, times in self._modules.items()}
+
+
+def _element_bytes(parameters: list[nn.Parameter]) -> int:
+    """Return the bytes per element of most elements."""
+    sizes: Counter[int] = Counter()
+    for parameter in parameters:
+        sizes[parameter.element_size()] += parameter.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def _place(device: torch.device) -> str:
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"{torch.get_num_threads()} threads"
+    return f"{platform.node()}, {date.today()}, torch {torch.__version__}, {where}"

@@ -1,0 +1,171 @@
+"""Local steps on the timeline: a period of steps without exchange, and one round beside or between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from thinwire.core.pricing.calendars import LONGER, calendar, layers, nanoseconds
+from thinwire.core.pricing.periods import LONGEST, steps_late
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.program import Bucket, Method, Plan, Program, State
+from thinwire.core.program.plan import PlanBucket
+from thinwire.predict.timeline.machine import ComputeTask, Machine
+from thinwire.predict.timeline.programs import ProgramPart
+from thinwire.predict.timeline.result import Event, exposed_seconds
+
+
+@dataclass(frozen=True)
+class Periodic(Method):
+    """Local steps (``thinwire.Local``) as the planner sees them: a codec's program every few steps, in one bucket.
+
+    Args:
+        codec: carries the weights, or their changes.
+        every: steps between two rounds; None: ``planner.choose.resolved`` chooses.
+        delay: steps that run while a round is in flight; "full": all but one; "auto": chosen with ``every``.
+        most: largest number of steps between two rounds, if ``every`` is None.
+        outer: an outer optimizer is applied to the mean change.
+        schedule: "dream": layers are sent after the steps that hide them.
+    """
+
+    name: ClassVar[str] = "local"
+    loss: ClassVar[str] = "apart between rounds"
+
+    codec: Method
+    every: int | None = None
+    delay: int | str = "auto"
+    most: int = LONGEST
+    outer: bool = False
+    schedule: str = "strided"
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """Return the codec's own program."""
+        yield from self.codec.reduce(bucket, state)
+
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
+        """Return what the codec says."""
+        return self.codec.dense(name, shape, embedding)
+
+    @property
+    def travelling(self) -> int:
+        """Number of steps that run while a round is in flight.
+
+        Raises:
+            ValueError: the period has not been chosen yet.
+        """
+        if self.every is None or self.delay == "auto":
+            raise ValueError("local steps without a period: planner.choose.resolved chooses one")
+        return steps_late(self.delay, self.every)
+
+    @property
+    def carrier(self) -> Method:
+        """Return the codec, with the whole model in one bucket."""
+        flat = {"collective": "flat"} if self.codec.collective == "auto" else {}
+        return replace(self.codec, fusion="single", **flat)  # type: ignore[type-var]
+
+    def fragments(self, profile: ModelProfile) -> dict[str, int]:
+        """Return, by tensor name, the fragment in which a calendar sends it; empty: the whole model is sent at once."""
+        if self.schedule != "dream" or self.every is None:
+            return {}
+        tensors = profile.tensors[::-1]  # in the model's order
+        runs = layers([t.name for t in tensors], [t.size for t in tensors], self.every)
+        return {tensors[place].name: index for index, run in enumerate(runs) for place in run}
+
+
+def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
+    """Split every bucket into one per fragment."""
+
+    def cut(bucket: PlanBucket) -> list[PlanBucket]:
+        names: dict[int, list[str]] = {}
+        for name in bucket.names:
+            names.setdefault(fragments[name], []).append(name)
+        return [replace(bucket, names=tuple(some)) for _, some in sorted(names.items())]
+
+    return Plan(tuple(tuple(one for b in phase for one in cut(b)) for phase in plan.phases), rule=plan.rule)
+
+
+@dataclass(frozen=True)
+class Period:
+    """A simulated period, or one step of it if its layers are sent by a calendar.
+
+    Attributes:
+        every: number of steps.
+        seconds: time of all steps.
+        exposed_seconds: time of communication in which nothing is computed.
+        events: events of all steps.
+        bytes_sent: bytes sent by this rank.
+    """
+
+    every: int
+    seconds: float
+    exposed_seconds: float
+    events: tuple[Event, ...]
+    bytes_sent: int
+
+
+def simulate_period(
+    method: Periodic,
+    profile: ModelProfile,
+    parts: Sequence[ProgramPart],
+    buckets: Sequence[PlanBucket],
+    *,
+    shared: bool,
+    streams: int | None,
+    optimizer_seconds: float,
+) -> list[Period]:
+    """Simulate one period in the steady state: its round starts at the beginning and is merged ``delay`` steps later.
+
+    With a calendar, what is sent after a step starts with the next one, and is priced as merged at the end of that
+    step.
+
+    Args:
+        method: sets how often, and what runs meanwhile.
+        profile: profile of the model.
+        parts: the programs of the round.
+        buckets: the buckets of these programs.
+        shared, streams: as in ``Machine``.
+        optimizer_seconds: time of a whole update.
+    """
+    backward = sum(t.backward_seconds for t in profile.tensors)
+    step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]
+
+    travelling, every = method.travelling, method.every
+    assert every is not None
+    fragments = method.fragments(profile)
+    if not fragments:
+        return [_run(step, parts, every, travelling, shared=shared, streams=streams)]
+    own = [fragments[bucket.names[0]] for bucket in buckets]
+    exchanges = [0] * (max(fragments.values()) + 1)
+    for index, part in zip(own, parts, strict=True):
+        exchanges[index] += nanoseconds(sum(part.segments) + sum(hop.seconds for hop in part.hops))
+    window = nanoseconds(sum(seconds for _, seconds in step))
+
+    def by_calendar(apart: int | None) -> list[Period]:
+        leaving = calendar(exchanges, [window] * every, apart=apart)
+        together = [[part for index, part in zip(own, parts) if index in some] for some in leaving]
+        return [_run(step, some, 1, 1, shared=shared, streams=streams) for some in together]
+
+    once, again = by_calendar(None), by_calendar(travelling)
+    return again if sum(p.seconds for p in again) <= LONGER * sum(p.seconds for p in once) else once
+
+
+def _run(
+    step: Sequence[tuple[str, float]],
+    parts: Sequence[ProgramPart],
+    every: int,
+    travelling: int,
+    *,
+    shared: bool,
+    streams: int | None,
+) -> Period:
+    tasks = []
+    for number in range(every + 1):
+        if number == travelling:
+            tasks += [ComputeTask("merge", 0.0, needs=position) for position in range(len(parts))]
+        if number < every:
+            tasks += [ComputeTask(f"{name} {number + 1}", seconds) for name, seconds in step]
+    machine = Machine(tasks, list(parts), [], shared=shared, streams=streams)
+    seconds = machine.run()
+    sent = sum(event.bytes for event in machine.events)
+    return Period(every, seconds, exposed_seconds(machine.events), tuple(machine.events), sent)

@@ -1,0 +1,196 @@
+"""One step of one rank as discrete events: a compute stream, a worker for the methods, links that serve in order."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from thinwire.predict.timeline.order import Wave
+from thinwire.predict.timeline.programs import Hop, ProgramPart
+from thinwire.predict.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event
+
+
+@dataclass(frozen=True)
+class ComputeTask:
+    """A piece of forward, backward or optimizer; the tasks of a step run in order.
+
+    Attributes:
+        name: name of the event.
+        seconds: compute time.
+        bucket: the bucket it belongs to, for the event.
+        needs: position of the deferred program that must have ended before this task.
+        completes: position of the program that may start after this task.
+        last: whether it waits for all programs of the step.
+    """
+
+    name: str
+    seconds: float
+    bucket: int | None = None
+    needs: int | None = None
+    completes: int | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Work for the worker: a program's next segment, or (``wave`` None) the CPU time of an exchange."""
+
+    wave: Wave | None
+    position: int
+    seconds: float
+    bucket: int
+
+
+class Machine:
+    """Simulates one step.
+
+    Args:
+        tasks: tasks of the compute stream, in order.
+        deferred: parts left over from the previous step; all of them start at once.
+        current: parts of this step; each starts when its task is done.
+        shared: the worker has no core of its own: while it works, the compute stream is paused.
+        streams: number of side streams on which programs alternate (NCCL); None: each program runs when it is ready.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[ComputeTask],
+        deferred: list[ProgramPart],
+        current: list[ProgramPart],
+        *,
+        shared: bool,
+        streams: int | None,
+    ) -> None:
+        self.events: list[Event] = []
+        self.now = 0.0
+        self._tasks = deque(tasks)
+        self._deferred, self._current = Wave(deferred, streams=streams), Wave(current, streams=streams)
+        self._shared = shared
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._task: ComputeTask | None = None
+        self._left = self._since = 0.0
+        self._running = False  # False while the task is paused
+        self._turn = 0  # number of the current run; an end scheduled for an earlier run is ignored
+        self._jobs: list[tuple[bool, int, int, _Job]] = []
+        self._job: _Job | None = None
+        self._links: dict[str, deque[tuple[Wave, int, Hop]]] = {}
+        self._busy: set[str] = set()
+
+    def run(self) -> float:
+        """Process all events. Return the seconds of the step."""
+        for position in range(len(self._deferred.parts)):
+            self._ready(self._deferred, position)
+        self._dispatch()
+        while self._heap:
+            self.now = self._heap[0][0]
+            while self._heap and self._heap[0][0] == self.now:  # everything due now, before anything new is chosen
+                heapq.heappop(self._heap)[2]()
+            self._dispatch()
+        stuck = self._tasks or self._current.left or self._deferred.left
+        assert not stuck, "the step does not end"
+        return self.now
+
+    def _after(self, seconds: float, then: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._count, then))
+
+    def _dispatch(self) -> None:
+        """Start whatever can start, the worker first."""
+        while True:
+            while self._jobs and self._job is None:
+                self._work(heapq.heappop(self._jobs)[-1])
+            for link, queue in self._links.items():
+                if queue and link not in self._busy:
+                    self._send(link, *queue.popleft())
+            if self._job is not None or not self._jobs:
+                break
+        if self._job is None or not self._shared:
+            self._resume()
+
+    # --- the compute stream --------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        if self._task is None and self._tasks and self._may_start(self._tasks[0]):
+            self._task = self._tasks.popleft()
+            self._left = self._task.seconds
+        if self._task is not None and not self._running:
+            self._since = self.now
+            self._turn += 1
+            self._running = True
+            self._after(self._left, partial(self._end_task, self._turn))
+
+    def _may_start(self, task: ComputeTask) -> bool:
+        if task.needs is not None and not self._deferred.ended[task.needs]:
+            return False
+        return not (task.last and self._current.left)
+
+    def _pause(self) -> None:
+        if self._shared and self._task is not None and self._running:
+            self._note_task(self._task)
+            self._left = max(0.0, self._left - (self.now - self._since))
+            self._running = False
+
+    def _end_task(self, turn: int) -> None:
+        task = self._task
+        if task is None or turn != self._turn or not self._running:  # it was paused meanwhile
+            return
+        self._note_task(task)
+        self._task, self._running = None, False
+        if task.completes is not None:
+            self._ready(self._current, task.completes)
+
+    def _note_task(self, task: ComputeTask) -> None:
+        if self.now > self._since:
+            self.events.append(Event(task.name, COMPUTE, self._since, self.now - self._since, task.bucket))
+
+    # --- the worker ----------------------------------------------------------------------------------------------
+
+    def _ready(self, wave: Wave, position: int) -> None:
+        for first in wave.ready(position):
+            self._queue_segment(wave, first)
+
+    def _queue_segment(self, wave: Wave, position: int) -> None:
+        self._queue(_Job(wave, position, wave.segment(position), wave.parts[position].bucket))
+
+    def _queue(self, job: _Job) -> None:
+        """Queue a job. The oldest program goes first; CPU time of exchanges cannot wait."""
+        self._count += 1
+        heapq.heappush(self._jobs, (job.wave is not None, job.position, self._count, job))
+
+    def _work(self, job: _Job) -> None:
+        if job.seconds == 0:
+            self._worked(job)
+            return
+        self._pause()
+        self._job = job
+        name = EXCHANGE_CPU if job.wave is None else "segment"
+        self.events.append(Event(name, METHOD, self.now, job.seconds, job.bucket))
+        self._after(job.seconds, partial(self._worked, job))
+
+    def _worked(self, job: _Job) -> None:
+        self._job = None
+        if job.wave is None:
+            return
+        issued, beginners = job.wave.advance(job.position)
+        for position, hop in issued:
+            self._links.setdefault(hop.link, deque()).append((job.wave, position, hop))
+        for first in beginners:
+            self._queue_segment(job.wave, first)
+
+    # --- the links -----------------------------------------------------------------------------------------------
+
+    def _send(self, link: str, wave: Wave, position: int, hop: Hop) -> None:
+        bucket = wave.parts[position].bucket
+        self._busy.add(link)
+        self.events.append(Event(hop.name, f"link {hop.scope.value}", self.now, hop.seconds, bucket, hop.sent_bytes))
+        self._after(hop.seconds, partial(self._sent, link, wave, position))
+        if self._shared and hop.cpu_seconds:
+            self._queue(_Job(None, position, hop.cpu_seconds, bucket))
+
+    def _sent(self, link: str, wave: Wave, position: int) -> None:
+        self._busy.remove(link)
+        self._queue_segment(wave, position)

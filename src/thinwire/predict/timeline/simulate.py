@@ -1,0 +1,164 @@
+"""From a method, a model, a cluster and prices to a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.checks import check_number
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.measured import hidden_seconds
+from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.program import Method, Plan, Topology
+from thinwire.core.program.plan import SIDE_STREAMS
+from thinwire.predict.timeline.local_steps import Period, Periodic, in_fragments, simulate_period
+from thinwire.predict.timeline.machine import Machine
+from thinwire.predict.timeline.programs import Place, ProgramPart, parts_of
+from thinwire.predict.timeline.result import Event, Timeline, exposed_seconds
+from thinwire.predict.timeline.tasks import tasks_of
+
+
+def simulate(
+    method: Method,
+    model_profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    *,
+    plan: Plan | None = None,
+    backend: str = "gloo",
+    dense: Method | None = None,
+    shared_compute: bool = True,
+    optimizer_seconds: float = 0.0,
+    slowdown: float | Sequence[float] = 1.0,
+    steps: int = 2,
+) -> Timeline:
+    """Simulate a training step, without data and without a network.
+
+    One rank stands for all: the slowest, on the largest machine. An exchange takes its priced time from when this rank
+    issues it; each link serves first come, first served. WORLD and CROSS share the network card; traffic inside a
+    machine has a link of its own.
+
+    Args:
+        method: its own programs are run on shapes, once per distinct bucket.
+        model_profile: tensors in backward order, with their times.
+        topology: topology of the ranks.
+        costs: prices of exchanges and of the methods' compute.
+        plan: which tensors share a bucket; None: the plan that ``attach`` makes of this order.
+        backend: "gloo" or "nccl", for the plan's defaults and the order of programs: on NCCL one after the other.
+        dense: program of the plan's dense buckets; None: S-SGD.
+        shared_compute: the method's segments and the CPU time of the exchanges delay forward and backward; False: they
+            have a core or a stream of their own.
+        optimizer_seconds: time of the whole update; a deferred bucket's share comes before its first layer's forward.
+        slowdown: factor on all compute, or one per rank, of which the largest counts.
+        steps: number of steps (with phases: of rounds); the last is reported. With 1, nothing was deferred before it.
+
+    Returns:
+        The timeline.
+
+    Raises:
+        ValueError: arguments out of range, a plan that does not fit, or a method whose prices do not fit its program.
+        LookupError: the costs lack a curve.
+    """
+    factor = _slowest(slowdown, topology)
+    check_number("optimizer_seconds", optimizer_seconds)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend={backend!r} is unknown; use 'gloo' or 'nccl'")
+    plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
+    plan.check(tensor.name for tensor in model_profile.tensors)
+    profile = model_profile if factor == 1 else model_profile.scaled(factor)
+    place, phases = Place(topology), len(plan.phases)
+    program = method.carrier if isinstance(method, Periodic) else method
+    parts = [
+        [(_slowed(now, factor), _slowed(later, factor) if later else None) for now, later in phase]
+        for phase in (parts_of(program, dense or SSGD(), plan, p, profile, place, costs) for p in range(phases))
+    ]
+    streams = SIDE_STREAMS if backend == "nccl" else None
+    if isinstance(method, Periodic):
+        update = optimizer_seconds * factor
+        periods = [
+            part
+            for phase, buckets in zip(parts, plan.phases, strict=True)
+            for part in simulate_period(method, profile, [now for now, _ in phase], buckets, shared=shared_compute,
+                                        streams=streams, optimizer_seconds=update)
+        ]  # fmt: skip
+        return _mean_of(periods, plan, method.every)
+    start = exposed = 0.0
+    sent = 0
+    events: list[Event] = []
+    for step in range((steps - 1) * phases, steps * phases):
+        current, before = parts[step % phases], parts[(step - 1) % phases] if step else []
+        work = tasks_of(
+            profile,
+            plan.phases[step % phases],
+            {now.bucket for now, later in current if later},
+            plan.phases[(step - 1) % phases],
+            [later for _, later in before if later],
+            optimizer_seconds * factor,
+        )
+        machine = Machine(
+            work.tasks,
+            work.deferred,
+            [now for now, _ in current],
+            shared=shared_compute,
+            streams=streams,
+        )
+        seconds = machine.run()
+        exposed += exposed_seconds(machine.events)
+        sent += sum(event.bytes for event in machine.events)
+        events += _from(start, machine.events)
+        start += seconds
+    events.sort(key=lambda event: event.start_seconds)
+    return Timeline(start / phases, exposed / phases, tuple(events), round(sent / phases), plan)
+
+
+def plan_of(
+    method: Method, profile: ModelProfile, backend: str, topology: Topology | None = None, costs: Costs | None = None
+) -> Plan:
+    """Return the plan that ``attach`` makes for tensors arriving in the profile's order, once it knows the network."""
+    fragments: dict[str, int] = {}
+    if isinstance(method, Periodic):
+        fragments, method = method.fragments(profile), method.carrier
+    dense = [method.dense(t.name, t.shape, t.kind in ("Embedding", "EmbeddingBag")) for t in profile.tensors]
+    itemsize = profile.dtype_bytes
+    tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
+    known = None if topology is None or costs is None else hidden_seconds(profile, costs, topology)
+    plan = make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
+    return in_fragments(plan, fragments) if fragments else plan
+
+
+def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
+    """Return the same events, shifted by ``start``."""
+    return [replace(e, start_seconds=e.start_seconds + start) for e in events] if start else events
+
+
+def _mean_of(periods: Sequence[Period], plan: Plan, every: int | None) -> Timeline:
+    """Combine periods that follow one another into the mean of their steps."""
+    steps, start = sum(period.every for period in periods), 0.0
+    events: list[Event] = []
+    for period in periods:
+        events += _from(start, period.events)
+        start += period.seconds
+    events.sort(key=lambda event: event.start_seconds)
+    exposed = sum(period.exposed_seconds for period in periods)
+    sent = sum(period.bytes_sent for period in periods)
+    return Timeline(start / steps, exposed / steps, tuple(events), round(sent / steps), plan, every or 1)
+
+
+def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:
+    factors = [slowdown] if isinstance(slowdown, (int, float)) else list(slowdown)
+    if not isinstance(slowdown, (int, float)) and len(factors) != topology.world_size:
+        raise ValueError(f"slowdown has {len(factors)} entries for {topology.world_size} ranks")
+    for i, value in enumerate(factors):
+        check_number(f"slowdown[{i}]", value)
+    return float(max(factors))
+
+
+def _slowed(part: ProgramPart, factor: float) -> ProgramPart:
+    if factor == 1:
+        return part
+    hops = tuple(replace(hop, cpu_seconds=hop.cpu_seconds * factor) for hop in part.hops)
+    return ProgramPart(part.bucket, tuple(seconds * factor for seconds in part.segments), hops)

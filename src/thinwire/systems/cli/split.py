@@ -1,0 +1,318 @@
+"""``thinwire split``: fine-tune a model across a cut between an edge, which has the data, and a cloud."""
+
+from __future__ import annotations
+
+import json as json_module
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.tools.cli.console import Json, Watched, check_folder, check_output, check_plot, progress, watched_load
+
+if TYPE_CHECKING:
+    from thinwire.systems.split import SplitReport
+
+app = typer.Typer(help="Fine-tune a model across a cut between an edge and a cloud (SFT).", no_args_is_help=True)
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="bert-small, distilbert-base, bert:layers=2:hidden=128:heads=4 ..., or a pre-trained model's directory."
+    ),
+]
+TaskName = Annotated[str, typer.Option("--task", help="stdlib, or a GLUE task with --data: cola, sst2, mrpc, ...")]
+Data = Annotated[Path | None, typer.Option(help="Directory with the task's train.tsv and dev.tsv.")]
+Length = Annotated[int, typer.Option(help="Tokens per sample; longer samples are truncated.")]
+Most = Annotated[int, typer.Option("--lines", min=1, help="With stdlib: lines per package.")]
+Cut = Annotated[int, typer.Option(help="The layer to cut, counted from 1.")]
+Kind = Annotated[str, typer.Option(help="lowrank, ffn or boundary.")]
+Rank = Annotated[int, typer.Option(help="With lowrank: numbers per token that cross the cut.")]
+Residual = Annotated[str, typer.Option(help="drop, keep or lowrank:q.")]
+Labels = Annotated[str, typer.Option(help="edge, or cloud, where labels leave the edge.")]
+Init = Annotated[str, typer.Option(help="svd or activation.")]
+Up = Annotated[
+    str, typer.Option(help="Codecs for what goes up: none, fp16, bf16, int8, int4, delta:4; then optionally pack.")
+]
+Down = Annotated[str, typer.Option(help="Codecs for what comes down; delta only if that is the activation.")]
+FrontOn = Annotated[str, typer.Option(help="edge, or cloud as in the published code, where token ids leave the edge.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
+Batch = Annotated[int, typer.Option(help="Samples per step.")]
+Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate; from random weights lowrank needs a low one.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, order and dropout.")]
+LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the cloud, such as 10mbit.")]
+LinkDown = Annotated[
+    str | None, typer.Option("--link-down", help="Rate from the cloud to the edge; by default the same.")
+]
+Latency = Annotated[str, typer.Option(help="One-way delay, such as 10ms.")]
+Keys = Annotated[Path | None, typer.Option(help="This machine's directory from thinwire keys new; without it, no TLS.")]
+Fingerprint = Annotated[str | None, typer.Option(help="SHA-256 of the other side's certificate; no other is accepted.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow other machines without keys: everything goes unencrypted.")
+]
+Checkpoints = Annotated[
+    Path | None, typer.Option(help="Directory for this side's checkpoints, to continue after a stop.")
+]
+Out = Annotated[Path | None, typer.Option(help="Write the trained half to this .safetensors file.")]
+
+
+@app.command(epilog="Example: thinwire split plan --cut 1 --rank 8 --link 10mbit --out halves")
+def plan(
+    model: Model = "bert-small",
+    task: TaskName = "stdlib",
+    data: Data = None,
+    length: Length = 32,
+    lines: Most = 1200,
+    cut: Cut = 1,
+    kind: Kind = "lowrank",
+    rank: Rank = 8,
+    residual: Residual = "drop",
+    labels: Labels = "edge",
+    init: Init = "svd",
+    up: Up = "none",
+    down: Down = "none",
+    front_on: FrontOn = "edge",
+    epochs: Epochs = 3,
+    batch: Batch = 32,
+    lr: Rate = 1e-3,
+    seed: Seed = 0,
+    link: LinkUp = "10mbit",
+    link_down: LinkDown = None,
+    latency: Latency = "0",
+    measure: Annotated[int, typer.Option(min=0, help="Steps to run here first, to time the computation; 0: none.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Cut the model and write both halves to this directory.")] = None,
+    json: Json = False,
+) -> None:
+    """Predict a step's bytes and seconds on a link before anything is sent; --out cuts the model for both machines."""
+    from dataclasses import asdict
+
+    import torch
+    from rich.console import Console
+
+    from thinwire.systems.cli.split_inputs import model_builder, plan_table, read_link, read_plan, read_task, task_words
+    from thinwire.systems.split import Recipe, prepare
+    from thinwire.systems.split.advise import advise, name_of
+
+    chosen = read_plan(cut, kind, rank, residual, labels, init, up, down, front_on)
+    wire = read_link(link, link_down, latency)
+    build = model_builder(model, length, [chosen])
+    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
+    if out is not None:
+        check_folder(out)
+    found = read_task(task, data, model, length, lines, seed)
+    if chosen.leaves:
+        typer.echo(chosen.leaves, err=True)
+    with (
+        watched_load(torch.get_num_threads()) if measure else nullcontext(Watched()) as load,
+        progress(f"cutting {model}"),
+    ):
+        built = build(found, seed)
+        rows = advise(built, found, chosen, recipe, wire, measure)
+    answer = load.with_load({"plan": asdict(chosen), "rows": {name: row.to_data() for name, row in rows.items()}})
+    if out is not None:
+        samples = [found.train.batch(indices) for indices in recipe.batches(len(found.train), 0)[:4]]
+        words = task_words(task, model, length, lines, seed)
+        notes = {"task": words, "recipe": json_module.loads(recipe.to_json())}
+        answer["pair"] = prepare(built, chosen, out, [(b.inputs, b.lengths) for b in samples], notes)
+    if json:
+        typer.echo(json_module.dumps(answer, indent=2))
+        return
+    console = Console()
+    console.print(plan_table(rows, found, link, link_down))
+    steps, step = recipe.steps(len(found.train)), rows[name_of(chosen)].step_seconds
+    if step is not None:
+        console.print(f"{steps} steps in {epochs} epochs: about {_long(steps * step)} on this link", highlight=False)
+    if out is not None:
+        console.print(f"written: {out / 'edge.safetensors'} and {out / 'cloud.safetensors'}", markup=False)
+
+
+@app.command(epilog="Example: thinwire split cloud halves")
+def cloud(
+    half: Annotated[Path, typer.Argument(help="cloud.safetensors from thinwire split plan --out, or its directory.")],
+    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = "127.0.0.1:7443",
+    keys: Keys = None,
+    fingerprint: Fingerprint = None,
+    insecure: Insecure = False,
+    edges: Annotated[int, typer.Option(help="How many edges to serve, one after the other.")] = 1,
+    checkpoint_dir: Checkpoints = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Be the cloud: wait for an edge, train this half with it, and end when it says goodbye."""
+    from thinwire.systems.cli.split_inputs import read_address, read_keys, recipe_of
+    from thinwire.systems.split import split_finetune
+    from thinwire.systems.split.files import half_file, read_facts
+
+    check_output("--out", out)
+    facts = read_facts(half_file(half, "cloud"), "cloud")
+    address, recipe = read_address(listen), recipe_of(facts["notes"])
+    trust = read_keys(keys, fingerprint, address[0], insecure)
+    with _steps(f"the cloud's half of {facts['class']}") as on_step:
+        report = split_finetune(
+            None, half, role="cloud", recipe=recipe, address=address, tls=trust, insecure=insecure,
+            checkpoint_dir=checkpoint_dir, edges=edges, on_step=on_step, say=lambda words: typer.echo(words, err=True),
+        )  # fmt: skip
+    _finish(report, facts, out, json)
+
+
+@app.command(epilog="Example: thinwire split edge halves")
+def edge(
+    half: Annotated[Path, typer.Argument(help="edge.safetensors from thinwire split plan --out, or its directory.")],
+    cloud: Annotated[str, typer.Option(help="host:port of the cloud.")] = "127.0.0.1:7443",
+    keys: Keys = None,
+    name: Annotated[str, typer.Option(help="This edge's name, if no certificate gives it.")] = "edge",
+    fingerprint: Fingerprint = None,
+    insecure: Insecure = False,
+    data: Data = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a pre-trained model's tokeniser.")] = None,
+    share: Annotated[str, typer.Option(help="With several edges, this one's part of the data, such as 1/4.")] = "1/1",
+    checkpoint_dir: Checkpoints = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    reconnect: Annotated[float, typer.Option(help="Seconds to keep trying to reach a lost cloud.")] = 30.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a reply from the cloud.")] = 60.0,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Be the edge: read the data, lead the training, evaluate the result."""
+    from thinwire.systems.cli.split_inputs import part_of, read_address, read_keys, read_share, recipe_of, task_of
+    from thinwire.systems.split import SplitPlan, split_finetune
+    from thinwire.systems.split.files import half_file, read_facts
+
+    check_output("--out", out)
+    facts = read_facts(half_file(half, "edge"), "edge")
+    leaves = SplitPlan.from_json(facts["plan"]).leaves
+    recipe = recipe_of(facts["notes"])
+    address, part = read_address(cloud), read_share(share)
+    trust = read_keys(keys, fingerprint, address[0], insecure)
+    task = part_of(task_of(facts["notes"], data, tokenizer), *part)
+    typer.echo(task.describe, err=True)
+    if leaves:
+        typer.echo(leaves, err=True)
+    with _steps(f"the edge's half of {facts['class']}") as on_step, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "front_on='cloud'")  # already reported
+        report = split_finetune(
+            None, half, task, role="edge", recipe=recipe, address=address, tls=trust, insecure=insecure, name=name,
+            checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, reconnect_seconds=reconnect,
+            receive_seconds=patience, on_step=on_step,
+        )  # fmt: skip
+    _finish(report, facts, out, json)
+
+
+@app.command(epilog="Example: thinwire split compare --plans lowrank:int8,pack --seeds 3 --plot split.png")
+def compare(
+    model: Model = "bert:layers=2:hidden=128:heads=4",
+    task: TaskName = "stdlib",
+    data: Data = None,
+    length: Length = 32,
+    lines: Most = 600,
+    cut: Cut = 1,
+    rank: Rank = 8,
+    plans: Annotated[
+        str,
+        typer.Option(
+            help="Rows, separated by blanks: boundary, lowrank; codecs after a colon, as in lowrank:int8,pack."
+        ),
+    ] = "boundary lowrank lowrank:int8,pack lowrank:int4,pack",
+    front_on: FrontOn = "edge",
+    epochs: Epochs = 3,
+    batch: Batch = 32,
+    lr: Rate = 1e-3,
+    seeds: Annotated[int, typer.Option(help="Number of seeds; the table shows mean and spread.")] = 1,
+    link: LinkUp = "10mbit",
+    link_down: LinkDown = None,
+    latency: Latency = "0",
+    plot: Annotated[
+        Path | None, typer.Option(help="Also plot score against bytes and loss against seconds: .png or .html.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train with and without cuts on the same data, seeds and initial weights: accuracy, bytes, seconds."""
+    from dataclasses import asdict
+    from functools import partial
+
+    import torch
+    from rich.console import Console
+
+    from thinwire.systems.cli.split_inputs import compare_table, model_builder, read_link, read_rows, read_task
+    from thinwire.systems.split import Recipe
+    from thinwire.systems.split import compare as compare_plans
+    from thinwire.systems.split.picture import compare_picture
+    from thinwire.tools.pictures import write_picture
+
+    if seeds < 1:
+        raise ValueError("--seeds must be at least 1")
+    check_plot(plot)
+    rows = read_rows(plans, cut, rank, front_on)
+    wire = read_link(link, link_down, latency)
+    build = model_builder(model, length, rows.values())
+    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
+    found = read_task(task, data, model, length, lines, 0)
+    losses: dict[str, list[float]] = {}
+    now = {"row": "", "seed": 0}
+    about = f"training {model} with and without cuts"
+    with watched_load(torch.get_num_threads()) as load, _steps(about) as show:
+
+        def on_row(name: str, seed: int) -> None:
+            now.update(row=name, seed=seed)
+
+        def on_step(done: int, total: int, loss: float) -> None:
+            show(done, total, loss, f"{now['row']}, seed {now['seed']}")
+            if now["seed"] == 0:
+                losses.setdefault(str(now["row"]), []).append(loss)
+
+        made = compare_plans(
+            partial(build, found), found, rows, recipe, wire, range(seeds), on_step=on_step, on_row=on_row
+        )
+    title = f"{model}, {found.describe}, link {link}"
+    picture = compare_picture(made, losses, found.metric, title)
+    if plot is not None:
+        write_picture(picture, plot)
+    if json:
+        answer = {"task": found.describe, "rows": [row.to_data() for row in made], "picture": asdict(picture)}
+        typer.echo(json_module.dumps(load.with_load(answer), indent=2))
+    else:
+        Console().print(compare_table(made, found, link, link_down, seeds))
+        if plot is not None:
+            typer.echo(f"written: {plot}")
+
+
+@contextmanager
+def _steps(begins: str) -> Iterator[Callable[..., None]]:
+    """Show a bar over the steps, with the loss; called with steps done, their total, the loss, and what is trained."""
+    with progress(begins) as shown:
+
+        def on_step(done: int, total: int, loss: float, what: str = "steps") -> None:
+            words = f"{what}, loss {loss:.3f}" if loss == loss else what
+            shown(completed=done, total=total or None, description=words)
+
+        yield on_step
+
+
+def _long(seconds: float) -> str:
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _finish(report: SplitReport, facts: dict[str, Any], out: Path | None, json: bool) -> None:
+    """Write the half and print the result."""
+    from thinwire.systems.split.files import write_half
+
+    if out is not None:
+        write_half(report.half[0], facts, out)
+    if json:
+        typer.echo(json_module.dumps(report.to_data(), indent=2))
+        return
+    seen = f"{report.steps} steps in {report.seconds:.1f} s"
+    if report.steps:
+        seen += f", {report.training.wire / report.steps / 1e3:.1f} kB per step through the socket"
+        seen += ", evaluation included" if report.score is None else ""  # the cloud's counters do not separate them
+    typer.echo(seen)
+    if report.score is not None:
+        typer.echo(f"score on the held-out samples: {report.score:.4f}")
+    if out is not None:
+        typer.echo(f"written: {out}")

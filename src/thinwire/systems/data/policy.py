@@ -1,0 +1,66 @@
+"""Hit rates of cache policies."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import torch
+
+from thinwire.core.kernels.seeding import generator
+
+
+def fill_once_hit_rate(cached: float) -> float:
+    """Return the hit rate of a cache filled once and never evicted: the cached fraction, from the second epoch on."""
+    return _share(cached)
+
+
+def lru_hit_rate(cached: float, *, shuffled: bool = True) -> float:
+    """Return the hit rate of least-recently-used, with one pass per epoch, in the limit of many samples.
+
+    With a fresh shuffle, a sample at place x of one epoch and y of the next has seen 1 - x (1 - y) of the others in
+    between, and is still cached if that is below c; the probability is c + (1 - c) ln(1 - c). In a fixed order it is 0
+    below c = 1.
+
+    Example:
+        >>> round(lru_hit_rate(0.5), 3), lru_hit_rate(0.5, shuffled=False)
+        (0.153, 0.0)
+    """
+    c = _share(cached)
+    if c == 1.0:
+        return 1.0
+    return c + (1 - c) * math.log1p(-c) if shuffled else 0.0
+
+
+def simulate_lru(
+    samples: int, capacity: int, epochs: int, *, dropped: int = 2, shuffled: bool = True, seed: int = 0
+) -> float:
+    """Return the hit rate of a real LRU list over epochs, without the first ``dropped`` of them.
+
+    Args:
+        samples: size of the data set.
+        capacity: samples that fit.
+        epochs: total number of epochs.
+        dropped: epochs at the beginning that do not count.
+        shuffled: False: the same order in every epoch.
+        seed: seed of the orders.
+    """
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for epoch in range(epochs):
+        order = torch.randperm(samples, generator=generator(seed, epoch if shuffled else 0)).tolist()
+        for sample in order:
+            if sample in held:
+                held.move_to_end(sample)
+                hits += epoch >= dropped
+            else:
+                held[sample] = None
+                if len(held) > capacity:
+                    held.popitem(last=False)
+    return hits / (samples * (epochs - dropped))
+
+
+def _share(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{value!r} is not a share: it must be from 0 to 1")
+    return float(value)

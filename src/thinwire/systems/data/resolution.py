@@ -1,0 +1,94 @@
+"""``ResolutionSchedule``: small images first, large ones at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from thinwire.core.records import UNREADABLE
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some epochs with the same image size and batch size.
+
+    Attributes:
+        epochs: number of epochs.
+        size: side of an image, in pixels.
+        batch: samples per step, over all ranks.
+    """
+
+    epochs: int
+    size: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} of a stage must be a whole number, at least 1")
+
+
+@dataclass(frozen=True)
+class ResolutionSchedule:
+    """Stages, one after the other. At each of ``changes`` the caller makes a new loader, learning rate and plan.
+
+    Args:
+        stages: in order.
+
+    Example:
+        >>> schedule = ResolutionSchedule([Stage(2, 96, 512), Stage(1, 224, 128)])
+        >>> schedule.at(1).size, schedule.at(2).size, schedule.epochs, schedule.changes
+        (96, 224, 3, (2,))
+    """
+
+    stages: tuple[Stage, ...]
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        object.__setattr__(self, "stages", tuple(stages))
+        if not self.stages:
+            raise ValueError("a ResolutionSchedule needs at least one Stage")
+
+    @property
+    def epochs(self) -> int:
+        """Total number of epochs."""
+        return sum(stage.epochs for stage in self.stages)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """Epochs at which a stage other than the first begins."""
+        return tuple(sum(stage.epochs for stage in self.stages[:i]) for i in range(1, len(self.stages)))
+
+    def at(self, epoch: int) -> Stage:
+        """Return the stage of an epoch, counted from 0.
+
+        Raises:
+            ValueError: there is no such epoch.
+        """
+        if not 0 <= epoch < self.epochs:
+            raise ValueError(f"epoch {epoch} is not in this schedule of {self.epochs} epochs")
+        return self.stages[sum(epoch >= change for change in self.changes)]
+
+    @classmethod
+    def dawnbench(cls) -> ResolutionSchedule:
+        """Return Alibaba's entry to DAWNBench for ResNet-50 (stanford-futuredata/dawn-bench-entries), 28 epochs.
+
+        Its rectangular validation is not included.
+        """
+        return cls([Stage(13, 96, 32768), Stage(11, 128, 32768), Stage(3, 224, 32768), Stage(1, 288, 16384)])
+
+    def to_json(self) -> str:
+        """Return JSON text; :meth:`from_json` reads it."""
+        return json.dumps([asdict(stage) for stage in self.stages])
+
+    @classmethod
+    def from_json(cls, text: str) -> ResolutionSchedule:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text holds no schedule.
+        """
+        try:
+            return cls(Stage(**stage) for stage in json.loads(text))
+        except UNREADABLE as error:
+            raise ValueError(f"this is not a resolution schedule: {error}") from error

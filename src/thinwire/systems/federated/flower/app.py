@@ -1,0 +1,176 @@
+"""Federated learning on Flower: the executor as a ClientApp, the aggregator behind a Strategy.
+
+The same ``build()`` that ``thinwire federated run`` simulates makes both apps::
+
+    from thinwire.systems.federated.flower.app import client_app, server_app
+    from my_federation import build
+
+    server, client = server_app(build), client_app(build)
+
+Settings of a run (``flwr run --run-config``): ``nodes``, how many to wait for; ``timeout``, seconds for an answer;
+``out``, a folder for weights and history. Settings of a node (``flower-supernode --node-config``):
+``clients="0-499,700"``, or ``partition-id`` and ``num-partitions``, which assign the clients in turn; ``state-dir`` for
+the clients' states.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from thinwire.core.durable import write_whole
+from thinwire.systems.federated import files
+from thinwire.systems.federated.federation import Build, check_federation
+from thinwire.systems.federated.flower.records import from_record, require_flower, to_record
+from thinwire.systems.federated.flower.strategy import make_strategy
+from thinwire.systems.federated.node import RemoteNode
+from thinwire.systems.federated.remote import NodeMessage, RemoteServer
+
+_POLL_SECONDS = 0.5
+
+
+def client_app(build: Build) -> Any:
+    """Return a ``flwr.clientapp.ClientApp`` that trains the clients on its node and answers with one sum.
+
+    Raises:
+        ValueError: Flower is not installed.
+    """
+    require_flower()
+    from flwr.app import Message
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def reply(message: Any, answer: NodeMessage) -> Any:
+        return Message(content=to_record(answer), reply_to=message)
+
+    @app.query()  # type: ignore[untyped-decorator]
+    def query(message: Any, context: Any) -> Any:
+        """Report which clients this node hosts."""
+        return reply(message, _node(build, context).describe())
+
+    @app.train()  # type: ignore[untyped-decorator]
+    def train(message: Any, context: Any) -> Any:
+        """Train some of them."""
+        return reply(message, _node(build, context).answer(from_record(message.content)))
+
+    return app
+
+
+def server_app(build: Build) -> Any:
+    """Return a ``flwr.serverapp.ServerApp`` that runs the federation's rounds over the connected nodes.
+
+    Raises:
+        ValueError: Flower is not installed.
+    """
+    require_flower()
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()  # type: ignore[untyped-decorator]
+    def main(grid: Any, context: Any) -> None:
+        """Run all rounds."""
+        settings = context.run_config
+        timeout = float(settings.get("timeout", 3600.0))
+        federation = check_federation(build(), "build()")
+        nodes = wait_for_nodes(grid, int(settings.get("nodes", 1)), timeout)
+        server = RemoteServer(federation, ask_nodes(grid, nodes, timeout))
+        strategy = make_strategy(server)
+        visits = federation.rounds * federation.algorithm.visits
+        strategy.start(grid, strategy.arrays(), num_rounds=visits, timeout=timeout)
+        server.finish()
+        if out := settings.get("out"):
+            write_result(Path(str(out)), server)
+
+    return app
+
+
+def hosted(config: Any, population: int) -> list[int]:
+    """Return the clients of a node, from its ``node_config``.
+
+    Raises:
+        ValueError: the config names none.
+    """
+    if text := config.get("clients"):
+        return parse_clients(str(text))
+    if "partition-id" in config and "num-partitions" in config:
+        return list(range(int(config["partition-id"]), population, int(config["num-partitions"])))
+    raise ValueError(
+        "this node hosts no clients: start it with --node-config 'clients=\"0-9\"', or with partition-id and "
+        "num-partitions"
+    )
+
+
+def parse_clients(text: str) -> list[int]:
+    """Parse ``"0-3,7"`` as ``[0, 1, 2, 3, 7]``.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            found += range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        raise ValueError(f'clients={text!r} cannot be read; use ranges and numbers, such as "0-499,700"') from None
+    return found
+
+
+def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
+    """Wait until at least that many nodes are connected, and return them.
+
+    Raises:
+        TimeoutError: there are fewer after that time.
+    """
+    deadline = time.monotonic() + timeout
+    while len(nodes := sorted(grid.get_node_ids())) < wanted:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(nodes)} nodes of {wanted} have connected within {timeout:g} s")
+        time.sleep(_POLL_SECONDS)
+    return nodes
+
+
+def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int, int]]:
+    """Ask which clients each node hosts, and how many samples each client has.
+
+    Raises:
+        ValueError: a node does not answer this.
+    """
+    from flwr.app import Message, MessageType
+
+    record = to_record(NodeMessage())
+    questions = [Message(content=record, dst_node_id=node, message_type=MessageType.QUERY) for node in nodes]
+    hosts: dict[int, dict[int, int]] = {}
+    for answer in grid.send_and_receive(questions, timeout=timeout):
+        node = answer.metadata.src_node_id
+        if answer.has_error():
+            raise ValueError(f"node {node} does not say which clients it hosts: {answer.error.reason}")
+        try:
+            rows = from_record(answer.content).facts["clients"]
+            hosts[node] = {int(client): int(samples) for client, samples in rows}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"node {node} does not say which clients it hosts: {error!r}") from error
+    if missing := sorted(set(nodes) - set(hosts)):
+        raise ValueError(f"node {missing[0]} did not answer within {timeout:g} s")
+    return hosts
+
+
+def write_result(folder: Path, server: RemoteServer) -> None:
+    """Write weights (``model.safetensors``, by name) and history (``history.json``)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = server.federation.model
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    write_whole(folder / "model.safetensors", files.pack(tensors))
+    write_whole(folder / "history.json", server.history.to_json())
+
+
+def _node(build: Build, context: Any) -> RemoteNode:
+    federation = check_federation(build(), "build()")
+    config = context.node_config
+    clients = hosted(config, len(federation.clients))
+    place = Path(str(config.get("state-dir", Path.home() / ".thinwire" / "clients")))
+    own = f"run-{context.run_id}-node-{context.node_id}"
+    return RemoteNode(federation, clients, place / own)

@@ -1,0 +1,224 @@
+"""Starting a Flower deployment (certificates, a SuperLink with TLS, SuperNodes, one run), and stopping all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.systems.federated.flower.certificates import CA, CERTIFICATE, KEY, ensure_certificates
+from thinwire.systems.federated.flower.project import write_app
+from thinwire.systems.federated.flower.records import require_flower
+
+_POLL_SECONDS = 2.0
+_CONNECTION = "here"
+_OFF = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+
+
+class DeploymentFailed(RuntimeError):
+    """A process of the deployment ended, or the run did not succeed."""
+
+
+class Deployment:
+    """One run on a SuperLink that is started for it.
+
+    Args:
+        federation: ``module:function``; the module is a file in this folder.
+        nodes: number of SuperNodes to wait for.
+        local: start them on this machine, with the clients assigned in turn.
+        host, port: address of the SuperLink; port 0: a free one.
+        certificates: a folder; None: new ones, for this run.
+        out: folder for weights and history.
+        timeout: seconds for nodes to connect, and for their answers.
+
+    Raises:
+        ValueError: an invalid option, or Flower is not installed.
+    """
+
+    def __init__(
+        self,
+        federation: str,
+        nodes: int,
+        local: bool,
+        host: str,
+        port: int,
+        certificates: Path | None,
+        out: Path,
+        timeout: float,
+    ) -> None:
+        require_flower()
+        if nodes < 1:
+            raise ValueError(f"nodes={nodes} must be at least 1")
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout:g} must be above 0")
+        self.federation, self.nodes, self.local, self.host = federation, nodes, local, host
+        self.port = port or _free_port(host)
+        self.certificates, self.out, self.timeout = certificates, out.absolute(), timeout
+        self._processes: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+
+    def run(self, on_status: Callable[[str], None], say: Callable[[str], None]) -> None:
+        """Start, wait for the run's end, stop everything.
+
+        Args:
+            on_status: called with the current state.
+            say: called with what the user should do, such as the command that starts a SuperNode.
+
+        Raises:
+            DeploymentFailed: with the last output of the process that failed.
+        """
+        work = Path(tempfile.mkdtemp(prefix="thinwire-flower-"))
+        try:
+            folder = self.certificates or work / "certificates"
+            ensure_certificates(folder, self.host)
+            app = work / "app"
+            write_app(app, self.federation)
+            self._environment = self._home(work, folder)
+            self._superlink(work, folder)
+            if self.local:
+                for number in range(self.nodes):
+                    self._supernode(work, folder, number)
+            else:
+                say(self._node_command(folder))
+            on_status("submitting the run")
+            run = self._submit(app)
+            self._follow(run, on_status)
+        finally:
+            self._stop()
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _home(self, work: Path, certificates: Path) -> dict[str, str]:
+        home = work / "home"
+        home.mkdir()
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\n'
+            f'address = "{self.host}:{self.port}"\nroot-certificates = "{(certificates / CA).absolute()}"\n'
+        )
+        scripts = str(Path(sys.executable).parent)  # Flower's processes start each other by name
+        path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"
+        return {**os.environ, **_OFF, "FLWR_HOME": str(home), "PATH": path}
+
+    def _superlink(self, work: Path, folder: Path) -> None:
+        command = ["flower-superlink", "--disable-runtime-dependency-installation"]
+        command += ["--host", self.host, "--port", str(self.port), "--ssl-ca-certfile", str(folder / CA)]
+        command += ["--ssl-certfile", str(folder / CERTIFICATE), "--ssl-keyfile", str(folder / KEY)]
+        self._start("the SuperLink", command, work / "superlink.log")
+        deadline = time.monotonic() + 60
+        while not _listens(self.host, self.port):
+            self._check()
+            if time.monotonic() > deadline:
+                raise DeploymentFailed(f"the SuperLink is not listening on {self.host}:{self.port} after 60 s")
+            time.sleep(0.2)
+
+    def _supernode(self, work: Path, folder: Path, number: int) -> None:
+        config = f'partition-id={number} num-partitions={self.nodes} state-dir="{work / "states"}"'
+        command = ["flower-supernode", "--root-certificates", str(folder / CA)]
+        command += ["--superlink", f"{self.host}:{self.port}", "--port", str(_free_port("127.0.0.1"))]
+        self._start(f"SuperNode {number}", [*command, "--node-config", config], work / f"supernode-{number}.log")
+
+    def _node_command(self, folder: Path) -> str:
+        return (
+            f"waiting for {self.nodes} SuperNodes; on each, with a copy of {folder / CA}:\n"
+            f"  flower-supernode --superlink {self.host}:{self.port} --root-certificates {CA} "
+            f"--node-config 'partition-id=NUMBER num-partitions={self.nodes}'"
+        )
+
+    def _start(self, name: str, command: list[str], log: Path) -> None:
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [_script(command[0]), *command[1:]],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        self._processes.append((name, process, log))
+
+    def _submit(self, app: Path) -> str:
+        settings = f'nodes={self.nodes} timeout={self.timeout} out="{self.out}"'
+        answer = self._flwr("run", str(app), _CONNECTION, "--run-config", settings, "--format", "json")
+        if not answer.get("success"):
+            raise DeploymentFailed(f"Flower refused the run: {str(answer.get('error-message')).strip()}")
+        return str(answer["run-id"])
+
+    def _follow(self, run: str, on_status: Callable[[str], None]) -> None:
+        history = self.out / "history.json"
+        history.unlink(missing_ok=True)
+        while True:
+            self._check()
+            rows = self._flwr("list", _CONNECTION, "--run-id", run, "--format", "json").get("runs", [])
+            status = str(rows[0]["status"]) if rows else "unknown"
+            on_status(f"run {run}: {status}")
+            if status.startswith("finished"):
+                if status != "finished:completed" or not history.exists():
+                    raise DeploymentFailed(f"the run ended with status {status}: {self._reason(run)}")
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _reason(self, run: str) -> str:
+        done = subprocess.run(
+            [_script("flwr"), "log", run, _CONNECTION, "--show"],
+            env=self._environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        lines = [line.strip() for line in done.stdout.splitlines() if "Error" in line or "error" in line]
+        return lines[-1] if lines else "Flower's log says nothing"
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [_script("flwr"), *arguments],
+            env=self._environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            words = (done.stderr or done.stdout).strip().splitlines()
+            raise DeploymentFailed(f"flwr {arguments[0]} failed: {words[-1] if words else 'no output'}") from None
+        return answer
+
+    def _check(self) -> None:
+        for name, process, log in self._processes:
+            if process.poll() is not None:
+                words = deque(log.read_text(errors="replace").strip().splitlines(), maxlen=5)
+                raise DeploymentFailed(f"{name} ended with exit code {process.returncode}: {' | '.join(words)}")
+
+    def _stop(self) -> None:
+        """End every process group started here, nodes first."""
+        for _, process, _ in reversed(self._processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for _, process, _ in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._processes.clear()
+
+
+def _script(name: str) -> str:
+    """Return the path of a console script of this environment."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])
+
+
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as found:
+        found.settimeout(1.0)
+        return found.connect_ex((host, port)) == 0

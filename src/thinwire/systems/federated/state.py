@@ -1,0 +1,307 @@
+"""What clients keep between rounds: any number of states on disk, and in memory as many as the budget allows.
+
+A state is written under (client, round). Until the round is committed, ``get`` returns the previous version, so a round
+that failed or was interrupted reads the same states when it is repeated. An array of round numbers says which versions
+are valid, and it is part of the checkpoint, so server and clients are restored together.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.core.durable import flush, write_whole
+from thinwire.systems.federated import files
+from thinwire.systems.federated.pages import Pages, Stored
+
+StateDict = Mapping[str, Tensor]
+Versions = NDArray[np.int32]
+_NONE = -1
+_FOLDERS = 256
+_NAME = re.compile(r"(\.partial-\d+-)?(\d+)\.(\d+)\.safetensors")
+
+
+class StateUnavailable(RuntimeError):
+    """A client has a state, but its file cannot be read."""
+
+
+@dataclass
+class _Entry:
+    place: Stored
+    on_disk: bool
+
+
+class ClientStateStore:
+    """The states of a population.
+
+    Args:
+        population: number of clients; each takes 4 bytes in memory and in every checkpoint.
+        folder: for the files; shared by all ranks. None: a temporary folder, which is removed at the end.
+        memory_bytes: limit for states in memory, including the record of each; the least recently used states are
+            written and dropped. 0: no state is kept in memory.
+        write_through: every state is written when its round is committed (several ranks, checkpoints); otherwise only
+            states that do not fit in memory.
+
+    Attributes:
+        memory_peak: the highest value of ``memory_used`` so far.
+        reads, writes: files read and written.
+    """
+
+    def __init__(
+        self,
+        population: int,
+        folder: str | Path | None = None,
+        memory_bytes: int = 1 << 30,
+        *,
+        write_through: bool = False,
+    ) -> None:
+        if population < 1:
+            raise ValueError(f"population={population} must be at least 1: it is the number of clients")
+        if memory_bytes < 0:
+            raise ValueError(f"memory_bytes={memory_bytes} must not be negative")
+        self.population = population
+        self.memory_bytes = memory_bytes
+        self.write_through = write_through
+        self._given = None if folder is None else Path(folder)
+        self._folder: Path | None = None
+        self.versions: Versions = np.full(population, _NONE, dtype=np.int32)
+        self._durable: Versions | None = None
+        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._pending: dict[int, int] = {}
+        self._replaced: list[tuple[int, int]] = []  # superseded, but the last durable version needs them
+        self._unflushed: set[Path] = set()
+        self._coming: dict[tuple[int, int], Future[bytes]] = {}
+        self._reader: ThreadPoolExecutor | None = None
+        self._memory = Pages(memory_bytes)
+        self.memory_peak = self.reads = self.writes = 0
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes that states in memory take now."""
+        return self._memory.used
+
+    @property
+    def temporary(self) -> bool:
+        """Whether the files are removed together with this object."""
+        return self._given is None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files; created when first needed."""
+        if self._folder is None:
+            if self._given is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="thinwire-states-"))
+                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            else:
+                self._folder = self._given
+                self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder
+
+    def path(self, client: int, version: int) -> Path:
+        """Return the file of one version of one client's state."""
+        return self.folder / f"{client % _FOLDERS:02x}" / f"{client}.{version}.safetensors"
+
+    def get(self, client: int) -> StateDict | None:
+        """Return a client's state as of the last committed round; None: it has none. Must not be modified.
+
+        Raises:
+            ValueError: there is no such client.
+            StateUnavailable: its file is missing or damaged.
+        """
+        self._check(client)
+        version = int(self.versions[client])
+        if version == _NONE:
+            return None
+        key = (client, version)
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+            return files.unpack(self._memory.get(entry.place))
+        coming = self._coming.pop(key, None)
+        try:
+            packed = self._read(client, version) if coming is None else coming.result()
+            state = files.unpack(packed)
+        except Exception as error:
+            raise StateUnavailable(
+                f"client {client} has a state of round {version}, and {self.path(*key)} cannot be read: {error}"
+            ) from error
+        self.reads += 1
+        self._keep(key, packed, on_disk=True)
+        return state
+
+    def prefetch(self, client: int) -> None:
+        """Begin to read a client's state in another thread."""
+        key = (client, int(self.versions[client]))
+        if key[1] == _NONE or key in self._entries or key in self._coming:
+            return
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-states")
+        self._coming[key] = self._reader.submit(self._read, *key)
+
+    def _check(self, client: int) -> None:
+        if not 0 <= client < self.population:
+            raise ValueError(f"client {client} is not one of the {self.population} clients, 0 to {self.population - 1}")
+
+    def put(self, client: int, state: StateDict, round: int) -> None:
+        """Store a client's new state; ``get`` returns it once the round is committed.
+
+        Raises:
+            ValueError: there is no such client, or the round was committed already.
+        """
+        self._check(client)
+        if round <= int(self.versions[client]):
+            raise ValueError(f"client {client} has a state of round {self.versions[client]}, later than {round}")
+        packed = files.pack(state)
+        self._pending[client] = round
+        self._drop((client, round))
+        self._keep((client, round), packed, on_disk=False)
+
+    def withdraw(self, clients: Iterable[int]) -> None:
+        """Discard what was put for these clients since the last commit, because they are trained again elsewhere."""
+        for client in clients:
+            round = self._pending.pop(client, None)
+            if round is not None:
+                self._drop((client, round))
+                self._remove((client, round))
+
+    def prepare(self) -> list[int]:
+        """First half of a commit: with ``write_through``, write all new states to disk. Return their clients.
+
+        With several ranks each prepares, all exchange their clients, and each commits all of them.
+        """
+        if self.write_through:
+            for client, round in self._pending.items():
+                entry = self._entries.get((client, round))
+                if entry is not None and not entry.on_disk:
+                    self._write_out((client, round), entry)
+        return sorted(self._pending)
+
+    def commit(self, round: int, clients: Iterable[int] | None = None) -> None:
+        """Make the new states valid.
+
+        Args:
+            round: of the new states.
+            clients: all that have a new state, on other ranks too; None: those of this store.
+        """
+        mine = set(self._pending)
+        for client in mine if clients is None else clients:
+            old = (client, int(self.versions[client]))
+            self.versions[client] = round
+            self._drop(old)
+            if client in mine and old[1] != _NONE:
+                if self._durable is not None and int(self._durable[client]) == old[1]:
+                    self._replaced.append(old)  # the checkpoint on disk still points to it
+                else:
+                    self._remove(old)
+        self._pending.clear()
+
+    def flush(self) -> None:
+        """Write all committed states of this store to disk, so that they survive a loss of power."""
+        for key, entry in self._entries.items():
+            if not entry.on_disk and key[0] not in self._pending:
+                self._write_out(key, entry)
+        if self._unflushed:
+            folders = {path.parent for path in self._unflushed}
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(flush, filter(Path.exists, self._unflushed)))  # another rank may have removed one
+                list(pool.map(flush, folders))
+            self._unflushed.clear()
+
+    def durable(self) -> None:
+        """Note that a checkpoint with the current ``versions`` is on disk; remove what only the previous one needed."""
+        self._durable = self.versions.copy()
+        for key in self._replaced:
+            self._remove(key)
+        self._replaced.clear()
+
+    def begin(self, versions: Tensor | None, *, durable: bool, clean: bool) -> None:
+        """Begin a run.
+
+        Args:
+            versions: those of a checkpoint; None: no client has a state.
+            durable: whether there will be checkpoints, for which superseded files are kept.
+            clean: delete the files of other versions, left by an interrupted run or another run.
+        """
+        if versions is None:
+            versions = torch.full((self.population,), _NONE, dtype=torch.int32)
+        self.versions = versions.to(torch.int32).numpy().copy()
+        self._durable = self.versions.copy() if durable else None
+        for key in list(self._entries):
+            self._drop(key)
+        self._pending.clear()
+        self._replaced.clear()
+        self._unflushed.clear()
+        self._coming.clear()
+        if clean and (self._folder is not None or self._given is not None):
+            for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
+                found = _NAME.fullmatch(path.name)
+                if found is None:
+                    continue  # not ours
+                client = int(found[2])
+                whole = found[1] is None and client < self.population
+                if not whole or int(self.versions[client]) != int(found[3]):
+                    path.unlink()
+
+    def close(self) -> None:
+        """Stop the reading thread."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+            self._reader = None
+
+    def __enter__(self) -> ClientStateStore:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _keep(self, key: tuple[int, int], packed: bytes, *, on_disk: bool) -> None:
+        while self._entries and not self._memory.room_for(len(packed)):
+            oldest, entry = next(iter(self._entries.items()))
+            self._write_out(oldest, entry)
+            self._drop(oldest)
+        if self._memory.room_for(len(packed)):
+            self._entries[key] = _Entry(self._memory.put(packed), on_disk)
+            self.memory_peak = max(self.memory_peak, self.memory_used)
+        elif not on_disk:
+            self._write(key, packed)
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._memory.free(entry.place)
+
+    def _write_out(self, key: tuple[int, int], entry: _Entry) -> None:
+        if not entry.on_disk:
+            self._write(key, self._memory.get(entry.place))
+            entry.on_disk = True
+
+    def _write(self, key: tuple[int, int], packed: bytes) -> None:
+        path = self.path(*key)
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, packed, synced=False, shared=True)
+        if self._durable is not None:  # only checkpoints need more than the page cache
+            self._unflushed.add(path)
+        self.writes += 1
+
+    def _read(self, client: int, version: int) -> bytes:
+        return self.path(client, version).read_bytes()
+
+    def _remove(self, key: tuple[int, int]) -> None:
+        if self._folder is None:
+            return
+        path = self.path(*key)
+        self._unflushed.discard(path)
+        path.unlink(missing_ok=True)

@@ -1,0 +1,255 @@
+"""An inverse update on one rank: invert this rank's factors, exchange the inverses, agree on what failed.
+
+Factors are never modified. A factor that cannot be inverted keeps its old inverse, on all ranks. Each inverse is sent
+with the level that produced it (see :mod:`thinwire.kernels.inverse`). For inverses that every rank computes for itself,
+the levels are compared, and the inverse is computed again if another rank needed a higher level.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.inverse import (
+    FAILED,
+    damped_eigen,
+    damped_inverse,
+    first_eigen,
+    first_inverse,
+    pi_ratio,
+    precondition,
+    precondition_eigen,
+)
+from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
+from thinwire.core.kernels.upload import upload
+from thinwire.core.pricing.placement import place
+from thinwire.core.program import NODE, WORLD, AllGather, Bucket, Program, Slot, State
+from thinwire.engine.channel import Channel
+from thinwire.systems.kfac.plan import InverseMessage, KFACPlan
+from thinwire.systems.kfac.programs import FACTOR, UPDATES, FromAll, FromOwner
+
+logger = logging.getLogger("thinwire")
+
+Run = Callable[[Program], Tensor]
+
+
+class Inverses:
+    """The inverses that a rank holds, by factor.
+
+    Args:
+        plan: says who inverts what.
+        state: holds the factors.
+        rank: this rank.
+    """
+
+    def __init__(self, plan: KFACPlan, state: State, rank: int) -> None:
+        self.plan, self._state, self._rank = plan, state, rank
+        self.of: dict[str, Tensor] = {}  # [d, d]; eigen: [d, d + 1], vectors, then values
+        self.levels: dict[str, int] = {}
+        self._warned: set[str] = set()
+        self._compared = False
+
+    def update(self, damping: float, channel: Channel, run: Run) -> float:
+        """Invert all factors. All ranks must call this. Return the seconds spent waiting for others.
+
+        Args:
+            damping: lambda.
+            channel: for the inverses that are sent; its topology is the plan's.
+            run: runs a small program on all ranks, blocking.
+        """
+        group = self._rank // self.plan.workers
+        messages = self.plan.messages(group)
+        rows: dict[int, Tensor] = {}
+        waited = self._exchange(messages, rows, damping, channel, group * self.plan.workers)
+        sent = {item for message in messages for item in message.items}
+        mine = [i for i, o in enumerate(self.plan.owners) if i not in sent and o in (-1, self._rank)]
+        rows.update(self._rows(mine, damping))
+        everywhere = [item for item in mine if self.plan.owners[item] < 0]
+        if self.plan.world_size > 1 and everywhere and not self._agree(everywhere, rows, damping, run):
+            return waited + self.update(damping, channel, run)
+        self._take(rows)
+        return waited
+
+    # --- sending ---------------------------------------------------------------------------------------------------
+
+    def _exchange(
+        self,
+        messages: Sequence[InverseMessage],
+        rows: dict[int, Tensor],
+        damping: float,
+        channel: Channel,
+        first: int,
+    ) -> float:
+        """Exchange the messages in order; while others' are awaited, this rank inverts its own factors."""
+        buckets: list[Bucket | None] = [None] * len(messages)
+
+        def make(index: int) -> Program:
+            message = messages[index]
+            slots = [self._slot(item, rows.get(item)) for item in message.items]
+            bucket = buckets[index] = Bucket(index, slots)
+            if message.owner is None:
+                owners = tuple(self.plan.owners[item] - first for item in message.items)
+                return FromAll(owners, NODE).reduce(bucket, self._state)
+            return FromOwner(message.owner - first, NODE).reduce(bucket, self._state)
+
+        channel.begin([[self.plan.factor(item) for item in message.items] for message in messages], make)
+        for index, message in enumerate(messages):
+            rows.update(self._rows([i for i in message.items if self.plan.owners[i] == self._rank], damping))
+            channel.ready(index)
+        waited = channel.wait()
+        for bucket, message in zip(buckets, messages):
+            assert bucket is not None
+            for slot, item in zip(bucket.slots, message.items):
+                assert slot.result is not None
+                rows[item] = slot.result
+        return waited
+
+    def _slot(self, item: int, row: Tensor | None) -> Slot:
+        factor = self._factor(item)
+        return Slot(self.plan.factor(item), (self.plan.elements(item),), row, factor.dtype, factor.device)
+
+    # --- inverting -------------------------------------------------------------------------------------------------
+
+    def _factor(self, item: int) -> Tensor:
+        return self._state.fields[FACTOR, self.plan.factor(item)]
+
+    def _seen(self, item: int) -> bool:
+        return bool(self._state.fields[UPDATES, self.plan.factor(item)] > 0)
+
+    def _rows(self, items: Sequence[int], damping: float) -> dict[int, Tensor]:
+        """Return each item's inverse as sent, followed by its level.
+
+        One device read tells where level 0 was not enough.
+        """
+        first: dict[int, tuple[Tensor, ...]] = {}
+        done = []
+        for item in items:
+            try:
+                first[item], good = self._first(item, damping)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # see ``first_eigen``
+                continue
+            done.append(good & (self._state.fields[UPDATES, self.plan.factor(item)] > 0))
+        held = dict(zip(first, torch.stack(done).tolist())) if done else {}
+        return {i: self._joined(first[i], 0) if held.get(i) else self._row(i, damping, 1) for i in items}
+
+    def _first(self, item: int, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
+        matrix = unpack_upper(self._factor(item))
+        if self.plan.method == "eigen":
+            (vectors, values), good = first_eigen(matrix)
+            return (vectors.reshape(-1), values), good
+        inverse, good = first_inverse(matrix, self._damping(item, matrix, damping))
+        return (pack_upper(inverse),), good
+
+    def _damping(self, item: int, matrix: Tensor, damping: float) -> float | Tensor:
+        """Return the damping of one factor; a 0-dim tensor if it depends on the factors."""
+        if self.plan.method != "inverse_pi":
+            return damping
+        other = unpack_upper(self._factor(item ^ 1))
+        ratio = (pi_ratio(other, matrix) if item % 2 else pi_ratio(matrix, other)).double()
+        share: Tensor = damping**0.5 * (1 / ratio if item % 2 else ratio)
+        return share
+
+    @staticmethod
+    def _joined(pieces: Sequence[Tensor], level: int) -> Tensor:
+        return torch.cat([*pieces, pieces[0].new_full((1,), float(level))])
+
+    def _row(self, item: int, damping: float, least: int) -> Tensor:
+        """Return one item's inverse as sent, computed at level ``least`` or higher."""
+        matrix = unpack_upper(self._factor(item))
+        if not self._seen(item):
+            least = FAILED
+        if self.plan.method == "eigen":
+            vectors, values, level = damped_eigen(matrix, least)
+            return self._joined((vectors.reshape(-1), values), level)
+        inverse, level = damped_inverse(matrix, float(self._damping(item, matrix, damping)), least)
+        return self._joined((pack_upper(inverse),), level)
+
+    def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
+        """Bring inverses that every rank computes to one level.
+
+        False: ranks round differently, so the plan now has owners.
+        """
+        device = rows[items[0]].device
+        while True:
+            levels = [int(level) for level in torch.stack([rows[item][-1] for item in items]).tolist()]
+            mine = upload(torch.tensor([*levels, *self._digest(items, rows)], dtype=torch.int64), device)
+            everyone = run(_gather(mine)).cpu()
+            highest: list[int] = everyone[:, : len(items)].max(0).values.tolist()
+            if (everyone[:, : len(items)] == everyone[0, : len(items)]).all():
+                break
+            for item, level, wanted in zip(items, levels, highest):
+                if level < wanted:
+                    rows[item] = self._row(item, damping, wanted)
+        self._compared = True
+        if (everyone == everyone[0]).all():
+            return True
+        dims = [float(self.plan.dim(item)) ** 3 for item in range(len(self.plan.owners))]
+        self.plan = replace(self.plan, owners=place(dims, self.plan.world_size).owner)
+        if self._rank == 0:
+            logger.warning(
+                "thinwire: the ranks' devices invert the same factors to different bits; from now on each factor is "
+                "inverted by one rank and sent"
+            )
+        return False
+
+    def _digest(self, items: Sequence[int], rows: dict[int, Tensor]) -> list[int]:
+        """Return a hash of the bits of these inverses at the first update; later a constant."""
+        if self._compared:
+            return [0]
+        digest = hashlib.blake2b(digest_size=7)
+        for item in items:
+            digest.update(rows[item].cpu().numpy().tobytes())
+        return [int.from_bytes(digest.digest(), "big")]
+
+    def _take(self, rows: dict[int, Tensor]) -> None:
+        items = sorted(rows)
+        if not items:
+            return
+        levels = torch.stack([rows[item][-1].to(torch.float64) for item in items]).tolist()
+        for item, level in zip(items, levels):
+            name, d = self.plan.factor(item), self.plan.dim(item)
+            self.levels[name] = int(level)
+            if level >= FAILED:
+                self._warn(name, item)
+            elif self.plan.method == "eigen":
+                row = rows[item]
+                self.of[name] = torch.cat([row[: d * d].view(d, d), row[d * d : -1].unsqueeze(1)], 1)
+            else:
+                self.of[name] = unpack_upper(rows[item][:-1], d)
+
+    def _warn(self, name: str, item: int) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        if (UPDATES, name) in self._state.fields and not self._seen(item):
+            why = (
+                "there is no statistic for it: its module was not called in a training step, or a value was not finite"
+            )
+        else:
+            why = "it cannot be inverted, whatever the damping"
+        kept = "keeps its old inverse" if name in self.of else "is left to the optimizer"
+        logger.warning("thinwire: factor %s: %s; the layer %s", name, why, kept)
+
+    # --- using -----------------------------------------------------------------------------------------------------
+
+    def ready(self, layer: int) -> bool:
+        """Return whether both inverses of a layer are available."""
+        return all(self.plan.factor(2 * layer + side) in self.of for side in (0, 1))
+
+    def apply(self, layer: int, gradient: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradient ``[d_G, d_A]`` of a layer; the plain gradient if an inverse is missing."""
+        if not self.ready(layer):
+            return gradient
+        a, g = (self.of[self.plan.factor(2 * layer + side)] for side in (0, 1))
+        if self.plan.method == "eigen":
+            return precondition_eigen(gradient, (a[:, :-1], a[:, -1]), (g[:, :-1], g[:, -1]), damping)
+        return precondition(gradient, a, g)
+
+
+def _gather(x: Tensor) -> Program:
+    return (yield AllGather(x, WORLD))

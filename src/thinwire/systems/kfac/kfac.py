@@ -1,0 +1,384 @@
+"""The class :class:`KFAC`: combines hooks, plan, exchanges and inverses, before each optimizer step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.core.methods.decoupling import deferring
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.program import State
+from thinwire.core.program.modes import own_modes
+from thinwire.engine.channel import Channel
+from thinwire.engine.executors.alone import run_alone
+from thinwire.engine.state.scaler import loss_scale, still_scaled
+from thinwire.engine.sync import GradientSync
+from thinwire.systems.kfac import persistence
+from thinwire.systems.kfac.capture import Capture
+from thinwire.systems.kfac.fisher import sampled_loss
+from thinwire.systems.kfac.gradients import clip_factor, learning_rates, preconditioned, write
+from thinwire.systems.kfac.inversion import Inverses
+from thinwire.systems.kfac.layers import find_layers
+from thinwire.systems.kfac.options import Options
+from thinwire.systems.kfac.plan import KFACPlan
+from thinwire.systems.kfac.planning import Planning
+from thinwire.systems.kfac.programs import FactorExchange, decay_of
+from thinwire.systems.kfac.rounds import FactorRounds
+from thinwire.systems.kfac.scheduled import Damping, Interval
+from thinwire.systems.kfac.schedules import Choices
+from thinwire.systems.kfac.stats import KFACStats, Tally
+
+logger = logging.getLogger("thinwire")
+_FITTING = ("scaling", "tokens")
+"""Options that must match when a state is loaded; a state holds no other options."""
+
+
+class KFAC:
+    """Precondition the averaged gradient of every Linear and Conv2d layer with a Kronecker-factored Fisher matrix.
+
+    ``V = G^-1 gradient A^-1`` replaces the gradient in ``.grad`` just before ``optimizer.step()``; momentum and weight
+    decay then act on V. All ranks must create it, right after ``attach``; it ends with ``sync.close()``.
+
+    Args:
+        model: the attached model.
+        sync: from ``thinwire.attach``; None: a single process, which must give ``optimizer``.
+        damping: lambda, above 0, or a function of the step, such as :func:`~thinwire.kfac.stepped`. It matters more
+            than any other option, and values do not carry over between scalings, methods or code bases: try several, as
+            ``thinwire kfac tune`` does.
+        factor_decay: weight of the old factor in the running average, or "warmup".
+        kl_clip: bound on the step's length in the Fisher metric; None: no bound.
+        factor_update_steps, inv_update_steps: steps between new statistics, and between inversions; or functions of the
+            step.
+        method: "inverse", "inverse_pi" (damping split by the factors' traces) or "eigen" (damping added to the
+            products of eigenvalues: inverts the damped product exactly). With the same damping these are three
+            different optimizers.
+        fisher: "empirical": gradients of the loss; "sampled": of targets sampled from the model, see
+            ``fisher_backward``.
+        scaling: "reference", "authors" or "kaisa", see :mod:`thinwire.kfac.factors`.
+        tokens: whether each position of a linear layer's input is a row ("expand"), or each example ("reduce"); None:
+            "reduce" with ``scaling="authors"``, otherwise "expand".
+        schedule: "spd", "dkfac", "mpd", "kaisa:<fraction>" or "dp", see :mod:`thinwire.kfac.schedules`.
+        planner, inverse_rule, inverse_weight, inverse_comm, wire_dtype: how a schedule is planned, see the same module.
+        skip_layers: names of layers to leave to the optimizer, with ``*`` and ``?``.
+        max_dim: layers with a larger factor are also left to the optimizer.
+        warm_start: "identity" begins with A = G = I, as published; None: begins with the first statistics.
+        plan: a pinned plan; None: one is made from ``costs``, and once more from measured times.
+        auto_step: ``step`` is called before the optimizers' steps; False: you call it.
+        optimizer: needed if there is no sync.
+        scaler: the ``GradScaler`` in use; None: the one that ``attach`` was given.
+        costs: for the plan, as from ``thinwire probe`` and ``thinwire kfac calibrate``; None: measured here if the plan
+            needs them, in some seconds.
+
+    Raises:
+        ValueError: an option, a layer or a plan is invalid or does not match; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: GradientSync | None,
+        *,
+        damping: Damping = 0.03,
+        factor_decay: float | str = 0.95,
+        kl_clip: float | None = 1e-3,
+        factor_update_steps: Interval = 10,
+        inv_update_steps: Interval = 100,
+        method: str = "inverse",
+        fisher: str = "empirical",
+        scaling: str = "reference",
+        tokens: str | None = None,
+        schedule: str = "spd",
+        planner: str = "optimal",
+        inverse_rule: str = "cost",
+        inverse_weight: str = "cost",
+        inverse_comm: str = "auto",
+        wire_dtype: str = "fp32",
+        skip_layers: Sequence[str] = (),
+        max_dim: int = 8192,
+        warm_start: str | None = None,
+        plan: KFACPlan | None = None,
+        auto_step: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+        costs: Costs | None = None,
+    ) -> None:
+        self._options = Options(
+            damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps, fisher, scaling, tokens, warm_start
+        )
+        choices = Choices(schedule, planner, inverse_rule, inverse_weight, inverse_comm, method, wire_dtype)
+        self._optimizers = _optimizers(model, sync, optimizer)
+        self._sync, self._scaler = sync, scaler or (sync.services.scaler if sync is not None else None)
+        self._layers, notes = find_layers(model, skip_layers, max_dim)
+        for note in notes:
+            logger.info("thinwire: %s", note)
+        self._device = self._layers[0].weight.device
+        self._ranks = sync if sync is not None and sync.services.topology.world_size > 1 else None  # None: one process
+        self._planning = Planning(self._ranks, tuple(layer.shape for layer in self._layers), choices)
+        first = self._planning.first(plan, costs, self._device, self._options.facts())
+        rank = self._ranks.services.rank if self._ranks is not None else 0
+        self._state = State(rank, first.topology)
+        self._inverses = Inverses(first, self._state, rank)
+        self._channel = self._open_channel()
+        self._tally = Tally()
+        mine = [self.plan.exchange or self.plan.mine(i, rank) for i in range(len(self._layers))]
+        self._capture = Capture(
+            model, self._layers, mine, scaling, self._options.positions, sampled=fisher == "sampled", listener=self
+        )
+        program = FactorExchange(decay_of(factor_decay), torch.bfloat16 if self.plan.wire_dtype == "bf16" else None)
+        self._rounds = FactorRounds(
+            self.plan, self._channel, self._state, program, self._capture.statistic, self._device
+        )
+        if warm_start is not None:
+            self._rounds.identity()
+        self._blank = warm_start is None  # no statistics yet
+        self._active = not self.plan.exchange  # preconditioning has begun
+        self._count = 0  # passes, if the engine does not count them
+        self._shift = -self._ranks.services.state.step if self._ranks is not None else 0
+        self._stepped = self._next = 0  # passes already used by a step; pass from which inverses are due
+        # fisher_backward must still be called; there is a gradient that no step has used
+        self._wanting = self._touched = False
+        self._handles: list[Any] = [
+            layer.weight.register_post_accumulate_grad_hook(self._touch) for layer in self._layers
+        ]
+        if auto_step:
+            self._handles += [o.register_step_pre_hook(self._before_step) for o in self._optimizers]
+        if sync is not None:
+            sync.services.companions["kfac"] = self
+
+    @property
+    def plan(self) -> KFACPlan:
+        """The plan in use: once times are measured, its messages may change."""
+        return self._inverses.plan
+
+    def _adopt(self, plan: KFACPlan) -> None:
+        self._inverses.plan = plan
+        self._rounds.adopt(plan)
+
+    def _open_channel(self) -> Channel:
+        if self._ranks is None:
+            return Channel(None, self.plan.topology, "kfac", {}, None)
+        return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
+
+    # --- calls from the hooks ---------------------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> int:
+        """Number of synchronised backward passes so far."""
+        return self._count if self._ranks is None else self._ranks.services.state.step + self._shift
+
+    def due(self) -> bool:
+        """Return whether statistics of this pass are wanted."""
+        return self._blank or self.passes % self._options.factor_steps_at(self.passes) == 0
+
+    def last_pass(self) -> bool:
+        """Return whether the current pass is the last of its step; without a sync only ``step`` can know this."""
+        return self._sync is not None and self._sync.services.synchronizing
+
+    def begin_round(self) -> None:
+        """Note that the first captured forward of a step begins."""
+        self._take_in()
+        self._rounds.begin()
+        self._wanting = self._options.fisher == "sampled"
+
+    def complete(self, layer: int, side: int) -> None:
+        """Note that a statistic is complete."""
+        self._rounds.complete(layer, side)
+
+    def end_round(self) -> None:
+        """Note that the last backward of a step is over."""
+        self._rounds.end()
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the factor by which the loss was multiplied."""
+        return loss_scale(self._scaler, self._device)
+
+    def _touch(self, _: Tensor) -> None:
+        self._touched = True
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if still_scaled(self._scaler, optimizer):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() on gradients that still carry the loss scale, which K-FAC cannot "
+                "precondition: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        self.step()
+
+    def step(self) -> None:
+        """Precondition the gradients in ``.grad``, once per averaged backward; the optimizers call this.
+
+        All ranks must call it, after backward and before ``optimizer.step()``.
+
+        Raises:
+            RuntimeError: ``fisher="sampled"``, and ``fisher_backward`` was not called in a pass that needed it; or no
+                layer was seen in the first pass.
+        """
+        with own_modes(), torch.no_grad():
+            self._step()
+
+    def _step(self) -> None:
+        if not (self._touched if self._ranks is None else self.passes > self._stepped):
+            return
+        self._touched = False
+        if self._wanting:
+            raise RuntimeError(
+                'fisher="sampled" needs kfac.fisher_backward(outputs, distribution) between forward and '
+                "loss.backward(), on every step; on steps that need no statistic it does nothing"
+            )
+        index = self._count if self._ranks is None else self.passes - 1
+        if self._capture.blind and (self._blank or index % self._options.factor_steps_at(index) == 0):
+            raise RuntimeError(
+                "K-FAC has seen no call of any layer, so it would do nothing: a model that was compiled and called "
+                "earlier does not run new hooks (call torch._dynamo.reset() after making KFAC), and layers are watched "
+                "in training mode only"
+            )
+        self._count, self._stepped = self._count + 1, self.passes
+        self._capture.close()
+        self._take_in()
+        if self._planning.again and self._capture.measured:
+            self._adopt(self._planning.second(self.plan, self._capture))
+        damping = self._options.damping_at(index)
+        if not self._blank and index >= self._next:
+            every = self._options.inv_steps_at(index)
+            self._next = (index // every + 1) * every
+            self._invert(damping)
+        if self._active:
+            self._precondition(damping)
+
+    def _take_in(self) -> None:
+        with self._tally.phase("factors", self._channel) as spent:
+            spent.waited = self._rounds.drain()
+        if self._blank:
+            self._blank = self._rounds.blank()
+
+    def _invert(self, damping: float) -> None:
+        with self._tally.phase("inverses", self._channel) as spent:
+            run = self._ranks.services.run if self._ranks is not None else run_alone
+            spent.waited = self._inverses.update(damping, self._channel, run)
+        self._tally.inverse_updates += 1
+        self._active = True
+
+    def _precondition(self, damping: float) -> None:
+        with self._tally.phase("returns", self._channel) as spent:
+            gradients = {i: g for i, layer in enumerate(self._layers) if (g := layer.gradient()) is not None}
+            found, spent.waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
+            rates = learning_rates(self._optimizers, self._layers)
+            self._tally.clip = clip_factor(found, gradients, rates, self._options.kl_clip)
+            write(self._layers, found, self._tally.clip)
+        self._tally.steps += 1
+
+    def fisher_backward(self, outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> None:
+        """With ``fisher="sampled"``: sample targets from the model's output, and take the statistics G from their loss.
+
+        Call it between forward and ``loss.backward()``, in every step (and micro-batch). It does not change ``.grad``.
+
+        Args:
+            outputs: of this forward, with their graph.
+            distribution: "categorical" (logits, classes last) or "gaussian" (means, unit variance).
+            generator: for the sampling; ranks must draw different samples.
+        """
+        if self._options.fisher != "sampled":
+            raise RuntimeError(
+                'fisher_backward is for KFAC(..., fisher="sampled"); with "empirical" the loss itself is used'
+            )
+        if not self._capture.open:
+            return
+        self._capture.sample(sampled_loss(outputs, distribution, generator))
+        self._wanting = False
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> KFACStats:
+        levels = {name: level for name, level in self._inverses.levels.items() if level}
+        return self._tally.stats(
+            self.plan, factor_updates=self._rounds.updates, capture_seconds=self._capture.seconds, levels=levels
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state. Not between micro-batches. The sync's state, and so its checkpoints, include it.
+
+        Raises:
+            RuntimeError: the last backward of a step is not over yet.
+        """
+        if self._capture.open:
+            raise RuntimeError("K-FAC has seen part of a step: save after optimizer.step(), not between micro-batches")
+        self._take_in()
+        values = {"passes": self.passes, "next_inversion": self._next, "active": self._active}
+        values |= {name: self._options.facts()[name] for name in _FITTING}
+        return persistence.to_state_dict(self._state, self._inverses, values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a ``state_dict``: bit for bit with the same plan; with another number of ranks only factors are kept.
+
+        Raises:
+            ValueError: it does not match the model or the scaling, or lacks what this rank needs.
+        """
+        for name in _FITTING:
+            if state.get(name) != self._options.facts()[name]:
+                raise ValueError(
+                    f"the K-FAC state was saved with {name}={state.get(name)!r} but this is {name}="
+                    f"{self._options.facts()[name]!r}: factors of one do not fit the other"
+                )
+        whole = persistence.from_state_dict(self._state, self._inverses, state, self._device)
+        self._follow(KFACPlan.from_json(state["plan"]))
+        if not whole:
+            self._next = 0
+        elif "next_inversion" in state:
+            self._next = int(state["next_inversion"])
+        else:  # from a state saved before intervals could change
+            self._next = int(state["turn"]) * self._options.inv_steps_at(0)
+        self._active = not self.plan.exchange or (bool(state["active"]) and whole)
+        self._count, self._shift = int(state["passes"]), self._shift + int(state["passes"]) - self.passes
+        self._stepped, self._blank = self.passes, self._rounds.blank()
+
+    def _follow(self, saved: KFACPlan) -> None:
+        """Keep a saved plan's messages if the number of ranks is the same: sums of other messages round differently."""
+        same = replace(self.plan, a_buckets=saved.a_buckets, g_buckets=saved.g_buckets)
+        if self._planning.again and same == saved:
+            self._planning.again = False
+            self._adopt(same)
+
+    def close(self) -> None:
+        """Remove the hooks; the optimizer then steps with plain gradients.
+
+        May be called repeatedly, on each rank separately.
+        """
+        self._capture.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._channel.close()
+        if self._sync is not None and self._sync.services.companions.get("kfac") is self:
+            del self._sync.services.companions["kfac"]
+
+    def __enter__(self) -> KFAC:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _optimizers(
+    model: nn.Module, sync: GradientSync | None, optimizer: torch.optim.Optimizer | None
+) -> tuple[torch.optim.Optimizer, ...]:
+    if sync is None:
+        if optimizer is None:
+            raise ValueError("without a sync K-FAC needs the optimizer: KFAC(model, None, optimizer=optimizer, ...)")
+        return (optimizer,)
+    if sync.services.model is not model:
+        raise ValueError("the sync belongs to another model: give KFAC the model that was attached")
+    method = sync.services.method
+    if deferring(method) is not None:
+        raise ValueError(
+            f"{method.name} with decoupled updates delivers gradients in parts, after the step; K-FAC needs them "
+            'whole before it: attach with "ssgd" or another method without decoupled=True'
+        )
+    if "kfac" in sync.services.companions:
+        raise RuntimeError("this model already has a KFAC: call close() on it first")
+    return sync.services.optimizers if optimizer is None else (optimizer,)

@@ -1,0 +1,180 @@
+"""The first messages on a connection: who connects, and the proof on both sides that it may.
+
+With certificates, TLS comes first and is the proof. The rest is the same with or without a secret. The caller names
+itself and sends a nonce; the listener sends another; the caller sends a MAC over all of that, and only then the
+listener sends its own. A MAC is valid for one direction of one connection: it covers both nonces, the version, the
+caller's role and number, and what the connection is for. Each of these messages has a fixed size, and nothing else is
+read before the caller's MAC has been verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from thinwire.systems.link.duplex import Duplex
+from thinwire.systems.link.errors import NotAdmitted, PairError
+from thinwire.systems.link.secret import Trust
+from thinwire.systems.link.tls import Certificate, Credentials
+
+VERSION = 1
+NOTES, FRAMES, TENSORS = 0, 1, 2
+ROLES = ("node", "shard", "worker")
+TOKEN_BYTES = 16
+
+_MAGIC = b"thinwire"
+_KNOCK = struct.Struct(f"<8sHBBq{TOKEN_BYTES}s32s")  # magic, version, channel, role, number, token, nonce
+_ANSWER = struct.Struct("<8sHB32s")  # magic, version, what is required, nonce
+_PROOF = struct.Struct("<32s")
+_VERDICT = struct.Struct("<B32s")
+_NOTHING, _SECRET, _CERTIFICATE = 0, 1, 2
+_IN, _WRONG_SECRET, _WRONG_ROLE, _NOT_ITS_NUMBER = 0, 1, 2, 3
+_OF_TLS = b"\x16"  # the first byte of a TLS handshake
+
+
+@dataclass(frozen=True)
+class Badge:
+    """A process's role, its number in that role, what it proves that with, and the certificate it showed."""
+
+    role: str
+    number: int
+    trust: Trust = field(default=None, repr=False)
+    shown: Certificate | None = None
+
+
+def check_badge(badge: Badge, role: str, number: int) -> None:
+    """Raise ``ValueError`` if a process claims another role or number than in its hello."""
+    if (badge.role, badge.number) != (role, number):
+        raise ValueError(f"it connected as {badge.role} {badge.number} but speaks as {role} {number}")
+
+
+@dataclass(frozen=True)
+class Knock:
+    """What a caller wants: a channel of the pair named ``token``. ``words``: all bytes exchanged before the proofs."""
+
+    badge: Badge
+    channel: int
+    token: bytes
+    words: bytes
+
+
+def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, host: str = "") -> None:
+    """The caller's side of the hello.
+
+    Args:
+        duplex: to the listener.
+        badge: of the caller.
+        channel: what the connection is for.
+        token: of the pair that it belongs to.
+        end: deadline.
+        host: the host that was called, if the badge has credentials.
+
+    Raises:
+        NotAdmitted: the listener has another version, requires another secret or certificate, or cannot be trusted.
+        PairError: the listener does not answer.
+    """
+    if isinstance(badge.trust, Credentials):
+        try:
+            duplex.secure(badge.trust, end, host)
+        except NotAdmitted as error:
+            raise NotAdmitted(f"{host}: {error}") from error
+    secret = _secret_of(badge.trust)
+    role = ROLES.index(badge.role)
+    first = _KNOCK.pack(_MAGIC, VERSION, channel, role, badge.number, token, secrets.token_bytes(32))
+    duplex.write(first, end)
+    second = duplex.read(_ANSWER.size, end)
+    magic, version, asks, _ = _ANSWER.unpack(second)
+    if magic != _MAGIC:
+        raise PairError("another program answers there")
+    if version != VERSION:
+        raise NotAdmitted(f"{duplex.host} runs another version of thinwire: install the same one on both")
+    if asks == _CERTIFICATE:
+        raise NotAdmitted(f"{duplex.host} asks for a certificate: give --keys, or keys= (thinwire keys new makes them)")
+    if asks and secret is None:
+        raise NotAdmitted(f"{duplex.host} asks for a secret: give --secret-file, THINWIRE_SECRET_FILE or secret=")
+    if not asks and secret is not None:
+        raise NotAdmitted(f"{duplex.host} lets everybody in, and this process was given a secret: give both the same")
+    duplex.write(_proof(secret, b"caller", first + second), end)
+    verdict, proof = _VERDICT.unpack(duplex.read(_VERDICT.size, end))
+    if verdict == _WRONG_SECRET:
+        raise NotAdmitted(f"{duplex.host} has another secret: give both the same")
+    if verdict == _NOT_ITS_NUMBER:
+        raise NotAdmitted(
+            f"{badge.role} {badge.number} belongs to a name other than this certificate's, or that name has too many "
+            "numbers: use the certificate that it first used, or a number that no other name uses"
+        )
+    if verdict != _IN:
+        raise NotAdmitted(f"{duplex.host} does not accept {badge.role}s: is this the right address?")
+    if not hmac.compare_digest(proof, _proof(secret, b"listener", first + second)):
+        raise NotAdmitted(f"whoever listens at {duplex.host} does not know the secret")
+
+
+def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Knock:
+    """The listener's side of the hello, until it knows the caller; :func:`admit` completes it.
+
+    Raises:
+        NotAdmitted: the caller may not connect.
+        PairError: the caller has gone, or was too slow.
+    """
+    secret = _secret_of(trust)
+    asks = _NOTHING if secret is None else _SECRET
+    if duplex.look(end) == _OF_TLS:
+        if not isinstance(trust, Credentials):
+            duplex.read_some(end)
+            duplex.write(_ANSWER.pack(_MAGIC, VERSION, asks, bytes(32)), end)  # for a caller that can read it
+            raise NotAdmitted("it speaks TLS, and this side has no keys")
+        duplex.secure(trust, end)
+    elif isinstance(trust, Credentials):
+        asks = _CERTIFICATE
+    first = duplex.read(_KNOCK.size, end)
+    magic, version, channel, role, number, token, _ = _KNOCK.unpack(first)
+    if magic != _MAGIC:
+        raise NotAdmitted("it does not speak our protocol")
+    second = _ANSWER.pack(_MAGIC, VERSION, asks, secrets.token_bytes(32))
+    duplex.write(second, end)
+    if asks == _CERTIFICATE:
+        raise NotAdmitted("it does not present a certificate")
+    if version != VERSION:
+        raise NotAdmitted(f"it speaks version {version} of our protocol, not {VERSION}")
+    try:
+        proof = duplex.read(_PROOF.size, end)
+    except PairError as error:
+        if secret is None:
+            raise
+        raise NotAdmitted("it was asked for the secret and did not show it") from error
+    if not hmac.compare_digest(proof, _proof(secret, b"caller", first + second)):
+        duplex.write(_VERDICT.pack(_WRONG_SECRET, bytes(32)), end)
+        raise NotAdmitted("it does not know the secret")
+    if role >= len(ROLES) or ROLES[role] not in roles or channel not in (NOTES, FRAMES, TENSORS):
+        duplex.write(_VERDICT.pack(_WRONG_ROLE, bytes(32)), end)
+        raise NotAdmitted("it connects in a role that is not accepted here")
+    return Knock(Badge(ROLES[role], number, shown=duplex.shown), channel, token, first + second)
+
+
+def admit(duplex: Duplex, heard: Knock, trust: Trust, end: float) -> None:
+    """Tell the caller that it is accepted, and prove that this side knows the secret too."""
+    duplex.write(_VERDICT.pack(_IN, _proof(_secret_of(trust), b"listener", heard.words)), end)
+
+
+def refuse(duplex: Duplex, end: float) -> NoReturn:
+    """Tell the caller that its number belongs to another name.
+
+    Raises:
+        NotAdmitted: always.
+    """
+    duplex.write(_VERDICT.pack(_NOT_ITS_NUMBER, bytes(32)), end)
+    raise NotAdmitted("it uses a number that belongs to another name")
+
+
+def _secret_of(trust: Trust) -> bytes | None:
+    return trust if isinstance(trust, bytes) else None
+
+
+def _proof(secret: bytes | None, side: bytes, words: bytes) -> bytes:
+    """Return the MAC. Without a secret it proves nothing, but keeps other programs out."""
+    return hmac.new(secret or b"", side + b"\0" + words, hashlib.sha256).digest()

@@ -1,0 +1,259 @@
+"""What LARS and LAMB share: groups, fp32 state and masters, the list of skipped tensors, the scaler, the ranks."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.methods.base import check_choice
+from thinwire.core.program import working_dtype
+from thinwire.engine.state.scaler import refuse_scaled
+from thinwire.engine.sync import GradientSync
+from thinwire.systems.optim.pto import NormSharding, NormShardingOptions, ParallelStats
+from thinwire.systems.optim.ratios import Layers, replicated
+
+logger = logging.getLogger("thinwire")
+
+SKIPS = ("1d", "all", None)
+
+
+def check_number(name: str, value: Any, below: float = math.inf) -> None:
+    """Raise ``ValueError`` unless an option is a finite number of at least 0, and below a limit."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < below:
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{name}={value!r} must be a number of at least 0{limit}")
+
+
+@dataclass
+class GroupTensors:
+    """The tensors of one group that have a gradient.
+
+    Attributes:
+        group: its options.
+        parameters: the model's. weights: what is updated: the parameters, or their fp32 masters.
+        gradients: working dtype, not to be edited. states: one dict per parameter.
+        adapted, skipped: indices into these lists.
+        updates: LAMB's, before their ratio. chosen: indices of those that have a ratio.
+    """
+
+    group: dict[str, Any]
+    parameters: list[Tensor]
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    states: list[dict[str, Any]]
+    adapted: list[int]
+    skipped: list[int]
+    updates: list[Tensor] = field(default_factory=list)
+    chosen: list[int] = field(default_factory=list)
+
+    def part(self, indices: Sequence[int]) -> GroupTensors:
+        """Return some of its tensors, all of them adapted."""
+        if len(indices) == len(self.parameters):
+            return self
+        p, w, g = ([some[i] for i in indices] for some in (self.parameters, self.weights, self.gradients))
+        return GroupTensors(self.group, p, w, g, [self.states[i] for i in indices], list(range(len(indices))), [])
+
+    def held(self, name: str) -> list[Tensor]:
+        """Return a field of each tensor's state; zeros if it is new."""
+        for weight, state in zip(self.weights, self.states):
+            if name not in state:
+                state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return [state[name] for state in self.states]
+
+    def masters(self) -> list[int]:
+        """Return indices of parameters that are a copy of their master."""
+        return [i for i, (p, w) in enumerate(zip(self.parameters, self.weights)) if p is not w]
+
+
+class LayerWise(torch.optim.Optimizer, abc.ABC):
+    """An optimizer whose step sizes depend on norms of whole tensors."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], share: NormShardingOptions, scaler: Any) -> None:
+        self._begin(share, scaler)
+        super().__init__(params, defaults)
+        self.register_step_pre_hook(_before_step)
+
+    def _begin(self, share: NormShardingOptions, scaler: Any) -> None:
+        self._share, self._scaler = share, scaler
+        self._sharing: NormSharding | None = None
+        self._told = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled optimizer; it belongs to no scaler and no ranks."""
+        super().__setstate__(state)
+        if "_share" not in self.__dict__:
+            self._begin(NormShardingOptions(), None)
+            self.register_step_pre_hook(_before_step)
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add and check a group, as in ``torch.optim``.
+
+        Raises:
+            ValueError: an option is out of range, parameters are on several devices, or only some of them are fp64.
+            TypeError: fp16, complex or integer parameters.
+        """
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            check_number("lr", group["lr"])
+            check_number("weight_decay", group["weight_decay"])
+            check_choice("skip", group["skip"], SKIPS)
+            self.check_group(group)
+            for p in group["params"]:
+                _check_dtype(type(self).__name__, p)
+            kinds = {(p.device, working_dtype(p.dtype)) for g in self.param_groups for p in g["params"]}
+            if len(kinds) > 1:
+                found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
+                raise ValueError(f"all parameters must be on one device, and all or none fp64: got {found}")
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @abc.abstractmethod
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if an option of this optimizer is out of range."""
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
+        """Return, for each group, the layers whose ratios ``update`` needs; may be empty."""
+
+    @abc.abstractmethod
+    def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
+        """Update the weights and state of one group. ``ratios``: of the layers that ``prepare`` returned."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient. Return the closure's loss.
+
+        With ``parallel`` all ranks must call it.
+
+        Raises:
+            RuntimeError: the gradients still contain a loss scale, or are sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            works = [work for work in map(self._work, self.param_groups) if work.parameters]
+            layers = self.prepare(works)
+            ratios = iter(self._ratios([some for some in layers if len(some)]))
+            for work, some in zip(works, layers):
+                self.update(work, next(ratios) if len(some) else None)
+                self._write_back(work)
+        return loss
+
+    def _ratios(self, blocks: list[Layers]) -> list[Tensor]:
+        if self._sharing is not None:
+            return self._sharing.ratios(blocks)
+        if self._share.parallel is not None and not self._told:
+            self._told = True
+            logger.warning(
+                "thinwire: parallel=%r has no effect without ranks: call thinwire.attach(model, optimizer, ...), on "
+                "more than one rank",
+                self._share.parallel,
+            )
+        return replicated(blocks)
+
+    def _work(self, group: dict[str, Any]) -> GroupTensors:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p in parameters):
+            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use Embedding(sparse=False)")
+        states = [self.state[p] for p in parameters]
+        weights = [self._weight(p, state) for p, state in zip(parameters, states)]
+        gradients = [p.grad.to(w.dtype) for p, w in zip(parameters, weights)]
+        skip = group["skip"]
+        skipped = [i for i, p in enumerate(parameters) if skip == "all" or (skip == "1d" and p.dim() <= 1)]
+        left = set(skipped)
+        adapted = [i for i in range(len(parameters)) if i not in left]
+        return GroupTensors(group, parameters, weights, gradients, states, adapted, skipped)
+
+    # --- masters ---------------------------------------------------------------------------------------------------
+
+    def _weight(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        """Return the parameter, or its master: made when first needed, renewed where other code wrote the parameter."""
+        dtype = working_dtype(parameter.dtype)
+        if parameter.dtype == dtype:
+            return parameter
+        if "master" not in state:
+            state["master"] = parameter.detach().to(dtype)
+        else:
+            master: Tensor = state["master"]
+            same = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(same, master, parameter.to(dtype)))
+        found: Tensor = state["master"]
+        return found
+
+    def _write_back(self, work: GroupTensors) -> None:
+        if copies := work.masters():
+            torch._foreach_copy_([work.parameters[i] for i in copies], [work.weights[i] for i in copies])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as ``torch.optim`` does, but keep the state's own dtype: fp32 for bf16 parameters too."""
+        super().load_state_dict(state_dict)
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        owners = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, owners):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):  # cloned: torch lets it share memory with what it was loaded from
+                    device = value.device if key == "step" else p.device
+                    self.state[p][key] = value.detach().to(device, copy=True)
+
+    # --- ranks and scaler ------------------------------------------------------------------------------------------
+
+    def attached(self, sync: GradientSync, scaler: Any) -> _Attached:
+        """Take the ranks to share norms with, and the scaler in use; called by ``thinwire.attach``.
+
+        Returns:
+            A handle whose ``remove`` undoes it.
+
+        Raises:
+            ValueError: something here needs whole gradients, and the method delivers them in parts.
+        """
+        sharing = self._share.among(sync)
+        handle = _Attached(self, self._scaler)
+        self._sharing = sharing
+        if scaler is not None:
+            self._scaler = scaler
+        return handle
+
+    def stats(self) -> ParallelStats:
+        """Return how the norms are shared among ranks, and why."""
+        if self._sharing is not None:
+            return self._sharing.stats()
+        return ParallelStats(asked=self._share.parallel)
+
+
+class _Attached:
+    """Detaches an optimizer from a GradientSync."""
+
+    def __init__(self, optimizer: LayerWise, scaler: Any) -> None:
+        self._optimizer, self._scaler = optimizer, scaler
+
+    def remove(self) -> None:
+        self._optimizer._sharing, self._optimizer._scaler = None, self._scaler
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    refuse_scaled(getattr(optimizer, "_scaler", None), optimizer)
+
+
+def _check_dtype(name: str, parameter: Tensor) -> None:
+    if parameter.dtype == torch.float16:
+        raise TypeError(
+            f"{name} does not accept fp16 parameters: keep parameters fp32 and use autocast; GradScaler refuses to "
+            "unscale fp16 gradients"
+        )
+    if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise TypeError(f"{name} accepts fp32, fp64 and bf16 parameters, not {parameter.dtype}")

@@ -1,0 +1,175 @@
+"""LAMB: Adam in which each layer's step is a share of its own norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.methods.base import check_flag
+from thinwire.core.methods.decoupling import deferring
+from thinwire.engine.sync import GradientSync
+from thinwire.systems.optim.base import GroupTensors, LayerWise, check_number
+from thinwire.systems.optim.pto import NormShardingOptions
+from thinwire.systems.optim.ratios import Layers, norms
+
+
+class LAMB(LayerWise):
+    """Layer-wise adaptive moments (You et al. 2020, arXiv 1904.00962): AdamW for very large batches of transformers.
+
+    Per tensor, in fp32, with ``g_all`` all gradients together::
+
+        g' = g / max(1, |g_all| / max_grad_norm)
+        m <- beta1 * m + (1 - beta1) * g';   v <- beta2 * v + (1 - beta2) * g'^2
+        u = m^ / (sqrt(v^) + eps) + weight_decay * w                      with m^, v^ corrected for their start at 0
+        w <- w - lr * ratio * u;   ratio = |w| / |u|;   1 if |w| or |u| is 0
+
+    The ratio applies to tensors with weight decay. Tensors of at most one dimension have none (``skip="1d"``);
+    ``adapt_all=True`` gives them a ratio nevertheless.
+
+    The step consists of foreach calls, and the host never waits. Parameters are fp32 (or fp64), or bf16 with an fp32
+    master in the state. Every option except ``max_grad_norm``, ``parallel``, ``partition`` and ``scaler`` can differ
+    between groups.
+
+    Args:
+        params: parameters, named parameters or groups, as for ``torch.optim``.
+        lr: learning rate.
+        betas: of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the moments.
+        max_grad_norm: largest norm of all gradients together that a step uses; None: no limit.
+        adapt_all: ratios for tensors without decay, too ("nvlamb").
+        skip: "1d", "all" (a group without decay) or None (all decay).
+        maximize: maximise instead of minimise.
+        parallel: as for :class:`~thinwire.optim.LARS`; u is computed on every rank, and norms are shared among ranks.
+        partition: as for LARS.
+        scaler: as for LARS.
+
+    Raises:
+        ValueError: a number is out of range, or a name is unknown.
+        TypeError: fp16 parameters.
+
+    Differences from the paper: gradients are clipped by their global norm first, and tensors without decay are not
+    adapted, both as in NVIDIA's implementation; the ratio's phi is the identity.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | None = 1.0,
+        adapt_all: bool = False,
+        skip: str | None = "1d",
+        maximize: bool = False,
+        parallel: str | None = None,
+        partition: str = "cost",
+        scaler: Any = None,
+    ) -> None:
+        if max_grad_norm is not None:
+            check_number("max_grad_norm", max_grad_norm)
+            if not max_grad_norm:
+                raise ValueError("max_grad_norm=0 would stop training: give a norm above 0, or None not to clip")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "adapt_all": adapt_all,
+            "skip": skip,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, NormShardingOptions(parallel, partition), scaler)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if an option is out of range."""
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas={betas!r} must be two numbers")
+        for i, beta in enumerate(betas):
+            check_number(f"betas[{i}]", beta, below=1.0)
+        check_number("eps", group["eps"])
+        check_flag("adapt_all", group["adapt_all"])
+        limits = {g["max_grad_norm"] for g in self.param_groups}
+        if len(limits) > 1:
+            raise ValueError("max_grad_norm is for all gradients together: give one, to LAMB itself and not to a group")
+
+    def attached(self, sync: GradientSync, scaler: Any) -> Any:
+        """Do as every optimizer here; but clipping by the norm of all gradients needs them all at once."""
+        options = deferring(method := sync.services.method)
+        limit = self.param_groups[0]["max_grad_norm"]
+        if options is not None and options.update_in_step is not True and limit is not None:
+            raise ValueError(
+                f"max_grad_norm={limit:g} needs all gradients at once, and {method.name} updates parameters "
+                "bucket by bucket: give max_grad_norm=None and call sync.clip_grad_norm_, or attach with "
+                "update_in_step=True"
+            )
+        return super().attached(sync, scaler)
+
+    def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
+        """Compute the moments and the updates u; ratios are of weights and u."""
+        shrink = _shrink(works)
+        found = []
+        for work in works:
+            group = work.group
+            work.updates = _update(work, shrink)
+            decays = bool(group["weight_decay"])
+            adapted = range(len(work.weights)) if group["adapt_all"] else work.adapted if decays else []
+            work.chosen = list(adapted)
+            found.append(Layers(work.weights, work.updates).part(work.chosen))
+        return found
+
+    def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
+        """Update ``w`` of one group."""
+        rate, chosen = work.group["lr"], set(work.chosen)
+        if ratios is not None:
+            rates = (ratios * -rate).unbind()
+            weights, updates = ([some[i] for i in work.chosen] for some in (work.weights, work.updates))
+            torch._foreach_addcmul_(weights, updates, list(rates))
+        if rest := [i for i in range(len(work.weights)) if i not in chosen]:
+            torch._foreach_add_([work.weights[i] for i in rest], [work.updates[i] for i in rest], alpha=-rate)
+
+
+def _shrink(works: Sequence[GroupTensors]) -> Tensor | None:
+    """Return the divisor of the gradients: ``max(1, |g_all| / max_grad_norm)``, 0-dim; None: no clipping."""
+    limit = works[0].group["max_grad_norm"] if works else None
+    if limit is None:
+        return None
+    total: Tensor = torch.linalg.vector_norm(norms([g for work in works for g in work.gradients]))
+    return (total / float(limit)).clamp(min=1.0)
+
+
+def _update(work: GroupTensors, shrink: Tensor | None) -> list[Tensor]:
+    """Advance the moments of one group; return u of each tensor."""
+    group, gradients = work.group, work.gradients
+    first, second = work.held("exp_avg"), work.held("exp_avg_sq")
+    if group["maximize"]:
+        gradients = list(torch._foreach_neg(gradients))
+    if shrink is not None:
+        gradients = list(torch._foreach_div(gradients, shrink))
+    beta1, beta2 = group["betas"]
+    torch._foreach_lerp_(first, gradients, 1 - beta1)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+    steps = []
+    for state in work.states:  # on the host, as in torch.optim
+        state["step"] = state.get("step", torch.zeros(())) + 1
+        steps.append(float(state["step"]))
+    below = list(torch._foreach_sqrt(second))
+    # u = m^ / (sqrt(v^) + eps) with both corrections in the denominator: saves a pass over memory.
+    corrections = [1 - beta1**step for step in steps]
+    torch._foreach_mul_(below, [c / (1 - beta2**step) ** 0.5 for c, step in zip(corrections, steps)])
+    torch._foreach_add_(below, [c * group["eps"] for c in corrections])
+    updates = list(torch._foreach_div(first, below))
+    decaying = work.adapted
+    if group["weight_decay"] and decaying:
+        torch._foreach_add_(
+            [updates[i] for i in decaying], [work.weights[i] for i in decaying], alpha=group["weight_decay"]
+        )
+    return updates

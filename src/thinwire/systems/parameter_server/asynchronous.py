@@ -1,0 +1,50 @@
+"""Bytes and seconds of synchronous training, next to which asynchronous training is shown."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from thinwire.core.pricing.checks import check_number
+
+BACKWARD_SHARE = 2 / 3
+"""Share of a step that a good all-reduce can hide behind (assumed)."""
+
+
+def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
+    """Return bytes per gradient, sent and received by all cards together, for a ring over nodes after a sum in each.
+
+    Example:
+        >>> hierarchical_bytes(4e6, 4, 4)
+        1500000.0
+    """
+    return 2 * model_bytes * (nodes - 1) / (nodes * workers)
+
+
+def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
+    """Return the time of a ring all-reduce over the nodes' network cards, without the work inside a node."""
+    check_number("bits_per_second", bits_per_second)
+    return 2 * (nodes - 1) * (model_bytes * 8 / nodes / bits_per_second + latency_seconds)
+
+
+def synchronous_step_seconds(
+    step_seconds: Callable[[int, int, int, random.Random], float],
+    nodes: int,
+    workers: int,
+    exchange_seconds: float,
+    *,
+    draws: int = 200,
+    seed: int = 0,
+) -> float:
+    """Return the mean step time of synchronous training: the slowest worker plus the exchange that nothing hides.
+
+    Args:
+        step_seconds: (node, worker, step, random) -> seconds.
+        exchange_seconds: exchange time of the whole gradient.
+        draws: number of steps to average over.
+    """
+    rng, total = random.Random(seed), 0.0
+    for step in range(draws):
+        slowest = max(step_seconds(node, worker, step, rng) for node in range(nodes) for worker in range(workers))
+        total += slowest + max(0.0, exchange_seconds - BACKWARD_SHARE * slowest)
+    return total / draws

@@ -1,0 +1,156 @@
+"""The server's checkpoint: weights, optimizer, version, data positions, counters. One file, complete or absent.
+
+If the model is in shards, each shard saves its slice and its optimizer, and the server everything else; shards write
+first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.durable import CheckpointDirectory, read_file, write_file
+from thinwire.core.methods.base import check_count
+from thinwire.systems.parameter_server.layout import Layout
+from thinwire.systems.parameter_server.slices import slices
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a server needs to continue.
+
+    Attributes:
+        theta: weights, ``[D]``; in a shard's checkpoint: its slice; in the checkpoint of a server with shards: empty.
+        optimizer: its ``state_dict``.
+        version: number of updates applied.
+        next_member: higher than every member number given out so far.
+        positions: node -> next step of its workers' data.
+        counters: the server's.
+        layout: JSON of the model's layout.
+        buffers: moving averages of the model's buffers, ``[B]``, if it has any.
+        shards: k, 0 if the weights are not in shards; index: of the shard, -1 for the server.
+        run: number of this training, the same for the server and its shards.
+    """
+
+    theta: Tensor
+    optimizer: dict[str, Any]
+    version: int
+    next_member: int
+    positions: dict[int, int]
+    counters: dict[str, int] = field(default_factory=dict)
+    layout: str = ""
+    buffers: Tensor | None = None
+    shards: int = 0
+    index: int = -1
+    run: int = 0
+
+
+def prepare(directory: str | Path) -> None:
+    """Create the directory for checkpoints.
+
+    Raises:
+        ValueError: it cannot be created.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{directory} cannot hold checkpoints ({error.strerror}): give a directory") from error
+
+
+def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
+    """Write a complete checkpoint or none. One older checkpoint is kept.
+
+    Args:
+        whole: version of the older one to keep, because other processes' checkpoints belong to it; None: the newest.
+
+    Raises:
+        OSError: it could not be written; the existing checkpoints are unchanged.
+        ValueError: the optimizer's state holds what could not be read again.
+    """
+    kept = kept_in(directory, saved.index)
+    try:
+        with kept.write(saved.version, whole) as partial:
+            write_file(partial, vars(saved))
+    except OSError as error:
+        why = f"[Errno {error.errno}] {error.strerror}"  # the error's own text also names the partial file
+        raise OSError(f"the checkpoint {kept.path(saved.version)} could not be written ({why})") from error
+    return kept.path(saved.version)
+
+
+def load(directory: str | Path) -> Saved | None:
+    """Return the newest checkpoint; None if there is none.
+
+    Raises:
+        ValueError: the file is not a server's checkpoint, or is damaged.
+    """
+    paths = list(kept_in(directory).found().values())
+    return _read(paths[-1]) if paths else None
+
+
+def load_slice(directory: str | Path, version: int, index: int, shards: int, run: int) -> Saved:
+    """Return a shard's checkpoint of exactly this version; remove newer ones, which the server did not complete.
+
+    Raises:
+        ValueError: it is not there, or belongs to another shard or training.
+    """
+    kept = kept_in(directory, index)
+    paths = kept.found()
+    advice = f"give shard {index} the directory that it had"
+    if version not in paths:
+        there = ", ".join(map(str, paths)) or "none"
+        raise ValueError(
+            f"{directory} has no checkpoint of shard {index} at version {version}, from which the server continues "
+            f"(found: {there}): {advice}"
+        )
+    saved = _read(paths[version])
+    if (saved.index, saved.shards, saved.run) != (index, shards, run):
+        raise ValueError(f"{paths[version]} is from another training, or has another number of shards: {advice}")
+    kept.drop_after(version)
+    return saved
+
+
+def _read(path: Path) -> Saved:
+    content = read_file(path)
+    try:
+        saved = Saved(**content)
+        _check(saved)
+        return saved
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a checkpoint of a parameter server ({error}): give another directory, or move that file"
+        ) from error
+
+
+def _check(saved: Saved) -> None:
+    """Raise ``ValueError`` unless all values have the right types and match each other."""
+    for name in ("version", "next_member", "shards", "index", "run"):
+        check_count(name, getattr(saved, name), -1 if name == "index" else 0)
+    for name in ("positions", "counters"):
+        found = getattr(saved, name)
+        if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
+            raise ValueError(f"{name}={found!r} must be a dictionary of whole numbers")
+    groups = saved.optimizer.get("param_groups") if isinstance(saved.optimizer, dict) else None
+    of_server = saved.shards > 0 and saved.index < 0  # then the shards have the weights and the optimizer
+    if not of_server and not (isinstance(groups, list) and isinstance(saved.optimizer.get("state"), dict)):
+        raise ValueError("its optimizer has no state_dict")
+    layout = Layout.from_json(saved.layout)
+    piece = slices(layout.numel, saved.shards)[saved.index] if saved.index >= 0 else slice(0, layout.numel)
+    _check_flat("theta", saved.theta, 0 if of_server else piece.stop - piece.start, layout.dtype)
+    if saved.buffers is not None:
+        _check_flat("buffers", saved.buffers, layout.buffers.numel, torch.float64)
+
+
+def _check_flat(name: str, x: object, numel: int, dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is not a tensor")
+    if x.shape != (numel,) or (numel and x.dtype != dtype):
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)} but its layout has {dtype} [{numel}]")
+
+
+def kept_in(directory: str | Path, index: int = -1) -> CheckpointDirectory:
+    """Return the checkpoint directory of the server, or of shard ``index``."""
+    return CheckpointDirectory(directory, "version" if index < 0 else f"shard-{index}-version", 2, suffix=".pt")

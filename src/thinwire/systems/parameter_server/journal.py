@@ -1,0 +1,225 @@
+"""The log of a run: one line of JSON per update, enough to repeat every update bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.core.durable import write_whole
+from thinwire.systems.parameter_server.aggregate import Aggregator
+from thinwire.systems.parameter_server.effects import Apply, Contribution
+from thinwire.systems.parameter_server.local_work import LocalWork
+from thinwire.systems.parameter_server.messages import Row
+from thinwire.systems.parameter_server.outer import Master, Outer
+from thinwire.systems.parameter_server.settings import Settings
+
+
+@dataclass(frozen=True)
+class Part:
+    """One contribution of an update, without its tensor."""
+
+    node: int
+    member: int
+    scale: float
+    weight: float
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One line: the update that made ``version`` + 1, and when (seconds)."""
+
+    version: int
+    at_seconds: float
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, effect: Apply, at_seconds: float) -> Update:
+        """Return the update that an ``Apply`` makes."""
+        parts = (Part(p.node, p.member, p.scale, p.weight, p.rows) for p in effect.contributions)
+        return cls(effect.version, at_seconds, tuple(parts))
+
+    def to_json(self) -> str:
+        parts = [
+            [p.node, p.member, p.scale, p.weight, [[r.base, r.worker, r.step, r.samples] for r in p.rows]]
+            for p in self.parts
+        ]
+        return json.dumps({"version": self.version, "at": self.at_seconds, "parts": parts})
+
+    @classmethod
+    def from_json(cls, line: str) -> Update:
+        data = json.loads(line)
+        parts = tuple(
+            Part(node, member, scale, weight, tuple(Row(*row) for row in rows))
+            for node, member, scale, weight, rows in data["parts"]
+        )
+        return cls(int(data["version"]), float(data["at"]), parts)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A run: its settings, what else is needed to repeat it, and its updates."""
+
+    settings: Settings
+    facts: dict[str, Any]
+    updates: tuple[Update, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Journal:
+        """Read a file; ignore a last line that is incomplete because the process was killed.
+
+        Raises:
+            ValueError: it is not a journal.
+        """
+        try:
+            lines = Path(path).read_text().splitlines()
+            head = json.loads(lines[0])
+            settings = Settings.from_json(json.dumps(head["settings"]))
+            updates = []
+            for place, line in enumerate(lines[1:], 1):
+                try:
+                    updates.append(Update.from_json(line))
+                except json.JSONDecodeError:
+                    if place != len(lines) - 1:
+                        raise
+            return cls(settings, dict(head["facts"]), tuple(updates))
+        except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a journal of a parameter server ({error})") from error
+
+
+class JournalWriter:
+    """Appends updates to a file.
+
+    Args:
+        path: an existing file keeps its updates below ``version``, and a restarted server appends to it.
+        facts: model, seeds and the like.
+
+    Raises:
+        ValueError: the file cannot be written, or exists and is not a journal.
+    """
+
+    def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
+        self._path = Path(path)
+        kept: Sequence[Update] = ()
+        if version and self._path.exists():
+            kept = [update for update in Journal.read(path).updates if update.version < version]
+        head = json.dumps({"settings": json.loads(settings.to_json()), "facts": facts})
+        try:
+            if kept:  # if killed here, the old file or the new one is there, complete
+                write_whole(self._path, "".join(f"{line}\n" for line in (head, *(update.to_json() for update in kept))))
+            self._file = self._path.open("ab" if kept else "wb", buffering=0)
+            self._whole = self._path.stat().st_size if kept else 0
+            if not kept:
+                self._line(head)
+        except OSError as error:
+            raise ValueError(f"the journal {path} cannot be written: {error}") from error
+
+    def write(self, update: Update) -> None:
+        """Append one update immediately.
+
+        Raises:
+            OSError: it could not be written. The file is cut after the last complete update, and closed.
+        """
+        try:
+            self._line(update.to_json())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._whole)
+            self.close()
+            raise OSError(f"the journal {self._path} could not be written ({error})") from error
+
+    def _line(self, text: str) -> None:
+        line = f"{text}\n".encode()
+        rest = line
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+        self._whole += len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def replay(
+    journal: Journal,
+    parameters: Tensor,
+    gradient: Callable[[Tensor, int, int, int], Tensor],
+    outer: Outer,
+    *,
+    full: int = 1,
+    on_update: Callable[[int], None] = lambda version: None,
+) -> Tensor:
+    """Repeat a run. The bits are the same if its settings say ``deterministic``, or if it had one worker.
+
+    Args:
+        parameters: the weights at version 0, ``[D]``.
+        gradient: (flat parameters, node, worker, number of the batch) -> flat gradient.
+        outer: as in the run; full: nodes times workers of the run.
+        on_update: called with the version after each update.
+
+    Returns:
+        The final weights.
+
+    Raises:
+        ValueError: updates are missing; or the run was compressed or balanced its local steps, and the journal does not
+            hold what is needed to repeat that.
+    """
+    settings = journal.settings
+    for place, update in enumerate(journal.updates):
+        if update.version != place:
+            raise ValueError(
+                f"the journal lacks the update that made version {place + 1}: a run can be replayed only from its start"
+            )
+    if settings.compress_up or settings.compress_down:
+        raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
+    if getattr(settings.local_update, "balance", False):
+        raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
+    master = Master(parameters, outer, settings, full)
+    history = {0: master.theta.clone()}
+    last_use = _last_use(journal.updates)
+    work: dict[tuple[int, int], LocalWork] = {}
+
+    def compute(part: Part, row: Row) -> Tensor:
+        mine = work.setdefault((part.node, row.worker), LocalWork(settings.local_update))
+        return mine.submission(
+            history[row.base], row.step, settings.local_update.steps, lambda x, i: gradient(x, part.node, row.worker, i)
+        )
+
+    for update in journal.updates:
+        contributions = []
+        for part in update.parts:
+            total = _again(part, update.version, settings, compute)
+            contributions.append(Contribution(part.node, part.member, part.rows, part.scale, part.weight, total))
+        master.apply(contributions)
+        version = update.version + 1
+        history[version] = master.theta.clone()
+        for old in [base for base in history if last_use.get(base, -1) < version and base != version]:
+            del history[old]
+        on_update(version)
+    return master.theta
+
+
+def _again(part: Part, version: int, settings: Settings, compute: Callable[[Part, Row], Tensor]) -> Tensor | None:
+    """Compute the tensor of one contribution again."""
+    if settings.transfer == "push":
+        return compute(part, part.rows[0]) if part.rows else None
+    buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
+    for row in part.rows:
+        buffer.add(row, compute(part, row))
+    total: Tensor | None = buffer.take(version)[2]
+    return total
+
+
+def _last_use(updates: Iterable[Update]) -> dict[int, int]:
+    """Return, for each base version, the last update that uses a gradient of it."""
+    uses: dict[int, int] = {}
+    for update in updates:
+        for part in update.parts:
+            for row in part.rows:
+                uses[row.base] = update.version
+    return uses

@@ -1,0 +1,189 @@
+"""What the server does with an update: the mean of its contributions, then a step of any torch optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.systems.parameter_server.effects import Contribution
+from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.staleness import lr_scale
+from thinwire.systems.parameter_server.submit import LocalSteps
+
+Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""Makes the server's optimizer from its parameters, one flat vector."""
+
+
+class DelayedNesterov(torch.optim.Optimizer):
+    """Nesterov momentum shared by N deltas (asynchronous local SGD, arXiv 2401.09135, section 5).
+
+    If plain momentum were applied with every stale delta, the deltas would compound. Here each delta is applied at once
+    with 1/N of the learning rate, and the momentum is updated and applied once every N deltas.
+
+    Args:
+        lr: outer learning rate.
+        beta: momentum.
+        period: N.
+        activation: a, the share of the momentum that each delta applies; 0 to 1/N.
+
+    Differences from the paper: none that we know of; the equations are those of its public re-implementations.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, beta: float = 0.9, period: int = 4, activation: float = 0.0
+    ) -> None:
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr={lr!r} must be a finite number of at least 0")
+        if not 0 <= beta < 1:
+            raise ValueError(f"beta={beta!r} must be at least 0 and below 1")
+        if period < 1:
+            raise ValueError(f"period={period!r} must be at least 1")
+        if not 0 <= activation <= 1 / period:
+            raise ValueError(f"activation={activation!r} must be in [0, 1/period], here at most {1 / period:g}")
+        super().__init__(params, {"lr": lr, "beta": beta, "period": period, "activation": activation})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Apply the delta that ``.grad`` holds."""
+        for group in self.param_groups:
+            lr, beta, n, a = group["lr"], group["beta"], group["period"], group["activation"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"], state["sum"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                state["sum"].add_(p.grad)
+                state["count"] += 1
+                share = a
+                if int(state["count"]) % n == 0:
+                    state["momentum"].mul_(beta).add_(state["sum"], alpha=1 / n)
+                    state["sum"].zero_()
+                    share = 1 - a * n + a
+                p.add_(state["momentum"], alpha=-lr * share * beta).add_(p.grad, alpha=-lr / n)
+
+
+def default_outer(settings: Settings, nodes: int) -> Outer:
+    """Return a preset's optimizer: it trains without a learning-rate search. Stale momentum is harmful: 2401.09135."""
+    if isinstance(settings.local_update, LocalSteps):
+        if settings.local_update.balance:
+            return lambda params: DelayedNesterov(params, lr=0.7, period=max(1, nodes))
+        if settings.max_staleness == 0:
+            return lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+        return lambda params: torch.optim.SGD(params, lr=1.0 if settings.alpha == "invsqrt" else 0.07)
+    # a scale for each element, and no momentum, which would add up stale gradients
+    return lambda params: torch.optim.Adam(params, lr=1e-3, betas=(0.0, 0.99))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An update without its tensors: what is added, in which order, and how the sum is used.
+
+    Attributes:
+        parts: the usable contributions, in the order of their sum.
+        divisor: for the sum.
+        factor: for the learning rate.
+    """
+
+    parts: tuple[Contribution, ...]
+    divisor: float
+    factor: float
+
+
+def recipe(contributions: Iterable[Contribution], settings: Settings, full: int) -> Recipe | None:
+    """Return how to make an update of these contributions; None if none is usable.
+
+    Args:
+        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
+    """
+    everything = tuple(contributions)
+    parts = [part for part in everything if part.tensor is not None and part.weight > 0]
+    if not parts:
+        return None
+    if settings.deterministic:  # so that the result does not depend on the order of arrival
+        parts.sort(key=lambda part: (part.node, part.member, part.rows[0].worker, part.rows[0].step))
+    factor = lr_scale(settings.lr_scale, sum(len(part.rows) for part in everything), full)
+    return Recipe(tuple(parts), sum(part.weight for part in parts), factor)
+
+
+def mean_gradient(terms: Iterable[tuple[Tensor, float]], divisor: float, deterministic: bool) -> Tensor:
+    """Return sum(scale * tensor) / divisor over (tensor, scale), at least one, in order; ``deterministic``: in fp64.
+
+    Each element is computed separately, so slices of the tensors give slices of the result, bit for bit.
+    """
+    total: Tensor | None = None
+    for tensor, scale in terms:
+        x = tensor.double() if deterministic else tensor
+        x = x * scale if scale != 1.0 else x
+        total = x if total is None else total + x
+    assert total is not None
+    return total if divisor == 1.0 else total / divisor
+
+
+def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
+    """Return 63 bits of a hash of an optimizer's type and options."""
+    optimizer = outer([torch.zeros(1, dtype=dtype)])
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    kind = type(optimizer)
+    text = json.dumps([kind.__qualname__, groups], sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Master:
+    """Weights and their optimizer: those of the server, or a shard's slice.
+
+    Args:
+        parameters: flat, ``[D]``; copied.
+        outer: makes the optimizer.
+        settings: of the run.
+        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
+    """
+
+    def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
+        self.theta = parameters.detach().clone()
+        self.optimizer = outer([self.theta])
+        self._settings, self._full = settings, full
+
+    def apply(self, contributions: Iterable[Contribution]) -> bool:
+        """Make one update. Return False, and change nothing, if no contribution is usable."""
+        made = recipe(contributions, self._settings, self._full)
+        if made is None:
+            return False
+        self.step([(part.tensor, part.scale) for part in made.parts], made.divisor, made.factor)
+        return True
+
+    def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
+        """Continue from a checkpoint's weights and ``state_dict``.
+
+        Raises:
+            ValueError: the checkpoint belongs to another optimizer.
+        """
+        with torch.no_grad():
+            self.theta.copy_(theta)
+        try:
+            self.optimizer.load_state_dict(optimizer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint is from another optimizer ({error}): give the one that it was made with (outer=, or "
+                "--outer)"
+            ) from error
+
+    def step(self, terms: Iterable[tuple[Tensor, float]], divisor: float, factor: float) -> None:
+        """Make one update of these sums, see :func:`mean_gradient`; ``factor`` scales its learning rate."""
+        gradient = mean_gradient(terms, divisor, self._settings.deterministic)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate * factor
+        self.theta.grad = gradient.to(self.theta.dtype)
+        self.optimizer.step()
+        self.theta.grad = None
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate

@@ -1,0 +1,125 @@
+"""The published schemes as settings of one core. Each preset sets what defines its scheme; the rest is the default."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.submit import LocalSteps
+
+
+def inhad(max_staleness: int | None = 4, update_every: int | str = "nodes/2", **options: Any) -> Settings:
+    """Iteration numbers; sums per node, pulled when half of the nodes have new work; a bound on every gradient's age.
+
+    Differences from the paper (J. Supercomputing 2021, of which only the abstract is public): the fence, the bound on
+    gradients still being computed, and the rules for membership and failures are ours.
+    """
+    return Settings(max_staleness=max_staleness, update_every=update_every, **options)
+
+
+def bsp(**options: Any) -> Settings:
+    """Synchronous SGD: every worker's gradient of every version, once."""
+    return Settings(**{"max_staleness": 0, "update_every": "nodes", "alpha": "none", **options})
+
+
+def asp(**options: Any) -> Settings:
+    """Asynchronous SGD (Downpour without Adagrad): each gradient is an update, regardless of its age."""
+    return Settings(**{**_PUSHED, "update_every": 1, **options})
+
+
+def ssp(clock_limit: int = 3, **options: Any) -> Settings:
+    """Stale synchronous parallel (Ho et al. 2013): as ``asp``, but no node is more than ``clock_limit`` rounds ahead.
+
+    Differences from the paper: the server keeps the clocks; workers hold no cache.
+    """
+    return Settings(**{**_PUSHED, "update_every": 1, "clock_limit": clock_limit, **options})
+
+
+def n_softsync(n: float = 1, **options: Any) -> Settings:
+    """n-softsync (arXiv 1511.05950): an update takes exactly floor(workers / n) gradients; mean staleness about n."""
+    return Settings(**{**_PUSHED, "update_every": f"workers/{n}", "alpha": "inverse", **options})
+
+
+def fedbuff(size: int = 10, max_staleness: int | None = None, steps: int = 20, **options: Any) -> Settings:
+    """FedBuff (Nguyen et al. 2022): ``size`` differences make an update; those above max_staleness are dropped.
+
+    Differences from the paper: no client population and no secure aggregation; the workers are the clients.
+    """
+    base = {**_PUSHED, "update_every": size, "max_staleness": max_staleness, "alpha": "invsqrt"}
+    base |= {"enforce": "drop" if max_staleness is not None else "wait", "local_update": LocalSteps(steps, "sgd", 0.05)}
+    return Settings(**{**base, **options})
+
+
+def async_local_sgd(steps: int = 20, **options: Any) -> Settings:
+    """Asynchronous local SGD (arXiv 2401.09135): each difference of ``steps`` local steps is an outer update."""
+    base = {**_PUSHED, "update_every": 1, "local_update": LocalSteps(steps)}
+    return Settings(**{**base, **options})
+
+
+def delayed_nesterov(steps: int = 20, **options: Any) -> Settings:
+    """As ``async_local_sgd`` with balanced local steps; its outer optimizer is :class:`outer.DelayedNesterov`."""
+    return async_local_sgd(steps, **{"local_update": LocalSteps(steps, balance=True), **options})
+
+
+def diloco(steps: int = 500, **options: Any) -> Settings:
+    """DiLoCo (arXiv 2311.08105): all nodes' differences of ``steps`` AdamW steps make one outer Nesterov step."""
+    base = {**_PUSHED, "update_every": "nodes", "max_staleness": 0, "local_update": LocalSteps(steps)}
+    return Settings(**{**base, **options})
+
+
+_PUSHED: dict[str, Any] = {"transfer": "push", "max_staleness": None, "alpha": "none"}
+
+PRESETS: dict[str, Callable[..., Settings]] = {
+    "inhad": inhad,
+    "bsp": bsp,
+    "asp": asp,
+    "ssp": ssp,
+    "n_softsync": n_softsync,
+    "fedbuff": fedbuff,
+    "async_local_sgd": async_local_sgd,
+    "delayed_nesterov": delayed_nesterov,
+    "diloco": diloco,
+}
+
+
+def preset(text: str) -> Settings:
+    """Return the settings of ``"inhad"``, ``"inhad:max_staleness=2:update_every=nodes"``, ``"ssp:clock_limit=0"``.
+
+    Raises:
+        ValueError: there is no such preset or option.
+    """
+    name, *words = text.split(":")
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"preset {text!r}: {word!r} is not an option; use for example inhad:max_staleness=2")
+        options[key] = _value(value)
+    known = {*inspect.signature(PRESETS[name]).parameters, *(field.name for field in fields(Settings))} - {"options"}
+    for key in options:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"preset {text!r} has no option {key!r}; {meant}known: {', '.join(sorted(known))}")
+    try:
+        return PRESETS[name](**options)
+    except TypeError as error:
+        raise ValueError(f"preset {text!r}: {error}") from error
+
+
+def _value(text: str) -> Any:
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

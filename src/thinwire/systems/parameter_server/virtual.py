@@ -1,0 +1,413 @@
+"""The same state machines in virtual time: thousands of nodes, links and faults in one process, without waiting."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.systems.parameter_server.connection import SLOWEST
+from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Leave, Report, Send, Start
+from thinwire.systems.parameter_server.journal import Journal, Update
+from thinwire.systems.parameter_server.leader import Leader
+from thinwire.systems.parameter_server.local_work import LocalWork
+from thinwire.systems.parameter_server.messages import FRAME, Grad, Hello, Message, Weights
+from thinwire.systems.parameter_server.outer import Master, Outer, default_outer
+from thinwire.systems.parameter_server.scenario import Fault, Link, Trace
+from thinwire.systems.parameter_server.server import Server
+from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.shard_messages import Piece
+from thinwire.systems.parameter_server.virtual_shards import Ends, VirtualShards
+from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
+
+_LINK = Link()  # an immutable default
+
+StepSeconds = Callable[[int, int, int, random.Random], float]
+GradientOf = Callable[[Tensor, int, int, int], Tensor]
+
+
+class _Node:
+    """A node's leader, wires and workers in the simulation."""
+
+    def __init__(self, sim: _Simulation, number: int, link: Link) -> None:
+        self.number = number
+        self.cards = (Card(link.bits_per_second), Card(link.bits_per_second))
+        self.link = link
+        self.paused_until = 0.0
+        self.alive = True
+        self.theta: Tensor | None = None
+        self.work: dict[int, LocalWork] = {}
+        self.leader = Leader(sim.settings, number, sim.workers)
+        self.wires: dict[tuple[str, str], _Wire] = {}
+        self.connect(sim)
+
+    def connect(self, sim: _Simulation) -> None:
+        """Open new channels; what was on the old ones is lost."""
+        for wire in self.wires.values():
+            wire.channel.open = False
+        jitter = self.link.jitter
+        draw = None if jitter is None else (lambda: jitter(sim.random))
+        up, down = self.cards
+        self.wires = {}
+        for way, source, target in (("up", up, sim.cards[0]), ("down", sim.cards[1], down)):
+            control = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw)
+            self.wires[way, "control"] = _Wire(control)
+            if sim.settings.channels == 2:
+                data = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw, behind=control)
+                self.wires[way, "data"] = _Wire(data, behind=self.wires[way, "control"])
+        for index, (to, come_from) in enumerate(sim.shards.cards):
+            for way, source, target in (("up", up, to), ("down", come_from, down)):
+                channel = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw)
+                self.wires[way, f"shard {index}"] = _Wire(channel, index)
+        self.ends: Ends = {}
+
+
+class _Wire:
+    """A channel to or from the server (-1) or a shard, and the queue at its sending end.
+
+    As on a `Connection`, control messages may overtake messages of a wire that has the control wire as ``behind``,
+    never the reverse: each of those waits until the control messages queued before it have been sent.
+    """
+
+    def __init__(self, channel: VirtualChannel, shard: int = -1, behind: _Wire | None = None) -> None:
+        self.channel, self.shard, self.behind = channel, shard, behind
+        self.queue: deque[tuple[Message | Piece, int, int]] = deque()  # last: how many control messages it waits for
+        self.queued = self.sent = 0
+        self.busy = self.due = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next message must wait."""
+        return self.busy or (self.behind is not None and bool(self.queue) and self.behind.sent < self.queue[0][2])
+
+
+class _Simulation:
+    def __init__(
+        self, settings: Settings, nodes: int, workers: int, link: Link | Callable[[int], Link], server_link: Link,
+        step_seconds: StepSeconds, parameters: Tensor | None, gradient: GradientOf | None, outer: Outer | None,
+        seed: int, payload_bytes: int, apply_seconds: float, shards: int,
+    ) -> None:  # fmt: skip
+        self.settings, self.workers = settings, workers
+        self.random = random.Random(seed)
+        self.time = VirtualTime()
+        self.server = Server(settings)
+        self.cards = (Card(server_link.bits_per_second), Card(server_link.bits_per_second))
+        self.step_seconds, self.gradient = step_seconds, gradient
+        self.shards = VirtualShards(shards, settings, server_link, payload_bytes)
+        self.payload, self.apply_seconds = payload_bytes, apply_seconds + 2 * self.shards.hop_seconds * bool(shards)
+        self.trace = Trace()
+        self.lines: list[Update] = []
+        self.member_node: dict[int, int] = {}
+        outer = outer or default_outer(settings, nodes)
+        self.master = None if parameters is None else Master(parameters, outer, settings, nodes * workers)
+        self.snapshot = None if self.master is None else self.master.theta.clone()
+        self.nodes = [_Node(self, n, link(n) if callable(link) else link) for n in range(nodes)]
+        self.ended = False
+        self._joining = 0
+
+    def begin(self) -> None:
+        for node in self.nodes:
+            self.leader(node, node.leader.join(0.0))
+        self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Tick the server and all nodes, ten times per lease."""
+        self.server_does(self.server.tick(self.time.now))
+        for node in self.nodes:
+            if node.alive and self.time.now >= node.paused_until:
+                self.leader(node, node.leader.tick(self.time.now))
+        self.time.after(self.settings.lease_seconds / 10, self.heartbeat)
+
+    # --- effects --------------------------------------------------------------------------------------------------
+
+    def server_does(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                member = self.server.members.get(effect.member)
+                if member is not None:
+                    self.member_node[effect.member] = member.node
+                node = self.nodes[self.member_node[effect.member]]
+                message = effect.message
+                if isinstance(message, Weights) and not message.same:
+                    message = replace(message, tensor=self.snapshot)
+                self.send(node, "down", message)
+            elif isinstance(effect, Apply):
+                self.trace.updates.append(
+                    (
+                        effect.version,
+                        self.time.now,
+                        [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows],
+                    )
+                )
+                self.lines.append(Update.of(effect, self.time.now))
+                self.time.after(self.apply_seconds, lambda effect=effect: self.apply(effect))  # type: ignore[misc]
+
+    def apply(self, effect: Apply) -> None:
+        if self.master is not None:
+            self.master.apply(effect.contributions)
+            self.snapshot = self.master.theta.clone()
+        self.server_does(self.server.applied(self.time.now))
+
+    def leader(self, node: _Node, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                if self.shards and isinstance(effect.message, Hello):
+                    node.connect(self)  # each membership has its own connections to the shards
+                self.send(node, "up", effect.message)
+            elif isinstance(effect, Report):
+                node.wires["up", "control"].due = True
+                self.pump(node, "up", "control")
+            elif isinstance(effect, Start):
+                self.start(node, effect)
+            elif isinstance(effect, Join):
+                node.connect(self)
+                self.leader(node, node.leader.join(self.time.now))
+            elif isinstance(effect, Leave):
+                self.ended = True
+
+    # --- wires ----------------------------------------------------------------------------------------------------
+
+    def send(self, node: _Node, way: str, message: Message) -> None:
+        size = FRAME.size
+        full = isinstance(message, Weights) and not message.same
+        if isinstance(message, Grad):
+            size += 32 * len(message.rows)
+            full = bool(message.rows)
+        if full and self.shards:
+            self.send_pieces(node, way, message)
+            full = False
+        size += self.payload if full else 0
+        self.queue(node, way, "data" if full and self.settings.channels == 2 else "control", message, size)
+
+    def send_pieces(self, node: _Node, way: str, message: Message) -> None:
+        wires, pieces = node.wires, self.shards.pieces(message)
+
+        def go() -> None:
+            for index, piece, size in pieces if node.wires is wires else ():
+                self.queue(node, way, f"shard {index}", piece, size)
+
+        self.time.after(self.shards.hop_seconds if way == "down" else 0.0, go)  # down: the server tells the shards
+
+    def queue(self, node: _Node, way: str, name: str, message: Message | Piece, size: int) -> None:
+        wire = node.wires[way, name]
+        wire.queue.append((message, size, 0 if wire.behind is None else wire.behind.queued))
+        wire.queued += 1
+        self.pump(node, way, name)
+
+    def pump(self, node: _Node, way: str, name: str) -> None:
+        """Give the next message to the channel when its end is free; a report only if nothing else waits."""
+        wire = node.wires[way, name]
+        if wire.waits:
+            return
+        if wire.queue:
+            message, size, _ = wire.queue.popleft()
+            wire.sent += 1
+        elif wire.due:
+            wire.due = False
+            message, size = node.leader.report(self.time.now), FRAME.size
+            if not message.member:
+                return
+        else:
+            return
+        wire.busy = True
+        self.trace.messages[type(message).__name__] += 1
+        if way == "up":
+            self.trace.bytes_up += size
+        else:
+            self.trace.bytes_down += size
+
+        def sent() -> None:
+            wire.busy = False
+            if node.wires.get((way, name)) is wire:
+                self.pump(node, way, name)
+
+        if size > FRAME.size + 32 * len(getattr(message, "rows", ())) and not isinstance(message, Piece):
+            self.time.after(node.link.latency_seconds, lambda: self.announce(node, way, size))
+        wire.channel.send(size, lambda: self.deliver(node, way, message, wire.shard), sent)
+        if name == "control" and (way, "data") in node.wires:
+            self.pump(node, way, "data")
+
+    def announce(self, node: _Node, way: str, size: int) -> None:
+        """Note that the frame of a tensor arrives before it, so the receiver does not think that the sender is dead."""
+        self.expect(node, way, self.settings.lease_seconds + size / SLOWEST)
+
+    def expect(self, node: _Node, way: str, seconds: float) -> None:
+        if way == "up":
+            self.server.expect(node.leader.member, seconds, self.time.now)
+        else:
+            node.leader.expect(seconds, self.time.now)
+
+    def deliver(
+        self, node: _Node, way: str, message: Message | Piece, shard: int = -1, ends: Ends | None = None
+    ) -> None:
+        """Deliver a message from a wire of a shard or (-1) the server. ``ends``: those of the connection it used."""
+        ends = node.ends if ends is None else ends
+        if way == "down" and not node.alive:
+            return
+        if way == "down" and self.time.now < node.paused_until:
+            self.time.after(node.paused_until - self.time.now, lambda: self.deliver(node, way, message, shard, ends))
+        elif not self.shards:
+            self.take(node, way, message)  # type: ignore[arg-type]
+        elif way == "up" and shard >= 0:  # the shard tells the server
+            self.time.after(self.shards.hop_seconds, lambda: self.assemble(node, way, message, shard, ends))
+        else:
+            self.assemble(node, way, message, shard, ends)
+
+    def assemble(self, node: _Node, way: str, message: Message | Piece, shard: int, ends: Ends) -> None:
+        if ends is not node.ends:
+            return  # it belongs to a connection that no longer exists
+        assembly = self.shards.assembly(ends, way, message)
+        ready = self.shards.whole(assembly, message, shard, self.time.now)
+        if assembly.until is not None:
+            self.expect(node, way, assembly.until - self.time.now)
+        for whole in ready:
+            self.take(node, way, whole)
+
+    def take(self, node: _Node, way: str, message: Message) -> None:
+        if way == "up":
+            self.server_does(self.server.on(message, self.time.now))
+            return
+        if isinstance(message, Weights) and not message.same:
+            node.theta = message.tensor
+        self.leader(node, node.leader.on(message, self.time.now))
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def start(self, node: _Node, start: Start) -> None:
+        seconds = sum(
+            self.step_seconds(node.number, start.worker, start.step + i, self.random) for i in range(start.steps)
+        )
+        tensor: Any = None
+        if self.gradient is not None and node.theta is not None:
+            gradient, number, worker = self.gradient, node.number, start.worker
+            work = node.work.setdefault(worker, LocalWork(self.settings.local_update))
+            tensor = work.submission(node.theta, start.step, start.steps, lambda x, i: gradient(x, number, worker, i))
+        leader = node.leader
+
+        def done() -> None:
+            if node.leader is not leader or not node.alive or start.worker not in leader.alive:
+                return
+            if self.time.now < node.paused_until:
+                self.time.after(node.paused_until - self.time.now, done)
+                return
+            finite = tensor is None or bool(tensor.isfinite().all())
+            self.trace.finished += leader.running.get(start.worker) == start.token
+            self.leader(
+                node,
+                leader.done(
+                    start.worker, start.token, tensor, self.time.now, finite=finite, seconds=seconds / start.steps
+                ),
+            )
+
+        self.time.after(seconds, done)
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault) -> None:
+        node, now = self.nodes[fault.node], self.time.now
+        if fault.kind == "pause":
+            node.paused_until = now + fault.for_seconds
+        elif fault.worker is not None:
+            change = node.leader.lost if fault.kind == "kill" else node.leader.returned
+            self.leader(node, change(fault.worker, now))
+        elif fault.kind == "kill":
+            node.alive = False
+            member = node.leader.member
+            node.connect(self)
+            if member:
+                self.server_does(self.server.gone(member, now))
+        elif fault.kind == "cut":
+            member = node.leader.member
+            self.leader(node, node.leader.ended("the connection broke", now))
+            if member:
+                self.server_does(self.server.gone(member, now))
+        else:
+            node.alive, node.theta, node.work = True, None, {}
+            node.leader = Leader(self.settings, node.number, self.workers)
+            node.connect(self)
+            self.leader(node, node.leader.join(now))
+
+
+def simulate(
+    settings: Settings,
+    *,
+    nodes: int,
+    workers: int = 1,
+    updates: int | None = None,
+    gradients: int | None = None,
+    seconds: float | None = None,
+    step_seconds: StepSeconds,
+    link: Link | Callable[[int], Link] = _LINK,
+    server_link: Link = _LINK,
+    parameters: Tensor | None = None,
+    gradient: GradientOf | None = None,
+    outer: Outer | None = None,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    payload_bytes: int | None = None,
+    apply_seconds: float = 0.0,
+    shards: int = 0,
+    evaluate: Callable[[Tensor], float] | None = None,
+    evaluate_seconds: float = 1.0,
+) -> Trace:
+    """Run server and leaders in virtual time, for a number of updates, applied gradients or virtual seconds.
+
+    Args:
+        nodes, workers: P leaders with W workers each.
+        step_seconds: (node, worker, step, random) -> seconds of one step.
+        link: of each node, or a function node -> link.
+        server_link: the server's, shared by all nodes.
+        parameters, gradient: weights ``[D]`` and (weights, node, worker, batch) -> gradient; without them only the
+            protocol runs.
+        outer: makes the server's optimizer; by default that of the settings.
+        payload_bytes: of one tensor as sent; by default that of ``parameters``.
+        apply_seconds: the time the server takes for an update.
+        shards: k machines, each with a link like the server's and a slice of the weights; 0: the server holds them.
+        evaluate: weights -> loss, called every ``evaluate_seconds`` of virtual time.
+
+    Raises:
+        ValueError: no end is given, or there is no node or worker.
+    """
+    if updates is None and gradients is None and seconds is None:
+        raise ValueError("say when to end: updates, gradients or seconds")
+    if nodes < 1 or workers < 1:
+        raise ValueError(f"nodes={nodes} and workers={workers} must be at least 1")
+    if payload_bytes is None:
+        payload_bytes = 0 if parameters is None else parameters.numel() * parameters.element_size()
+    sim = _Simulation(
+        settings, nodes, workers, link, server_link, step_seconds, parameters, gradient, outer,
+        seed, payload_bytes, apply_seconds, shards,
+    )  # fmt: skip
+    for fault in faults:
+        sim.time.after(fault.at_seconds, lambda fault=fault: sim.fault(fault))  # type: ignore[misc]
+    if evaluate is not None and sim.master is not None:
+        master = sim.master
+
+        def look() -> None:
+            sim.trace.losses.append((sim.time.now, evaluate(master.theta)))
+            sim.time.after(evaluate_seconds, look)
+
+        sim.time.after(0.0, look)
+    sim.begin()
+    last_fault = max((fault.at_seconds for fault in faults), default=0.0)
+
+    def reached() -> bool:
+        server = sim.server
+        if not any(node.alive for node in sim.nodes) and sim.time.now > last_fault:
+            return True  # nothing more can happen
+        return (updates is not None and server.version >= updates) or (
+            gradients is not None and server.counters["applied"] >= gradients
+        )
+
+    sim.time.run(reached, float("inf") if seconds is None else seconds)
+    trace = sim.trace
+    trace.updates = trace.updates[: sim.server.version]
+    trace.seconds = sim.time.now
+    trace.counters = sim.server.counters
+    trace.parameters = None if sim.master is None else sim.master.theta.clone()
+    trace.journal = Journal(settings, {"seed": seed, "nodes": nodes}, tuple(sim.lines[: sim.server.version]))
+    return trace

@@ -1,0 +1,130 @@
+"""Virtual time: a queue of events, and links that carry one message after another. Numbers only; no real waiting.
+
+The asynchronous packages run their state machines on it, with thousands of nodes in one process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from thinwire.core.pricing.checks import check_number
+
+
+class VirtualTime:
+    """A clock that jumps from event to event. Events at the same time happen in the order in which they were added.
+
+    Example:
+        >>> time = VirtualTime()
+        >>> time.after(2.0, lambda: print("two", time.now))
+        >>> time.after(1.0, lambda: print("one", time.now))
+        >>> time.run()
+        one 1.0
+        two 2.0
+        2
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._made = 0
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Schedule an action that many seconds from now."""
+        check_number("seconds", seconds)
+        heapq.heappush(self._events, (self.now + seconds, self._made, action))
+        self._made += 1
+
+    def step(self) -> bool:
+        """Run the next event; return False if there is none."""
+        if not self._events:
+            return False
+        self.now, _, action = heapq.heappop(self._events)
+        action()
+        return True
+
+    def run(self, until: Callable[[], bool] | None = None, seconds: float = math.inf) -> int:
+        """Run events until ``until`` is true, none is left or the clock passes ``seconds``; return their number."""
+        count = 0
+        while self._events and self._events[0][0] <= seconds and not (until is not None and until()):
+            self.step()
+            count += 1
+        return count
+
+
+class Card:
+    """A network card: sends (or receives) one message after another at its rate.
+
+    Attributes:
+        bits_per_second: rate; None means no limit.
+        free_at: when all messages given to it have passed.
+        bytes: total carried so far.
+    """
+
+    def __init__(self, bits_per_second: float | None) -> None:
+        if bits_per_second is not None:
+            check_number("bits_per_second", bits_per_second)
+            if not bits_per_second:
+                raise ValueError("bits_per_second must be above 0; None is no limit")
+        self.bits_per_second = bits_per_second
+        self.free_at = 0.0
+        self.bytes = 0
+
+    def carry(self, ready: float, size: int) -> float:
+        """Return when a message of ``size`` bytes that arrives at ``ready`` has passed."""
+        self.bytes += size
+        if self.bits_per_second is None:
+            return ready
+        self.free_at = max(ready, self.free_at) + 8.0 * size / self.bits_per_second
+        return self.free_at
+
+
+class VirtualChannel:
+    """Messages in order from one card to another.
+
+    Args:
+        time: the clock.
+        source, target: the cards at its ends, which other channels may share.
+        latency_seconds: from one end to the other.
+        jitter: extra seconds of each message; messages still do not overtake each other.
+        small_bytes: messages of at most that size do not queue behind others at the cards (packets interleave).
+        behind: a channel that these messages do not overtake either: whatever was sent on it before arrives before.
+    """
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        source: Card,
+        target: Card,
+        latency_seconds: float,
+        jitter: Callable[[], float] | None = None,
+        small_bytes: int = 1500,
+        behind: VirtualChannel | None = None,
+    ) -> None:
+        check_number("latency_seconds", latency_seconds)
+        self._time, self._source, self._target = time, source, target
+        self._latency, self._jitter, self._small, self._behind = latency_seconds, jitter, small_bytes, behind
+        self._last = 0.0
+        self.open = True
+
+    def send(self, size: int, deliver: Callable[[], None], sent: Callable[[], None] | None = None) -> None:
+        """Deliver a message of ``size`` bytes; ``sent`` is called when this end of the channel is free again."""
+        now = self._time.now
+        if size <= self._small:
+            self._source.bytes += size
+            self._target.bytes += size
+            left = passed = now
+        else:
+            left = self._source.carry(now, size)
+            passed = self._target.carry(left, size) if self._target is not self._source else left
+        arrival = passed + self._latency + (self._jitter() if self._jitter else 0.0)
+        self._last = max(self._last, arrival, self._behind._last if self._behind is not None else 0.0)
+        if sent is not None:
+            self._time.after(left - now, sent)
+
+        def arrive() -> None:
+            if self.open:
+                deliver()
+
+        self._time.after(self._last - now, arrive)

@@ -1,0 +1,219 @@
+"""`split_finetune`: train a model across the cut, in one process or as either end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.systems.link.tls import Credentials
+from thinwire.systems.split.edge import EdgeEnd
+from thinwire.systems.split.files import load_half
+from thinwire.systems.split.ledger import ByteLedger
+from thinwire.systems.split.link import CloudClient
+from thinwire.systems.split.models import View, view_of
+from thinwire.systems.split.pair import LocalPair
+from thinwire.systems.split.plan import SplitPlan
+from thinwire.systems.split.recipe import Recipe
+from thinwire.systems.split.serve import CloudServer
+from thinwire.systems.split.session import CloudEnd
+from thinwire.systems.split.surgery import split_model
+from thinwire.systems.split.tasks import Task, TextData
+from thinwire.systems.split.unsplit import train_unsplit
+
+OnStep = Callable[[int, int, float], None]
+"""Called with the number of steps done, the number of all steps, and the loss."""
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """The result of a training.
+
+    Attributes:
+        steps: of this call.
+        losses: one per step; empty at the cloud.
+        score: the task's metric on the held-out samples; None at the cloud.
+        baseline_score: of the unsplit model, trained on the same samples in the same order; None unless requested.
+        seconds: of this call's steps, without evaluation.
+        training: bytes of the steps by kind, as counted at this end.
+        evaluation: bytes of the evaluation.
+        tokens: real tokens trained on.
+        half: what was trained here: the front, the back, or both.
+    """
+
+    steps: int
+    losses: list[float]
+    score: float | None
+    baseline_score: float | None
+    seconds: float
+    training: ByteLedger
+    evaluation: ByteLedger
+    tokens: int
+    half: tuple[nn.Module, ...] = field(repr=False, default=())
+
+    def to_data(self) -> dict[str, Any]:
+        kept = {"training": self.training.to_data(), "evaluation": self.evaluation.to_data()}
+        names = ("steps", "losses", "score", "baseline_score", "seconds", "tokens")
+        return {name: getattr(self, name) for name in names} | kept
+
+
+def split_finetune(
+    plan: SplitPlan | None,
+    halves: nn.Module | str | Path,
+    task: Task | None = None,
+    *,
+    role: str = "local",
+    recipe: Recipe | None = None,
+    address: tuple[str, int] = ("127.0.0.1", 0),
+    tls: Credentials | None = None,
+    insecure: bool = False,
+    checkpoint_dir: str | Path | None = None,
+    checkpoint_every: int = 100,
+    baseline: bool = False,
+    samples: int = 4,
+    name: str = "edge",
+    reconnect_seconds: float = 30.0,
+    receive_seconds: float = 60.0,
+    edges: int = 1,
+    on_step: OnStep | None = None,
+    say: Callable[[str], None] | None = None,
+) -> SplitReport:
+    """Fine-tune a model across the cut.
+
+    Args:
+        plan: for role "local"; for the other roles it is in the files.
+        halves: a model of transformers (role "local"), or a file of ``prepare`` or its directory.
+        task: the edge's data; the cloud has none.
+        role: "local" (both ends in this process), "edge" or "cloud".
+        recipe: the same at both ends.
+        address: of the cloud.
+        tls: this end's certificate and whom it trusts; None: unencrypted, on loopback or with ``insecure``.
+        insecure: allow unencrypted connections with other machines.
+        checkpoint_dir: of this end; an interrupted training continues from the newest step that both ends have.
+        checkpoint_every: in steps.
+        baseline: role "local": also train the unsplit model.
+        samples: role "local": batches for plans that need sample activations.
+        name: role "edge": by which the cloud tells edges apart if there are no certificates.
+        reconnect_seconds: role "edge": how long to try to reach a lost cloud again.
+        receive_seconds: role "edge": how long a reply may take.
+        edges: role "cloud": how many edges to serve, one after the other.
+        on_step: called for progress.
+        say: role "cloud": called with a sentence when edges come, go or are refused.
+
+    Raises:
+        ValueError: the arguments do not match.
+        SplitError: the other end is lost, or does not match.
+    """
+    recipe = recipe or Recipe()
+    directory = None if checkpoint_dir is None else Path(checkpoint_dir)
+    if role == "local":
+        if plan is None or not isinstance(halves, nn.Module) or task is None:
+            raise ValueError("role='local' needs a plan, a transformers model and a task")
+        check_task(view_of(halves), task)
+        batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[:samples]]
+        front, back = split_model(halves, plan, [(b.inputs, b.lengths) for b in batches] if plan.calibrated else None)
+        pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)), directory, f"local {plan.hash}")
+        report = train(pair, task, pair.ledger, checkpoint_every if directory else 0, on_step)
+        if baseline:
+            report = replace(report, baseline_score=train_unsplit(halves, task, recipe)[0])
+        return report
+    if isinstance(halves, nn.Module):
+        raise ValueError(f"role={role!r} takes a file that split.prepare wrote, not a model")
+    half = load_half(halves, role if role in ("edge", "cloud") else "edge")
+    if role == "edge" and task is not None:
+        check_task(half.module.view, task)
+        edge = EdgeEnd(half.module, half.pair, recipe, recipe.steps(len(task.train)), name, directory)
+        with CloudClient(*address, tls, insecure, receive_seconds, reconnect_seconds) as link:
+            link.attach(edge)
+            report = train(edge, task, link.ledger, checkpoint_every if directory else 0, on_step)
+            edge.bye()
+        return report
+    if role == "cloud" and task is None:
+        cloud = CloudEnd(half.module, half.pair, recipe, directory)
+        server = CloudServer(cloud, *address, credentials=tls, insecure=insecure, say=say or (lambda words: None))
+        return serve(server, edges, on_step)
+    raise ValueError(f"role={role!r}: use local, edge (with a task) or cloud (without one)")
+
+
+def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, on_step: OnStep | None) -> SplitReport:
+    """Run the edge's loop: all steps from where both ends are, then the held-out samples."""
+    losses: list[float] = []
+    tokens, begun, start = 0, edge.steps, time.perf_counter()
+    before = _copy(ledger)
+    for indices in remaining(edge.recipe, len(task.train), edge.steps):
+        batch = task.train.batch(indices)
+        losses.append(float(edge.step(batch)))
+        tokens += int(batch.lengths.sum()) if batch.lengths is not None else 0
+        if on_step is not None:
+            on_step(edge.steps, edge.total, losses[-1])
+        if checkpoint_every and edge.steps % checkpoint_every == 0:
+            edge.checkpoint()
+    seconds = time.perf_counter() - start
+    trained = _copy(ledger)
+    score = task.score(evaluate(edge, task.held_out, edge.recipe.batch_size))
+    modules = (edge.front, edge.back) if isinstance(edge, LocalPair) else (edge.half,)
+    made = _minus(trained, before), _minus(ledger, trained)
+    return SplitReport(edge.steps - begun, losses, score, None, seconds, *made, tokens, modules)
+
+
+def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
+    """Return the batches that remain after that many steps."""
+    per_epoch = -(-samples // recipe.batch_size)
+    return [b for e in range(steps // per_epoch, recipe.epochs) for b in recipe.batches(samples, e)][
+        steps % per_epoch :
+    ]
+
+
+def check_task(view: View, task: Task) -> None:
+    """Raise ``ValueError`` unless the model can take the task's tokens and classes."""
+    longest = max(map(len, (*task.train.tokens, *task.held_out.tokens)))
+    places = int(view.config.max_position_embeddings) - (2 if view.model_type == "roberta" else 0)
+    for what, needed, there in (
+        ("token ids", task.vocabulary, int(view.config.vocab_size)),
+        ("tokens in a sample", longest, places),
+        ("classes", task.classes, int(view.config.num_labels)),
+    ):
+        if needed > there:
+            raise ValueError(
+                f"task {task.name} has {needed} {what}, the model accepts {there}: cut a model for this task"
+            )
+
+
+def evaluate(edge: EdgeEnd, data: TextData, batch_size: int) -> Tensor:
+    """Return the logits of all samples, in order."""
+    order = range(len(data))
+    starts = range(0, len(data), batch_size)
+    return torch.cat([edge.evaluate(data.batch(order[i : i + batch_size])) for i in starts])
+
+
+def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None) -> SplitReport:
+    """Run the cloud's part: answer until that many edges have said bye, then close."""
+    done = 0
+
+    def trained(edge: str, steps: int) -> None:
+        nonlocal done
+        done += 1
+        if on_step is not None:
+            on_step(steps, 0, float("nan"))
+
+    server.cloud.trained = trained
+    start = time.perf_counter()
+    try:
+        server.serve(edges)
+    finally:
+        server.close()
+    seconds = time.perf_counter() - start
+    return SplitReport(done, [], None, None, seconds, server.ledger, ByteLedger(), 0, (server.cloud.half,))
+
+
+def _copy(ledger: ByteLedger) -> ByteLedger:
+    return ByteLedger(ledger.sent.copy(), ledger.received.copy(), ledger.messages.copy())
+
+
+def _minus(a: ByteLedger, b: ByteLedger) -> ByteLedger:
+    return ByteLedger(a.sent - b.sent, a.received - b.received, a.messages - b.messages)

@@ -1,0 +1,284 @@
+"""Frames, without sockets: tensors and small JSON texts to bytes, and back, checked before anything is stored.
+
+A frame is a header of 32 bytes (big-endian), 4 bytes per dimension, and the payload (little-endian, contiguous):
+
+    offset  size  field
+    0       4     magic "TWF1"
+    4       1     kind, see KINDS
+    5       1     dtype, see DTYPES; 9 is JSON text
+    6       1     number of dimensions, at most 4
+    7       1     flags: 1 the last frame of its message, 2 evaluation
+    8       8     step
+    16      4     sequence number of the message, the same in all its frames
+    20      8     bytes of the payload
+    28      4     CRC-32 of header (without this field), dimensions and payload
+
+A message is one to eight frames. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.systems.split.errors import FrameError, SessionError
+from thinwire.systems.split.ledger import ByteLedger
+
+MAGIC = b"TWF1"
+HEADER = struct.Struct(">4sBBBBQIQ")
+CHECKSUM = struct.Struct(">I")
+HEADER_BYTES = HEADER.size + CHECKSUM.size
+KINDS = (
+    "hello", "ready", "z", "lengths", "slots", "labels", "logits", "dlogits", "dz", "loss", "checkpoint", "done", "bye",
+    "error", "ids", "types", "pixels",
+)  # fmt: skip
+DTYPES = {
+    1: torch.float32, 2: torch.float16, 3: torch.bfloat16, 4: torch.float64, 5: torch.int8, 6: torch.uint8,
+    7: torch.int32, 8: torch.uint16, 10: torch.uint32,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_TEXT = 9
+_MOST_FRAMES = 8
+_MOST_DIMENSIONS = 4
+_MOST_TEXT = 1 << 16
+_LAST, _EVALUATION = 1, 2
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message from one end to the other.
+
+    Attributes:
+        kind: of its first frame.
+        step: of the edge's training, from 0.
+        sequence: number of this request, or of the request that it answers.
+        evaluation: dropout is off, nothing is updated.
+        parts: tensors with the kinds of their frames.
+        fields: of a control message, which has no tensors.
+    """
+
+    kind: str
+    step: int = 0
+    sequence: int = 0
+    evaluation: bool = False
+    parts: tuple[tuple[str, Tensor], ...] = ()
+    fields: Fields | None = None
+
+    def tensors(self, kind: str) -> list[Tensor]:
+        """Return the tensors of a kind, in order."""
+        return [tensor for name, tensor in self.parts if name == kind]
+
+    def one(self, kind: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return the only tensor of a kind.
+
+        Raises:
+            SessionError: there is none or more than one, or it has another dtype or shape.
+        """
+        found = self.tensors(kind)
+        if len(found) != 1:
+            raise SessionError(f"step {self.step}: a message {self.kind!r} holds {len(found)} frames {kind!r}, not one")
+        if (dtype is not None and found[0].dtype != dtype) or (shape is not None and tuple(found[0].shape) != shape):
+            raise SessionError(
+                f"step {self.step}: {kind!r} came as {found[0].dtype} {list(found[0].shape)}, "
+                f"expected {dtype or 'any'} {list(shape) if shape is not None else 'of any shape'}"
+            )
+        return found[0]
+
+
+def encode(message: Message, ledger: ByteLedger | None = None) -> Iterator[bytes]:
+    """Yield the bytes of a message, piece by piece.
+
+    Raises:
+        FrameError: it has no frame or too many, a dtype or dimensions that no frame holds, or too long a text.
+    """
+    frames: list[tuple[str, int, tuple[int, ...], bytes]] = []
+    if message.fields is not None:
+        frames.append((message.kind, _TEXT, (), _text(message.fields)))
+    for kind, tensor in message.parts:
+        if tensor.dtype not in _CODES or tensor.dim() > _MOST_DIMENSIONS:
+            raise FrameError(f"{kind!r}: no frame can hold a {tensor.dtype} of {tensor.dim()} dimensions")
+        frames.append((kind, _CODES[tensor.dtype], tuple(tensor.shape), _payload(tensor)))
+    if not 1 <= len(frames) <= _MOST_FRAMES or frames[0][0] != message.kind:
+        raise FrameError(f"a message {message.kind!r} of {len(frames)} frames cannot be sent")
+    if ledger is not None:
+        count(message, ledger, ledger.sent)
+    for position, (kind, dtype, dims, payload) in enumerate(frames):
+        flags = _LAST * (position == len(frames) - 1) + _EVALUATION * message.evaluation
+        head = HEADER.pack(
+            MAGIC, KINDS.index(kind) + 1, dtype, len(dims), flags, message.step, message.sequence, len(payload)
+        )
+        sizes = struct.pack(f">{len(dims)}I", *dims)
+        check = CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(sizes, zlib.crc32(head))))
+        yield head + check + sizes
+        if payload:
+            yield payload
+
+
+def count(message: Message, ledger: ByteLedger, direction: Counter[str]) -> None:
+    """Count a message's frames in the ledger, as sent in this direction."""
+    ledger.messages[message.kind] += 1
+    if message.fields is not None:
+        ledger.note(direction, message.kind, len(_text(message.fields)), HEADER_BYTES)
+    for kind, tensor in message.parts:
+        ledger.note(direction, kind, tensor.numel() * tensor.element_size(), HEADER_BYTES + 4 * tensor.dim())
+
+
+def _text(fields: Fields) -> bytes:
+    text = json.dumps(fields).encode()
+    if len(text) > _MOST_TEXT:
+        raise FrameError(f"a control message of {len(text)} bytes is over the limit of {_MOST_TEXT}")
+    return text
+
+
+def _payload(tensor: Tensor) -> bytes:
+    _check_byteorder()
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    return data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+
+
+def _check_byteorder() -> None:
+    if sys.byteorder != "little":
+        raise FrameError("frames hold little-endian numbers, and this machine is big-endian: it cannot take part")
+
+
+@dataclass(frozen=True)
+class _Frame:
+    kind: str
+    dtype: int
+    dims: int
+    flags: int
+    step: int
+    sequence: int
+    size: int
+    head: bytes
+    check: int
+
+
+class MessageReader:
+    """Turns bytes into messages. After an error it accepts nothing more.
+
+    It never holds more than ``limit`` bytes of one message, apart from headers and the piece that it was fed.
+    """
+
+    def __init__(self, limit: int, ledger: ByteLedger | None = None) -> None:
+        _check_byteorder()
+        self.limit = limit
+        self.ledger = ledger
+        self._buffer = bytearray()
+        self._frame: _Frame | None = None
+        self._parts: list[tuple[str, Tensor]] = []
+        self._fields: Fields | None = None
+        self._first: _Frame | None = None
+        self._held = 0
+        self._broken = False
+
+    @property
+    def middle(self) -> bool:
+        """Whether a message has begun but not ended."""
+        return bool(self._buffer) or self._frame is not None or self._first is not None
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take in bytes; return the messages that they complete.
+
+        Raises:
+            FrameError: the bytes are no frame, are damaged, or exceed the limit.
+        """
+        if self._broken:
+            raise FrameError("bytes after a broken frame")
+        self._buffer += data
+        done = []
+        try:
+            while (message := self._advance()) is not None:
+                done.extend(message)
+        except FrameError:
+            self._broken = True
+            self._buffer.clear()
+            raise
+        return done
+
+    def _advance(self) -> list[Message] | None:
+        """Go one stage further: None if more bytes are needed, else the message that is now complete, if any."""
+        if self._frame is None:
+            if len(self._buffer) < HEADER_BYTES:
+                return None
+            self._frame = self._header(self._take(HEADER_BYTES))
+        frame = self._frame
+        needed = 4 * frame.dims + frame.size
+        if len(self._buffer) < needed:
+            return None
+        sizes = self._take(4 * frame.dims)
+        payload = self._take(frame.size)
+        if zlib.crc32(payload, zlib.crc32(sizes, zlib.crc32(frame.head))) != frame.check:
+            raise FrameError(f"the checksum of a frame {frame.kind!r} is wrong: it was damaged on the way")
+        self._store(frame, struct.unpack(f">{frame.dims}I", sizes), payload)
+        self._frame = None
+        if not frame.flags & _LAST:
+            return []
+        first = self._first
+        assert first is not None
+        message = Message(
+            first.kind, first.step, first.sequence, bool(first.flags & _EVALUATION), tuple(self._parts), self._fields
+        )
+        self._parts, self._fields, self._first, self._held = [], None, None, 0
+        if self.ledger is not None:
+            count(message, self.ledger, self.ledger.received)
+        return [message]
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return taken
+
+    def _header(self, raw: bytes) -> _Frame:
+        magic, kind, dtype, dims, flags, step, sequence, size = HEADER.unpack(raw[: HEADER.size])
+        (check,) = CHECKSUM.unpack(raw[HEADER.size :])
+        if magic != MAGIC:
+            raise FrameError("what arrived is not a frame of thinwire split: is another program using this port?")
+        if not 1 <= kind <= len(KINDS) or (dtype not in DTYPES and dtype != _TEXT):
+            raise FrameError(f"a frame of kind {kind} and dtype {dtype} is unknown: the ends run different versions")
+        if dims > _MOST_DIMENSIONS or flags & ~(_LAST | _EVALUATION) or (dtype == _TEXT and dims):
+            raise FrameError(f"a frame with {dims} dimensions and flags {flags} is malformed")
+        if size > (_MOST_TEXT if dtype == _TEXT else self.limit - self._held):
+            raise FrameError(f"a frame of {size} bytes is over the limit of {self.limit} per message")
+        frame = _Frame(KINDS[kind - 1], dtype, dims, flags, step, sequence, size, raw[: HEADER.size], check)
+        first = self._first
+        if first is not None:
+            same = (first.step, first.sequence, first.flags & _EVALUATION)
+            if (step, sequence, flags & _EVALUATION) != same or dtype == _TEXT or self._fields is not None:
+                raise FrameError(f"a frame {frame.kind!r} does not belong to the message it came in")
+            if len(self._parts) >= _MOST_FRAMES:
+                raise FrameError(f"a message of more than {_MOST_FRAMES} frames")
+        return frame
+
+    def _store(self, frame: _Frame, dims: tuple[int, ...], payload: bytes) -> None:
+        self._first = self._first or frame
+        self._held += frame.size
+        if frame.dtype == _TEXT:
+            try:
+                fields = json.loads(payload)
+            except (ValueError, RecursionError) as error:
+                raise FrameError(f"a control message is not JSON: {error}") from error
+            if not isinstance(fields, dict):
+                raise FrameError("a control message is not a JSON object")
+            self._fields = fields
+            return
+        dtype = DTYPES[frame.dtype]
+        if math.prod(dims) * dtype.itemsize != frame.size:
+            raise FrameError(f"a frame of {frame.size} bytes cannot hold {list(dims)} numbers of {dtype}")
+        flat = torch.frombuffer(bytearray(payload), dtype=dtype) if payload else torch.empty(0, dtype=dtype)
+        try:
+            self._parts.append((frame.kind, flat.view(dims)))
+        except RuntimeError as error:  # an empty tensor with absurd dimensions
+            raise FrameError(f"a frame cannot have the dimensions {list(dims)}") from error

@@ -1,0 +1,155 @@
+"""ActiveReduce: any element-wise method, on the active part of the gradient only; as exact as the dense exchange.
+
+Every rank knows the step's active set before backward, from the seed. A hash of eight bytes is compared across ranks
+once, before any payload whose size depends on the set. Then each bucket's rectangles are packed one after another, and
+the inner method's results are put back among zeros. Plans are made for the whole network: a bucket keeps its parameters
+and its place, and only its message is shorter.
+
+DDP has no equivalent: with ``find_unused_parameters=True`` it still reduces every bucket whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
+from thinwire.core.program.trace import memory
+from thinwire.engine.sync import GradientSync
+from thinwire.systems.supernet.active import ActiveSet
+from thinwire.systems.supernet.packing import PackedState, pack, unpack
+
+
+class ScheduleMismatch(RuntimeError):
+    """The ranks are about to reduce different parts of the gradient; raised on all ranks, before any reduction."""
+
+    def __init__(self, step: int, digests: Sequence[str]) -> None:
+        self.step, self.digests = step, tuple(digests)
+        rows = ", ".join(f"rank {r}: {digest}" for r, digest in enumerate(digests))
+        super().__init__(
+            f"at step {step} the ranks have drawn different sub-networks ({rows}): give all of them the same seed, "
+            "phases, space and checkpoint"
+        )
+
+
+@dataclass(eq=False)
+class _Announced:
+    """What is currently announced; shared by the method and its dense method."""
+
+    active: ActiveSet | None = None
+    everyone: tuple[ActiveSet, ...] = ()
+    buffers: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+
+
+def compare(digest: bytes, step: int, device: torch.device) -> Program:
+    """Raise :class:`ScheduleMismatch` on all ranks unless all have the same eight bytes."""
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    seen: Tensor = yield AllGather(mine)
+    rows = [bytes(row).hex() for row in seen.cpu().tolist()]
+    if len(set(rows)) > 1:
+        raise ScheduleMismatch(step, rows)
+
+
+@dataclass(frozen=True)
+class ActiveReduce(Method):
+    """Reduce what :meth:`announce` named, with an inner method; everything until something has been announced.
+
+    Args:
+        inner: any method that works element by element and keeps at most residuals: "ssgd", "cast", "topk", ...
+        divisor: "world": the average over all ranks. "participants": each element is divided by the number of ranks
+            whose own set contains it; for exact methods.
+    """
+
+    name: ClassVar[str] = "active"
+
+    inner: Method = field(default_factory=SSGD)
+    divisor: str = "world"
+    fusion: Any = field(init=False, default="auto")
+    announced: _Announced = field(default_factory=_Announced, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        inner = self.inner
+        if not isinstance(inner, Method):
+            raise TypeError(f"inner={inner!r} must be a method, such as thinwire.SSGD()")
+        if self.divisor not in ("world", "participants"):
+            raise ValueError(f'divisor={self.divisor!r} must be "world" or "participants"')
+        if self.divisor == "participants" and not inner.exact:
+            raise ValueError(f'divisor="participants" needs an exact method, not {inner.name}')
+        whole = memory(inner, [("weight", (64, 64))], Topology(2), rank=0, dtype=torch.float32)
+        if inner.phases > 1 or inner.shards or inner.decoupled or whole.fields:
+            raise ValueError(
+                f"{inner.name} cannot work on a part of the gradient that changes from step to step: use it without "
+                "ActiveReduce, or ssgd, cast or topk inside"
+            )
+        for name in ("has_residual", "exact"):
+            object.__setattr__(self, name, getattr(inner, name))
+        object.__setattr__(self, "fusion", inner.fusion)
+
+    def announce(self, active: ActiveSet, sync: GradientSync, step: int, everyone: Sequence[ActiveSet] = ()) -> None:
+        """Announce what this step's gradients can touch, before its backward. All ranks must call it alike.
+
+        Args:
+            active: of all sub-networks of all ranks. sync: the one to which this method is attached.
+            step: of training, included in the comparison.
+            everyone: each rank's own set, for ``divisor="participants"``.
+
+        Raises:
+            ScheduleMismatch: the ranks announce different things. Raised on all of them; nothing has been sent.
+        """
+        if self.divisor == "participants" and len(everyone) != sync.services.topology.world_size:
+            raise ValueError('divisor="participants" needs the set of every rank')
+        device = next(sync.services.model.parameters()).device
+        sync.services.run(compare(active.hash8(step), step, device), lane="supernet")
+        self.announced.active, self.announced.everyone = active, tuple(everyone)
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """Pack, run the inner method, unpack."""
+        active = self.announced.active
+        if active is None or bucket.device.type == "meta":
+            yield from self.inner.reduce(bucket, state)
+            return
+        packed = pack(bucket, active, self._buffer(bucket, state.rank))
+        if packed is not None:
+            whole = {slot.name: slot for slot in bucket.slots}
+            yield from self.inner.reduce(packed, PackedState(state, active, whole))
+        everyone = self.announced.everyone if self.divisor == "participants" else ()
+        unpack(packed, bucket, active, everyone)
+
+    def _buffer(self, bucket: Bucket, rank: int) -> Tensor:
+        """Return memory for the bucket's message, kept from step to step; in LocalWorld one method serves all ranks."""
+        buffers, key = self.announced.buffers, (rank, bucket.index, bucket.slots[0].name)
+        if key not in buffers or buffers[key].numel() < bucket.numel:
+            buffers[key] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        return buffers[key]
+
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
+        """Return what the inner method returns."""
+        return self.inner.dense(name, shape, embedding)
+
+    def dense_method(self) -> Method:
+        """Return a method that also packs parameters which the inner method does not compress."""
+        plain = self.inner.dense_method() or SSGD(deterministic=self.inner.deterministic)
+        return ActiveReduce(plain, announced=self.announced)
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """Return the inner method's payload for the whole network."""
+        return self.inner.payload(shapes, phase)
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
+    ) -> list[float] | None:
+        """Return the inner method's seconds for the whole network."""
+        return self.inner.compute_seconds(shapes, phase, topology, costs)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check as the inner method does."""
+        self.inner.check_optimizer(optimizer)
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the inner method and its options."""
+        return {"inner": self.inner.name, "divisor": self.divisor, **self.inner.options()}

@@ -1,0 +1,261 @@
+"""EASNet: a stereo network whose sub-networks can be trained, run and extracted.
+
+Paper: Wang et al., EASNet: Searching Elastic and Accurate Network Architecture for Stereo Matching, ECCV 2022
+(arXiv 2207.09796). Two views go through one feature pyramid; at every scale the features are correlated; the volumes
+are aggregated; the finest disparity is refined twice.
+
+Differences from the published code: the warp is corrected (:mod:`~thinwire.supernet.stereo.refinement`); channels are
+sorted over their whole range, not within segments (``segmented=True`` does that); offset convolutions start at zero; an
+extracted network omits the final convolutions of scales that it does not have.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.systems.supernet.active import ActiveSet
+from thinwire.systems.supernet.blocks import ElasticMBConv
+from thinwire.systems.supernet.operators import Rect
+from thinwire.systems.supernet.space import Space, SubNet
+from thinwire.systems.supernet.stereo.aggregation import Aggregation
+from thinwire.systems.supernet.stereo.cost_volume import correlation, soft_argmax
+from thinwire.systems.supernet.stereo.initial import initialise, sort_block
+from thinwire.systems.supernet.stereo.refinement import Refinement
+
+STRIDES = (3, 2, 2, 2)  # of each stage's first block; further stages: 2
+Pyramid = Callable[[Tensor], list[Tensor]]
+
+
+def estimate(
+    left: Tensor,
+    right: Tensor,
+    pyramid: Pyramid,
+    aggregation: Aggregation,
+    refinement: Sequence[nn.Module],
+    *options: Any,
+) -> list[Tensor]:
+    """Compute everything except the feature pyramid; ``options`` are passed to each refinement.
+
+    Returns:
+        Disparities ``[B, h, w]`` in pixels of their own size, coarse to fine; the last two are refined.
+    """
+    views = zip(pyramid(left), pyramid(right))
+    volumes = [correlation(a, b, width) for (a, b), width in zip(views, aggregation.widths)]
+    found = [soft_argmax(volume) for volume in reversed(aggregation(volumes))]
+    height, width = left.shape[2:]
+    for step, size in zip(refinement, ((height // 2, width // 2), (height, width))):
+        small = [_resized(image, size) for image in (left, right)]
+        found.append(step(found[-1], *small, *options))
+    return found
+
+
+def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
+    if tuple(image.shape[2:]) == size:
+        return image
+    return nn.functional.interpolate(image, size, mode="bilinear", align_corners=False)
+
+
+def check_size(left: Tensor, right: Tensor, multiple: int) -> None:
+    """Raise ``ValueError``, naming the padding, unless the views match each other and the strides."""
+    if left.ndim != 4 or left.shape != right.shape or left.shape[1] != 3:
+        raise ValueError(f"the views must both be [B, 3, H, W], not {list(left.shape)} and {list(right.shape)}")
+    height, width = left.shape[2:]
+    if height % multiple or width % multiple:
+        wanted = [-(-n // multiple) * multiple for n in (height, width)]
+        raise ValueError(
+            f"images of {height}x{width} do not divide by {multiple}: pad them to {wanted[0]}x{wanted[1]}, "
+            "for example with thinwire.systems.supernet.pad"
+        )
+
+
+class Stereo(nn.Module):
+    """A network of one fixed size, as ``ElasticStereo.extract`` returns it."""
+
+    def __init__(
+        self, stages: Sequence[Sequence[nn.Module]], aggregation: Aggregation, refinement: Sequence[nn.Module]
+    ) -> None:
+        super().__init__()
+        self.features = nn.ModuleList([nn.Sequential(*stage) for stage in stages])
+        self.aggregation = aggregation
+        self.refinement = nn.ModuleList(refinement)
+        self.multiple = 3 * 2 ** (len(self.features) - 1)
+
+    def pyramid(self, x: Tensor) -> list[Tensor]:
+        """Return one view's features, the finest first."""
+        found = []
+        for stage in self.features:
+            x = stage(x)
+            found.append(x)
+        return found
+
+    def forward(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        """Compute views ``[B, 3, H, W]`` -> scales + 2 disparities, coarse to fine; the last is ``[B, H, W]``."""
+        check_size(left, right, self.multiple)
+        return estimate(left, right, self.pyramid, self.aggregation, list(self.refinement))
+
+
+class ElasticStereo(nn.Module):
+    """A network that contains all sub-networks of a space; ``activate`` chooses which of them ``forward`` runs.
+
+    Args:
+        space: the allowed values.
+        widths: output channels of each stage; one entry per scale of the space's maximum.
+        max_disparity: in pixels of the input; a multiple of 3 * 2 ** (scales - 1).
+        modules: number of cost aggregation modules; the last ``deformable`` of them use deformable convolutions. With
+            ``deformable=0`` the network can be exported to every runtime.
+        refine_width, dilations: of the two refinements.
+    """
+
+    def __init__(
+        self,
+        space: Space = Space(),  # noqa: B008
+        widths: tuple[int, ...] = (24, 32, 64, 128),
+        max_disparity: int = 192,
+        modules: int = 6,
+        deformable: int = 3,
+        refine_width: int = 32,
+        dilations: tuple[int, ...] = (1, 2, 4, 8, 1, 1),
+    ) -> None:
+        super().__init__()
+        scales = space.scales[-1]
+        if len(widths) != scales:
+            raise ValueError(f"widths={widths!r} must name {scales} stages, the largest number of scales in the space")
+        if max_disparity < 1 or max_disparity % (3 * 2 ** (scales - 1)):
+            raise ValueError(f"max_disparity={max_disparity} must be a multiple of {3 * 2 ** (scales - 1)}")
+        if space.refine_widths and (space.refine_widths[-1] != refine_width or any(w % 2 for w in space.refine_widths)):
+            raise ValueError(f"the space's refine_widths must be even and end with refine_width={refine_width}")
+        if space.refine_depths and space.refine_depths[-1] != len(dilations):
+            raise ValueError(f"the space's refine_depths must end with {len(dilations)}, the number of dilations")
+        self.config: dict[str, Any] = {
+            "space": {name: list(getattr(space, name)) for name in space.__dataclass_fields__},
+            "widths": list(widths), "max_disparity": max_disparity, "modules": modules, "deformable": deformable,
+            "refine_width": refine_width, "dilations": list(dilations),
+        }  # fmt: skip
+        self.space, self.max_disparity = space, max_disparity
+        self.multiple = 3 * 2 ** (scales - 1)
+        self.features = nn.ModuleList()
+        for s, (c_in, c_out) in enumerate(zip((3, *widths), widths)):
+            stage = [
+                ElasticMBConv(
+                    c_out if b else c_in,
+                    c_out,
+                    space.kernels,
+                    space.expands,
+                    1 if b else STRIDES[min(s, 1)],
+                    s % 2 == 1,
+                )
+                for b in range(space.depths[-1])
+            ]
+            self.features.append(nn.ModuleList(stage))
+        self.aggregation = Aggregation([max_disparity // 3 >> s for s in range(scales)], modules, deformable)
+        self.refinement = nn.ModuleList([Refinement(refine_width, dilations) for _ in range(2)])
+        initialise(self)
+        self.active = space.largest
+        self._inside: dict[int, dict[str, Rect]] = {}
+        self._shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+
+    @classmethod
+    def tiny(cls, deformable: int = 1) -> ElasticStereo:
+        """Return a network with 40,790 parameters that trains on a laptop in minutes."""
+        space = Space(kernels=(3, 5, 7), depths=(1, 2), expands=(2, 4), scales=(2,))
+        return cls(space, (8, 16), 48, modules=2, deformable=deformable, refine_width=8, dilations=(1, 2, 4))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ElasticStereo:
+        """Build a network with the same arguments as another, from its ``config``, which is plain data."""
+        plain: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in config.items()}
+        plain["space"] = Space(**{key: tuple(value) for key, value in config["space"].items()})
+        return cls(**plain)
+
+    def activate(self, net: SubNet) -> None:
+        """Make ``forward`` run this sub-network from now on."""
+        self.space.check(net)
+        self.active = net
+
+    def sample(self, rng: random.Random) -> SubNet:
+        """Draw a random sub-network of the space."""
+        return self.space.sample(rng)
+
+    def canonical(self, net: SubNet) -> SubNet:
+        """Return the same network with the smallest ratios that give its widths: two ratios can round to one width."""
+        stages = []
+        for chosen, stage in zip(net.stages, self.features):
+            blocks = list(zip(chosen, stage))  # type: ignore[call-overload]
+            stages.append(
+                tuple((k, min(x for x in self.space.expands if b.middle(x) == b.middle(e))) for (k, e), b in blocks)
+            )
+        return SubNet(tuple(stages), net.refine)
+
+    def pyramid(self, x: Tensor) -> list[Tensor]:
+        """Return one view's features with the active sub-network, the finest first."""
+        found = []
+        for genes, stage in zip(self.active.stages, self.features):
+            for (kernel, expand), block in zip(genes, stage):  # type: ignore[call-overload]
+                x = block(x, kernel, expand)
+            found.append(x)
+        return found
+
+    def forward(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        """Compute views ``[B, 3, H, W]`` -> scales + 2 disparities, coarse to fine; the last is ``[B, H, W]``."""
+        check_size(left, right, self.multiple)
+        return estimate(left, right, self.pyramid, self.aggregation, list(self.refinement), self.active.refine)
+
+    def extract(self, net: SubNet) -> Stereo:
+        """Return a plain network that computes the same as this one with ``net`` active; its weights are copies."""
+        self.space.check(net)
+        stages = [
+            [block.extract(*genes) for genes, block in zip(chosen, stage)]  # type: ignore[call-overload]
+            for chosen, stage in zip(net.stages, self.features)
+        ]
+        aggregation, ours = self.aggregation.fresh(net.scales), self.aggregation.state_dict()
+        aggregation.load_state_dict({name: ours[name] for name in aggregation.state_dict()})
+        refinement = [step.extract(net.refine) for step in self.refinement]  # type: ignore[operator]
+        plain = Stereo(stages, aggregation, refinement)
+        first = next(self.parameters())
+        return plain.to(first.device, first.dtype).train(self.training)
+
+    def sort_channels(self, segmented: bool = False) -> None:
+        """Sort every block's middle channels by importance, before narrower widths are trained.
+
+        The largest network computes the same as before, except for the order of its sums. The optimizer's state is not
+        sorted: create a new optimizer.
+
+        Args:
+            segmented: sort only within the ranges between the allowed widths, as the published code does.
+        """
+        for stage in self.features:
+            for block in stage:  # type: ignore[attr-defined]
+                sort_block(block, self.space.expands if segmented else self.space.expands[-1:])
+
+    def active_set(self, net: SubNet) -> ActiveSet:
+        """Return the part of every parameter to which a backward of this sub-network can give a gradient."""
+        self.space.check(net)
+        rects: dict[str, Rect] = {}
+        for s, stage in enumerate(self.features):
+            genes = net.stages[s] if s < net.scales else ()
+            blocks: list[ElasticMBConv] = list(stage)  # type: ignore[call-overload]
+            for b, block in enumerate(blocks):
+                used = b < len(genes)
+                kernel, expand = genes[b] if used else (self.space.kernels[0], self.space.expands[0])
+                for name, rect in block.rectangles(kernel, expand).items():
+                    rects[f"features.{s}.{b}.{name}"] = rect if used else None
+        rects |= self._aggregated(net.scales)
+        for k, step in enumerate(self.refinement):
+            rects |= {f"refinement.{k}.{name}": r for name, r in step.rectangles(net.refine).items()}  # type: ignore[operator]
+        return ActiveSet.of(self._shapes, rects)
+
+    def _aggregated(self, scales: int) -> dict[str, Rect]:
+        """Return the rectangles of the aggregation's parameters for that many scales: each whole, or not used."""
+        if scales not in self._inside:
+            with torch.device("meta"):
+                inside = {name for name, _ in self.aggregation.fresh(scales).named_parameters()}
+            self._inside[scales] = {
+                f"aggregation.{name}": tuple(slice(0, n) for n in p.shape) if name in inside else None
+                for name, p in self.aggregation.named_parameters()
+            }
+        return self._inside[scales]

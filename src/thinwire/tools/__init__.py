@@ -1,0 +1,1 @@
+"""What people start: the command line, emulated networks, benchmarks, reports, pictures, the doctor."""

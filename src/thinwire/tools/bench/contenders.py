@@ -1,0 +1,220 @@
+"""A contender: one row built in one rank, with its own copy of the model and its own optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from thinwire.predict.measure.timing import Stopwatch
+from thinwire.tools.bench.device import rank_device
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.rows import COMPUTE, Row
+from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.trainer import OptimizerLike, build_trainer
+
+ONE_BUCKET_MB = 1_000_000
+UNUSED = (
+    "some parameters got no gradient in the step before, which DDP must know of: return a Workload with "
+    "find_unused_parameters=True"
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of one rank: seconds in total, of forward, and of the main thread's CPU; the loss of its batch."""
+
+    seconds: float
+    forward_seconds: float
+    host_seconds: float
+    loss: float
+
+
+class Contender:
+    """Builds a row and runs its steps.
+
+    Attributes:
+        initial: sums of the model's weights as it was built, which must be those of all rows.
+    """
+
+    def __init__(self, row: Row, spec: BenchSpec, group: Any) -> None:
+        device = rank_device(spec.device)
+        self.row = row
+        self.workload: Workload = at_rate(build_model(spec.model, spec.seed, device), spec.rate_factor)
+        self.initial = _sums(self.workload.model)
+        self._watch = Stopwatch(device)
+        self.optimizer: OptimizerLike
+        self.module: nn.Module = self.workload.model
+        self.sync: Any = None
+        self.steps = 0
+        self._close: Callable[[], None] = lambda: None
+        self._evaluated: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._period = 1
+        if row.is_custom:
+            trainer = build_trainer(row, self.workload, group)
+            self._period = trainer.period
+            self.module, self.optimizer, self._close = trainer.module, trainer.optimizer, trainer.close
+            return
+        self.optimizer = optimizer = self.workload.optimizer(self.workload.model)
+        if row.is_thinwire:
+            self._attach(optimizer)
+        elif row.kind != COMPUTE:
+            self._wrap(group)
+
+    def step(self, rank: int) -> StepTime:
+        host, mark, between = time.thread_time(), self._watch.mark, self._watch.between
+        start = mark()
+        self.optimizer.zero_grad()
+        try:
+            loss = self.workload.loss(self.module, self.steps, rank)
+        except RuntimeError as error:
+            if self.module is not self.workload.model and "find_unused_parameters=True" in str(error):
+                raise RuntimeError(UNUSED) from error
+            raise
+        forward = mark()
+        loss.backward()
+        self.optimizer.step()
+        end = mark()
+        self.steps += 1
+        host = time.thread_time() - host
+        value = loss.item()  # on a GPU the marks can be read from here on
+        return StepTime(between(start, end), between(start, forward), host, value)
+
+    @property
+    def period(self) -> int:
+        """Number of steps after which its traffic repeats."""
+        return getattr(self.sync, "period", self._period)
+
+    @property
+    def travelling(self) -> bool:
+        """Whether something was sent that a later step merges; the same on all ranks."""
+        import thinwire
+
+        return isinstance(self.sync, thinwire.LocalSync) and bool(self.sync.pending)
+
+    @property
+    def settling(self) -> bool:
+        """Whether thinwire is still measuring for its plan; the same on all ranks."""
+        return self.sync is not None and not self.sync.stats().settled
+
+    def rest(self) -> None:
+        """Free the gradients' memory until the next turn."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def bytes_sent(self) -> int | None:
+        """Bytes that this rank sent so far, by thinwire's own counters; None for other rows."""
+        return None if self.sync is None else int(self.sync.stats().bytes_sent)
+
+    def waited(self) -> tuple[float, float] | None:
+        """Seconds that backward and forward waited for communication so far; None for other rows."""
+        if self.sync is None:
+            return None
+        stats = self.sync.stats()
+        return stats.exposed_seconds - stats.deferred_seconds, stats.deferred_seconds
+
+    def why(self) -> list[str]:
+        """Return the reasons for its plan, from rank 0; none for other rows."""
+        return [] if self.sync is None else list(self.sync.stats().why)
+
+    def evaluate(self, rank: int) -> float | None:
+        """Return the loss on this rank's held-out data."""
+        if self.workload.evaluate is None:  # then local steps need not put their outer weights in place
+            return None
+        with self._evaluated():
+            return self.workload.held_out_loss(rank)
+
+    def close(self) -> None:
+        """Release hooks and groups."""
+        self._close()
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        import thinwire
+
+        if self.row.kind == "auto":
+            lossy = bool(self.row.options.get("lossy", False))
+            self.sync = thinwire.attach(self.workload.model, optimizer, "auto", lossy=lossy)
+        else:
+            self.sync = thinwire.attach(self.workload.model, optimizer, self.row.kind, **self.row.options)
+            if isinstance(self.sync, thinwire.LocalSync):
+                self._evaluated = self.sync.outer_weights
+        self._close = self.sync.close
+
+    def _wrap(self, group: Any) -> None:
+        options: dict[str, Any] = {"find_unused_parameters": self.workload.find_unused_parameters}
+        if "bucket" in self.row.options:
+            options["bucket_cap_mb"] = float(self.row.options["bucket"])
+        if self.row.kind == "torch-powersgd":
+            options["bucket_cap_mb"] = ONE_BUCKET_MB  # with more than one bucket the hook hangs or aborts on Gloo
+        model = DistributedDataParallel(self.workload.model, process_group=group, **options)
+        if self.row.kind == "ddp-fp16":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            model.register_comm_hook(group, fp16_compress_hook)
+        if self.row.kind == "torch-powersgd":
+            self._torch_powersgd(model, group)
+        self.module = model
+
+    def _torch_powersgd(self, model: DistributedDataParallel, group: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        rank = int(self.row.options.get("rank", 4))
+        state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook)
+
+
+def _sums(model: nn.Module) -> list[str]:
+    weights = (p.detach() for p in model.parameters() if not is_lazy(p))
+    return [str(x.abs().sum(dtype=torch.float64).item()) for x in weights]
+
+
+def at_rate(workload: Workload, factor: float) -> Workload:
+    """Return the same workload with its optimizer's learning rates times ``factor``.
+
+    They are multiplied as the optimizer gets them: a scheduler that is created beside it keeps the first.
+    """
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        add, scaled = Optimizer.add_param_group, list[Optimizer]()
+
+        def add_scaled(made: Optimizer, group: dict[str, Any]) -> None:
+            add(made, group)
+            last = made.param_groups[-1]
+            last["lr"] = last["lr"] * factor  # not in place: groups may share a tensor
+            scaled.append(made)
+
+        Optimizer.add_param_group = add_scaled  # type: ignore[method-assign, assignment]
+        try:
+            made = workload.optimizer(model)
+        finally:
+            Optimizer.add_param_group = add  # type: ignore[method-assign]
+        if not any(made is one for one in scaled):  # it existed before
+            for parameters in made.param_groups:
+                parameters["lr"] = parameters["lr"] * factor
+        return made
+
+    return workload if factor == 1 else replace(workload, optimizer=optimizer)
+
+
+def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:
+    """Return the bytes that each rank sends in one ring all-reduce of the whole gradient."""
+    return 2 * (workers - 1) / workers * gradient_bytes
+
+
+def new_group(seconds: float) -> Any:
+    """Create a separate group of all ranks, so that a row that fails does not break the next row's group.
+
+    NCCL is less patient: where one of its exchanges takes longer, its watchdog ends the process.
+    """
+    from datetime import timedelta
+
+    return dist.new_group(timeout=timedelta(seconds=seconds))

@@ -1,0 +1,101 @@
+"""Names of models -> workloads. A user's ``module:function`` is a name too."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from thinwire.tools.bench.functions import check_module, check_options, load_function, told
+from thinwire.tools.bench.words import nearest, split_options
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from thinwire.tools.bench.models.workload import Workload
+
+FILES = {
+    "chargpt": "chargpt",
+    "mlp": "mlp",
+    "resnet18": "resnet18",
+    "bert-small": "bert_small",
+    "digits": "digits",
+    "teacher": "teacher",
+}
+
+
+def check_model(text: str) -> None:
+    """Raise ``ValueError`` for an unknown model or option; imports the model's file, but builds nothing."""
+    name, options = split_options(text)
+    check_options(f"model {name!r}", _function(name), options, ours=name in FILES)
+
+
+def build_model(text: str, seed: int = 0, device: torch.device | None = None) -> Workload:
+    """Build ``"chargpt"``, ``"mlp:width=512"`` or ``"my_module:my_function"`` from a seed, of torch, random and numpy.
+
+    A user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``. The model
+    is moved to ``device``; the loss puts its batch there, beside the model's parameters.
+    """
+    import numpy
+    import torch
+
+    check_model(text)
+    name, options = split_options(text)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    function = _function(name)
+    with told(f"model {name!r}"):
+        built = function(**options)
+    workload = _as_workload(name, built)
+    if device is not None:
+        elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", device.type}
+        if elsewhere:
+            there = elsewhere.pop()
+            raise ValueError(f"model {name!r} is on {there}: leave it on the CPU, and say --device where ranks compute")
+        workload.model.to(device)
+    return workload
+
+
+def loss_of(workload: Workload, rank: int) -> Callable[[nn.Module, int], Any]:
+    """Return (model, step) -> loss on ``rank``'s batches; errors in user code are reported in one sentence."""
+
+    def loss(model: nn.Module, step: int) -> Any:
+        with told(f"the loss of {workload.name!r}"):
+            return workload.loss(model, step, rank)
+
+    return loss
+
+
+def _function(name: str) -> Callable[..., Any]:
+    from torch import nn
+
+    if name in FILES:
+        found: Callable[..., Any] = importlib.import_module(f"thinwire.tools.bench.models.{FILES[name]}").build
+        return found
+    if ":" not in name:
+        check_module(name, "model")
+        raise ValueError(f"unknown model {name!r}; {nearest(name, FILES)}, or module:function of your own")
+    function = load_function(name, "model")
+    if isinstance(function, nn.Module):
+        raise ValueError(f"model {name!r} is a module, not a function: name a function that returns (model, loss)")
+    return function
+
+
+def _as_workload(name: str, built: Any) -> Workload:
+    import torch
+
+    from thinwire.tools.bench.models.workload import Workload
+
+    if isinstance(built, Workload):
+        return built
+    model, loss = built if isinstance(built, tuple) and len(built) == 2 else (None, None)
+    if not (isinstance(model, torch.nn.Module) and callable(loss)):
+        raise ValueError(
+            f"model {name!r} must return (model, loss) with loss(model, step, rank) -> Tensor, or a Workload"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"model {name!r} has no parameter to train: set requires_grad=True on what should be trained")
+    return Workload(name, model, loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.01), f"{name} of your own")

@@ -1,0 +1,67 @@
+"""ResNet-18 for 32 x 32 images (3 x 3 stem without pooling), on synthetic images."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinwire.tools.bench.models.workload import Workload, beside
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions with a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
+    """Return the network, 11.17 million parameters with 10 classes."""
+    blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for stage in range(4):
+        outputs = width * 2**stage
+        blocks += [ResidualBlock(inputs, outputs, 1 if stage == 0 else 2), ResidualBlock(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+def build(classes: int = 10, batch: int = 8, width: int = 64, lr: float = 0.005) -> Workload:
+    """Build the workload: an image is the pattern of its class plus noise."""
+    if classes < 2:
+        raise ValueError(f"resnet18: classes={classes} must be at least 2")
+    patterns = torch.randn(classes, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def loss_of(model: nn.Module, seed: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(classes, (count,), generator=generator)
+        images = 0.5 * patterns[labels] + torch.randn(count, 3, 32, 32, generator=generator)
+        images, labels = beside(model, images, labels)
+        return F.cross_entropy(model(images), labels)
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        return loss_of(model, step * 1_000_003 + rank * 7919, batch)
+
+    def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
+        return loss_of(model, step * 1_000_003 + rank * 7919 + (1 << 40), 64)
+
+    return Workload(
+        name="resnet18",
+        model=resnet18(classes, width),
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        describe=f"ResNet-18 for 32 x 32 images, {classes} classes, batch {batch}",
+        evaluate=evaluate,
+    )

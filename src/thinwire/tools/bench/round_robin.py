@@ -1,0 +1,239 @@
+"""Turns: one row runs some steps on all ranks and is timed, and all ranks agree on the result."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import time as now
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.core.events import tell_event
+from thinwire.tools.bench.contenders import Contender, StepTime, dense_ring_bytes, new_group
+from thinwire.tools.bench.record import RowRecord
+from thinwire.tools.bench.rows import COMPUTE, Row
+from thinwire.tools.bench.spec import BenchSpec
+
+SAME_SECONDS = 5.0
+"""Within which errors of ranks are at about the same time."""
+
+
+def own_interface() -> str | None:
+    """Return the interface that Gloo was told to use; None if it is the loopback or was not set."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    return name if name and name != "lo" and transmitted_bytes(name) is not None else None
+
+
+def transmitted_bytes(name: str) -> int | None:
+    """Return the bytes sent through an interface so far, headers included.
+
+    ``/proc/self/net/dev`` shows the process's namespace; ``/sys/class/net`` shows that of whoever mounted it.
+    """
+    try:
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines[2:]:
+        label, _, counters = line.partition(":")
+        if label.strip() == name:
+            return int(counters.split()[8])
+    return None
+
+
+def is_node_leader() -> bool:
+    """Return whether this rank reads the counter for its node (ranks of a node share one interface)."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@dataclass
+class RowRun:
+    """A row's contender on this rank and its record so far."""
+
+    record: RowRecord
+    contender: Contender | None = None
+    bytes: float = 0.0
+    waited: tuple[float, float] = (0.0, 0.0)
+    timed_steps: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, of the slowest rank in every step; first and measuring steps included."""
+        return self.record.untimed_seconds + sum(self.record.step_seconds)
+
+
+@dataclass
+class RoundRobin:
+    """Runs turns; holds the group used for agreements, so that they do not mix with a row's own traffic."""
+
+    rank: int
+    workers: int
+    control: Any
+    interface: str | None = field(default_factory=own_interface)
+    initial: list[str] = field(default_factory=list)
+
+    def guarded(self, row_run: RowRun, action: Callable[[], Any]) -> Any:
+        """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere.
+
+        The first error counts, since those of other ranks may come from it, such as a time-out in an exchange; of
+        errors at about the same time, that of the lowest rank.
+        """
+        result, error = None, ""
+        try:
+            result = action()
+        except Exception as caught:
+            error = f"{now():.3f} {type(caught).__name__}: {caught}".splitlines()[0]
+        failed = {rank: text.partition(" ") for rank, text in enumerate(self._texts(error)) if text}
+        if failed:
+            first = min(float(when) for when, _, _ in failed.values())
+            rank = next(rank for rank, (when, _, _) in failed.items() if float(when) <= first + SAME_SECONDS)
+            row_run.record.error = f"rank {rank}: {failed[rank][2]}"
+            row_run.contender = None
+            say(self.rank, row=row_run.record.label, error=row_run.record.error)
+            return None
+        return result
+
+    def build(self, spec: BenchSpec, row: Row, row_run: RowRun) -> None:
+        say(self.rank, row=row.label, state="building")
+        own = row.kind != COMPUTE and not row.is_thinwire
+        group = new_group(spec.operation_seconds) if own else None
+
+        def made() -> Contender:
+            contender = Contender(row, spec, group)
+            self.initial = self.initial or contender.initial
+            if self.rank == 0 and contender.initial != self.initial:  # the others start from its weights
+                raise ValueError(
+                    "the model's initial weights differ from those of the row before: "
+                    "draw them from torch, random or numpy.random, which are seeded"
+                )
+            return contender
+
+        row_run.contender = self.guarded(row_run, made)
+
+    def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:
+        """Run ``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.
+
+        A row that exchanges only every few steps runs whole periods, and goes on until everything it has sent is
+        merged, since nothing may be in flight during the turns of others. Those steps count if there are no untimed
+        ones.
+        """
+        contender, label = row_run.contender, row_run.record.label
+        if contender is None:
+            return
+
+        def some(number: int) -> list[StepTime]:
+            if row_run.contender is None:  # the row has failed, on all ranks
+                return []
+            return self.guarded(row_run, lambda: self._steps(contender, label, number)) or []
+
+        def until_merged() -> list[StepTime]:
+            made: list[StepTime] = []
+            while row_run.contender is not None and contender.travelling and len(made) < contender.period:
+                made += some(1)
+            return made
+
+        early = some(_whole(untimed, contender.period))
+        while row_run.contender is not None and contender.settling:  # measuring for a plan; equal on all ranks
+            early += some(1)
+        before, idle = self._sent(contender), contender.waited()
+        times = some(_whole(steps, contender.period))
+        if not untimed:
+            times += until_merged()
+        if row_run.contender is None:
+            return
+        after, waited = self._sent(contender), contender.waited()
+        late = until_merged()
+        if row_run.contender is None:
+            return
+        if idle is not None and waited is not None:
+            backward, forward = row_run.waited
+            row_run.waited = backward + waited[0] - idle[0], forward + waited[1] - idle[1]
+        self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
+        contender.rest()
+
+    def _steps(self, contender: Contender, label: str, number: int) -> list[StepTime]:
+        """Run steps. A loss that is not finite is reported after the last: others may still exchange with this rank."""
+        made = []
+        for _ in range(number):
+            made.append(time := contender.step(self.rank))
+            say(self.rank, row=label, step=contender.steps, loss=round(time.loss, 4), seconds=round(time.seconds, 4))
+        for step, time in enumerate(made, contender.steps - number + 1):
+            if not math.isfinite(time.loss):
+                raise ArithmeticError(f"the loss is {time.loss} at step {step}")
+        return made
+
+    def _sent(self, contender: Contender) -> float | None:
+        if self.interface is None:
+            return contender.bytes_sent()
+        return transmitted_bytes(self.interface) if is_node_leader() else 0
+
+    def _keep(
+        self,
+        row_run: RowRun,
+        early: list[StepTime],
+        times: list[StepTime],
+        late: list[StepTime],
+        sent: float | None,
+    ) -> None:
+        record = row_run.record
+        assert row_run.contender is not None
+        period = row_run.contender.period
+        seconds = [row for part in (early, late, times) for row in _by_period(part, period)]
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
+        leaders = float(is_node_leader()) if self.interface else 1.0
+        sums = torch.tensor([*(t.loss for t in (*early, *times, *late)), sent or 0.0, leaders], dtype=torch.float64)
+        dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
+        untimed = len(early) + len(late)
+        record.untimed_seconds += float(slowest[:untimed, 0].sum())
+        timed = slowest[untimed:]
+        record.step_seconds += timed[:, 0].tolist()
+        record.forward_seconds += timed[:, 1].tolist()
+        record.host_seconds += timed[:, 2].tolist()
+        record.losses += (sums[:-2] / self.workers).tolist()
+        row_run.bytes += float(sums[-2] / sums[-1])
+        row_run.timed_steps += len(times)
+        record.wire_bytes = row_run.bytes / row_run.timed_steps
+        record.wire_source = "interface" if self.interface else "stats"
+        if row_run.contender is not None and row_run.contender.sync is not None:
+            record.waited_seconds = (row_run.waited[0] / row_run.timed_steps, row_run.waited[1] / row_run.timed_steps)
+            record.why = row_run.contender.why()
+        if sent is None:
+            record.wire_bytes, record.wire_source = self._formula(row_run), "formula"
+
+    def _formula(self, row_run: RowRun) -> float | None:
+        assert row_run.contender is not None
+        dense = dense_ring_bytes(row_run.contender.workload.gradient_bytes, self.workers)
+        return {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(row_run.record.kind)
+
+    def _texts(self, text: str, room: int = 300) -> list[str]:
+        raw = text.encode()[:room]
+        mine = torch.zeros(room, dtype=torch.uint8)
+        mine[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.workers)]
+        dist.all_gather(everyone, mine, group=self.control)
+        return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyone]
+
+
+def _whole(steps: int, period: int) -> int:
+    """Round up to whole periods."""
+    return -(-steps // period) * period
+
+
+def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
+    """Return each step's seconds in all, of forward and of the CPU. Steps of one period all count as its mean."""
+    rows = [[t.seconds, t.forward_seconds, t.host_seconds] for t in times]
+    if period == 1:
+        return rows
+    parts = [rows[i : i + period] for i in range(0, len(rows), period)]
+    return [[sum(column) / len(part) for column in zip(*part)] for part in parts for _ in part]
+
+
+def say(rank: int, **fields: Any) -> None:
+    """Report progress, from rank 0 only."""
+    if rank == 0:
+        tell_event(fields)

@@ -1,0 +1,136 @@
+"""The rows of a comparison: parses ``ddp,ddp-best,acp:rank=4``. Plain data; nothing is built here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from thinwire.tools.bench.functions import load_function
+from thinwire.tools.bench.words import Value, nearest, split_options
+
+COMPUTE = "compute"
+BEST_BUCKETS_MB = (1, 4, 25, 100)
+TORCH_ROWS: dict[str, tuple[str, ...]] = {
+    COMPUTE: (),
+    "ddp": ("bucket",),
+    "ddp-best": ("buckets",),
+    "ddp-fp16": (),
+    "torch-powersgd": ("rank",),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train, measured separately.
+
+    Attributes:
+        label: unique; shown in the table.
+        kind: one of ``TORCH_ROWS``, the name of a thinwire method, or a user's ``module:function``
+            (``tools/bench/trainer.py`` says what that returns).
+        options: the kind's options.
+        family: rows of one family are variants of which the table shows the fastest.
+    """
+
+    label: str
+    kind: str
+    options: dict[str, Value] = field(default_factory=dict)
+    family: str = ""
+
+    @property
+    def is_thinwire(self) -> bool:
+        """Whether it uses ``attach``."""
+        return self.kind not in TORCH_ROWS and not self.is_custom
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether a user's function defines it."""
+        return ":" in self.kind
+
+
+def parse_rows(text: str) -> tuple[Row, ...]:
+    """Read ``--methods``. ``thinwire acp`` and ``acp`` are the same.
+
+    Raises:
+        ValueError: an unknown row, option or method option, a duplicate row, or none at all.
+    """
+    rows: list[Row] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        rows += _parse_one(part)
+    labels = [row.label for row in rows]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"method {label!r} is given twice")
+    if not rows:
+        raise ValueError("no methods given; for example --methods ddp,ssgd,acp:rank=4")
+    return tuple(rows)
+
+
+def _parse_one(text: str) -> list[Row]:
+    name, options = split_options(text.removeprefix("thinwire "))
+    if name in TORCH_ROWS:
+        for key, given in options.items():
+            if key not in TORCH_ROWS[name]:
+                known = ", ".join(TORCH_ROWS[name]) or "none"
+                raise ValueError(f"{name!r} has no option {key!r}; known: {known}")
+            if key == "rank" and not (type(given) is int and given >= 1):
+                raise ValueError(f"{name}: rank={given!r} must be a whole number of at least 1")
+            if key == "bucket" and not _is_size(given):
+                raise ValueError(f"{name}: bucket={given!r} must be a size in MB, such as 25")
+        if name == "ddp-best":
+            return _variants(options)
+    elif ":" in name and not _is_method(name.partition(":")[0]):
+        load_function(name, "row")
+    else:
+        _check_method(name, options)
+    return [Row(_label(name, options), name, options)]
+
+
+def _label(name: str, options: dict[str, Value]) -> str:
+    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def _variants(options: dict[str, Value]) -> list[Row]:
+    given = str(options.get("buckets", "/".join(map(str, BEST_BUCKETS_MB))))
+    try:
+        sizes = [float(size) for size in given.split("/")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(map(_is_size, sizes)):
+        raise ValueError(f"ddp-best: buckets={given!r} must be sizes in MB, such as 1/4/25/100")
+    return [Row(f"ddp-best ({size:g} MB)", "ddp", {"bucket": size}, family="ddp-best") for size in sizes]
+
+
+def _is_size(megabytes: Value) -> bool:
+    return type(megabytes) in (int, float) and 0 < float(megabytes) < math.inf
+
+
+def _is_method(name: str) -> bool:
+    from thinwire.core.methods.registry import METHODS
+    from thinwire.engine.local.settings import PRESETS
+
+    return name == "auto" or name in METHODS or name in PRESETS
+
+
+def _check_method(name: str, options: dict[str, Value]) -> None:
+    from thinwire.core.methods.registry import METHODS, method
+    from thinwire.engine.local.named import named_local
+    from thinwire.engine.local.settings import PRESETS
+
+    if named_local(name, options) is not None:
+        return
+    if name == "auto":
+        if set(options) - {"lossy"} or not isinstance(options.get("lossy", True), bool):
+            raise ValueError("'auto' has only the option lossy=true: it chooses the others itself")
+        return
+    known_method(name, (*TORCH_ROWS, *METHODS, *PRESETS, "auto"))
+    try:
+        method(name, **options)
+    except TypeError as error:
+        raise ValueError(f"method {name!r}: {error}") from error
+
+
+def known_method(name: str, known: Collection[str]) -> None:
+    """Raise ``ValueError`` for a name that is not one of those; capitals do not matter."""
+    if name.lower() not in known:
+        raise ValueError(f"unknown method {name!r}; {nearest(name.lower(), known)}")

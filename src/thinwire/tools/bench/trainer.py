@@ -1,0 +1,64 @@
+"""Custom rows: a user's ``module:function`` that makes a workload train on the ranks of a group in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from thinwire.tools.bench.functions import load_function
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.rows import Row
+
+
+class OptimizerLike(Protocol):
+    """The part of an optimizer that a training loop needs."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Called before forward."""
+
+    def step(self) -> Any:
+        """Called after backward."""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The return value of a row's function.
+
+    Attributes:
+        module: called in the forward pass: the workload's model or a wrapper around it.
+        optimizer: its ``zero_grad`` and ``step`` are called once per step; whatever else the row does (averaging of
+            parameters, a vote) happens in them.
+        close: stops what the row started (threads, servers).
+        period: steps after which its traffic repeats, such as those between two averages of the parameters; the time of
+            a step is then the mean over that many.
+    """
+
+    module: nn.Module
+    optimizer: OptimizerLike
+    close: Callable[[], None] = _nothing
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.period, int) or self.period < 1:
+            raise ValueError(f"period={self.period!r} must be a whole number of at least 1")
+
+
+def build_trainer(row: Row, workload: Workload, group: Any) -> Trainer:
+    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group``.
+
+    Raises:
+        ValueError: it returned something other than a ``Trainer``.
+    """
+    trainer = load_function(row.kind, "row")(workload, group, **row.options)
+    if not isinstance(trainer, Trainer):
+        raise ValueError(
+            f"row {row.kind!r} must return a thinwire.tools.bench.trainer.Trainer, not {type(trainer).__name__}"
+        )
+    return trainer

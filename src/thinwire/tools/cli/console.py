@@ -1,0 +1,164 @@
+"""What verbs share: options, a progress bar on stderr, plain tables, checks that given paths can be written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+    from rich.table import Table
+
+EVERY_SECONDS = 15.0  # between two lines if there is no bar
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Device = Annotated[
+    str, typer.Option(help="Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.")
+]
+Plot = Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")]
+
+
+@dataclass
+class Bar:
+    """A progress bar; if stderr is no terminal, a line from time to time."""
+
+    shown: Progress
+    task: TaskID
+    told: float = field(default_factory=time.monotonic)
+
+    def __call__(
+        self, completed: float | None = None, total: float | None = None, description: str | None = None
+    ) -> None:
+        self.shown.update(self.task, completed=completed, total=total, description=description)
+        if self.shown.disable and time.monotonic() - self.told > EVERY_SECONDS:
+            task, self.told = self.shown.tasks[0], time.monotonic()
+            of = "" if task.total is None else f" of {task.total:.0f}"
+            counts = f"  {task.completed:.0f}{of}" if of or task.completed else ""  # some only say what is happening
+            self.shown.console.print(f"{task.description}{counts}", markup=False, highlight=False)
+
+    @property
+    def completed(self) -> float:
+        return self.shown.tasks[0].completed
+
+    @property
+    def hidden(self) -> bool:
+        """Whether stderr is no terminal."""
+        return self.shown.disable
+
+    def log(self, text: str) -> None:
+        """Print a line that stays, above the bar if there is one."""
+        self.told = time.monotonic()
+        self.shown.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def say(self, text: str, style: str) -> None:
+        """Print a line above the bar."""
+        self.shown.console.print(text, style=style, markup=False)
+
+
+@contextmanager
+def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Bar]:
+    """Show a bar on stderr, removed when its work ends; if stderr is no terminal, a line at once and more later."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        bar = Bar(shown, shown.add_task(description, total=total))
+        if bar.hidden and description:
+            bar.log(f"... {description}")
+        yield bar
+
+
+def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *, close: bool = False) -> Table:
+    """Return a table with one line under its head: the first column and those in ``left`` are text, others numbers.
+
+    Args:
+        title: text above it.
+        columns: column heads.
+        left: other columns that are text.
+        close: only one space between columns, for wide tables.
+    """
+    from rich import box
+
+    from thinwire.tools.bench.table import WholeTable
+
+    padding = (0, 0) if close else (0, 1)
+    table = WholeTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
+    for i, name in enumerate(columns):
+        words = i == 0 or name in left  # these wrap on a narrow screen; numbers must not be cut
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    return table
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raise ``ValueError`` for a path at which no file can be written."""
+    if path is None:
+        return
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        else:
+            tempfile.TemporaryFile(dir=path.absolute().parent).close()  # some folders refuse even root
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} is not a file that can be written ({error.strerror}): give a file in a folder that exists"
+        ) from error
+
+
+def check_folder(out: Path, option: str = "--out") -> None:
+    """Create the folder of an option; raise ``ValueError`` if no files can be written into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()  # some folders refuse even root
+    except OSError as error:
+        raise ValueError(
+            f"{option} {out} is not a folder that can be written ({error.strerror}): give another"
+        ) from error
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ``ValueError`` unless ``--plot`` can be written: known file type, library installed, folder exists."""
+    from thinwire.tools.pictures import check_plot as check_type
+
+    check_type(path)
+    check_output("--plot", path)
+
+
+@dataclass
+class Watched:
+    """The result of ``watched_load``, available when its block has ended.
+
+    Attributes:
+        record: the load, for JSON; empty if the system does not report it.
+    """
+
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def with_load(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the data of a measurement, plus the machine's load."""
+        return {**data, "load": self.record}
+
+
+@contextmanager
+def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
+    """Watch the load during a measurement with that many processes; warn on stderr if the machine was too busy."""
+    from rich.console import Console
+
+    from thinwire.predict.measure.load import LoadWatch
+
+    watch, seen = LoadWatch(), Watched()
+    yield seen
+    load = watch.load()
+    if load is not None:
+        seen.record = load.as_dict()
+        if said := load.sentence(processes):
+            Console(stderr=True, quiet=quiet).print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)

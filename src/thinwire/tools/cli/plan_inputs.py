@@ -1,0 +1,265 @@
+"""The question of ``thinwire plan``: options and files become a profile, a cluster, prices and candidates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from thinwire.core.methods.registry import METHODS, candidates, label_of, method
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
+from thinwire.core.program import Method, Topology
+from thinwire.engine.local.named import named_method
+from thinwire.engine.local.settings import CANDIDATES, PRESETS
+from thinwire.predict.choose import DEVICES, DeviceSpec
+from thinwire.predict.choose.worth import WorthOf, read_worth
+from thinwire.tools.bench.functions import check_module
+from thinwire.tools.bench.rows import known_method
+from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.cli.console import progress, watched_load
+from thinwire.tools.lab import parse_delay, parse_rate
+
+_MOST_WORKERS = 65536
+
+_Readable = TypeVar("_Readable", Costs, ModelProfile)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything that determines an answer.
+
+    Attributes:
+        profile: profile of the model.
+        candidates: (label, method); both dense forms are among them.
+        named: labels that the user named.
+        topology: topology of the ranks.
+        ranks_per_node: ranks of each machine.
+        device: its assumed rates and its backend.
+        bits_per_second, latency_seconds: rate and latency of an assumed network.
+        measured: costs given by ``--costs``.
+        network: whether to use the exchanges of ``measured`` instead of the assumed network.
+        worth: table given by ``--worth``; None: the table in the package.
+        load: load of this machine, if the model was measured now.
+    """
+
+    profile: ModelProfile
+    candidates: tuple[tuple[str, Method], ...]
+    named: tuple[str, ...]
+    topology: Topology
+    ranks_per_node: int
+    device: DeviceSpec
+    bits_per_second: float
+    latency_seconds: float
+    measured: Costs | None
+    network: bool
+    worth: WorthOf | None = None
+    load: Mapping[str, Any] | None = None
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """How methods run on this device: arguments of ``choose``, ``knee`` and ``simulate``."""
+        return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
+
+    def costs(self) -> Costs:
+        """Return the costs on the cluster of the question."""
+        return self.prices(self.topology)
+
+    def prices(self, topology: Topology) -> Costs:
+        """Return the costs on a cluster of another size."""
+        assumed = self.assumed(self.bits_per_second, topology)
+        if not self.network or self.measured is None:
+            return assumed
+        return dataclasses.replace(assumed, exchanges=self.measured.exchanges)
+
+    def assumed(self, bits_per_second: float, topology: Topology) -> Costs:
+        """Return the costs on an assumed network, with measured compute as far as available."""
+        known = self.measured
+        return Costs.of_link(
+            bits_per_second,
+            self.latency_seconds,
+            topology.world_size,
+            self.ranks_per_node,
+            node_bits_per_second=self.device.node_bits_per_second,
+            node_latency_seconds=self.device.node_latency_seconds,
+            trees=self.device.backend == "nccl",
+            compute={**self.device.compute(), **(known.compute if known else {})},
+            cpu_share=known.cpu_share if known else None,
+        )
+
+    def describe_network(self) -> str:
+        """Describe the network in the user's words."""
+        if self.network:
+            return "network of --costs"
+        return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us"
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what JSON shows."""
+        return {
+            "model": self.profile.name,
+            "model_source": self.profile.source,
+            "model_provenance": self.profile.provenance,
+            "workers": self.topology.world_size,
+            "ranks_per_node": self.ranks_per_node,
+            "device": self.device.name,
+            "backend": self.device.backend,
+            "network": "measured" if self.network else "assumed",
+            "bits_per_second": None if self.network else self.bits_per_second,
+            "latency_seconds": None if self.network else self.latency_seconds,
+            **({} if self.load is None else {"load": self.load}),
+        }
+
+
+def read_question(
+    model: str | None,
+    *,
+    link: str | None,
+    latency: str | None,
+    costs: Path | None,
+    workers: int | None,
+    ranks_per_node: int | None,
+    methods: str | None,
+    batch_size: int | None,
+    device: str | None,
+    flops: float | None,
+    profile: Path | None,
+    worth: Path | None = None,
+) -> Question:
+    """Read the options; the model comes last, since it may have to be measured.
+
+    Raises:
+        ValueError: an option that cannot be read, or two that cannot be combined.
+    """
+    bits = parse_rate("10gbit" if link is None else link)
+    seconds = parse_delay("50us" if latency is None else latency)
+    measured = None if costs is None else _read(costs, Costs)
+    worth_of = None if worth is None else read_worth(worth)
+    network = measured is not None and link is None
+    if network and latency is not None:
+        raise ValueError("--latency belongs to an assumed network: give --link too, or leave it out to use --costs")
+    known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
+    if network and not known:
+        raise ValueError(f"{costs} contains no exchange between ranks: probe at least two, or give --link")
+    if workers is None:
+        workers = max((members for _, scope, members in known if scope == "world"), default=16)
+    if ranks_per_node is None:
+        ranks_per_node = max((members for _, scope, members in known if scope == "node"), default=1)
+        ranks_per_node = ranks_per_node if workers % ranks_per_node == 0 else 1
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise ValueError(f"--workers {workers} must be between 1 and {_MOST_WORKERS}")
+    if ranks_per_node < 1 or workers % ranks_per_node:
+        raise ValueError(f"--workers {workers} is not a multiple of --ranks-per-node {ranks_per_node}")
+    candidates, named = read_methods(methods)
+    assumed = read_device(device, built_in=profile is None and model in BUILTIN)
+    known_model, load = read_model(model, profile, batch_size, flops, assumed)
+    if not known_model.elements:
+        raise ValueError(f"{profile or model}: the profile contains no gradients: there is nothing to send")
+    return Question(
+        known_model,
+        candidates,
+        named,
+        Topology(workers, ranks_per_node),
+        ranks_per_node,
+        assumed,
+        float(bits),
+        seconds,
+        measured,
+        network,
+        worth_of,
+        load,
+    )
+
+
+def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
+    """Return the candidates, and which of them were named. Both dense forms are always candidates.
+
+    If there is no text: the candidates that the registered methods and local steps declare.
+    """
+    if text is None:
+        labels = [label_of(*candidate) for candidate in (*candidates(), *CANDIDATES)]
+        named: list[str] = []
+    else:
+        named = [part.strip().removeprefix("thinwire ") for part in text.split(",") if part.strip()]
+        if not named:
+            raise ValueError("no methods given; for example --methods acp:rank=4,topk:density=0.01")
+        labels = list(named)
+    made = []
+    for label in labels:
+        name, options = split_options(label)
+        known_method(name, (*METHODS, *PRESETS))
+        try:
+            made.append((label, named_method(name, options)))
+        except TypeError as error:
+            raise ValueError(f"method {label!r}: {error}") from error
+        if labels.count(label) > 1:
+            raise ValueError(f"method {label!r} is given twice")
+    for label in ("cast:dtype=bf16", "ssgd"):
+        name, options = split_options(label)
+        if name not in {m.name for _, m in made}:
+            made.insert(0, (label, method(name, **options)))
+    return tuple(made), tuple(named)
+
+
+def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
+    """Return the named device, else an A100 for built-in models and this machine's CPU for measured ones."""
+    name = ("a100" if built_in else "cpu") if name is None else name.lower()
+    if name not in DEVICES:
+        raise ValueError(f"unknown device {name!r}; {nearest(name, DEVICES)}; for another one give --device-flops")
+    return DEVICES[name]
+
+
+def read_model(
+    model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: DeviceSpec
+) -> tuple[ModelProfile, Mapping[str, Any] | None]:
+    """Return a built-in profile, one from a file, or a bench model measured now, then with the machine's load."""
+    if profile is None and model in BUILTIN:
+        flops = device.training_flops if flops is None else flops
+        return builtin(model, batch_size=batch_size, device_flops=flops), None
+    for option, value in (("--batch-size", batch_size), ("--device-flops", flops)):
+        if value is not None:
+            raise ValueError(f"{option} is for the built-in models; a measured model has its own times")
+    if profile is not None:
+        found = _read(profile, ModelProfile)
+        if model is not None and found.name not in (model, model.partition(":")[0]):
+            raise ValueError(f"{profile} is the profile of {found.name!r}, not of {model!r}: leave one of them out")
+        return found, None
+    assert model is not None
+    if model.endswith(".json") or (Path(model).is_file() and not model.endswith(".py")):
+        return _read(Path(model), ModelProfile), None
+    return _measure(model)
+
+
+def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
+    import torch
+
+    from thinwire.predict.measure import profile_model
+    from thinwire.tools.bench.models.registry import FILES, build_model, check_model, loss_of
+
+    name, _ = split_options(model)
+    if name in BUILTIN:
+        raise ValueError(f"model {name!r} is built in and has no options: use --batch-size or --device-flops")
+    if ":" not in name and name not in FILES:
+        check_module(name, "model")
+        raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *FILES])}, a file or module:function")
+    check_model(model)
+    with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
+        workload = build_model(model)
+        found = profile_model(
+            workload.model, count(), loss_of(workload, 0), steps=10, warmup=2, name=workload.name,
+            batch=workload.describe, seconds=20.0, on_step=bar,
+        )  # fmt: skip
+    return found, load.record
+
+
+def _read(path: Path, kind: type[_Readable]) -> _Readable:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    try:
+        return kind.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

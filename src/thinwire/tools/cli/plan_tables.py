@@ -1,0 +1,164 @@
+"""The output of ``thinwire plan``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from thinwire.adapters.ddp_buckets import bucket_arguments
+from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking
+from thinwire.predict.timeline.local_steps import Periodic
+from thinwire.predict.timeline.simulate import plan_of
+from thinwire.tools.bench.words import arguments, attach_line, split_options
+from thinwire.tools.cli.console import plain_table
+from thinwire.tools.cli.plan_inputs import Question
+from thinwire.tools.lab import format_rate
+
+_SHOWN = 12  # sizes of DDP's buckets in one line
+
+
+def ranking_table(question: Question, ranking: Ranking) -> Table:
+    """Return a table of exact methods, then lossy ones; the recommendation is marked."""
+    profile, workers = question.profile, ranking.workers
+    title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {workers} workers"
+    if question.ranks_per_node > 1:
+        title += f", {question.ranks_per_node} per machine"
+    columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "x")
+    title = f"{title}, {question.describe_network()}\nx: times faster to a loss than exact averaging"
+    table = plain_table(title, columns, ("bound by",), close=True)
+    for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
+        if entries:
+            table.add_section()
+            table.add_row(f"[dim]{name}[/dim]")
+        for entry in entries:
+            mark = "bold" if entry == ranking.best else None
+            table.add_row(*_cells(entry), style=mark)
+    return table
+
+
+def _cells(entry: Entry) -> list[str]:
+    return [
+        entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
+        _ms(entry.step_seconds),
+        f"{_ms(entry.low_seconds)}-{_ms(entry.high_seconds)}",
+        _ms(entry.exposed_seconds),
+        _mega(entry.bytes_sent),
+        entry.bound_by.removeprefix("network "),
+        "?" if entry.steps is None else f"{entry.steps:.2f}",
+        "?" if entry.speedup is None else f"{entry.speedup:.2f}",
+    ]
+
+
+def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
+    """Return the answer, what it is based on, and what to type next."""
+    best, profile = ranking.best, question.profile
+    said = [ranking.sentence]
+    if not best.exact:
+        exact = ranking.best_exact
+        said.append(f"exact: {exact.label}, {_ms(exact.step_seconds)} ms")
+        race = "; on your model: thinwire race" if question.worth is None else ""
+        said.append(f"steps to a loss, relative to exact averaging: {best.steps_source}{race}")
+    said += [
+        f"{label} scales: at least 80 % efficient up to 4096 workers"
+        if bend is None
+        else f"{label} falls below 80 % efficiency at {bend} workers"
+        for label, bend in knees.items()
+    ]
+    network = "measured" if question.network else "assumed"
+    kinds = {curve.provenance for curve in question.costs().compute.values()}
+    work = "measured" if kinds == {"measured here"} else f"assumed for {question.device.name}"
+    said.append(
+        f"measured here: {ranking.measured_share:.0%} of the predicted step; model {profile.provenance} "
+        f"({profile.source}), network {network}, methods' own work {work}"
+    )
+    if ranking.measured_share < 0.5:
+        said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
+    said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
+    said.append(f"next: {attach_line(*split_options(best.label))}")
+    return said
+
+
+def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
+    """Return the buckets of a plan, in launch order."""
+    phases = len({group.phase for group in groups}) > 1
+    sparse = any(group.kept is not None for group in groups)
+    names = (["phase"] if phases else []) + ["bucket", "tensors", "from"]
+    names += ["elements", "ready\nms", "MB\n/step", "send\nms"] + (["kept", "density"] if sparse else [])
+    table = plain_table(f"{label}: {len(groups)} buckets", names, ("from",), close=True)
+    for group in groups:
+        cells = [str(group.phase)] if phases else []
+        cells += [str(group.bucket), str(len(group.names)), _tail(group.names[0], 16 if sparse else 22)]
+        cells += [f"{group.elements:,}", _ms(group.ready_seconds), _mega(group.sent_bytes), _ms(group.exchange_seconds)]
+        if sparse:
+            cells += [f"{group.kept:,}", f"{group.density:.3g}"] if group.kept else ["all", "1"]
+        table.add_row(*cells)
+    return table
+
+
+def map_table(question: Question, found: Map) -> Table:
+    """Return the winners, and how much faster they are than the fastest dense form."""
+    title = f"{question.profile.name}: what to use; x: over the faster dense form; {question.device.name}"
+    table = plain_table(title, ["link", *(f"{workers}\nworkers" for workers in found.workers)], close=True)
+    for bits, row in zip(found.bits_per_second, found.cells):
+        cells = []
+        for cell in row:
+            gain = cell.dense_seconds / cell.loss_seconds if cell.loss_seconds else 1.0
+            cells.append(f"{_short(cell.winner)}\n" + (f"{gain:.1f} x" if gain > 1.05 else ""))
+        table.add_row(format_rate(int(bits)), *cells)
+    return table
+
+
+def _short(label: str) -> str:
+    """Shorten ``topk:density=0.01`` to ``topk 0.01``."""
+    name, options = split_options(label)
+    return " ".join([name, *map(str, options.values())])
+
+
+def _tail(name: str, most: int) -> str:
+    return name if len(name) <= most else "\N{HORIZONTAL ELLIPSIS}" + name[1 - most :]
+
+
+def _ms(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _mega(count: float) -> str:
+    return f"{count / 1e6:.2f}" if count < 10e6 else f"{count / 1e6:.1f}"
+
+
+def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
+    """Return ``{"label": ..., "arguments": ...}`` of the recommendation, or ``"why_not"`` instead; None: one rank."""
+    label = ranking.best.label
+    method, profile = dict(question.candidates).get(label), question.profile
+    if method is None or ranking.workers == 1:
+        return None
+    if isinstance(method, Periodic):
+        return {
+            "label": label,
+            "why_not": "it exchanges weights, whereas DDP averages gradients: attach to the bare model",
+        }
+    if method.decoupled:
+        return {"label": label, "why_not": "it leaves part of the exchange for the next forward pass"}
+    plan = plan_of(method, profile, question.device.backend, question.topology, question.costs())
+    size = {tensor.name: math.prod(tensor.shape) * profile.dtype_bytes for tensor in profile.tensors}
+    try:
+        return {"label": label, "arguments": bucket_arguments(plan, size)}
+    except ValueError as error:
+        return {"label": label, "why_not": str(error)}
+
+
+def ddp_sentence(answer: dict[str, Any]) -> str:
+    """Return one line to paste, or why there is none; a long list is cut, but complete in the JSON."""
+    name, options = split_options(answer["label"])
+    if "why_not" in answer:
+        return f"with DDP: not {name}: {answer['why_not']}"
+    ((argument, caps),) = answer["arguments"].items()
+    shown = [f"{cap:.6g}" for cap in (caps if isinstance(caps, list) else [caps])]
+    rest = f", ... {len(shown) - _SHOWN} more in --json" if len(shown) > _SHOWN else ""
+    value = ", ".join(shown[:_SHOWN]) + rest
+    value = f"[{value}]" if isinstance(caps, list) else value
+    return f"or with DDP: {argument}={value}, and model.register_comm_hook(*tw.ddp_hook({arguments(name, options)}))"

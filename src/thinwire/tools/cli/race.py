@@ -1,0 +1,160 @@
+"""``thinwire race``: which method is first at DDP's loss, for a model and a link."""
+
+from __future__ import annotations
+
+import functools
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thinwire.tools.cli.console import Bar, Device, Json, check_folder, plain_table, progress, watched_load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from thinwire.tools.bench.race_times import Course
+    from thinwire.tools.bench.racing import RaceResult
+    from thinwire.tools.lab import Cluster
+
+
+def race(
+    model: Annotated[
+        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
+    ],
+    link: Annotated[str, typer.Option(help="Rate of each node's link, such as 100mbit.")] = "unlimited",
+    workers: Annotated[int, typer.Option(help="Total number of ranks.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
+    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods that race against ddp: powersgd:rank=4,local:sync_every=8 ... By default six methods; where "
+            "the network takes most of the time, also local steps with longer periods."
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Minutes that the race may take.")] = 10.0,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Number of seeds on which methods are compared; by default up to 3, as many as fit."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for race.json and race.png.")] = Path("thinwire-out"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier results: measure and train again.")] = False,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Race methods to DDP's loss on your model and link: who is first, what it costs in steps, how sure that is."""
+    import tempfile
+
+    from rich.console import Console
+
+    from thinwire.tools import lab
+    from thinwire.tools.bench.device import check_device
+    from thinwire.tools.bench.models.registry import check_model
+    from thinwire.tools.bench.plots import loss_picture
+    from thinwire.tools.bench.race_answer import curves, race_data
+    from thinwire.tools.bench.race_times import RaceSpec
+    from thinwire.tools.bench.racing import DEFAULT_METHODS, LONGER_PERIODS, run_race
+    from thinwire.tools.bench.rows import parse_rows
+    from thinwire.tools.cli.errors import RunFailed
+    from thinwire.tools.cli.ranks import slowest_link
+    from thinwire.tools.pictures import write_picture
+
+    cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay)
+    bits = slowest_link(cluster)
+    check_device(device)
+    check_model(model)
+    rows = parse_rows(DEFAULT_METHODS if methods is None else methods)
+    longer = LONGER_PERIODS if methods is None else ()
+    asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds, device,
+                     longer)  # fmt: skip
+    check_folder(out)
+    if bits and lab.available() == "loopback":
+        raise RunFailed(
+            "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
+        )
+    console = Console(stderr=json)
+    with watched_load(workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
+        found = run_race(asked, _course(cluster, console, bar, Path(nowhere) if fresh else None))
+    data = load.with_load(race_data(found))
+    (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
+    written = [str(out / "race.json")]
+    try:
+        picture = loss_picture(curves(found), _title(found), found.target, log=True)
+        write_picture(picture, out / "race.png")
+        written.append(str(out / "race.png"))
+    except ValueError as error:
+        console.print(f"no picture: {error}", markup=False)
+    if json:
+        typer.echo(json_module.dumps(data, indent=2))
+    console.print(race_table(found))
+    for line in _told(found):
+        console.print(line, style="dim", markup=False, highlight=False)
+    for line in data["race"]["sentences"]:
+        console.print(line, markup=False, highlight=False)
+    console.print(f"next: {data['race']['next']}", markup=False, highlight=False)
+    console.print(f"written: {', '.join(written)}", markup=False, highlight=False)
+
+
+def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> Course:
+    """Return the course: the lab, with a bar that says what is being measured, and printed lines that stay."""
+    from thinwire.tools import lab
+    from thinwire.tools.bench.race_times import Course
+    from thinwire.tools.cli.ranks import moving
+
+    def tell(text: str, steps: int) -> None:
+        if steps:
+            bar(completed=0, total=steps, description="starting ranks")
+        console.print(f"... {text}" if steps else text, style="dim", markup=False, highlight=False)
+
+    apart = lab.Cluster.parse(cluster.workers, cluster.ranks_per_node, None, None)
+    return Course(functools.partial(lab.run, cluster), functools.partial(lab.run, apart), tell, moving(bar), folder)
+
+
+def _title(found: RaceResult) -> str:
+    asked, record = found.asked, found.measured.record
+    link = f"link {asked.link}" if asked.link else "link without a limit"
+    return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers, {link}"
+
+
+def _told(found: RaceResult) -> list[str]:
+    """Return what the figures are based on."""
+    said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
+    said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
+    said.append(
+        "steps: to the loss, relative to DDP, and from least to most over seeds; x DDP: times faster to it than DDP"
+    )
+    if found.known and not found.trained:
+        said.append(f"all {found.known} runs were known from an earlier race, and none was trained again")
+    elif found.known:
+        said.append(f"{found.known} of {found.known + found.trained} runs were known from an earlier race")
+    if since := found.measured.known_since:
+        said.append(f"seconds per step: as measured here on {since}; --fresh measures and trains again")
+    if found.left_out:
+        said.append(f"{found.left_out} more seeds did not fit into the minutes: the same command continues from here")
+    return said
+
+
+def race_table(found: RaceResult) -> Table:
+    """Return a table of every row, the soonest first."""
+    from thinwire.tools.bench.race_answer import duration, steps_range, winner
+    from thinwire.tools.bench.table import seconds
+
+    tuned = len(found.budget.rates) > 1
+    columns = ["method", "step", "x compute", "steps", "range", *(["rate"] if tuned else []), "to loss", "x DDP"]
+    table = plain_table(f"{_title(found)}\nto a loss of {found.target:.3f}", columns)
+    first = winner(found.rows)
+    options = {row.label: row.options for row in found.asked.rows}
+    for row in found.rows:
+        raced, there = row.label in found.raced, row.seconds is not None
+        name = " ".join([row.label.partition(" ")[0], *map(str, options[row.label].values())])
+        cells = [name, "" if row.step_seconds is None else seconds(row.step_seconds)]
+        cells.append("" if row.over_compute is None else f"{row.over_compute:.2f}")
+        cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1", steps_range(row) if raced else ""]
+        cells += [f"{row.rate:g}" if there else ""] if tuned else []
+        cells += ["" if row.seconds is None else duration(row.seconds)]
+        cells += ["" if row.sooner is None else f"{row.sooner:.2f}"]
+        table.add_row(*cells, style="bold" if row is first else None)
+    return table

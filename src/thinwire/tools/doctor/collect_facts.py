@@ -1,0 +1,146 @@
+"""Collect the facts of this machine, without judging them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from thinwire.predict.measure import network
+from thinwire.predict.measure.cores import usable_cores
+from thinwire.predict.measure.facts import Facts
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES = (*_TORCHRUN, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_PREFIXES = ("TORCHELASTIC_", "GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "THINWIRE_")
+_REQUIREMENT = re.compile(r"""^([\w.-]+)[^;]*;.*extra == ['"]([\w-]+)['"]""")
+_TOOLS = ("dev", "docs")
+
+
+def collect_facts(lab: str = "loopback", lab_reason: str = "", lab_congestion_control: str | None = None) -> Facts:
+    """Collect the facts of this machine.
+
+    Args:
+        lab: with which rights the lab emulates links; this layer cannot ask it.
+        lab_reason: why no better rights are available.
+        lab_congestion_control: TCP's congestion control on those links.
+    """
+    from thinwire import __version__
+
+    names = ("gloo", "nccl", "mpi", "ucc")
+    backends = [name for name in names if dist.is_available() and dist.is_backend_available(name)]
+    packages, extras = _installed()
+    if torch.version.cuda:
+        packages["cuda"] = torch.version.cuda
+    segments, again = network.tcp_segments()
+    variables = _variables(os.environ)
+    return Facts(
+        thinwire=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        platform=platform.platform(),
+        packages=packages,
+        extras=tuple(extras),
+        backends=tuple(backends),
+        gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        gpu_driver=any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd")),
+        cores=usable_cores(),
+        quota=cpu_quota(),
+        threads=torch.get_num_threads(),
+        memory_bytes=_memory(),
+        interfaces=network.interfaces(),
+        default_route=network.default_route(),
+        hostname=network.look_up(platform.node()),
+        master=network.look_up(variables["MASTER_ADDR"]) if variables.get("MASTER_ADDR") else None,
+        environment=variables,
+        tcp=network.tcp_settings(),
+        segments=segments,
+        retransmitted=again,
+        open_files=_open_files(),
+        shm_bytes=_shm(),
+        lab=lab,
+        lab_reason=lab_reason,
+        lab_congestion_control=lab_congestion_control,
+    )
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in sorted(environment.items()) if k in _VARIABLES or k.startswith(_PREFIXES)}
+
+
+def _installed() -> tuple[dict[str, str], list[str]]:
+    """Return versions of what thinwire and its extras need, and the extras of which nothing is missing."""
+    versions = {name: found for name in ("numpy", "typer", "rich") if (found := _version(name))}
+    needs: dict[str, list[str]] = {}
+    for package, extra in _optional(_requirements()):
+        if extra not in _TOOLS and package != "thinwire":
+            needs.setdefault(extra, []).append(package)
+    for package in sorted({package for some in needs.values() for package in some} | {"triton"}):
+        if found := _version(package):
+            versions[package] = found
+    return versions, sorted(extra for extra, some in needs.items() if all(name in versions for name in some))
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("thinwire") or []
+    except metadata.PackageNotFoundError:  # run from a source tree without installation
+        return []
+
+
+def _optional(requirements: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Yield (package, extra) for each requirement that belongs to an extra."""
+    for line in requirements:
+        if found := _REQUIREMENT.match(line):
+            yield found[1], found[2]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the cores that the control group grants, version 2 or version 1."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = " ".join((folder / name).read_text() for name in files).split()
+            quota, period = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):  # absent, or "max"
+            continue
+        if quota > 0 and period > 0:
+            return quota / period
+    return None
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _open_files() -> tuple[int, int] | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    huge = 1 << 30  # "unlimited" is a negative number
+    return soft if soft >= 0 else huge, hard if hard >= 0 else huge
+
+
+def _shm() -> int | None:
+    try:
+        found = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):
+        return None
+    return found.f_frsize * found.f_blocks

@@ -1,0 +1,162 @@
+"""The processes of one run: start them, pass on their output, learn how they ended, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from thinwire.tools.lab import child
+
+_CHUNK = 65536
+_DRAIN_SECONDS = 2.0
+
+
+def child_command(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> list[str]:
+    """Return the command line that runs `command` in this directory and dies when this process dies.
+
+    Args:
+        command: the command.
+        hosts: content of /etc/hosts; only for a command line that has its own mounts and network.
+        cores: cores that it may use; empty: all.
+    """
+    script, places = str(Path(child.__file__)), ",".join(map(str, cores))
+    return [sys.executable, "-I", "-S", script, str(os.getpid()), os.getcwd(), hosts, places, *command]
+
+
+class RankProcesses:
+    """All ranks of a run; leaving the context ends every process group that was started.
+
+    An ended rank stays a zombie until then, so that the id of its group cannot be reused.
+
+    Args:
+        on_line: called in the thread that calls `step`, with a rank and one line without its end.
+    """
+
+    def __init__(self, on_line: Callable[[int, str], None]) -> None:
+        self.exit_codes: list[int | None] = []
+        self._on_line = on_line
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._began: list[tuple[Sequence[str], Mapping[str, str]]] = []
+        self._pending: list[bytes] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill_groups()
+        try:
+            if kind is None:
+                self._drain()
+        finally:
+            self._selector.close()
+            for process in self._processes:
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the next rank, in a session of its own, standard error merged into standard output."""
+        self._began.append((command, environment))
+        self._processes.append(self._spawned(len(self._processes)))
+        self._pending.append(b"")
+        self.exit_codes.append(None)
+
+    def start_again(self, rank: int) -> None:
+        """Start an ended rank again, in the same way as before."""
+        old = self._processes[rank]
+        assert old.stdout is not None
+        end = time.monotonic() + _DRAIN_SECONDS
+        while old.stdout in {key.fileobj for key in self._selector.get_map().values()}:
+            if time.monotonic() > end:  # one of its children still holds it open
+                self._selector.unregister(old.stdout)
+            else:
+                self._read(0.05)
+        old.wait()
+        old.stdout.close()
+        self._pending[rank] = b""
+        self._processes[rank] = self._spawned(rank)
+        self.exit_codes[rank] = None
+
+    def _spawned(self, rank: int) -> subprocess.Popen[bytes]:
+        command, environment = self._began[rank]
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, rank)
+        return process
+
+    @property
+    def running(self) -> bool:
+        """Whether any rank is still running."""
+        return None in self.exit_codes
+
+    def step(self, seconds: float) -> None:
+        """Pass on the ranks' output, waiting at most that long for some, and note which have ended."""
+        if self._selector.get_map():
+            self._read(seconds)
+        else:
+            time.sleep(seconds)
+        for rank, process in enumerate(self._processes):
+            if self.exit_codes[rank] is None:
+                self.exit_codes[rank] = _exit_code(process.pid)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to the process groups of all running ranks, or of one rank."""
+        for one, (process, code) in enumerate(zip(self._processes, self.exit_codes)):
+            if code is None and rank in (None, one):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _kill_groups(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _read(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            rank = int(key.data)
+            data = os.read(key.fd, _CHUNK)
+            *lines, rest = (self._pending[rank] + data).split(b"\n")
+            if not data:
+                self._selector.unregister(key.fileobj)
+                lines, rest = ([rest] if rest else []), b""
+            self._pending[rank] = rest
+            for line in lines:
+                self._on_line(rank, line.decode(errors="replace").removesuffix("\r"))
+
+    def _drain(self) -> None:
+        end = time.monotonic() + _DRAIN_SECONDS
+        while self._selector.get_map() and time.monotonic() < end:
+            self._read(0.05)
+        for rank, rest in enumerate(self._pending):
+            if rest:
+                self._on_line(rank, rest.decode(errors="replace"))
+
+
+def _exit_code(pid: int) -> int | None:
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # something else in this process waited for it
+        return 255
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else 128 + status.si_status

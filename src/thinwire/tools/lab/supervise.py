@@ -1,0 +1,163 @@
+"""The course of a run: its faults, and how it ends: by itself, after a rank failed, when time is up, or on a signal."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from thinwire.tools.lab.faults import Happening, RankFault, happenings
+from thinwire.tools.lab.ranks import RankProcesses
+
+TIMED_OUT = 124
+_TICK_SECONDS = 0.05
+_KILL_AFTER_SECONDS = 5.0
+_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "continued": signal.SIGCONT}
+
+
+def supervise(
+    ranks: RankProcesses,
+    signals: DeferredSignals,
+    timeline: FaultTimeline,
+    *,
+    grace_seconds: float,
+    timeout_seconds: float | None,
+) -> int:
+    """Wait until all ranks have ended, and make sure that they do.
+
+    When a rank fails, the others have `grace_seconds` to notice, then get SIGTERM, and five seconds later SIGKILL. When
+    time is up or a signal arrived, they get SIGTERM at once; on a second signal SIGKILL. A death caused by the timeline
+    is not a failure.
+
+    Returns:
+        The worst exit code among the ranks that ended by themselves; 124 if time was up.
+    """
+    began = time.monotonic()
+    terminate_at = kill_at = math.inf
+    by_itself: list[int | None] = []
+    timed_out = terminated = False
+    while ranks.running or (timeline.all_dead_for_now and not terminated):
+        ranks.step(_TICK_SECONDS)
+        now = time.monotonic()
+        if not terminated:
+            timeline.until(now)
+        if any(timeline.unasked(ranks.exit_codes)):
+            terminate_at = min(terminate_at, now + grace_seconds)
+        if signals.received is not None:
+            terminate_at = min(terminate_at, now)
+        ended = not ranks.running and not timeline.all_dead_for_now
+        if timeout_seconds is not None and now - began >= timeout_seconds and not terminated and not ended:
+            timed_out, terminate_at = True, now
+        if now >= terminate_at and not terminated:
+            terminated, kill_at = True, now + _KILL_AFTER_SECONDS
+            by_itself = timeline.unasked(ranks.exit_codes)
+            ranks.signal(signal.SIGTERM)
+        if now >= kill_at or signals.count > 1:
+            ranks.signal(signal.SIGKILL)
+    if timed_out:
+        return TIMED_OUT
+    codes = by_itself if terminated else timeline.unasked(ranks.exit_codes)
+    return max((code or 0 for code in codes), default=0)
+
+
+class DeferredSignals:
+    """Hold back ctrl-C, SIGTERM and SIGHUP inside the context; the first one is raised again on exit.
+
+    So the caller sees the same KeyboardInterrupt or death as without the lab, only later. Python handles signals in the
+    main thread only: in other threads this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.count = 0
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> DeferredSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _DEFERRED:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        self.count += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        if self.received is not None:
+            signal.raise_signal(self.received)
+
+
+class FaultTimeline:
+    """The faults of one run.
+
+    Args:
+        faults: faults to apply.
+        ranks: the processes that they hit.
+        carry: lets the link of a rank carry packets, or none.
+        tell: called with each event that happened.
+
+    Attributes:
+        began: the point on ``time.monotonic`` from which times count; None: not started yet.
+        happened: events so far, with their actual times.
+        left: events still to come.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[RankFault],
+        ranks: RankProcesses,
+        carry: Callable[[int, bool], None],
+        tell: Callable[[Happening], None],
+    ) -> None:
+        self.began: float | None = None
+        self.happened: list[Happening] = []
+        self.left = happenings(faults)
+        self._ranks, self._carry, self._tell = ranks, carry, tell
+        self._killed: set[int] = set()
+
+    def until(self, now: float) -> None:
+        """Apply what is due by now. Faults of a rank that has ended are skipped."""
+        seconds = -1.0 if self.began is None else now - self.began
+        while self.left and self.left[0].seconds <= seconds:
+            due = self.left.pop(0)
+            if self._does(due):
+                done = Happening(round(seconds, 3), due.rank, due.what)
+                self.happened.append(done)
+                self._tell(done)
+
+    def _does(self, due: Happening) -> bool:
+        rank, what = due.rank, due.what
+        if what in ("cut off", "connected again"):
+            self._carry(rank, what == "connected again")
+        elif what == "started again":
+            if rank not in self._killed:
+                return False
+            self._killed.remove(rank)
+            self._ranks.start_again(rank)
+        elif self._ranks.exit_codes[rank] is None:
+            self._ranks.signal(_SIGNALS[what], rank)
+            if what == "killed":
+                self._killed.add(rank)
+        else:
+            return False
+        return True
+
+    @property
+    def all_dead_for_now(self) -> bool:
+        """Return whether all ranks are killed and at least one of them will be started again."""
+        comes = any(one.what == "started again" and one.rank in self._killed for one in self.left)
+        return comes and len(self._killed) == len(self._ranks.exit_codes)
+
+    def unasked(self, exit_codes: Sequence[int | None]) -> list[int | None]:
+        """Return the exit codes without the intended deaths."""
+        return [0 if rank in self._killed and code is not None else code for rank, code in enumerate(exit_codes)]

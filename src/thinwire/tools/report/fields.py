@@ -1,0 +1,93 @@
+"""Typed access to JSON from elsewhere: missing values and wrong types give an error of one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from thinwire.tools.report.words import bits, duration
+
+Data: TypeAlias = Mapping[str, Any]
+
+
+def parsed(text: str) -> Any:
+    """Return JSON's content; a whole number that no float can hold is infinite.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
+
+
+def table(value: Any, what: str) -> Data:
+    """Return the value if it is a JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not a JSON object")
+    return value
+
+
+def listed(data: Data, key: str) -> list[Any]:
+    """Return a list."""
+    value = data.get(key)
+    if not isinstance(value, list):
+        raise ValueError(f"{key!r} is not a list")
+    return value
+
+
+def tables(data: Data, key: str) -> list[Data]:
+    """Return a list of objects."""
+    return [table(entry, f"an entry of {key!r}") for entry in listed(data, key)]
+
+
+def number(data: Data, key: str) -> float:
+    """Return a finite number."""
+    found = maybe_number(data, key)
+    if found is None:
+        raise ValueError(f"{key!r} is not a number")
+    return found
+
+
+def maybe_number(data: Data, key: str) -> float | None:
+    """Return a finite number; None if there is none or it is not finite."""
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if value is None:
+            return None
+        raise ValueError(f"{key!r} is not a number")
+    return float(value) if math.isfinite(value) else None
+
+
+def text(data: Data, key: str) -> str:
+    """Return a text; "" if there is none."""
+    value = data.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} is not text")
+    return value
+
+
+def numbers(data: Data, key: str) -> tuple[float, ...]:
+    """Return a list of finite numbers."""
+    return tuple(number({key: value}, key) for value in listed(data, key))
+
+
+def facts(data: Data) -> str:
+    """Return the short texts and numbers at the top of a file, as its writer wanted them shown."""
+    said = []
+    for key, value in data.items():
+        words = key.replace("_", " ")
+        if isinstance(value, str) and value and key != "sentence":
+            said.append(f"{words}: {value}")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if key == "bits_per_second":
+                said.append(f"link: {bits(value)}")
+            elif key.endswith("_seconds"):
+                said.append(f"{words.removesuffix(' seconds')}: {duration(value)}")
+            elif key.endswith("_share"):
+                said.append(f"{words}: {value:.0%}")
+            else:
+                said.append(f"{words}: {value:g}")
+    return "; ".join(said)

@@ -1,0 +1,169 @@
+"""The measured comparison: step times with their spread, bytes, and the figures as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.tools.pictures.colours import Colours
+from thinwire.tools.pictures.draw import plotly
+from thinwire.tools.report.figures import BAR, TEXT, hatched, names_axis, new, scale
+from thinwire.tools.report.inputs import Inputs
+from thinwire.tools.report.results import Bench, BenchRow
+from thinwire.tools.report.section import Block, Chart, Section
+from thinwire.tools.report.words import duration, factor, hover, megabytes, short
+
+_READING = (
+    "Each bar is the median time of one training step of the slowest worker; shorter is better. The hatched end is "
+    "exposed communication: what the step takes beyond computing alone. The thin line is the spread (half of the "
+    "steps lie within it). The dotted line is computing alone. The dashed line is the floor: no exact method whose "
+    "average is ready at the end of backward can be faster on this link; a compressed one can."
+)
+_SOURCES = {
+    "interface": "MB per step: what a machine's interface sent, headers included.",
+    "stats": "MB per step of thinwire's methods: its own count, per rank.",
+    "formula": "MB per step of the others: the ring formula, per rank, not measured.",
+}
+_EDGES = 70  # pixels of height for the axis
+
+
+def section(inputs: Inputs, colours: Colours) -> Section | None:
+    """Return the section; None if nothing was measured."""
+    if not inputs.benches:
+        return None
+    blocks = tuple(_block(bench, colours) for bench in inputs.benches)
+    return Section("bench", "Measured steps", _READING, blocks)
+
+
+def _block(bench: Bench, colours: Colours) -> Block:
+    rows = [row for row in bench.rows if row.step_seconds is not None and not row.error]
+    lines = [f"{bench.where[0].upper()}{bench.where[1:]}."]
+    charts: list[Chart] = []
+    if rows:
+        best = min(rows, key=lambda row: row.step_seconds or 0.0)
+        gain = f", {factor(best.speedup)} as fast as ddp" if best.speedup and best.label != "ddp" else ""
+        lines.append(f"Shortest step: {best.label}, {duration(best.step_seconds or 0.0)}{gain}.")
+        charts.append(Chart(_steps(bench, rows, colours), "Time of a step", share=3))
+        if any(row.bytes_per_step is not None for row in rows):
+            charts.append(Chart(_bytes(rows, colours), "Sent per step", share=2))
+    notes = [text for source, text in _SOURCES.items() if any(row.bytes_source == source for row in rows)]
+    notes += [f"{row.label} failed: {row.error}" for row in bench.rows if row.error]
+    if any(row.predicted_seconds is not None for row in rows):
+        notes.append(
+            f"Predicted at {bench.link}: computed, not measured: max(compute, forward + bytes / rate), a lower bound."
+        )
+    if bench.note:
+        notes.append(f"Where: {bench.note}.")
+    legend = _legend(bench, rows) if rows else ()
+    return Block(bench.name, tuple(lines), tuple(charts), legend, _table(bench, rows) if rows else (), tuple(notes))
+
+
+def _guides(bench: Bench, rows: Sequence[BenchRow]) -> list[tuple[str, str, float]]:
+    """Return the vertical lines: their look, their meaning, their position."""
+    guides = [("dotted", "compute alone", bench.compute_seconds)]
+    if bench.link and (bench.emulated or any(row.predicted_seconds is not None for row in rows)):
+        guides.append(("dashed", f"floor of exact methods at {bench.link}", bench.floor_seconds))
+    return guides
+
+
+def _legend(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, str], ...]:
+    marks = [("hatched", "exposed communication")]
+    marks += [(look, f"{meaning}: {duration(value)}") for look, meaning, value in _guides(bench, rows)]
+    if any(row.predicted_seconds is not None for row in rows):
+        marks.append(("diamond", f"predicted at {bench.link}, a lower bound"))
+    return tuple(marks)
+
+
+def _steps(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
+    go = plotly()
+    steps = [row.step_seconds or 0.0 for row in rows]
+    spreads = [row.spread_seconds or 0.0 for row in rows]
+    predicted = [row.predicted_seconds for row in rows]
+    guides = _guides(bench, rows)
+    ends = [s + spread / 2 for s, spread in zip(steps, spreads)]
+    longest = max([*ends, *(value or 0.0 for value in predicted), *(value for *_, value in guides)])
+    unit, unit_name = scale(longest)
+    keys = [f"{number} {row.label}" for number, row in enumerate(rows)]  # labels may be equal
+    tints = [colours.of(row.label) for row in rows]
+    exposed = [min(max(row.exposed_seconds or 0.0, 0.0), s) for row, s in zip(rows, steps)]
+    hidden = [(s - x) * unit for s, x in zip(steps, exposed)]
+    figure = new(_EDGES + BAR * len(rows), barmode="stack", showlegend=False)
+    common = {"y": keys, "orientation": "h", "width": 0.62, "hoverinfo": "text", "hovertext": [_hover(r) for r in rows]}
+    figure.add_trace(go.Bar(x=hidden, marker_color=tints, **common))
+    figure.add_trace(go.Bar(x=[x * unit for x in exposed], marker=hatched(tints), **common))
+    figure.add_trace(
+        go.Scatter(
+            x=[s * unit for s in steps],
+            y=keys,
+            mode="markers",
+            marker={"size": 1, "color": TEXT},
+            error_x={"array": [s / 2 * unit for s in spreads], "color": TEXT, "thickness": 1.5, "width": 5},
+            hoverinfo="skip",
+        )
+    )
+    figure.add_trace(
+        go.Scatter(
+            x=[None if value is None else value * unit for value in predicted],
+            y=keys,
+            mode="markers",
+            marker={"symbol": "diamond-open", "size": 11, "color": TEXT, "line": {"width": 2}},
+            hoverinfo="skip",
+        )
+    )
+    for look, _, value in guides:
+        line = {"dash": {"dotted": "dot", "dashed": "dash"}[look], "color": TEXT, "width": 2}
+        figure.add_shape(type="line", x0=value * unit, x1=value * unit, y0=0, y1=1, yref="paper", line=line)
+    names_axis(figure, keys, [short(row.label, 26) for row in rows])
+    return figure.update_xaxes(title_text=f"step ({unit_name})", range=[0, longest * unit * 1.06], fixedrange=True)
+
+
+def _bytes(rows: Sequence[BenchRow], colours: Colours) -> Any:
+    keys = [f"{number} {row.label}" for number, row in enumerate(rows)]
+    figure = new(_EDGES + BAR * len(rows), showlegend=False)
+    sent = [(row.bytes_per_step or 0.0) / 1e6 for row in rows]
+    figure.add_trace(
+        plotly().Bar(
+            x=sent,
+            y=keys,
+            orientation="h",
+            width=0.62,
+            marker_color=[colours.of(row.label) for row in rows],
+            text=[megabytes(row.bytes_per_step) for row in rows],
+            textposition="outside",
+            cliponaxis=False,
+            hoverinfo="text",
+            hovertext=[_hover(row) for row in rows],
+        )
+    )
+    names_axis(figure, keys, [short(row.label, 26) for row in rows])
+    return figure.update_xaxes(title_text="sent per step (MB)", range=[0, (max(sent) or 1.0) * 1.45], fixedrange=True)
+
+
+def _table(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, ...], ...]:
+    predicted = any(row.predicted_seconds is not None for row in rows)
+    head = ["method", "step", "spread", "exposed", "sent", "loss", "×"]
+    lines = [tuple(head + ([f"predicted at {bench.link}"] if predicted else []))]
+    for row in rows:
+        cells = [row.label, *(map(_time, (row.step_seconds, row.spread_seconds, row.exposed_seconds)))]
+        cells += [megabytes(row.bytes_per_step), _decimal(row.loss), _decimal(row.speedup)]
+        lines.append(tuple(cells + ([_time(row.predicted_seconds)] if predicted else [])))
+    return tuple(lines)
+
+
+def _time(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"-{duration(-value)}" if value < 0 else duration(value)
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _hover(row: BenchRow) -> str:
+    return hover(
+        row.label,
+        f"step {_time(row.step_seconds)}, spread {_time(row.spread_seconds)}",
+        f"exposed communication {_time(row.exposed_seconds)}",
+        f"{megabytes(row.bytes_per_step)} sent per step" if row.bytes_per_step is not None else "",
+    )
