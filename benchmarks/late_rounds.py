@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from thinwire.core.methods.cast import Cast
-from thinwire.core.program import Topology
-from thinwire.core.program.lockstep import run_lockstep
 from thinwire.engine.local import Local, rounds
+from thinwire.engine.local.travel import LocalRanks
 from thinwire.tools.bench.models.registry import build_model, loss_of
 from thinwire.tools.bench.race import Trajectory
 
@@ -34,48 +33,29 @@ def train(seed: int, settings: Local | None) -> Trajectory:
     models = [workload.model for workload in workloads]
     losses = [loss_of(workload, rank) for rank, workload in enumerate(workloads)]
     optimizers = [workload.optimizer(workload.model) for workload in workloads]
-    topology = Topology(RANKS)
-    drivers = [
-        rounds.Rounds(settings, dict(model.named_parameters()), (), rank, topology)
-        for rank, model in enumerate(models if settings else ())
-    ]
+    world = LocalRanks(settings, [dict(model.named_parameters()) for model in models]) if settings else None
     points = []
     for step in range(STEPS):
         for model, loss, optimizer in zip(models, losses, optimizers):
             optimizer.zero_grad()
             loss(model, step + seed * STEPS).backward()
-        if not drivers:
+        if world is None:
             for same in zip(*(model.parameters() for model in models), strict=True):
                 mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
                 for p in same:
                     p.grad = mean
         for optimizer in optimizers:
             optimizer.step()
-        exchange(drivers, topology)
+        if world is not None:
+            world.step()
         if (step + 1) % EVERY == 0:
             evaluate = workloads[0].evaluate
             assert evaluate is not None
-            with drivers[0].outer_weights() if drivers else nullcontext():
+            with world.rounds[0].outer_weights() if world is not None else nullcontext():
                 found = [evaluate(models[0], 0, rank).item() for rank in range(RANKS)]
             points.append((step + 1, statistics.fmean(found)))
     steps, judged = zip(*points)
     return Trajectory(steps, judged).smoothed(2 * EVERY)
-
-
-def exchange(drivers: list[rounds.Rounds], topology: Topology) -> None:
-    """What is due after a step."""
-    for driver in drivers:
-        driver.stepped()
-        for fragment in driver.arriving():
-            driver.merge(fragment)
-    for group in zip(*(driver.leaving() for driver in drivers), strict=True):
-        for programs in zip(*(driver.send(f) for driver, f in zip(drivers, group)), strict=True):
-            run_lockstep(programs, topology)
-        for fragment in group:
-            fragment.receive()
-    for driver in drivers:
-        for fragment in driver.arriving():
-            driver.merge(fragment)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _HOME = {
     "GradientSync": "engine.sync",
     "Local": "engine.local.settings",
-    "LocalSync": "engine.local_sync",
+    "LocalSync": "engine.local.sync",
     "LocalWorld": "core.program.local_world",
     "Method": "core.program.method",
     "Nesterov": "engine.local.settings",
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from thinwire.core.program.topology import Topology
     from thinwire.engine.attach import attach
     from thinwire.engine.local.settings import QSR, Local, Nesterov
-    from thinwire.engine.local_sync import LocalSync
+    from thinwire.engine.local.sync import LocalSync
     from thinwire.engine.state import checkpoint  # noqa: F401
     from thinwire.engine.stats import Stats
     from thinwire.engine.sync import GradientSync

@@ -11,7 +11,7 @@ from torch import nn
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine.schedules.deferred_grad import DeferredGrad
+from thinwire.engine.schedules.deferred import DeferredGrad
 
 pytestmark = pytest.mark.dist
 

@@ -162,10 +162,10 @@ def test_a_store_whose_host_is_frozen_is_an_error_where_ranks_pull(monkeypatch):
     """A store's own limit is none for ``add``: its host's kernel has taken the question, and nobody answers."""
     frozen = SimpleNamespace(add=lambda key, number: threading.Event().wait(20.0))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(clone=lambda: frozen))
-    members = SimpleNamespace(timeout=timedelta(seconds=0.2))
+    limit = timedelta(seconds=0.2)
     plan = Assignment((), tuple(range(7)))
     answers = iter([b"1", plan.to_json().encode()])  # rank 0's: the number of the run, and who trains what
-    ranks = SimpleNamespace(rank=1, gather=lambda message: [next(answers)], members=members)
+    ranks = SimpleNamespace(rank=1, gather=lambda message: [next(answers)], timeout=limit)
     device = SimpleNamespace(empty=dict, clients=SimpleNamespace(samples=lambda client: 1))
     back = AllReduceBackend(device, Planner("pull", 2, 0), ranks)
     task = RoundTask(3, fl.RoundRequest({}), 7, 7)

@@ -11,18 +11,18 @@ BYTES = 10 * 300 * 300 * 4
 
 
 def _train(rank, size, seconds, backward=None):
-    from thinwire.engine.controller import rebuild
+    from thinwire.engine.controller import planning
     from thinwire.engine.ranks import communicator
 
-    typical, gain = communicator.typical, rebuild.gain_of_overlap
+    typical, gain = communicator.typical, planning.gain_of_overlap
     if seconds is not None:
         communicator.typical = lambda totals, ranks: (BYTES, seconds)
     if backward is not None:
-        rebuild.gain_of_overlap = lambda all_reduce, measured: gain(all_reduce, backward)
+        planning.gain_of_overlap = lambda all_reduce, measured: gain(all_reduce, backward)
     try:
         return _steps(rank)
     finally:
-        communicator.typical, rebuild.gain_of_overlap = typical, gain
+        communicator.typical, planning.gain_of_overlap = typical, gain
 
 
 def _steps(rank):

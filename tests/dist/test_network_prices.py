@@ -31,7 +31,7 @@ def _start(rank, folder, *, tolerance=1e9, steps=12, **attach):
                 cases.loss_of(net, rank, step, width=64).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found = sync.services.controller.pilot.network
+            found = sync.services.controller.network
             return found.measured, found.checked, sync.stats().why, found.costs.to_json()
     finally:
         network.TOLERANCE = before

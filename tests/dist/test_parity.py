@@ -1219,7 +1219,7 @@ def _limit_of_the_group(rank, size):
         tw.attach(net, None, "ssgd", process_group=group) as ours,
         tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs,
     ):
-        return [sync.services.session.comm.members.timeout.total_seconds() for sync in (ours, theirs)]
+        return [sync.services.session.comm.timeout.total_seconds() for sync in (ours, theirs)]
 
 
 def test_the_limit_is_that_of_the_group():

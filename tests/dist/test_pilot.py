@@ -177,7 +177,7 @@ def test_worth_is_for_auto_and_a_file_of_a_race(options, says):
 def _probed(rank, size):
     """Nothing is given: the network is measured."""
     _, sync, _ = _train(rank, "auto", {}, None)
-    return sync.stats().why, sync.services.controller.pilot.costs.hash, sync.plan.hash
+    return sync.stats().why, sync.services.controller.costs.hash, sync.plan.hash
 
 
 def test_auto_measures_the_network():
@@ -191,10 +191,10 @@ def _adaptive(rank, size):
     pilot.WATCH_STEPS = 12
     wrong = Costs({("AllReduce", "world", 2): Linear(30.0, 0.0)}, SLOW.compute)
     _, sync, _first = _train(rank, "ssgd", {}, wrong, steps=60, plan="adaptive")
-    again = sync.services.controller.pilot.decisions
+    again = sync.services.controller.decisions
     sync.close()
     _, sync, _ = _train(rank, "ssgd", {"fusion": "optimal"}, wrong, steps=60)
-    return again, sync.services.controller.pilot.decisions, sync.services.controller.pilot.warned
+    return again, sync.services.controller.decisions, sync.services.controller.warned
 
 
 def test_a_wrong_prediction_is_noticed():

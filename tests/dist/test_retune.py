@@ -9,7 +9,7 @@ import torch
 import thinwire as tw
 from spawned import run
 from thinwire.core.pricing.costs import Costs
-from thinwire.engine.controller import tuner
+from thinwire.engine.controller import pilot
 from thinwire.predict.measure.timing import Stopwatch
 
 pytestmark = pytest.mark.dist
@@ -33,7 +33,7 @@ def _train(rank, method, *, steps=None, seconds=None, plan=None):
 def _loop(rank, net, sync, optimizer, steps, seconds):
     now, hashes, step = [0.0], [], 0
     if seconds is not None:
-        sync.services.controller.pilot.timings.stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
+        sync.services.controller.timings.stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
     while step < steps if steps else not sync.stats().settled:
         buckets = len(sync.plan.phases[0])
         cases.loss_of(net, rank, step, width=16).backward()
@@ -152,14 +152,14 @@ class _Garbled(tw.Plan):
 
 
 def _differ(rank, size):
-    before = tuner.Plan
-    tuner.Plan = _Garbled if rank == 1 else before
+    before = pilot.Plan
+    pilot.Plan = _Garbled if rank == 1 else before
     try:
         _train(rank, tw.SSGD(fusion="tune"), seconds=_many)
     except ValueError as error:
         return str(error)
     finally:
-        tuner.Plan = before
+        pilot.Plan = before
 
 
 def test_ranks_that_would_run_different_plans_say_so():
@@ -169,16 +169,16 @@ def test_ranks_that_would_run_different_plans_say_so():
 
 def _adaptive(rank, size):
     """Settled; then steps take no time at all on the clock, which is not what was measured."""
-    before, tuner.WATCH_STEPS = tuner.WATCH_STEPS, 6
+    before, pilot.WATCH_STEPS = pilot.WATCH_STEPS, 6
     try:
         net, sync, _ = _train(rank, tw.SSGD(fusion="tune"), seconds=_few, plan="adaptive")
     finally:
-        tuner.WATCH_STEPS = before
-    settled = sync.stats().settled, sync.services.controller.pilot.decisions
+        pilot.WATCH_STEPS = before
+    settled = sync.stats().settled, sync.services.controller.decisions
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     _loop(rank, net, sync, optimizer, 6 + 8, None)
     sync.close()
-    return settled, (sync.stats().settled, sync.services.controller.pilot.decisions)
+    return settled, (sync.stats().settled, sync.services.controller.decisions)
 
 
 def test_adaptive_tunes_again():

@@ -14,14 +14,14 @@ def test_auto_settles_without_a_finding(monkeypatch, lossy):
     timed = []
 
     def typical(communicator):
-        timed.append(communicator.steps.executor.watch.totals())
+        timed.append(communicator.executor.watch.totals())
         return 1 << 20, 1e-3
 
     monkeypatch.setattr(Communicator, "typical_exchange", typical)
     with training("auto", lossy=lossy) as run:
         for _ in range(14):
             run.step()
-        stats, pilot = run.sync.stats(), run.sync.services.controller.pilot
+        stats, pilot = run.sync.stats(), run.sync.services.controller
     assert stats.settled
     assert any("plans priced" in line for line in stats.why)
     assert not Counter(map(str, run.card.findings))

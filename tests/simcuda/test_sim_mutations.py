@@ -75,7 +75,7 @@ def sums(card):
 FOUND_BY = {
     "adapters/fsdp2_replicas.py _reduce read_here 0": CASES["FSDP2"],
     "core/collectives/transport.py block wait 0": CASES["ssgd"],
-    "engine/memory.py bucket read_here 0": CASES["one bucket each"],
+    "engine/buckets.py bucket read_here 0": CASES["one bucket each"],
     "engine/executors/streams.py _run wait_event 0": CASES["ssgd"],
     "engine/executors/streams.py finish wait_stream 0": CASES["ssgd"],
     "engine/executors/streams.py read_here record_stream 0": CASES["one bucket each"],

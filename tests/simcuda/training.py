@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.core.kernels.select.histogram import digits
 from thinwire.core.program import Topology
-from thinwire.engine.schedules.deferred_grad import DeferredGrad
+from thinwire.engine.schedules.deferred import DeferredGrad
 from thinwire.systems.kfac import KFAC
 
 DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")

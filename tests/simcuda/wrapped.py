@@ -20,7 +20,8 @@ from nccl import Nccl
 from torch import Tensor, nn
 from training import DEVICE, RANKS, Net
 
-from thinwire.adapters import ddp_sync, fsdp2_replicas
+from thinwire.adapters import ddp as ddp_hooks
+from thinwire.adapters import fsdp2_replicas
 from thinwire.adapters.ddp import ddp_hook
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
@@ -123,7 +124,7 @@ def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) ->
     with (
         card.in_place(),
         Nccl(card, rank, RANKS).in_place(),
-        patch.object(ddp_sync, "promise_on", lambda device: Promise(card, device)),
+        patch.object(ddp_hooks, "promise_on", lambda device: Promise(card, device)),
     ):
         torch.manual_seed(0)
         with DEVICE:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import thinwire as tw
-from thinwire.engine.attached import handles
+from thinwire.engine.services import handles
 
 PATIENCE = 60  # seconds for a rank whose peer has failed
 

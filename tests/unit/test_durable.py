@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from thinwire.core.durable import CheckpointDirectory, read_file, user_cache, write_file, write_whole
-from thinwire.engine.controller import remembered
+from thinwire.engine.controller import network as prices
 from thinwire.systems.federated import checkpoint as rounds
 from thinwire.systems.federated.history import History
 from thinwire.systems.split import store
@@ -248,8 +248,8 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
         user_cache()
     monkeypatch.setenv("THINWIRE_REMEMBER", "1")
     network = {"hosts": ["a", "b"]}
-    remembered.keep(network, None)  # training goes on; nothing is kept
-    assert remembered.recall(network) is None
+    prices.keep(network, None)  # training goes on; nothing is kept
+    assert prices.recall(network) is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "thinwire"
 

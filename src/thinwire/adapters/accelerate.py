@@ -15,15 +15,14 @@ from typing import Any, Literal, overload
 
 from torch.optim import Optimizer
 
+from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_module import checked, register
 from thinwire.adapters.ddp_ranks import load_from, save_in
-from thinwire.adapters.ddp_sync import DDPSync
-from thinwire.adapters.local_ddp import attach_local
-from thinwire.adapters.local_rank import LocalRank
+from thinwire.adapters.local_ddp import LocalRank, attach_local
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
-from thinwire.engine.local.named import named_local
-from thinwire.engine.local_sync import LocalSync
+from thinwire.engine.local.settings import named_local
+from thinwire.engine.local.sync import LocalSync
 
 try:
     from accelerate import Accelerator

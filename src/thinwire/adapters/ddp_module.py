@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp import ddp_hook
-from thinwire.adapters.ddp_sync import DDPSync
+from thinwire.adapters.ddp import DDPSync, ddp_hook
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
-from thinwire.engine.local.named import named_local
+from thinwire.engine.local.settings import named_local
 
 log = logging.getLogger("thinwire")
 

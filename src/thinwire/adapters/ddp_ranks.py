@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.adapters.ddp_group import control_device
-from thinwire.adapters.ddp_sync import DDPSync
-from thinwire.adapters.local_rank import LocalRank
+from thinwire.adapters.ddp import DDPSync, control_device
+from thinwire.adapters.local_ddp import LocalRank
 from thinwire.core.durable import read_file, readable, write_whole
 
 log = logging.getLogger("thinwire")

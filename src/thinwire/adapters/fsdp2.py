@@ -22,8 +22,8 @@ from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import classes, resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Method, Topology
+from thinwire.engine.attach import checked_timeout
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.engine.settings import checked_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

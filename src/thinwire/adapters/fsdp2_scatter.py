@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.adapters.fsdp2_groups import Group
-from thinwire.adapters.released import released
 from thinwire.core.methods import two_step
 from thinwire.core.program import Method, ReduceScatter, working_dtype
-from thinwire.engine.executors.issuer import Failure
+from thinwire.engine.executors.events import Failure
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.stats import Stats
 
@@ -77,7 +76,7 @@ class CompressedReduceScatter:
             RuntimeError: the exchange failed.
         """
         assert self._comm is not None
-        ranks = len(self._comm.members.ranks)
+        ranks = len(self._comm.ranks)
         if async_op or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise NotImplementedError(
                 "the compressed reduce-scatter supports only synchronous averages and sums: "
@@ -104,7 +103,7 @@ class CompressedReduceScatter:
         return Stats(
             method=self.method.name,
             note="",
-            world_size=len(self._comm.members.ranks),
+            world_size=len(self._comm.ranks),
             rank=self._comm.rank,
             steps=self._calls,
             bytes_sent=ledger.total,
@@ -115,7 +114,12 @@ class CompressedReduceScatter:
 
     def close(self) -> None:
         """Restore FSDP2's own reduce-scatter, and return the process groups to the pool."""
-        self._broken = released(self._undo, self._comm, self._broken)
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._comm is not None:
+            self._comm.close(broken=self._broken is not None)
+            self._broken = self._broken or "it was closed"
 
     def __enter__(self) -> CompressedReduceScatter:
         return self

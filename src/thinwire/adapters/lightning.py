@@ -14,14 +14,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_module import chosen, register
 from thinwire.adapters.ddp_ranks import gathered_state
-from thinwire.adapters.ddp_sync import DDPSync
-from thinwire.adapters.local_ddp import attach_local
-from thinwire.adapters.local_rank import LocalRank
+from thinwire.adapters.local_ddp import LocalRank, attach_local
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
-from thinwire.engine.local_sync import LocalSync
+from thinwire.engine.local.sync import LocalSync
 
 log = logging.getLogger("thinwire")
 

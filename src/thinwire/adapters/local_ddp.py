@@ -2,12 +2,13 @@
 
 Two things keep DDP from averaging: it is told not to synchronize, which costs nothing; and if a framework tells it to
 again (Lightning does, with manual optimization), a communication hook leaves each rank its own gradients.
-
-No ``from __future__ import annotations`` here: see :mod:`thinwire.adapters.ddp`.
 """
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,16 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters.ddp import any_rank
 from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
-from thinwire.adapters.local_rank import LocalRank
 from thinwire.core.durable import readable
-from thinwire.core.program import Topology
+from thinwire.core.program import State, Topology
 from thinwire.engine.attach import attach
-from thinwire.engine.local import Local
+from thinwire.engine.local.settings import Local
+from thinwire.engine.local.sync import LocalSync
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
-else:
-    GradBucket = getattr(dist, "GradBucket", None)
 
 
 class OwnGradients:
@@ -41,7 +41,7 @@ class OwnGradients:
         self.group, self.kept = group, False
 
 
-_hooked: "weakref.WeakKeyDictionary[DistributedDataParallel, OwnGradients]" = weakref.WeakKeyDictionary()
+_hooked: weakref.WeakKeyDictionary[DistributedDataParallel, OwnGradients] = weakref.WeakKeyDictionary()
 
 
 def own_gradients(state: OwnGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -54,6 +54,7 @@ def own_gradients(state: OwnGradients, bucket: GradBucket) -> torch.futures.Futu
     return done
 
 
+own_gradients.__annotations__.clear()  # DDP compares them with classes, and refuses strings
 own_gradients.keeps_own = True  # type: ignore[attr-defined]
 
 
@@ -130,3 +131,84 @@ def attach_local(
 def _readable(optimizer: torch.optim.Optimizer, state: Any) -> Any:
     """Make the framework's own file one that it can load: NumPy's numbers become Python's."""
     return readable(state, "optimizer")
+
+
+class LocalRank:
+    """The rank of one LocalSync. Its state is that of ``LocalSync`` plus ``own/<rank>``: weights and optimizer states.
+
+    Args:
+        sync: the LocalSync of this rank.
+        group: DDP's process group; None: there is one rank.
+
+    Attributes:
+        sync: as above.
+    """
+
+    def __init__(self, sync: LocalSync, group: dist.ProcessGroup | None) -> None:
+        self.sync, self._group = sync, group
+        self._lent: ExitStack | None = None
+
+    @property
+    def state(self) -> State:
+        return self.sync.services.state
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """DDP's process group."""
+        assert self._group is not None
+        return self._group
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether any rank raises the flag; equal on all ranks."""
+        return flag if self._group is None else any_rank(flag, self._group)
+
+    def lend(self) -> None:
+        """Put the outer weights into the model until ``take_back``. Idempotent."""
+        if self._lent is None:
+            self._lent = ExitStack()
+            self._lent.enter_context(self.sync.outer_weights())
+
+    def take_back(self) -> None:
+        """Put this rank's own weights back, if others are lent."""
+        if self._lent is not None:
+            lent, self._lent = self._lent, None
+            lent.close()
+
+    def outer(self) -> ExitStack:
+        """Return a context in which the model has the outer weights."""
+        stack = ExitStack()
+        if self._lent is None:
+            self.lend()
+            stack.callback(self.take_back)
+        return stack
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's complete state."""
+        return self.sync.state_dict() | {f"own/{self.state.rank}": self.own()}
+
+    def own(self) -> dict[str, Any]:
+        """Return weights and optimizer states."""
+        assert self._lent is None
+        services = self.sync.services
+        return {"model": services.model.state_dict(), "optimizers": [o.state_dict() for o in services.optimizers]}
+
+    def put(self, own: Mapping[str, Any]) -> None:
+        """Load what ``own`` returned."""
+        services = self.sync.services
+        services.model.load_state_dict(own["model"])
+        for optimizer, one in zip(services.optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(one)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load this rank's state, or the union of all ranks'; on another number of ranks, begin again.
+
+        Raises:
+            ValueError: it is not such a state, or does not fit.
+        """
+        state, rank = dict(saved), self.state.rank
+        same = int(state.get("world_size", 0)) == self.state.size
+        if same and f"own/{rank}" in state:
+            state["rank"] = rank
+        fitting = self.sync.fitting(state)
+        self.put(state[f"own/{rank if same else 0}"])
+        fitting.restore()

@@ -22,8 +22,7 @@ from thinwire.adapters.torchft_rounds import QuorumRounds, RoundOptions, check_s
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Method, Topology
 from thinwire.engine import attach as engine
-from thinwire.engine.local.named import named_local
-from thinwire.engine.local.settings import Local
+from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
 

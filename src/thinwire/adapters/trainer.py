@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_module import chosen, register
 from thinwire.adapters.ddp_ranks import load_from, save_in
-from thinwire.adapters.ddp_sync import DDPSync
-from thinwire.adapters.local_ddp import attach_local
-from thinwire.adapters.local_rank import LocalRank
+from thinwire.adapters.local_ddp import LocalRank, attach_local
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
-from thinwire.engine.local_sync import LocalSync
+from thinwire.engine.local.sync import LocalSync
 
 try:
     import accelerate  # noqa: F401  # without it, Trainer is a placeholder that says so only when made

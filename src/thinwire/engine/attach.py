@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,18 +21,16 @@ from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.start import measuring_method
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import rule_of
+from thinwire.core.pricing.measured import needs_measurement, rule_of
 from thinwire.core.program import Method, Plan, Scope, Topology
-from thinwire.engine.attached import attached_to, handles
 from thinwire.engine.controller.network import NetworkPrices
-from thinwire.engine.controller.pilot import Pilot, wanted
-from thinwire.engine.controller.tuner import Tuner
-from thinwire.engine.local.named import named_local
-from thinwire.engine.local.settings import Local
-from thinwire.engine.local_sync import LocalSync
+from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
+from thinwire.engine.local.settings import Local, named_local
+from thinwire.engine.local.sync import LocalSync
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator, meeting_in_attach
-from thinwire.engine.settings import AttachSettings, capped, check_scaler, check_topology, checked_timeout
+from thinwire.engine.services import attached_to, handles
+from thinwire.engine.source import AttachSettings
 from thinwire.engine.sync import GradientSync
 from thinwire.predict.choose.worth import read_worth, shipped
 from thinwire.predict.measure.kernels import KERNELS
@@ -210,27 +209,25 @@ def attach(
         return _attach_local(model, optimizers, local, managed, process_group, topology, settings)
     for o in optimizers:
         chosen.check_optimizer(o)
-    communicator: Communicator | Alone | None = None
-    pilot = None
-    if world > 1:
-        asks, device = on_failure is None, managed[0].parameter.device
-        communicator = Communicator(process_group, topology, device, settings.timeout, asks=asks, attaching=True)
-        if wanted(chosen, settings.pinned, adaptive, auto):
-            pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
-                communicator, lambda m: managed_parameters(model, m, keep_dense),
-                auto=auto, worth=worth_of, adaptive=adaptive,
-                network=NetworkPrices(communicator, costs, KERNELS if lossy or not chosen.exact else ("memory",)),
-            )  # fmt: skip
-    elif deferring(chosen) is not None:
-        communicator = Alone(managed[0].parameter.device)
+    pinned, device = settings.pinned, managed[0].parameter.device
+    asks = on_failure is None
+    comm = (
+        Communicator(process_group, topology, device, settings.timeout, asks=asks, attaching=True)
+        if world > 1
+        else Alone(device)
+    )
+    controller = Controller(pinned=pinned is not None)
+    if world > 1 and (auto or adaptive or (pinned is None and needs_measurement(chosen))):
+        controller = (Tuner if rule_of(chosen) == "tune" else Pilot)(
+            comm, lambda m: managed_parameters(model, m, keep_dense), auto=auto, worth=worth_of, adaptive=adaptive,
+            network=NetworkPrices(comm, costs, KERNELS if lossy or not chosen.exact else ("memory",)),
+        )  # fmt: skip
     try:
-        sync = GradientSync(model, optimizers, chosen, managed, communicator, topology, scaler, settings, pilot)
+        sync = GradientSync(model, optimizers, chosen, managed, comm, topology, scaler, settings, controller)
     except BaseException as error:
-        if isinstance(communicator, Communicator):
-            communicator.dismiss(error)
+        comm.dismiss(error)
         raise
-    if isinstance(communicator, Communicator):
-        communicator.attaching = False
+    comm.attaching = False
     try:
         sync.services.bind(optimizers, sync, scaler)
     except BaseException:
@@ -250,21 +247,18 @@ def _attach_local(
 ) -> LocalSync:
     if not optimizers:
         raise ValueError("local steps are counted by the optimizer's steps: pass the optimizer")
-    comm = inner = None
-    if topology.world_size > 1:
-        comm = Communicator(group, topology, managed[0].parameter.device, settings.timeout, attaching=True)
+    device, several, inner = managed[0].parameter.device, topology.world_size > 1, None
+    comm = Communicator(group, topology, device, settings.timeout, attaching=True) if several else Alone(device)
     try:
-        if local.inside is not None and comm is not None:
+        if local.inside is not None and several:
             inner = _attach_inside(model, optimizers, local.inside, comm, settings)
         sync = LocalSync(model, optimizers, local, managed, comm, topology, settings, inner)
     except BaseException as error:
         if inner is not None:
             inner.close()
-        if comm is not None:
-            comm.dismiss(error)
+        comm.dismiss(error)
         raise
-    if comm is not None:
-        comm.attaching = False
+    comm.attaching = False
     return sync
 
 
@@ -276,7 +270,7 @@ def _attach_inside(
     settings: AttachSettings,
 ) -> GradientSync:
     """Attach the method that averages gradients among the ranks of this machine."""
-    topology = comm.members.topology
+    topology = comm.topology
     if topology.nodes == 1:
         raise ValueError("inside= is for several machines: on one, attach the method itself")
     ranks = len(topology.members(Scope.NODE, comm.rank))
@@ -332,3 +326,52 @@ def _on_one_rank(method: Method, settings: AttachSettings) -> tuple[Method, Atta
             logger.warning("thinwire: %s", note)
     named = replace(method, collective="flat") if method.collective == "auto" else method  # type: ignore[type-var]
     return SSGD(fusion=method.fusion, **schedule(method)), replace(settings, note=note, named=named)
+
+
+def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any) -> dict[str, Any]:
+    """Return a named method's options with ``bucket_cap_mb`` as its ``fusion``.
+
+    Raises:
+        ValueError: it is no size, the options have a ``fusion`` too, or the method cannot be given options.
+    """
+    cap = bucket_cap_mb
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
+        raise ValueError(f"bucket_cap_mb={cap!r} must be a positive number of MiB")
+    if isinstance(method, Method):
+        raise ValueError(f"{type(method).__name__}(...) carries its own options: pass fusion={cap!r} to it")
+    if isinstance(method, str) and method.lower() == "auto":
+        raise ValueError(f'"auto" chooses the buckets too: leave out bucket_cap_mb={cap!r} or name a method')
+    if "fusion" in options:
+        raise ValueError(f"bucket_cap_mb={cap!r} and fusion={options['fusion']!r} mean the same: give only one of them")
+    return {**options, "fusion": cap}
+
+
+def checked_timeout(timeout: Any) -> timedelta | None:
+    """Return a limit, in seconds or as a timedelta, as a timedelta; None stays None.
+
+    Raises:
+        ValueError: it is not a valid limit.
+    """
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif timeout is None:
+        return None
+    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and math.isfinite(timeout):
+        seconds = timeout
+    else:
+        seconds = 0
+    if seconds <= 0:
+        raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0, a timedelta, or None")
+    return timedelta(seconds=seconds)
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise ``TypeError`` unless this is a GradScaler, something with its interface, or None."""
+    if scaler is not None and not (callable(getattr(scaler, "scale", None)) and hasattr(scaler, "is_enabled")):
+        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler or None")
+
+
+def check_topology(topology: Any) -> None:
+    """Raise ``TypeError`` unless this is a Topology or None."""
+    if topology is not None and not isinstance(topology, Topology):
+        raise TypeError(f"topology={topology!r} must be a thinwire.Topology or None")

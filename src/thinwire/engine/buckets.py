@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.core.program import Method, Plan, PlanBucket, Program
+import torch
+from torch import Tensor, nn
+
+from thinwire.core.program import Bucket, Method, Plan, PlanBucket, Program, Slot
 from thinwire.core.program.trace import TracedExchange, with_rare_rounds
 from thinwire.engine.controller.planning import trace_plan
-from thinwire.engine.memory import Memory
-from thinwire.engine.parameters import Managed
+from thinwire.engine.executors.streams import read_here
+from thinwire.engine.parameters import Managed, gradient_dtype
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats
 
 
-class Parameters:
-    """The managed parameters, by index, by name and by ``id``."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Phase:
+    """A phase of the plan: its buckets, their methods and exchanges, and the bucket of each parameter."""
 
-    def __init__(self, managed: Sequence[Managed]) -> None:
-        self.manage(managed)
-
-    def manage(self, managed: Sequence[Managed]) -> None:
-        """Replace the list, for example by what another method compresses."""
-        self.managed = list(managed)
-        self.by_name = {m.name: m for m in managed}
-        self.names = {id(m.parameter): m.name for m in managed}
-        self.nbytes = sum(m.parameter.nbytes for m in managed)
+    number: int
+    entries: Sequence[PlanBucket]
+    methods: list[Method]
+    traced: list[list[TracedExchange]]
+    where: list[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +33,7 @@ class Step:
     """A backward in progress.
 
     Attributes:
-        phase: the plan's phase. entries: the phase's buckets.
+        entries: its buckets.
         where: the bucket of each parameter.
         left: how many gradients each bucket still waits for.
         seen: for each parameter, whether its gradient has arrived. arrival: parameter indices in order of arrival.
@@ -41,7 +41,6 @@ class Step:
         told: whether the caller has said which parameters are used.
     """
 
-    phase: int
     entries: Sequence[PlanBucket]
     where: Sequence[int]
     left: list[int]
@@ -56,102 +55,205 @@ class Buckets:
 
     Args:
         session: the session whose method runs.
-        parameters: the model's.
+        managed: the model's parameters.
         plan: the first plan.
         views: whether ``.grad`` may be the buckets' memory.
         pauses: whether programs stop at their ``NextForward``: the schedule is decoupled.
+
+    Attributes:
+        managed, by_name, names: the parameters by index and by name, and their names by ``id``.
+        inline: whether programs with one exchange run in the thread of backward.
+        step: the backward in progress, or the last.
     """
 
-    def __init__(self, session: Session, parameters: Parameters, plan: Plan, *, views: bool, pauses: bool) -> None:
-        self.session, self.parameters, self.plan = session, parameters, plan
-        self.views, self.pauses = views, pauses
-        self.inline = False  # whether programs with one exchange run in the thread of backward
-        self.step: Step | None = None
-        self._traced: list[list[list[TracedExchange]]] = []
-        self._starting = self._traced
-        self._where: list[list[int]] = []
+    step: Step
+    _phase: _Phase
+
+    def __init__(self, session: Session, managed: Sequence[Managed], plan: Plan, *, views: bool, pauses: bool) -> None:
+        self.session, self.plan, self.views, self.pauses = session, plan, views, pauses
+        self.manage(managed)
+        self.inline = False
+        self._phases: list[_Phase] = []
+        self._first: list[_Phase] = []  # of the method that runs before the other begins
         self._memory: dict[tuple[int, int], Memory] = {}
+
+    def manage(self, managed: Sequence[Managed]) -> None:
+        """Replace the parameters, for example by what another method compresses; adopt a plan afterwards."""
+        self.managed = list(managed)
+        self.by_name = {m.name: m for m in managed}
+        self.names = self.session.watch.names = {id(m.parameter): m.name for m in managed}
+        self.nbytes = sum(m.parameter.nbytes for m in managed)
 
     def adopt(self, plan: Plan) -> None:
         """Put a plan in force; every rank does this at the same step."""
-        session, managed = self.session, self.parameters.managed
-        state, comm = session.state, session.comm
-        assert comm is not None
-        self.plan = plan
-        self._traced = trace_plan(plan, session.method, session.dense, managed, state.topology, state.rank)
-        comm.open_lanes(program for phase in self._traced for program in with_rare_rounds(session.method, phase))
-        if state.step < state.start:
-            self._starting = trace_plan(plan, session.first, session.dense, managed, state.topology, state.rank)
-            comm.open_lanes(bucket for phase in self._starting for bucket in phase)
-        self._where = []
-        for phase in plan.phases:
-            where = [0] * len(managed)
-            for b, entry in enumerate(phase):
+        session = self.session
+        self.plan, self._memory = plan, {}
+        self._phases = self._traced(plan, session.method)
+        opened = [with_rare_rounds(session.method, phase.traced) for phase in self._phases]
+        if session.state.start:
+            self._first = self._traced(plan, session.first)
+            opened += [phase.traced for phase in self._first]
+        session.comm.open_lanes(program for programs in opened for program in programs)
+
+    def _traced(self, plan: Plan, method: Method) -> list[_Phase]:
+        dense, state = self.session.dense, self.session.state
+        traced, phases = trace_plan(plan, method, dense, self.managed, state.topology, state.rank), []
+        for number, entries in enumerate(plan.phases):
+            where = [0] * len(self.managed)
+            for b, entry in enumerate(entries):
                 for name in entry.names:
-                    where[self.parameters.by_name[name].index] = b
-            self._where.append(where)
-        self._memory = {}
+                    where[self.by_name[name].index] = b
+            methods = [entry.applied(dense if entry.dense else method) for entry in entries]
+            phases.append(_Phase(number, entries, methods, traced[number], where))
+        return phases
 
     def begin(self, expected: frozenset[int] | None, began: float) -> Step:
         """Open a step. ``expected``: indices of the parameters that can receive gradients; None: all."""
-        session, by_name = self.session, self.parameters.by_name
-        before = session.starting
+        session, by_name, before = self.session, self.by_name, self.session.starting
         session.begin()
         if session.starting != before:
             self._memory.clear()  # it belongs to the other method
-        phase = session.state.turn % len(self.plan.phases)
-        entries = self.plan.phases[phase]
-        left = [sum(expected is None or by_name[name].index in expected for name in entry.names) for entry in entries]
-        count = len(self.parameters.managed)
-        self.step = Step(phase, entries, self._where[phase], left, [False] * count, [], began, expected is not None)
+        phases = self._first if session.starting else self._phases
+        self._phase = phase = phases[session.state.turn % len(phases)]
+        left = [
+            sum(expected is None or by_name[name].index in expected for name in entry.names) for entry in phase.entries
+        ]
+        seen = [False] * len(self.managed)
+        self.step = Step(phase.entries, phase.where, left, seen, [], began, expected is not None)
+        session.open([entry.names for entry in phase.entries], self.program, pause=self.pauses)
         return self.step
 
     def ready(self, index: int) -> None:
         """Start the program of a bucket that waits for no more gradients."""
-        step, comm = self.step, self.session.comm
-        assert step is not None
-        assert comm is not None
         # A program with one exchange in backward needs no thread to issue a second one.
-        cheap = self.method_of(index).cheap_pack
-        traced = self._starting if self.session.starting else self._traced
-        once = self.pauses or len(traced[step.phase][index]) <= 1
-        started = comm.steps.executor.ready(index, inline=once and (cheap or self.inline))
+        cheap = self._phase.methods[index].cheap_pack
+        once = self.pauses or len(self._phase.traced[index]) <= 1
+        started = self.session.comm.executor.ready(index, inline=once and (cheap or self.inline))
         if started and cheap and once and self.views and (memory := self.memory(index)).filled:
             memory.hand_over(shown=not self.pauses)
 
     def program(self, index: int) -> Program:
         """Return the program of a bucket whose gradients are there; called by the executor."""
-        step, method = self.step, self.method_of(index)
-        assert step is not None
-        key = (step.phase, index)
+        key, method = (self._phase.number, index), self._phase.methods[index]
         if key not in self._memory:
-            entry = step.entries[index]
-            parameters = [self.parameters.by_name[name].parameter for name in entry.names]
+            entry = self._phase.entries[index]
+            parameters = [self.by_name[name].parameter for name in entry.names]
             ranks = self.session.state.size if self.pauses else 1
             self._memory[key] = Memory(entry, parameters, cheap_pack=method.cheap_pack, ranks=ranks)
-        return method.reduce(self._memory[key].bucket(index, self.session.loss_scale.now), self.session.state)
+        return method.reduce(self._memory[key].bucket(index, self.session.scale), self.session.state)
 
     def memory(self, index: int) -> Memory:
         """Return the memory of a bucket of this step, once its program has begun."""
-        assert self.step is not None
-        return self._memory[self.step.phase, index]
+        return self._memory[self._phase.number, index]
 
     def method_of(self, index: int) -> Method:
         """Return the method that runs for a bucket in this step."""
-        assert self.step is not None
-        entry = self.step.entries[index]
-        return entry.applied(self.session.method_of(entry.dense))
+        return self._phase.methods[index]
 
     def stats(self) -> list[BucketStats]:
         """Return the statistics of the buckets of the next phase."""
-        phase = self.session.state.turn % len(self.plan.phases)
-        by_name = self.parameters.by_name
+        phase = self._phases[self.session.state.turn % len(self._phases)]
         return [
             BucketStats(
                 entry.names,
-                sum(by_name[name].parameter.numel() for name in entry.names),
+                sum(self.by_name[name].parameter.numel() for name in entry.names),
                 entry.dense,
                 sum(step.sent_bytes for step in traced),
             )
-            for entry, traced in zip(self.plan.phases[phase], self._traced[phase])
+            for entry, traced in zip(phase.entries, phase.traced)
         ]
+
+
+class Memory:
+    """A bucket's slots and, for a method with ``cheap_pack``, one buffer with a view for each parameter.
+
+    It is kept from step to step, so that no step allocates it again.
+
+    Attributes:
+        gradients: the views that become ``.grad``; they have their own version counters.
+        used: for which parameters this rank had a gradient in the last step.
+        handed_over: whether ``.grad`` of all of them is already a view in ``gradients``.
+        made: the bucket, once there was a step.
+    """
+
+    def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, cheap_pack: bool, ranks: int = 1) -> None:
+        """``ranks``: the buffer has room for padding to a multiple of this number of elements."""
+        self.parameters, self.kept = parameters, entry.kept
+        self.slots = [Slot(n, p.shape, None, gradient_dtype(p), p.device, p) for n, p in zip(entry.names, parameters)]
+        self.buffer: Tensor | None = None
+        self.views: list[Tensor] | None = None
+        self.gradients: list[Tensor] = []
+        self.used = [False] * len(parameters)
+        self.handed_over = False
+        self.made: Bucket | None = None
+        if cheap_pack:
+            first, sizes = self.slots[0], [s.numel for s in self.slots]
+            room = -(-sum(sizes) // ranks) * ranks
+            self.buffer = torch.empty(room, dtype=first.dtype, device=first.device)
+            pieces = self.buffer[: sum(sizes)].split(sizes)
+            self.views = [piece.as_strided(p.shape, strides_of(p)) for p, piece in zip(parameters, pieces)]
+            self.gradients = [view.data for view in self.views]
+
+    def bucket(self, index: int, scale: Tensor | None) -> Bucket:
+        """Return the bucket of this step, with the present gradients."""
+        for slot, parameter in zip(self.slots, self.parameters):
+            grad = parameter.grad if parameter.requires_grad else None  # frozen since: an old gradient does not count
+            slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
+            slot.result = None
+            if grad is not None and grad.is_cuda:  # the program runs on a side stream
+                read_here(grad)
+        self.used = [slot.value is not None for slot in self.slots]
+        self.handed_over = False
+        if self.made is None:
+            self.made = Bucket(index, self.slots, buffer=self.buffer, kept=self.kept, views=self.views)
+        self.made.renew(scale)
+        return self.made
+
+    @property
+    def filled(self) -> bool:
+        """Whether the gradients have been copied into the buffer."""
+        return self.made is not None and self.made.filled
+
+    def hand_over(self, *, shown: bool) -> None:
+        """Make ``.grad`` the bucket's memory from now on, so that autograd can reuse the memory that it allocated.
+
+        If that were kept to the end of backward, it would be given back to the system, and each step would fault it in
+        again (5 %).
+
+        Args:
+            shown: False: the result is not there yet, and ``.grad`` is None.
+        """
+        self.handed_over = True
+        for slot, parameter, grad in zip(self.slots, self.parameters, self.gradients):
+            if slot.value is None:  # unused here: gets its average at the end, if another rank uses it
+                self.handed_over = False
+            else:
+                slot.value = slot.result
+                parameter.grad = grad if shown else None
+
+
+def strides_of(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides that autograd gives a parameter's gradient: the parameter's, if these leave no gaps."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: bool) -> Tensor:
+    """Return an average as a tensor that can be ``.grad``: with autograd's strides and its own version counter.
+
+    Args:
+        value: the gradient that autograd left, which may be overwritten.
+        copy: whether the memory of ``result`` will be used again.
+    """
+    if not copy and result.stride() == strides_of(parameter):
+        return result.data
+    own = torch.empty_like(parameter, dtype=result.dtype) if value is None else value
+    return own.detach().copy_(result)
+
+
+def prime_allocator() -> None:
+    """Make glibc keep memory that a step frees.
+
+    glibc learns from the largest block that it has seen freed. Otherwise it returns the activations' memory to the
+    system after every step, and faults it in again (10 MB a step on a 10 M model).
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)

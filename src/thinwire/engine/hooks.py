@@ -1,14 +1,18 @@
-"""Hooks on an attached model's modules that a copied or pickled model does not have."""
+"""Hooks on an attached model's modules that a copied or pickled model does not have, and where autograd is."""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that this thread is in; -1 outside. (torch has no public call for it.)"""
 _nothing = nullcontext().__exit__  # takes anything, does nothing, and pickles without thinwire
 
 

@@ -1,16 +1,25 @@
-"""Find and name the parameters that a GradientSync manages, and check them against the optimizer."""
+"""The parameters and buffers of a model: which are managed, what they are called, which follow rank 0's."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
+from thinwire.core.memory import memory_of
 from thinwire.core.program import Method
+from thinwire.engine.ranks.agreement import bytes_of, put_bytes
+from thinwire.engine.ranks.communicator import Communicator
+
+logger = logging.getLogger("thinwire")
+DenseRule = str | Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,24 +73,23 @@ class Named:
     """A buffer or frozen parameter, which is known by its name: a script may put another tensor in its place.
 
     Attributes:
-        name: of the tensor in the model.
-        module: that has it.
+        name: of the tensor in the model; ``key``: in the ``module`` that has it.
         tensor: the last that had the shape and dtype of the first.
     """
 
-    def __init__(self, name: str, module: nn.Module, tensor: torch.Tensor) -> None:
-        self.name, self.module, self.tensor = name, module, tensor
+    def __init__(self, name: str, model: nn.Module, tensor: torch.Tensor) -> None:
+        path, _, self.key = name.rpartition(".")
+        self.name, self.module, self.tensor = name, model.get_submodule(path), tensor
 
     def now(self) -> torch.Tensor:
         """Return the tensor that the module has now, unless its shape or dtype has changed: then the last one.
 
         One that was made under ``inference_mode``, which nothing can change any more, gets a copy in its place.
         """
-        key = self.name.rpartition(".")[2]
-        found = getattr(self.module, key, None)
+        found = getattr(self.module, self.key, None)
         if isinstance(found, torch.Tensor) and found.is_inference():
             found = found.clone()
-            setattr(self.module, key, found)
+            setattr(self.module, self.key, found)
         if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (self.tensor.shape, self.tensor.dtype):
             self.tensor = found
         return self.tensor
@@ -109,10 +117,9 @@ def buffers_of(model: nn.Module) -> list[Named]:
     """
     left_out, places = ignored(model), dict[tuple[int, str], Named]()  # a tensor may be in several places
     for name, x in model.named_buffers(remove_duplicate=False):
-        path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
+        one = Named(name, model, x)
         if name not in left_out:
-            places.setdefault((id(module), key), Named(name, module, x))
+            places.setdefault((id(one.module), one.key), one)
     found = list(places.values())
     for one in found:
         x = one.now()
@@ -127,8 +134,7 @@ def buffers_of(model: nn.Module) -> list[Named]:
 def frozen_of(model: nn.Module, managed: Iterable[str]) -> list[Named]:
     """Return the parameters that are not managed, except ignored ones."""
     others = {*managed, *ignored(model)}
-    found = ((name, p) for name, p in model.named_parameters() if name not in others)
-    return [Named(name, model.get_submodule(name.rpartition(".")[0]), p) for name, p in found]
+    return [Named(name, model, p) for name, p in model.named_parameters() if name not in others]
 
 
 def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -136,9 +142,6 @@ def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
     left_out = ignored(model)
     yield from (p for name, p in model.named_parameters() if name not in left_out)
     yield from (one.tensor for one in buffers_of(model))
-
-
-DenseRule = str | Callable[[str, nn.Parameter], bool]
 
 
 def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) -> list[Managed]:
@@ -200,3 +203,84 @@ def check_optimizers(managed: Iterable[Managed], optimizers: Iterable[torch.opti
             "build it from this model's parameters (after moving or copying the model), pass a list of all optimizers, "
             "or freeze what is not trained"
         )
+
+
+class Buffers:
+    """Keeps buffers that change in training, above all BatchNorm's statistics, equal to rank 0's, as DDP does.
+
+    DDP sends them before a forward. Here they are sent during backward and have arrived when it ends, so no forward
+    waits, and one rank may evaluate alone. Buffers that do not change in the first step (masks, tables) were made equal
+    by ``attach`` and are not sent.
+    """
+
+    def __init__(self, model: nn.Module, communicator: Communicator) -> None:
+        self._model, self._comm = model, communicator
+        self._all = [one for one in buffers_of(model) if one.tensor.numel()]
+        self._first = [b"" if _norm(one) else self._print(one) for one in self._all]
+        self._follow: list[Named] | None = None  # those that are sent; None: not known yet
+        self._still: list[tuple[Named, Tensor, int]] = []  # the others, as they were: tensor, version
+        self._wait: Callable[[], Tensor] | None = None
+        self.idle = False  # no buffer is sent or looked at any more
+
+    def send(self) -> None:
+        """Start sending rank 0's buffers, at the start of a backward."""
+        if self._follow:
+            self._wait = self._comm.broadcast_later(torch.cat([bytes_of(one.now()) for one in self._follow]))
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for the buffers and take them over, at the end of a backward."""
+        if self._follow is None:
+            self._learn()
+            self.send()
+        if self._wait is not None:
+            message, self._wait, begin = self._wait(), None, 0
+            for one in self._follow or ():
+                x = one.now()
+                piece = message[begin : begin + x.nbytes]
+                begin += x.nbytes
+                if not x.is_cuda and torch.equal(piece, bytes_of(x)):  # on CUDA the host would wait for the result
+                    continue
+                if _norm(one) or x.is_cuda:  # like BatchNorm itself, leave the version: autograd may have saved it
+                    put_bytes(x, piece, quietly=True)
+                elif self._comm.rank:
+                    put_bytes(x, piece)
+        self._tell_late()
+        self.idle = not self._follow and not self._still
+
+    def _learn(self) -> None:
+        """Find out, after the first step, which buffers change on any rank."""
+        mine = bytes(_norm(one) or self._print(one) != first for one, first in zip(self._all, self._first))
+        everyone = self._comm.gather(mine) if mine else []
+        travels = [any(row[place] for row in everyone) for place in range(len(mine))]
+        self._follow = [one for one, goes in zip(self._all, travels) if goes]
+        resting = [one for one, goes in zip(self._all, travels) if not goes]
+        self._still = [(one, one.now(), one.tensor._version) for one in resting]
+        self._first = []
+        known = {one.name for one in self._all}
+        if late := [one.name for one in buffers_of(self._model) if one.tensor.numel() and one.name not in known]:
+            logger.warning(
+                "thinwire: the buffer %s was not there at attach, so it is not kept equal across the ranks; call "
+                "close() and attach again from here on", late[0],
+            )  # fmt: skip
+
+    def _tell_late(self) -> None:
+        for one, was, version in self._still:
+            if one.now() is not was or was._version != version:
+                logger.warning(
+                    "thinwire: the buffer %s has changed, although it did not in the first step, so it is not kept "
+                    "equal across the ranks; call close() and attach again from here on", one.name,
+                )  # fmt: skip
+                self._still = []
+                return
+
+    def _print(self, one: Named) -> object:
+        """Return what changes with a buffer. On CPU a digest: values can change without a version."""
+        x = one.now()
+        if self._comm.device.type != "cpu":
+            return id(x), x._version
+        return hashlib.blake2b(memory_of(bytes_of(x)), digest_size=16).digest()
+
+
+def _norm(one: Named) -> bool:
+    return isinstance(one.module, _NormBase)

@@ -1,40 +1,107 @@
-"""What other packages need from a GradientSync: its ranks, agreement, and programs on other tensors."""
+"""What other packages need from a handle of ``attach``: its ranks, agreement, and programs on other tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import abc
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.program import Method, Program, Scope, State, Topology
-from thinwire.engine.channel import Channel
-from thinwire.engine.executors.alone import run_alone
-from thinwire.engine.ranks.communicator import Communicator
-from thinwire.engine.session import Session
-from thinwire.engine.stateful import Stateful
+from thinwire.engine.controller.pilot import Controller
+from thinwire.engine.session import Channel, Session
+from thinwire.engine.source import GradientSource
 
-if TYPE_CHECKING:
-    from thinwire.engine.controller.controller import Controller
-    from thinwire.engine.source import GradientSource
+H = TypeVar("H", bound="Handle")
+
+
+class Stateful(Protocol):
+    """Something with state of its own, in plain values and tensors, that belongs to the training."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state on this rank. Values that differ between ranks have keys that no other rank uses."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state; on another number of ranks, the union of all ranks' keys."""
+
+    def close(self) -> None:
+        """Close it: the handle is being closed."""
+
+
+class Fitting(Protocol):
+    """A saved state that was checked and fits: call ``restore``, then ``adopt``."""
+
+    def restore(self) -> Callable[[], None]:
+        """Take the state over. Return a function that undoes it, except for weights. If it raises, nothing changes."""
+
+    def adopt(self) -> None:
+        """Put the saved plan in force, if there is one. All ranks must call it."""
+
+
+class Handle(abc.ABC):
+    """What ``attach`` returns.
+
+    Attributes:
+        services: what optimizers, K-FAC and other packages use of it.
+        apart: whether each rank has weights and optimizer states of its own.
+    """
+
+    services: Services
+    apart = False
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state."""
+
+    @abc.abstractmethod
+    def fitting(self, state: Mapping[str, Any]) -> Fitting:
+        """Return what to take over of a state. Changes nothing.
+
+        Raises:
+            ValueError: it does not fit the model, method or settings, or lacks what this rank needs.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Remove the hooks and give the process groups back. Idempotent."""
+
+    def __enter__(self: H) -> H:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+_attached: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+
+
+def attached_to(model: nn.Module) -> Handle | None:
+    """Return the model's open ``attach`` handle, or None. A copy of the model has none."""
+    return _attached.get(id(model))
+
+
+def handles() -> list[Handle]:
+    """Return all open handles of the process."""
+    return list(_attached.values())
 
 
 class Services:
-    """The services of one GradientSync.
+    """The services of one handle.
 
     Args:
         model: the attached model.
         optimizers: of its parameters.
         device: of its gradients.
         session: of its exchange.
-        source: of its gradients; None: nothing is exchanged.
+        source: of its gradients; None: they are not exchanged.
         controller: of its plans; None: likewise.
 
     Attributes:
-        session, source, controller: as above.
-        companions: objects that are saved and loaded with the GradientSync, by name.
+        companions: objects that are saved and loaded with the handle, by name.
         handles: removed when it is closed.
     """
 
@@ -44,14 +111,18 @@ class Services:
         optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device,
         session: Session,
-        source: GradientSource | None,
-        controller: Controller | None,
+        source: GradientSource | None = None,
+        controller: Controller | None = None,
     ) -> None:
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
         self.session, self.source, self.controller = session, source, controller
         self.companions: dict[str, Stateful] = {}
         self.handles: list[Any] = []
         self._channels: list[Channel] = []
+
+    def remember(self, handle: Handle) -> None:
+        """Record that the model is attached, until ``close``."""
+        _attached[id(self.model)] = handle
 
     @property
     def method(self) -> Method:
@@ -74,7 +145,7 @@ class Services:
     @property
     def scaler(self) -> Any:
         """The GradScaler in use, or None."""
-        return self.session.loss_scale.scaler
+        return self.session.scaler
 
     @property
     def synchronizing(self) -> bool:
@@ -86,37 +157,35 @@ class Services:
 
         All ranks must call it at the same point with programs that issue the same ops. Return the program's value.
         """
-        comm = self.session.comm
-        return run_alone(program) if comm is None else comm.run(program, lane)
+        return self.session.comm.run(program, lane)
 
     def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
         """Return a channel, which runs programs on tensors that are not parameters while training continues.
 
-        All ranks must call it at the same point. See :class:`~thinwire.engine.channel.Channel`.
+        All ranks must call it at the same point. See :class:`~thinwire.engine.session.Channel`.
 
         Args:
             purpose: keeps its lanes apart from other channels'.
             depth: the largest number of exchanges that one program issues within each scope.
             topology: groups the ranks, if differently from the machines.
         """
-        comm = self.session.comm if isinstance(self.session.comm, Communicator) else None
-        made = Channel(comm, topology or self.topology, purpose, depth, self.session)
+        made = Channel(self.session, topology or self.topology, purpose, depth)
         self._channels.append(made)
         return made
 
     def probe(self, *, largest_bytes: int, seconds: float) -> Costs:
-        """Return what exchanges cost on this network: as the plan's pilot measured it, or measured now on all ranks.
+        """Return what exchanges cost on this network: as measured for the plan, or measured now on all ranks.
 
         All ranks must call it.
         """
-        pilot, comm = None if self.controller is None else self.controller.pilot, self.session.comm
-        if pilot is not None and pilot.costs is not None:
-            return pilot.costs
-        if not isinstance(comm, Communicator):
+        comm = self.session.comm
+        if self.controller is not None and self.controller.costs is not None:
+            return self.controller.costs
+        if len(comm.ranks) == 1:
             return Costs({}, assumed_compute())
         from thinwire.predict.measure.probe import probe
 
-        found = probe(comm.members.group, self.topology, largest_bytes=largest_bytes, seconds=seconds,
+        found = probe(comm.group, self.topology, largest_bytes=largest_bytes, seconds=seconds,
                       kernel_seconds=seconds / 4, device=comm.device)  # fmt: skip
         return found.costs
 
@@ -140,8 +209,7 @@ class Services:
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's message, in rank order."""
-        comm = self.session.comm
-        return [message] if comm is None else comm.gather(message)
+        return self.session.comm.gather(message)
 
     def agree(self, flag: bool) -> bool:
         """Return whether any rank raises the flag; equal on all ranks."""
@@ -149,11 +217,10 @@ class Services:
 
     def agree_on(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError`` on all ranks, naming the difference, unless all have the same facts (plain data)."""
-        if self.session.comm is not None:
-            self.session.comm.agree(facts)
+        self.session.comm.agree(facts)
 
     def close(self) -> None:
-        """Remove the handles, and close the companions and channels."""
+        """Remove the handles, and close the companions and channels; the session is the owner's to close."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -163,3 +230,5 @@ class Services:
         for channel in self._channels:
             channel.close(broken=self.session.broken is not None)
         self._channels.clear()
+        if (found := attached_to(self.model)) is not None and found.services is self:
+            del _attached[id(self.model)]

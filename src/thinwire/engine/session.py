@@ -3,45 +3,43 @@
 No hooks and no autograd: a source of gradients says when a bucket is ready, and puts its average where it belongs.
 
 begin     settle what the last step left; find out the loss scale and the method of this step
-run       done by the source: the executor runs the buckets' programs
+open      the executor takes the buckets' programs, and runs those that the source reports as ready
 finish    all programs have ended, or one sentence says which failed, and which ranks were late
 commit    what the programs have staged takes effect, or is pending until an optimizer has used the gradients
+
+A method with residuals holds a part of each gradient back. If the gradient is used, that part stays in the residual. If
+the gradient is dropped (``zero_grad`` without a step: a GAN's pass through the other network, a skipped batch, a probe
+of a line search), the part is dropped too. So what a backward leaves is pending until an optimizer steps, and dropped
+if another backward comes first.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thinwire.core.collectives.ledger import Ledger
 from thinwire.core.methods.start import exact_method, start_method
-from thinwire.core.program import Method, State, Topology
-from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.core.program import Method, Scope, State, Topology
+from thinwire.engine.executors.events import Failure, MakeProgram
+from thinwire.engine.ranks.communicator import Alone, Communicator, Names
 from thinwire.engine.ranks.late_ranks import in_words
-from thinwire.engine.state.restart import warn_if_state_missing
-from thinwire.engine.state.scaler import LossScale
-from thinwire.engine.state.step_watch import StepWatch, owned
+from thinwire.engine.state.scaler import loss_scale, unscale_state
 from thinwire.engine.stats import BucketStats, Stats
 
 INTERRUPTED = "an earlier backward ended with an exception in the middle of the exchange"
-
-
-@dataclass
-class Counters:
-    """Totals over steps; see :class:`~thinwire.engine.stats.Stats`."""
-
-    rejected: int = 0
-    dense_bytes: float = 0.0
-    exposed_seconds: float = 0.0
-    deferred_seconds: float = 0.0
-
-    def sent(self, nbytes: int, ranks: int) -> None:
-        """Count gradients of that many bytes as averaged, at what S-SGD would have sent for them."""
-        self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
+_PATIENCE = 3
+_FRAMES = 16  # the most frames between a hook and the script, with a wrapper or two
+logger = logging.getLogger("thinwire")
 
 
 class Session:
@@ -49,15 +47,13 @@ class Session:
 
     Args:
         method: the method that runs.
-        comm: of the ranks; None: nothing is exchanged, or not yet.
+        comm: of the ranks; ``Alone()`` if nothing is exchanged, or not yet.
         state: of the method.
         scaler: the GradScaler in use; None: found at its first ``scaler.step(optimizer)``.
         names: of the parameters, by ``id``.
         start: number of exact steps before the method begins; None: as the method says.
         named: the method whose state is saved, if another one runs in its place: on one rank, or while "auto" measures.
         expected: whether an optimizer was named, so that its steps will come.
-        before_step: called with each optimizer that is about to step; None: ``find_scaler``.
-        after_step: called with each optimizer that has stepped; None: nothing.
 
     Attributes:
         dense: the method for parameters that are not compressed.
@@ -65,31 +61,32 @@ class Session:
         starting: whether the method has not begun, so that ``first`` runs in its place.
         running: whether a step is under way.
         broken: why no further step is possible; None: it is possible.
+        scale: the loss scale in this step's gradients, 0-dim; None: there is none.
+        rejected, dense_bytes, exposed_seconds, deferred_seconds: see :class:`~thinwire.engine.stats.Stats`.
     """
 
     def __init__(
         self,
         method: Method,
-        comm: Communicator | Alone | None,
+        comm: Communicator,
         state: State,
         scaler: Any,
-        names: Callable[[], Mapping[int, str]],
+        names: Mapping[int, str],
         *,
         start: int | None = None,
         named: Method | None = None,
         expected: bool = False,
-        before_step: Callable[[torch.optim.Optimizer], None] | None = None,
-        after_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
-        self.named, self.comm, self.state = named or method, comm, state
+        self.named, self.comm, self.state, self.scaler = named or method, comm, state, scaler
         self.dense = exact_method(method)
         self.run_as(method, start)
         self.starting = self.running = False
         self.broken: str | None = None
-        self.loss_scale = LossScale(scaler)
-        self.counters = Counters()
-        before = before_step or self.find_scaler
-        self.watch = StepWatch(state, names, expected=expected, before=before, after=after_step)
+        self.scale: Tensor | None = None
+        self.rejected, self.dense_bytes, self.exposed_seconds, self.deferred_seconds = 0, 0.0, 0.0, 0.0
+        self._opened: tuple[int, Names] = (0, ())
+        self.watch = StepWatch(state, names, expected=expected)
+        self.watch.listen(self.find_scaler)
 
     def run_as(self, method: Method, start: int | None) -> None:
         """Run a method from the next step on; ``start``: see the class."""
@@ -98,7 +95,6 @@ class Session:
 
     def fit(self) -> None:
         """Run the method as these ranks' processors need it. All ranks must call it, once they agree on the method."""
-        assert self.comm is not None
         found = self.comm.fit(self.method)
         if self.named is self.method:
             self.named = found
@@ -106,7 +102,6 @@ class Session:
 
     @property
     def topology(self) -> Topology:
-        """Which rank is on which machine."""
         return self.state.topology
 
     @property
@@ -125,10 +120,16 @@ class Session:
 
     def find_scaler(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for a GradScaler that nobody has named, when an optimizer is about to step: it may be the caller."""
-        if self.loss_scale.scaler is not None or self.comm is None or not self.method.has_residual:
+        if self.scaler is not None or not self.method.has_residual or len(self.comm.ranks) == 1:
             return
-        if owned(optimizer, self.watch.names()):
-            self.loss_scale.find(self.state, self.comm.device)
+        if owned(optimizer, self.watch.names) and (found := _calling_scaler()) is not None:
+            self.scaler = found
+            unscale_state(found, self.state, self.comm.device)
+
+    def averaged(self, nbytes: int) -> None:
+        """Count gradients of that many bytes as averaged, at what S-SGD would have sent for them."""
+        ranks = self.state.size
+        self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -142,13 +143,22 @@ class Session:
         if self.running and self.broken is None:
             self.broken = INTERRUPTED
         self.check_usable()
-        assert self.comm is not None
         self.watch.begin()
         warn_if_state_missing(self.method, self.state)
         self.starting = self.state.step < self.state.start
-        self.loss_scale.begin(self.comm.device)
+        self.scale = None if self.scaler is None else loss_scale(self.scaler, self.comm.device)
         self.state.lr = None
         self.running = True
+
+    def open(
+        self, names: Names, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
+    ) -> None:
+        """Open a step of the executor: ``make(i)`` returns the i-th program, for the parameters ``names[i]``.
+
+        ``failed``: see the executors; with it, ``names`` grow until a bucket is ready as the last.
+        """
+        self._opened = self.state.step, names
+        self.comm.executor.begin(None if failed else len(names), make, failed, pause=pause)
 
     def finish(self) -> None:
         """Wait for all programs.
@@ -156,12 +166,23 @@ class Session:
         Raises:
             RuntimeError: a program has failed; no further step is possible.
         """
-        assert self.comm is not None
         started = time.perf_counter()
-        failure = self.comm.steps.finish()
-        self.counters.exposed_seconds += time.perf_counter() - started
+        failure = self.comm.executor.finish()
+        self.exposed_seconds += time.perf_counter() - started
         if failure:
-            self.fail(failure)
+            self.fail(self.sentence(failure))
+
+    def wait(self, bucket: int) -> None:
+        """Wait for the rest of a paused program that was resumed; else as ``finish``."""
+        started = time.perf_counter()
+        failure = self.comm.executor.wait(bucket)
+        self.deferred_seconds += time.perf_counter() - started
+        if failure:
+            self.fail(self.sentence(failure))
+
+    def sentence(self, failure: Failure) -> str:
+        """Return a failure of the step in words, with the ranks that were late."""
+        return self.comm.sentence(failure, *self._opened)
 
     def commit(self, *, used: bool = True) -> None:
         """Keep what the programs have staged, if everything was finite.
@@ -169,13 +190,12 @@ class Session:
         Args:
             used: whether to wait for an optimizer's step; False: the gradients count as used.
         """
-        assert self.comm is not None
         hold = used and self.watch.hold
         if self.comm.device.type == "cuda":
             self.state.end_step_on_device(hold=hold)
         elif not self.state.end_step(hold=hold):
-            self.counters.rejected += 1
-        self.watch.delivered()
+            self.rejected += 1
+        self.watch.fresh = True
         self.running = False
 
     def abandon(self) -> None:
@@ -197,19 +217,19 @@ class Session:
 
     def stats(self, note: str, buckets: Sequence[BucketStats] = (), *, rebuilt: bool = False) -> Stats:
         """Return the counters so far."""
-        ledger, counters = Ledger() if self.comm is None else self.comm.ledger, self.counters
+        ledger = self.comm.ledger
         return Stats(
             method=self.method.name,
             note=note,
             world_size=self.state.size,
             rank=self.rank,
             steps=self.state.step,
-            rejected_steps=counters.rejected,
+            rejected_steps=self.rejected,
             dropped_steps=self.watch.dropped,
             bytes_sent=ledger.total,
-            dense_bytes=round(counters.dense_bytes),
-            exposed_seconds=counters.exposed_seconds + counters.deferred_seconds,
-            deferred_seconds=counters.deferred_seconds,
+            dense_bytes=round(self.dense_bytes),
+            exposed_seconds=self.exposed_seconds + self.deferred_seconds,
+            deferred_seconds=self.deferred_seconds,
             rebuilt=rebuilt,
             collectives=dict(ledger.issued),
             bytes_by_kind=dict(ledger.bytes),
@@ -220,12 +240,220 @@ class Session:
         """Leave word for other ranks that this rank closes in the middle of a step, or after an error."""
         if self.running and self.broken is None:
             self.broken = "it was closed in the middle of an exchange"
-        if isinstance(self.comm, Communicator) and (self.running or error is not None):
+        if self.running or error is not None:
             self.comm.leave(f"has left at step {self.state.step}" + (f" with {in_words(error)}" if error else ""))
 
     def close(self) -> None:
         """Give the process groups back and stop watching optimizers. Idempotent."""
-        if self.comm is not None:
-            self.comm.close(broken=self.broken is not None)
+        self.comm.close(broken=self.broken is not None)
         self.watch.close()
         self.broken = self.broken or "it was closed"
+
+
+def _calling_scaler() -> Any:
+    """Find the scaler that calls ``step`` by walking up the stack: torch has no public call that tells which it is.
+
+    Before Python 3.13, reading a frame's ``f_locals`` leaves a copy there, which keeps a training loop's outputs
+    and models alive. So only functions called ``step`` are looked into.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if frame.f_code.co_name == "step" and isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return found
+    return None
+
+
+def restarts() -> int:
+    """Return how often torchrun has restarted the ranks of this job; 0 without torchrun."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def warn_if_state_missing(method: Method, state: State) -> None:
+    """Warn, at a first step, if this is a restarted job that has not loaded its residuals."""
+    if state.step == 0 and not state.restored and method.has_residual and state.rank == 0 and (count := restarts()):
+        logger.warning(
+            "thinwire: restart %d of this job has loaded no state, so the residuals of %s begin at zero and the update "
+            "still owed to the model is lost; call thinwire.checkpoint.load, or load_state_dict, before the first step",
+            count, method.name,
+        )  # fmt: skip
+
+
+class StepWatch:
+    """Detects when gradients have been used, by watching every optimizer that owns some of a model's parameters.
+
+    ``names`` and ``expected``: as for :class:`Session`.
+
+    Attributes:
+        fresh: whether ``.grad`` holds averages that no optimizer has used.
+        dropped: how many backwards were dropped.
+    """
+
+    _before: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]
+    _after: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]] | None
+
+    def __init__(self, state: State, names: Mapping[int, str], *, expected: bool) -> None:
+        self._state, self.names, self._expected = state, names, expected
+        self._seen = self._told = self.fresh = False
+        self._used: set[str] = set()
+        self._stepping: weakref.ref[torch.optim.Optimizer] | None = None  # whose step may call a closure
+        self.dropped = 0
+        self._handles = [
+            register_optimizer_step_pre_hook(_weakly(self._step_begins)),
+            register_optimizer_step_post_hook(_weakly(self._step_ended)),
+        ]
+
+    def listen(
+        self,
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None] | None = None,
+    ) -> None:
+        """Call these, which are bound methods, with each optimizer that is about to step, and that has stepped."""
+        self._before = weakref.WeakMethod(before)
+        self._after = None if after is None else weakref.WeakMethod(after)
+
+    @property
+    def hold(self) -> bool:
+        """Whether what a backward leaves must wait for an optimizer's step to take effect."""
+        return self._seen or self._stepping is not None or (self._expected and self.dropped < _PATIENCE)
+
+    def begin(self) -> None:
+        """Drop what is still pending, at the start of a backward whose gradients will be exchanged."""
+        state = self._state
+        again, self.fresh = self.fresh, False
+        self._used.clear()  # left by a step that raised
+        stepping = None if self._stepping is None else self._stepping()
+        if state.pending and stepping is not None and _uses_all(stepping):
+            names = self.names  # whether zero_grad has been called or not
+            state.commit({names[id(p)] for group in stepping.param_groups for p in group["params"] if id(p) in names})
+        if state.pending:
+            state.drop_pending()
+            self.dropped += 1
+            if self.dropped == _PATIENCE and not self._seen and stepping is None and state.rank == 0:
+                logger.warning(
+                    "thinwire: %d backwards, but no optimizer that owns these parameters has stepped: from now on all "
+                    "gradients count as used (attach with optimizer=None if the script updates weights by itself)",
+                    _PATIENCE,
+                )
+        if again and self._seen and not self._told and stepping is None and state.rank == 0:
+            self._told = True
+            logger.info(
+                "thinwire: gradients were exchanged twice before optimizer.step(). If they add up, wrap all "
+                "backwards but the last in `with sync.no_sync():`; if zero_grad() drops those of one, wrap that one"
+            )
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if (before := self._before()) is not None:
+            before(optimizer)
+        self._stepping = weakref.ref(optimizer) if owned(optimizer, self.names) else None
+        if self._state.pending:
+            self._used |= self._with_gradient(optimizer)
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._after is not None and (after := self._after()) is not None:
+            after(optimizer)
+        if not owned(optimizer, self.names):
+            return
+        self._seen, self.fresh, self._stepping = True, False, None
+        if self._state.pending:  # a closure may have made gradients meanwhile
+            self._state.commit(self._used | self._with_gradient(optimizer))
+        self._used.clear()
+
+    def _with_gradient(self, optimizer: torch.optim.Optimizer) -> set[str]:
+        names = self.names
+        owned = (p for group in optimizer.param_groups for p in group["params"] if id(p) in names)
+        return {names[id(p)] for p in owned if p.requires_grad and p.grad is not None}
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _uses_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether every gradient of a closure moves the parameters: LBFGS's, unless it searches along a line."""
+    searches = any(group.get("line_search_fn") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.LBFGS) and not searches
+
+
+def owned(optimizer: torch.optim.Optimizer, names: Container[int]) -> bool:
+    """Return whether an optimizer has some of the parameters with these ids."""
+    return any(id(p) in names for group in optimizer.param_groups for p in group["params"])
+
+
+def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """Return a hook for all optimizers of the process that does not keep the model alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (found := reference()) is not None:
+            found(optimizer)
+
+    return hook
+
+
+class Channel:
+    """A way to run programs besides training. Made by :meth:`thinwire.engine.services.Services.channel` on all ranks.
+
+    ``Services.run`` blocks; a channel does not. Its programs run in the order of their numbers, on lanes of its own, so
+    neither they nor the gradients' programs wait for the others' turn.
+
+    Args:
+        session: whose ranks these are, and which a failure here ends; None: one rank.
+        topology: groups the ranks, possibly differently from the machines.
+        purpose: keeps its lanes apart from other channels'.
+        depth: the largest number of exchanges that one program issues within each scope.
+    """
+
+    def __init__(self, session: Session | None, topology: Topology, purpose: str, depth: Mapping[Scope, int]) -> None:
+        self._session, self._comm = session, Alone() if session is None else session.comm
+        self.topology, self.ledger, self.rank = topology, Ledger(), self._comm.rank
+        self._executor, self._release = self._comm.executor_beside(purpose, depth, topology, self.ledger)
+        self._opened: tuple[int, Names] = (0, ())
+        self._broken = False
+        self.under_way = False  # a round has begun and has not been waited for
+
+    def begin(self, names: Names, make: MakeProgram) -> None:
+        """Open a round of ``len(names)`` programs; ``make(i)`` returns the i-th when it is ready.
+
+        Raises:
+            RuntimeError: the previous round has not been waited for.
+        """
+        if self.under_way:
+            raise RuntimeError("a channel's round begins when the one before has ended: call wait() first")
+        self.under_way = bool(names)
+        if names:
+            self._opened = 0 if self._session is None else self._session.state.step, names
+            self._executor.begin(len(names), make)
+
+    def ready(self, index: int, *, inline: bool = True) -> None:
+        """Say that a program's data are there. Call in any order; exchanges are issued in the order of the numbers.
+
+        ``inline``: it has one exchange, and may run in the thread that calls this and ``wait``.
+        """
+        self._executor.ready(index, inline=inline)
+
+    def wait(self) -> float:
+        """Wait until the round has ended. Return the seconds that this took.
+
+        Raises:
+            RuntimeError: an exchange failed; the session is then unusable.
+        """
+        if not self.under_way:
+            return 0.0
+        self.under_way = False
+        started = time.perf_counter()
+        if failure := self._executor.finish():
+            self._broken = True
+            assert self._session is not None  # one rank does not fail
+            self._session.fail(self._comm.sentence(failure, *self._opened))
+        return time.perf_counter() - started
+
+    def close(self, *, broken: bool = False) -> None:
+        """Stop the executor and give the process groups back. Idempotent."""
+        release, self._release = self._release, lambda broken: None
+        self._executor.close()
+        release(broken=broken or self._broken or self.under_way)

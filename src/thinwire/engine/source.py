@@ -1,46 +1,165 @@
 """The gradients of an attached model: hooks on its parameters tell when buckets are ready and when backward has ended.
 
 hooks -> GradientSource -> Buckets -> executor     a gradient arrives; its bucket's program runs while backward runs
-         GradientSource -> Session.finish -> Schedule.deliver -> Session.commit                    the end of backward
+         GradientSource -> Session.finish -> Coupled.deliver -> Session.commit                    the end of backward
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
+from thinwire.core.methods.base import check_count, check_flag
+from thinwire.core.program import Method, Plan
 from thinwire.core.program.modes import own_modes
-from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.buckets import Buckets
-from thinwire.engine.buffers import Buffers
-from thinwire.engine.controller.controller import Controller
-from thinwire.engine.controller.pilot import Decision
+from thinwire.engine.controller.pilot import Controller, Decision
 from thinwire.engine.executors.streams import StreamExecutor
-from thinwire.engine.hooks import ModuleHook, WithoutHooks
-from thinwire.engine.late_parameters import LateParameters
-from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.ranks.communicator import Communicator
-from thinwire.engine.schedules.schedule import Schedule
+from thinwire.engine.hooks import ModuleHook, WithoutHooks, current_task
+from thinwire.engine.parameters import Buffers, DenseRule, ignored, managed_parameters
+from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.session import INTERRUPTED
-from thinwire.engine.settings import AttachSettings
+
+
+class BackwardEnd:
+    """Calls back once when a backward pass has ended, by autograd's private interface.
+
+    Under reentrant activation checkpointing, backwards run inside a backward, each with its own end. The callback runs
+    once, at the end of the outermost. The parameters' hooks note the backward passes. So do the modules' forward hooks,
+    because a forward that is rerun inside backward belongs to the outer pass.
+
+    Args:
+        callback: called at the end of the outermost pass in which ``note`` was called.
+    """
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._open: set[int] = set()
+
+    def note(self) -> None:
+        """Make sure that the end of the current backward pass is noticed; called from hooks that run inside it."""
+        task = current_task()
+        if task == -1 or task in self._open:
+            return
+        self._open.add(task)
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._ended(task))
+
+    def _ended(self, task: int) -> None:
+        self._open.discard(task)
+        self._open = {t for t in self._open if t < task}  # inner passes that ended with an exception never call back
+        if not self._open:
+            self._callback()
+
+    def outside(self) -> bool:
+        """Return True if no pass is running although one was noted: it ended with an exception. For forward hooks."""
+        died = bool(self._open) and current_task() == -1
+        if died:
+            self._open.clear()
+        return died
+
+
+_registered = 0  # modules and parameters registered anywhere in the process since the first ``attach``
+_counting = False
+
+
+def _count(*_: Any) -> None:
+    global _registered
+    _registered += 1
+
+
+class LateParameters:
+    """Detects parameters that became trainable after ``attach`` (unfrozen, added, replaced): nothing averages them.
+
+    The check runs before each optimizer step, and walks the model only if something is new.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        global _counting
+        if not _counting:
+            _counting = True
+            register_module_module_registration_hook(_count)
+            register_module_parameter_registration_hook(_count)
+        self._model, self._looked = model, _registered
+        self._foreign: dict[int, weakref.ref[Tensor]] = {}
+
+    def check(self, optimizer: torch.optim.Optimizer, known: Container[int]) -> bool:
+        """Return whether an optimizer that is about to step owns parameters of the model.
+
+        Args:
+            optimizer: any.
+            known: the ``id`` of each parameter whose gradients are exchanged.
+
+        Raises:
+            RuntimeError: the optimizer would use gradients of the model that were not exchanged; names them.
+        """
+        ours, strange = False, []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in known:
+                    ours = True
+                elif p.grad is not None and ((ref := self._foreign.get(id(p))) is None or ref() is not p):
+                    strange.append(p)
+        if strange or (ours and self._looked != _registered):
+            self._looked = _registered
+            self._refuse(known)
+            self._foreign.update((id(p), weakref.ref(p)) for p in strange)
+        return ours
+
+    def _refuse(self, known: Container[int]) -> None:
+        named, left_out = self._model.named_parameters(), ignored(self._model)
+        late = [name for name, p in named if p.requires_grad and id(p) not in known and name not in left_out]
+        if late:
+            more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+            raise RuntimeError(
+                f"{', '.join(late[:3])}{more}: trainable now, but not when the model was attached (frozen then, added "
+                "or replaced since), so what they learn is not averaged. Call close() and attach again after such a "
+                "change; state_dict() and load_state_dict() carry residuals over"
+            )
+
+
+@dataclass(frozen=True)
+class AttachSettings:
+    """The options of ``attach`` that are not the method's.
+
+    Attributes:
+        note: what is not done because there is only one rank.
+        named: the method in whose place S-SGD runs on a single rank, and whose state is kept; None: the one that runs.
+    """
+
+    start_compression_step: int | None = None
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    broadcast_buffers: bool = True
+    pinned: Plan | None = None
+    timeout: timedelta | None = None
+    detect_desync: bool = False
+    keep_dense: DenseRule = "auto"
+    on_failure: Callable[[Exception], None] | None = None
+    note: str = ""
+    named: Method | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
+            check_flag(name, getattr(self, name))
+        if self.start_compression_step is not None:
+            check_count("start_compression_step", self.start_compression_step)
 
 
 class GradientSource:
-    """The gradient source of one attached model.
-
-    Args:
-        model: the root module.
-        buckets: of its plan.
-        schedule: delivers averages.
-        controller: chooses plans.
-        settings: of ``attach``.
-        handle: what ``attach`` has returned; the hooks keep it alive.
+    """The gradient source of one attached model; ``handle``: what ``attach`` has returned, which the hooks keep alive.
 
     Attributes:
         enabled: whether the next backward is exchanged; False inside ``no_sync``.
@@ -51,7 +170,7 @@ class GradientSource:
         self,
         model: nn.Module,
         buckets: Buckets,
-        schedule: Schedule,
+        schedule: Coupled,
         controller: Controller,
         settings: AttachSettings,
         handle: object,
@@ -60,23 +179,25 @@ class GradientSource:
         self._settings, self._handle = settings, handle
         self.enabled = True
         self.expected: frozenset[int] | None = None
-        self._end = BackwardEnd(self.finish)
-        self._steps = _StepChecks(model, buckets)
-        comm, sends = buckets.session.comm, settings.broadcast_buffers
-        self.buffers = Buffers(model, comm) if sends and isinstance(comm, Communicator) else None
+        self._end, self._late = BackwardEnd(self.finish), LateParameters(model)
+        follow = settings.broadcast_buffers and buckets.session.state.size > 1
+        self.buffers = Buffers(model, buckets.session.comm) if follow else None
         self._hooks: list[Any] = []
+        self._exchanged = 0  # exchanges so far
+        self._used: dict[int, tuple[int, Any]] = {}  # at each optimizer's last step: exchanges, its first gradient
+        self._note()
 
     def install(self) -> None:
-        model, pilot, comm = self._model, self._controller.pilot, self._buckets.session.comm
-        assert comm is not None
-        executor = comm.steps.executor
+        """Begin to watch the model, autograd and all optimizers of the process."""
+        model, executor = self._model, self._buckets.session.comm.executor
         streams = executor if isinstance(executor, StreamExecutor) else None
-        for m in self._buckets.parameters.managed:
+        self._buckets.session.watch.listen(self.before_step, self.after_step)
+        for m in self._buckets.managed:
             self._hooks.append(m.parameter.register_post_accumulate_grad_hook(partial(self._arrive, m.index, streams)))
         before, readers = self._schedule.before_forward, set(self._schedule.readers)
         untraced = torch.compiler.disable(before) if readers else before
 
-        timed = model if pilot is not None else None
+        timed = model if self._controller.timings is not None else None
 
         def read(module: nn.Module, args: Any) -> None:  # one hook, because a hook costs more than its work
             compiling = torch.compiler.is_compiling()  # the model was compiled after ``attach``
@@ -105,33 +226,63 @@ class GradientSource:
             self._end.note()  # a forward that is rerun inside backward belongs to the outer pass
         elif running:
             self._buckets.session.fail(INTERRUPTED)
-        if timed and not running and (pilot := self._controller.pilot) is not None:
-            pilot.timings.forward()
+        if timed and not running and (timings := self._controller.timings) is not None:
+            timings.forward()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step; called for any optimizer of the process."""
-        session, parameters = self._buckets.session, self._buckets.parameters
-        if not self._steps.ours(optimizer):
+        """Check an optimizer that is about to step: any of the process."""
+        session, buckets = self._buckets.session, self._buckets
+        if not self._late.check(optimizer, buckets.names):
             return
         if session.running:
             raise RuntimeError(
                 "optimizer.step() in the middle of the exchange: .grad holds the averages when backward() has ended, "
                 "so step() cannot be called from a hook inside it (nor after a backward that ended with an exception)"
             )
-        self._steps.refuse_by_hand(optimizer, may=not self.enabled or self._schedule.accumulated)
+        if self.enabled and not self._schedule.accumulated and session.state.size > 1:
+            self._refuse_by_hand(optimizer)
         if session.method.has_residual:
-            held = (p for group in optimizer.param_groups for p in group["params"] if id(p) in parameters.names)
-            self._schedule.used([parameters.by_name[parameters.names[id(p)]].index for p in held])
+            held = (p for group in optimizer.param_groups for p in group["params"] if id(p) in buckets.names)
+            self._schedule.used([buckets.by_name[buckets.names[id(p)]].index for p in held])
             session.find_scaler(optimizer)
+
+    def _refuse_by_hand(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``RuntimeError`` if it would use gradients that no backward has made."""
+        before, was = self._used.get(id(optimizer), (0, None))
+        found = self._gradients(optimizer)
+        if not found or before != self._exchanged:
+            return
+        again = was is not None and was() is found[0]  # a second step with the same averages
+        if not again and any(bool(grad.any()) for grad in found):  # zeros are of before a closure is called
+            raise RuntimeError(
+                "optimizer.step() would use gradients that no backward has made (torch.autograd.grad, torch.func, or "
+                ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first"
+            )
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the gradients that an optimizer has used; an update in the step has put new ones there."""
+        if found := self._gradients(optimizer):
+            self._used[id(optimizer)] = self._exchanged, weakref.ref(found[0])
+            if self._buckets.pauses:
+                self._note()
+
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        names, groups = self._buckets.names, optimizer.param_groups
+        return [p.grad for g in groups for p in g["params"] if id(p) in names and p.grad is not None]
+
+    def _note(self) -> None:
+        held = ((m.index, m.parameter.grad) for m in self._buckets.managed)
+        # What the last exchange has left, or was there at ``attach``, by parameter.
+        self._averages = {index: weakref.ref(grad) for index, grad in held if grad is not None}
 
     @property
     def by_hand(self) -> bool:
         """Whether there are gradients that no backward has made, and that no optimizer has used."""
-        return self._steps.by_hand()
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped; called for any optimizer of the process."""
-        self._steps.used(optimizer)
+        for m in self._buckets.managed:
+            known = self._averages.get(m.index)
+            if m.parameter.grad is not None and (known is None or known() is not m.parameter.grad):
+                return True
+        return False
 
     def _arrive(self, index: int, streams: StreamExecutor | None, parameter: Tensor) -> None:
         grad = parameter.grad
@@ -144,8 +295,7 @@ class GradientSource:
             self.begin()
             if not self.enabled:  # the exchange has already failed
                 return
-        step, name = buckets.step, buckets.parameters.managed[index].name
-        assert step is not None
+        step, name = buckets.step, buckets.managed[index].name
         if step.seen[index]:
             raise RuntimeError(
                 f"{name} received a gradient twice in one backward, after its exchange had begun; "
@@ -159,8 +309,8 @@ class GradientSource:
             raise RuntimeError(f"{name} received a gradient, but expect() did not name it")
         step.seen[index] = True
         step.arrival.append(index)
-        if (pilot := self._controller.pilot) is not None:
-            pilot.timings.arrived(index)
+        if (timings := self._controller.timings) is not None:
+            timings.arrived(index)
         bucket = step.where[index]
         if streams is not None:
             streams.arrived(bucket)
@@ -169,7 +319,8 @@ class GradientSource:
             buckets.ready(bucket)
 
     def expect(self, names: Iterable[str]) -> None:
-        chosen, by_name = list(names), self._buckets.parameters.by_name
+        """See :meth:`thinwire.engine.services.Services.expect`."""
+        chosen, by_name = list(names), self._buckets.by_name
         if unknown := [name for name in chosen if name not in by_name]:
             raise ValueError(f"expect() names {unknown[0]}, which is not a trainable parameter of the model")
         if self._buckets.pauses:
@@ -183,19 +334,15 @@ class GradientSource:
         buckets, session = self._buckets, self._buckets.session
         session.check_usable()
         self._check_dtypes()
-        with own_modes():  # the network and kernels are measured here
-            decision = self._controller.before_step()
-        if decision is not None:
-            self.follow(decision)
+        if (decision := self._controller.waiting) is not None:
+            self._controller.waiting = None
+            with own_modes():
+                self.follow(decision)
         if session.method.has_residual:
-            frozen = (m.name for m in buckets.parameters.managed if not m.parameter.requires_grad)
-            session.state.held = frozenset(frozen)
+            session.state.held = frozenset(m.name for m in buckets.managed if not m.parameter.requires_grad)
         self._schedule.begin()  # may raise
         step = buckets.begin(self.expected, time.perf_counter())
-        assert session.comm is not None
-        names = [entry.names for entry in step.entries]
-        session.comm.steps.begin(session.state.step, names, buckets.program, pause=buckets.pauses)
-        if self.buffers is not None:
+        if self.buffers is not None and not self.buffers.idle:
             try:
                 self.buffers.send()
             except RuntimeError as error:
@@ -238,24 +385,26 @@ class GradientSource:
     def _finish(self, observed: bool) -> None:
         buckets, session = self._buckets, self._buckets.session
         step, comm = buckets.step, session.comm
-        assert step is not None
-        assert comm is not None
         for bucket, left in enumerate(step.left):
             if left:
                 buckets.ready(bucket)
-        if (recorder := comm.steps.executor.recorder) is not None:
+        if (recorder := comm.executor.recorder) is not None:
             recorder.backward_ended()
         backward_seconds = time.perf_counter() - step.began
         session.finish()
-        comm.check_order(session.state.step)
-        if self.buffers is not None:
+        if comm.order is not None:
+            comm.check_order(session.state.step)
+        if self.buffers is not None and not self.buffers.idle:
             self.buffers.receive()
         self._schedule.deliver()
-        self._steps.delivered()
+        self._exchanged += 1
+        self._note()
         self.expected = None
-        session.counters.sent(buckets.parameters.nbytes, session.state.size)
-        if (decision := self._controller.after_step(step if observed else None, backward_seconds)) is not None:
-            self.follow(decision)
+        session.averaged(buckets.nbytes)
+        if not self._controller.rebuilt or self._controller.timings is not None:
+            decision = self._controller.after_step(step if observed else None, backward_seconds)
+            if decision is not None:
+                self.follow(decision)
         if self._settings.on_failure is not None:
             # A rank sends this once it has received everything: if all have sent it, all will keep the step.
             comm.gather_tensor(torch.ones(1, device=comm.device))
@@ -266,12 +415,12 @@ class GradientSource:
         if method is not None:
             buckets.session.run_as(method, asked)
             buckets.session.fit()
-            buckets.parameters.manage(managed_parameters(self._model, method, self._settings.keep_dense))
+            buckets.manage(managed_parameters(self._model, method, self._settings.keep_dense))
         self._controller.why = decision.why
         buckets.adopt(decision.plan)
 
     def _check_dtypes(self) -> None:
-        for m in self._buckets.parameters.managed:
+        for m in self._buckets.managed:
             if m.parameter.dtype is not m.dtype or m.parameter.device != m.device:
                 raise RuntimeError(
                     f"{m.name} is {m.parameter.dtype} on {m.parameter.device} now, but was {m.dtype} on {m.device} "
@@ -295,64 +444,3 @@ def _refuse_ddp_around() -> None:
             "the model is attached, and DistributedDataParallel around it or a part of it exchanges the gradients "
             "again: leave one of the two out, or use model.register_comm_hook(*thinwire.ddp_hook(...))"
         )
-
-
-class _StepChecks:
-    """What must hold when an optimizer steps: what it uses was exchanged."""
-
-    def __init__(self, model: nn.Module, buckets: Buckets) -> None:
-        self._late, self._parameters, self._again = LateParameters(model), buckets.parameters, buckets.pauses
-        self._alone = buckets.session.state.size == 1
-        self._exchanged = 0  # exchanges so far
-        self._used: dict[int, tuple[int, Any]] = {}  # at each optimizer's last step: exchanges, its first gradient
-        self._note()
-
-    def ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer that is about to step owns parameters of the model.
-
-        Raises:
-            RuntimeError: it would use gradients of parameters that are not exchanged; names them.
-        """
-        return self._late.check(optimizer, self._parameters.names)
-
-    def refuse_by_hand(self, optimizer: torch.optim.Optimizer, *, may: bool) -> None:
-        """Raise ``RuntimeError`` if it would use gradients that no backward has made, unless it ``may``."""
-        before, was = self._used.get(id(optimizer), (0, None))
-        found = self._gradients(optimizer)
-        if not found or may or self._alone or before != self._exchanged:
-            return
-        again = was is not None and was() is found[0]  # a second step with the same averages
-        if not again and any(bool(grad.any()) for grad in found):  # zeros are of before a closure is called
-            raise RuntimeError(
-                "optimizer.step() would use gradients that no backward has made (torch.autograd.grad, torch.func, or "
-                ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first"
-            )
-
-    def used(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the gradients that an optimizer has used; an update in the step has put new ones there."""
-        if found := self._gradients(optimizer):
-            self._used[id(optimizer)] = self._exchanged, weakref.ref(found[0])
-            if self._again:
-                self._note()
-
-    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        names, groups = self._parameters.names, optimizer.param_groups
-        return [p.grad for g in groups for p in g["params"] if id(p) in names and p.grad is not None]
-
-    def delivered(self) -> None:
-        """Note that ``.grad`` holds new averages."""
-        self._exchanged += 1
-        self._note()
-
-    def _note(self) -> None:
-        held = ((m.index, m.parameter.grad) for m in self._parameters.managed)
-        # What the last exchange has left, or was there at ``attach``, by parameter.
-        self._averages = {index: weakref.ref(grad) for index, grad in held if grad is not None}
-
-    def by_hand(self) -> bool:
-        """Return whether there is a gradient that no exchange has left."""
-        for m in self._parameters.managed:
-            known = self._averages.get(m.index)
-            if m.parameter.grad is not None and (known is None or known() is not m.parameter.grad):
-                return True
-        return False

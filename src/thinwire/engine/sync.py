@@ -1,46 +1,57 @@
-"""GradientSync: what ``attach`` returns, and what users call on it."""
+"""GradientSync: what ``attach`` returns for methods that exchange gradients, and what users call on it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.core.methods.decoupling import deferring
-from thinwire.core.program import Method, Plan, State, Topology
-from thinwire.engine.attached import forget, remember
-from thinwire.engine.buckets import Buckets, Parameters
-from thinwire.engine.controller.controller import Controller
-from thinwire.engine.controller.pilot import Pilot
+from thinwire.core.methods.start import exact_method
+from thinwire.core.program import Method, Plan, State, Topology, working_dtype
+from thinwire.core.program.trace import memory
+from thinwire.engine.buckets import Buckets, prime_allocator
+from thinwire.engine.controller.pilot import Controller
 from thinwire.engine.controller.planning import make_plan
-from thinwire.engine.executors.recorder import Recorder
-from thinwire.engine.memory import prime_allocator
-from thinwire.engine.parameters import Managed, model_facts, sent_at_start
-from thinwire.engine.ranks.communicator import Alone, Communicator
-from thinwire.engine.schedules.clip import check_norm_type
+from thinwire.engine.executors.events import Recorder
+from thinwire.engine.parameters import Managed, gradient_dtype, managed_parameters, model_facts, sent_at_start
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.schedules.decoupled import Decoupled
-from thinwire.engine.schedules.schedule import Schedule
-from thinwire.engine.services import Services
+from thinwire.engine.services import Handle, Services
 from thinwire.engine.session import Session
-from thinwire.engine.settings import AttachSettings
-from thinwire.engine.source import GradientSource
-from thinwire.engine.state import persistence
+from thinwire.engine.source import AttachSettings, GradientSource
+from thinwire.engine.state.persistence import (
+    LOCAL,
+    blank,
+    check_version,
+    from_flat,
+    frozen_since,
+    on_device,
+    options_of,
+    to_flat,
+    without,
+)
 from thinwire.engine.stats import Stats
 from thinwire.predict.timeline import write_trace
 
+log = logging.getLogger("thinwire")
 
-class GradientSync:
+
+class GradientSync(Handle):
     """Averages a model's gradients over ranks while backward runs. Made by :func:`thinwire.attach`.
 
     After ``backward()`` has returned, ``.grad`` holds the average; with a decoupled method, parameters are updated when
-    the next forward needs them.
+    the next forward needs them. On one rank, gradients are left alone, unless the method is decoupled.
 
     Attributes:
         services: what optimizers, K-FAC and other packages use of it.
@@ -52,49 +63,48 @@ class GradientSync:
         optimizers: Sequence[torch.optim.Optimizer],
         method: Method,
         managed: list[Managed],
-        comm: Communicator | Alone | None,
+        comm: Communicator,
         topology: Topology,
         scaler: Any,
         settings: AttachSettings,
-        pilot: Pilot | None = None,
+        controller: Controller,
     ) -> None:
-        self._settings = settings
-        parameters, state = Parameters(managed), State(comm.rank if comm else 0, topology)
+        self._settings, self._controller = settings, controller
+        order, options = [m.index for m in reversed(managed)], deferring(method)
+        first = settings.pinned or make_plan(method, managed, order, (), comm.backend)
         self._session = session = Session(
-            method, comm, state, scaler, lambda: parameters.names, named=settings.named,
-            start=settings.start_compression_step, expected=bool(optimizers), before_step=self._before_step,
-            after_step=self._after_step,
+            method, comm, State(comm.rank, topology), scaler, {}, named=settings.named,
+            start=settings.start_compression_step, expected=bool(optimizers),
         )  # fmt: skip
-        order = [m.index for m in reversed(managed)]
-        first = settings.pinned or make_plan(method, managed, order, (), comm.backend if comm else "none")
-        first.check(parameters.by_name)
-        options, find_unused = deferring(method), settings.find_unused_parameters
-        views, pauses = settings.gradient_as_bucket_view, options is not None
-        self._buckets = Buckets(session, parameters, first, views=views, pauses=pauses)
-        self._schedule: Schedule | None = None
-        self._controller: Controller | None = None
-        self._source: GradientSource | None = None
-        if comm is not None:
-            self._start(model, comm, first)
-            if options is None:
-                self._schedule = Coupled(self._buckets, find_unused=find_unused)
-            else:
-                self._schedule = Decoupled(model, self._buckets, optimizers, options, find_unused=find_unused)
-            pinned = settings.pinned is not None
-            self._controller = Controller(self._buckets, self._schedule, pilot, pinned=pinned)
-            self._source = GradientSource(model, self._buckets, self._schedule, self._controller, settings, self)
+        self._buckets = buckets = Buckets(
+            session, managed, first, views=settings.gradient_as_bucket_view, pauses=options is not None
+        )
+        first.check(buckets.by_name)
+        self._exchanges = topology.world_size > 1 or options is not None
+        if self._exchanges:
+            self._start(model, first)
+        find_unused = settings.find_unused_parameters
+        self._schedule: Coupled
+        if options is None:
+            self._schedule = Coupled(buckets, find_unused=find_unused)
+        else:
+            self._schedule = Decoupled(model, buckets, optimizers, options, find_unused=find_unused)
+        self._source = GradientSource(model, buckets, self._schedule, controller, settings, self)
+        if self._exchanges:
+            controller.bind(buckets, self._schedule)
             self._source.install()
-        self.services = Services(model, optimizers, managed[0].device, session, self._source, self._controller)
-        remember(model, self)
+        source = self._source if self._exchanges else None
+        self.services = Services(model, optimizers, managed[0].device, session, source, controller)
+        self.services.remember(self)
 
-    def _start(self, model: nn.Module, comm: Communicator | Alone, plan: Plan) -> None:
+    def _start(self, model: nn.Module, plan: Plan) -> None:
         """Agree with the other ranks on everything, and take over rank 0's weights."""
-        session, settings, managed = self._session, self._settings, self._buckets.parameters.managed
+        session, settings, comm = self._session, self._settings, self._session.comm
         if settings.detect_desync:
             comm.watch_order()
         comm.agree(
             session.facts()
-            | model_facts(model, managed)
+            | model_facts(model, self._buckets.managed)
             | {
                 "topology": list(session.topology.layout),
                 "find_unused_parameters": settings.find_unused_parameters,
@@ -111,28 +121,16 @@ class GradientSync:
         if comm.device.type == "cpu":
             prime_allocator()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._source is not None:
-            self._source.before_step(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._source is not None:
-            self._source.after_step(optimizer)
-
     # --- what users call -----------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally: backwards in this context exchange nothing."""
-        source = self._source
-        if source is None:
-            yield
-            return
-        before, source.enabled = source.enabled, False
+        before, self._source.enabled = self._source.enabled, not self._exchanges
         try:
             yield
         finally:
-            source.enabled = before
+            self._source.enabled = before
 
     def synchronize(self) -> None:
         """Do everything that is still to be done. All ranks must call it after passes that were all ``no_sync``.
@@ -141,9 +139,9 @@ class GradientSync:
         decoupled method, it makes the updates that wait for the next forward: call it before reading parameters other
         than by a forward or ``state_dict``. That part is local.
         """
-        schedule, source = self._schedule, self._source
-        if schedule is None or source is None:
+        if not self._exchanges:
             return
+        schedule, source = self._schedule, self._source
         schedule.complete()
         left = schedule.accumulated or source.by_hand
         if self._buckets.pauses and not left:
@@ -163,8 +161,8 @@ class GradientSync:
         """Put a plan in force from the next step on. All ranks must call it at the same step."""
         if self._session.running:
             raise RuntimeError("a plan can be adopted between steps only")
-        plan.check(self._buckets.parameters.by_name)
-        if self._schedule is None or self._controller is None:
+        plan.check(self._buckets.by_name)
+        if not self._exchanges:
             self._buckets.plan = plan
             return
         self._schedule.complete()
@@ -174,23 +172,24 @@ class GradientSync:
     @property
     def pending(self) -> tuple[str, ...]:
         """Names of the parameters that wait for their update (decoupled methods)."""
-        managed = self._buckets.parameters.managed
-        return () if self._schedule is None else tuple(managed[i].name for i in self._schedule.pending)
+        return tuple(self._buckets.managed[i].name for i in self._schedule.pending)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the averaged gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_``. Return the norm.
 
         Call it after ``scaler.unscale_`` and before ``optimizer.step()``; with a decoupled method, on all ranks.
         """
-        schedule = self._schedule or Coupled(self._buckets, find_unused=False)
-        return schedule.clip(max_norm, check_norm_type(norm_type), error_if_nonfinite)
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type} must be above 0; float('inf') is the largest element")
+        return self._schedule.clip(max_norm, norm_type, error_if_nonfinite)
 
     def stats(self) -> Stats:
         """Return counters since ``attach``, and what was decided."""
-        note, controller = self._settings.note, self._controller
-        if controller is None:
-            return self._session.stats(note)
-        found = self._session.stats(note, self._buckets.stats(), rebuilt=controller.rebuilt)
+        controller = self._controller
+        if not self._exchanges:
+            return self._session.stats(self._settings.note)
+        found = self._session.stats(self._settings.note, self._buckets.stats(), rebuilt=controller.rebuilt)
         return dataclasses.replace(found, settled=controller.settled, why=controller.why)
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,9 +197,11 @@ class GradientSync:
 
         Not a collective.
         """
-        if self._schedule is not None:
-            self._schedule.complete()
-        return persistence.to_state_dict(self)
+        self._schedule.complete()
+        flat = to_flat(self._session, self._blanks(), None) | {"plan": self.plan.to_json()}
+        for name, companion in self.services.companions.items():
+            flat |= {f"companion/{name}/{key}": value for key, value in companion.state_dict().items()}
+        return flat
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict``: bit for bit at the same world size; with the mean of the residuals at another.
@@ -211,9 +212,10 @@ class GradientSync:
         Raises:
             ValueError: it does not fit the model or the method, or lacks what this rank needs; nothing has changed.
         """
-        if self._schedule is not None:
-            self._schedule.complete()
-        persistence.from_state_dict(self, state)
+        self._schedule.complete()
+        found = self.fitting(state)
+        found.restore()
+        found.adopt()
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Recorder]:
@@ -224,20 +226,18 @@ class GradientSync:
             with sync.trace(f"step.{rank}.json"):
                 loss.backward()
         """
-        recorder, model, comm = Recorder(), self.services.model, self._session.comm
+        recorder, model, executor = Recorder(), self.services.model, self._session.comm.executor
         hooks = [
             model.register_forward_pre_hook(recorder.forward_began),
             model.register_forward_hook(recorder.forward_ended),
         ]
-        if comm is not None:
-            comm.steps.executor.recorder = recorder
+        executor.recorder = recorder
         try:
             yield recorder
         finally:
             for hook in hooks:
                 hook.remove()
-            if comm is not None:
-                comm.steps.executor.recorder = None
+            executor.recorder = None
             write_trace(path, recorder.events, self._session.rank, f"measured, {self._session.method.name}")
 
     def close(self) -> None:
@@ -245,17 +245,112 @@ class GradientSync:
         session = self._session
         session.leave(sys.exc_info()[1])
         try:
-            if self._schedule is not None:
-                self._schedule.close(broken=session.broken is not None)
+            self._schedule.close(broken=session.broken is not None)
         finally:
-            if self._source is not None:
-                self._source.close()
+            self._source.close()
             self.services.close()
             session.close()
-            forget(self.services.model, self)
 
-    def __enter__(self) -> GradientSync:
-        return self
+    # --- state ---------------------------------------------------------------------------------------------------
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def _blanks(self) -> dict[str, Any]:
+        """Return zeros for all state that this rank will have, or keep for when there are several ranks."""
+        session, buckets = self._session, self._buckets
+        method, rank, topology = session.named, session.rank, session.topology
+        managed, dense = buckets.managed, session.dense
+        if method is not session.method:
+            managed = managed_parameters(self.services.model, method, self._settings.keep_dense)
+            dense = exact_method(method)
+        compressed = [(m.name, m.parameter) for m in managed if not m.dense]
+        flat: dict[str, Any] = {}
+        if not method.shards:
+            flat |= blank(method, compressed, topology, rank)
+        elif method is not session.method:  # full size: there are no shards
+            flat |= {
+                f"residual/{rank}/{name}": torch.zeros_like(x, dtype=working_dtype(gradient_dtype(x)))
+                for name, x in compressed
+            }
+        else:  # slices that follow from the plan in force
+            for entry in self.plan.buckets(session.state.step):
+                if entry.dense:
+                    continue
+                shapes = [(name, buckets.by_name[name].shape) for name in entry.names]
+                first = buckets.by_name[entry.names[0]].parameter
+                found = memory(method, shapes, topology, rank=rank, dtype=gradient_dtype(first))
+                for name, value in found.residuals.items():
+                    flat[f"residual/{rank}/{name}"] = torch.zeros_like(value, device=first.device)
+                    flat[f"offset/{rank}/{name}"] = found.offsets[name]
+        return flat | blank(dense, [(m.name, m.parameter) for m in managed if m.dense], topology, rank)
+
+    def fitting(self, state: Mapping[str, Any]) -> _Fitting:
+        """Return what to take over of a state, for ``load_state_dict`` and checkpoints. Changes nothing."""
+        check_version(state)
+        if LOCAL in state:
+            raise ValueError(
+                f"the state was saved under local steps, {state[LOCAL]}, but here gradients are exchanged: attach with "
+                "those, or start from the weights in the checkpoint's model.pt"
+            )
+        session, managed = self._session, self._buckets.managed
+        state = without(state, frozen_since(self.services.model, {m.name for m in managed}))
+        snapshot = on_device(from_flat(session, state, {m.name: m.shape for m in managed}), self.services.device)
+        companions: dict[str, dict[str, Any]] = {}
+        for name in self.services.companions:
+            prefix = f"companion/{name}/"
+            if saved := {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}:
+                companions[name] = saved
+            else:
+                log.warning("thinwire: the state was saved without %s, which starts over", name)
+        before, now = json.loads(state["options"]), json.loads(options_of(session.named))
+        same = state["method"] == session.named.name and all(now.get(key) == value for key, value in before.items())
+        stands_in, plan = session.named is not session.method, None
+        one = int(state["world_size"]) == 1  # a method that stands in on one rank makes plans for itself only
+        if self._settings.pinned is None and same and state.get("plan") and stands_in == one:
+            plan = Plan.from_json(state["plan"])
+            try:
+                plan.check(m.name for m in managed)
+            except ValueError:
+                plan = None  # another set of trainable parameters: the fresh plan stays
+        return _Fitting(self, snapshot, companions, plan)
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """A state that fits: for ``State.restore``, for the companions that were saved, and the plan, if any."""
+
+    sync: GradientSync
+    snapshot: dict[str, Any]
+    companions: dict[str, dict[str, Any]]
+    plan: Plan | None
+
+    def restore(self) -> Callable[[], None]:
+        """Restore the session's and the companions' state. Return a function that undoes it.
+
+        If this raises, nothing has changed.
+        """
+        services = self.sync.services
+        state = services.state
+        before, restored = state.snapshot(), state.restored
+        companions = [(services.companions[name], saved) for name, saved in self.companions.items()]
+        earlier = [companion.state_dict() for companion, _ in companions]
+        loaded = 0
+
+        def undo() -> None:  # the step first: companions count from it
+            state.restore(before)
+            state.restored = restored
+            for (companion, _), held in zip(companions[:loaded], earlier):
+                companion.load_state_dict(held)
+
+        state.restore(self.snapshot)
+        try:
+            for companion, saved in companions:
+                companion.load_state_dict(saved)
+                loaded += 1
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def adopt(self) -> None:
+        """Put the saved plan in force, if there is one. All ranks must call it."""
+        if self.plan is not None:
+            self.sync.adopt_plan(self.plan)

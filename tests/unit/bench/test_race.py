@@ -154,7 +154,7 @@ def test_any_change_of_the_package_or_of_torch_trains_and_times_anew(tmp_path):
     def digest(torch="2.13.0"):
         return race.package_digest(tmp_path, torch)
 
-    for name in ("engine/local_sync.py", "planner/steps.json", "engine/__pycache__/local_sync.pyc"):
+    for name in ("engine/local/sync.py", "planner/steps.json", "engine/__pycache__/local_sync.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")
     before = digest()
@@ -162,10 +162,10 @@ def test_any_change_of_the_package_or_of_torch_trains_and_times_anew(tmp_path):
     (tmp_path / "engine/__pycache__/local_sync.pyc").write_text("compiled by another Python")
     assert digest() == before
     seen = {before}
-    for name in ("engine/local_sync.py", "planner/steps.json"):
+    for name in ("engine/local/sync.py", "planner/steps.json"):
         (tmp_path / name).write_text("two")
         seen.add(digest())
-    (tmp_path / "engine/local_sync.py").rename(tmp_path / "engine/other.py")
+    (tmp_path / "engine/local/sync.py").rename(tmp_path / "engine/other.py")
     seen.add(digest())
     assert len(seen) == 4
 

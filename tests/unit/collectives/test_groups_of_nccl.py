@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
 import thinwire as tw
-from thinwire.adapters.traced import traced
+from thinwire.adapters.ddp import traced
 from thinwire.core.collectives.lanes import Lanes
 from thinwire.core.program import AllReduce, Topology
 from thinwire.core.program.ops import WORLD

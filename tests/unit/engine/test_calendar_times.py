@@ -7,10 +7,10 @@ import torch
 
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Topology
-from thinwire.engine import calendar_times
-from thinwire.engine.calendar_times import CalendarTimes
 from thinwire.engine.local import Local
+from thinwire.engine.local import times as module
 from thinwire.engine.local.rounds import Rounds
+from thinwire.engine.local.times import CalendarTimes
 
 EVERY = 4
 WEIGHTS = {f"{name}.weight": torch.zeros(8) for name in "abcd"}
@@ -38,7 +38,7 @@ def beside(longer=1.0):
 def settled(monkeypatch, exchanges, again_costs, handle=None, **options):
     """Calendars of all periods, and what is said; with fragments that leave again a period is so much longer."""
     clock = Clock()
-    monkeypatch.setattr(calendar_times, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     rounds = Rounds(Local(EVERY, schedule="dream", **options), WEIGHTS, [], 0, Topology(2))
     times = CalendarTimes(handle or beside())
     calendars, waited = [], []
@@ -90,7 +90,7 @@ def test_a_period_is_as_long_as_the_slowest_ranks(monkeypatch):
 
 
 def test_a_warm_up_measures_exchanges_and_decides_nothing(monkeypatch):
-    monkeypatch.setattr(calendar_times, "time", Clock())
+    monkeypatch.setattr(module, "time", Clock())
     rounds = Rounds(Local(EVERY, schedule="dream", warmup_steps=9), WEIGHTS, [], 0, Topology(2))
     times = CalendarTimes(SimpleNamespace(gather=lambda own: [own, own]))
     decided = []

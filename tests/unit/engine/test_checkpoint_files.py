@@ -14,7 +14,7 @@ from torch import nn
 import thinwire as tw
 from spawned import fork
 from thinwire.core.program import State
-from thinwire.engine.state.restart import warn_if_state_missing
+from thinwire.engine.session import warn_if_state_missing
 from thinwire.systems.kfac import KFAC
 
 

@@ -3,7 +3,7 @@ import torch
 
 from thinwire.core.pricing.curves import Table
 from thinwire.core.pricing.formulas import KINDS
-from thinwire.engine.executors.watch import ExchangeWatch, typical
+from thinwire.engine.executors.events import ExchangeWatch, typical
 from thinwire.predict.measure.gradual import with_seen
 from thinwire.predict.measure.timing import Stopwatch
 

@@ -9,9 +9,9 @@ import pytest
 from thinwire.core.methods.cast import Cast
 from thinwire.core.pricing.periods import best_period, mean_step
 from thinwire.core.program import Topology
-from thinwire.engine import round_times
+from thinwire.engine.local import times as module
 from thinwire.engine.local.settings import local_settings
-from thinwire.engine.round_times import RoundTimes
+from thinwire.engine.local.times import RoundTimes
 from thinwire.predict.choose.rank import ms
 from thinwire.predict.choose.worth import period_worth, shipped
 
@@ -42,7 +42,7 @@ def found(
         beside: on a core of its own.
     """
     clock, settings = Clock(), local_settings("local", options)
-    monkeypatch.setattr(round_times, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     times = RoundTimes(
         SimpleNamespace(gather=ranks, topology=Topology(2 * per_node, per_node)), ELEMENTS, beside=beside
     )
@@ -126,7 +126,7 @@ def test_a_named_period_stays_and_only_what_hides_its_exchange_is_found(monkeypa
 
 def test_a_long_training_keeps_no_more_times_than_a_short_one():
     times = RoundTimes(SimpleNamespace(), ELEMENTS, beside=False)
-    held, own = [], tracemalloc.Filter(True, round_times.__file__)
+    held, own = [], tracemalloc.Filter(True, module.__file__)
     tracemalloc.start()
     for _ in range(2):
         for _ in range(5_000):

@@ -4,16 +4,21 @@ import weakref
 
 import torch
 
+from thinwire.core.methods.topk import TopK
 from thinwire.core.program import State, Topology
-from thinwire.engine.state.scaler import found_scaler
-
-
-def _search():
-    return found_scaler(State(0, Topology(2)), torch.device("cpu"))
+from thinwire.engine.ranks.communicator import Alone
+from thinwire.engine.session import Session
 
 
 def _step_hook():
-    return _search()
+    """What an optimizer's hook finds."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    comm, names = Alone(), {id(weight): "weight"}
+    comm.ranks = (0, 1)
+    session = Session(TopK(0.1), comm, State(0, Topology(2)), None, names)
+    session.find_scaler(torch.optim.SGD([weight], 0.1))
+    session.close()
+    return session.scaler
 
 
 class Own(torch.amp.GradScaler):

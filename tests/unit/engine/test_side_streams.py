@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from thinwire.core.program import PlanBucket
-from thinwire.engine.memory import Memory
+from thinwire.engine.buckets import Memory
 from thinwire.systems.kfac.layers import find_layers
 from thinwire.systems.kfac.sums import LayerSums
 

@@ -4,7 +4,7 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.measured import Measured
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Topology
-from thinwire.engine.controller.local_steps import sooner_apart
+from thinwire.engine.controller.planning import sooner_apart
 from thinwire.predict.choose.worth import shipped
 
 

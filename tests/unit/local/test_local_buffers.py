@@ -4,7 +4,7 @@ import torch
 
 from thinwire.core.program import Topology
 from thinwire.core.program.lockstep import run_lockstep
-from thinwire.engine.local.buffers import Averages
+from thinwire.engine.local.travel import Averages
 
 
 def _round(ranks, meanwhile=lambda tensors: None):

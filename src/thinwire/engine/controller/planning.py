@@ -1,17 +1,49 @@
-"""Make plans for managed parameters by the planner's rules."""
+"""Make plans: from sizes, from the first step's order, and from what plans would take by measured times.
+
+Prices are computed on rank 0, and the other ranks follow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from thinwire.core.methods.registry import lossy_candidates
+from thinwire.core.methods.registry import method as named
 from thinwire.core.pricing import plans
-from thinwire.core.pricing.measured import Measured
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.measured import Measured, needs_measurement
+from thinwire.core.pricing.plans import follows_network
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.pricing.sizes import gain_of_overlap
 from thinwire.core.program import Method, Plan, Topology
 from thinwire.core.program.trace import TracedExchange, trace
+from thinwire.engine.local.settings import local_settings
 from thinwire.engine.parameters import Managed, gradient_dtype
+from thinwire.engine.ranks.communicator import Communicator
+from thinwire.predict.choose.rank import LOSSY_GAIN, SimulatedMethod
+from thinwire.predict.choose.resolved import resolved
+from thinwire.predict.choose.ties import as_soon, simplest
+from thinwire.predict.choose.worth import EXACT, WorthOf
 from thinwire.predict.timeline import Timeline, simulate
 
-__all__ = ["make_plan", "measured_plan", "price_plan", "trace_plan"]
+Named = tuple[str, dict[str, Any]]
+EXACT_PLANS: tuple[Named, ...] = (
+    ("ssgd", {}),
+    ("ssgd", {"fusion": "optimal"}),
+    ("ssgd", {"fusion": 1}),
+    ("ssgd", {"fusion": 25}),
+    ("ssgd", {"fusion": "single"}),
+)
+HIERARCHICAL: tuple[Named, ...] = (
+    ("ssgd", {"collective": "auto"}),
+    ("ssgd", {"collective": "auto", "fusion": "optimal"}),
+)
+_ONE_BUCKET_BYTES = 1 << 20  # not worth splitting
+_GAIN = 0.03  # another exact plan must be faster by this share to be taken
 
 
 def make_plan(
@@ -86,3 +118,182 @@ def trace_plan(
             )
         result.append(traced)
     return result
+
+
+def rebuild(
+    method: Method,
+    managed: Sequence[Managed],
+    communicator: Communicator,
+    order: Sequence[int],
+    unseen: Sequence[int],
+    backward_seconds: float,
+    *,
+    measured: bool,
+) -> Plan:
+    """Make the plan; all ranks call this and get the same.
+
+    Args:
+        method: whose plan it is.
+        managed: the parameters.
+        communicator: of the ranks.
+        order: all parameters, by index; rank 0's counts.
+        unseen: those that had no gradient; rank 0's likewise.
+        backward_seconds: from the first gradient to the last, in the first step; rank 0's likewise.
+        measured: another plan will follow from measured times, so the network's rate is not needed here.
+    """
+    rows = [order, [int(i in unseen) for i in order]]
+    agreed = torch.tensor(rows, dtype=torch.int64, device=communicator.device)
+    lasted = torch.tensor(backward_seconds, dtype=torch.float64, device=communicator.device)
+    communicator.broadcast([agreed, lasted])
+    order, flags = agreed.tolist()
+    late = [i for i, flag in zip(order, flags) if flag]
+    rate = None
+    large = sum(m.parameter.nbytes for m in managed) > _ONE_BUCKET_BYTES
+    plain = large and not measured and follows_network(method, communicator.backend)
+    if plain and (seen := communicator.typical_exchange()) is not None:
+        sent, seconds = seen
+        rate = gain_of_overlap(lambda size: seconds / sent * size, lasted.item())
+    return make_plan(method, managed, order, late, communicator.backend, all_reduce=rate)
+
+
+def sooner_apart(
+    measured: Measured,
+    backend: str,
+    optimizer_seconds: float,
+    worth_of: WorthOf,
+    *,
+    taken: str,
+    seconds: float,
+    steps: float,
+) -> list[str]:
+    """Return a sentence with both figures if ``"local"``, at the most steps it was seen to need, is sooner by a tenth.
+
+    Args:
+        measured: model, network and ranks.
+        backend: "gloo" or "nccl".
+        optimizer_seconds: of an update.
+        worth_of: what a step of each method is worth.
+        taken: the chosen method, in words.
+        seconds, steps: of the chosen method: time of a step, and steps to a loss relative to exact averaging.
+    """
+    profile, topology, costs = measured.profile, measured.topology, measured.costs
+    where: dict[str, Any] = {"backend": backend, "shared_compute": not measured.side_stream}
+    try:
+        method = resolved(local_settings("local", {}).priced(), profile, topology, costs, worth=worth_of, **where)
+        timeline = simulate(method, profile, topology, costs, optimizer_seconds=optimizer_seconds, **where)
+    except (LookupError, ValueError):  # something cannot be priced here
+        return []
+    worth = worth_of(method, profile.elements, topology.world_size)
+    if not timeline.step_seconds * worth.high < (1 - LOSSY_GAIN) * seconds * steps:
+        return []
+    return [
+        f'auto: attach(model, optimizer, "local") would be faster: {timeline.step_seconds:.4g} s a step x '
+        f"{worth.middle:.2f} steps, exchanging every {timeline.every}, "
+        f"against {seconds:.4g} s x {steps:.2f} for {taken}"
+    ]
+
+
+@dataclass(frozen=True)
+class AgreedTimes:
+    """The times that the ranks agree on: for each, the slowest rank's.
+
+    Attributes:
+        profile: forward up to the first gradient, then from gradient to gradient.
+        outside_seconds: from the end of backward to the next forward: optimizer, data.
+        step_seconds: from forward to forward.
+    """
+
+    profile: ModelProfile
+    outside_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class _Offer(SimulatedMethod):
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlanPrices:
+    """Prices plans for one measurement.
+
+    Attributes:
+        backend: "gloo" or "nccl".
+        topology: of the ranks.
+        manage: returns the managed parameters under a method.
+        dense: the method of dense buckets.
+        costs: of the network and of compute.
+        measurement: the measured step.
+        side_stream: whether methods compute alongside backward, on a core or a stream of their own.
+        worth: what a step of lossy methods is worth; None: only exact ones are priced.
+    """
+
+    backend: str
+    topology: Topology
+    manage: Callable[[Method], list[Managed]]
+    dense: Method
+    costs: Costs
+    measurement: AgreedTimes
+    side_stream: bool
+    worth: WorthOf | None
+
+    def planned(self, method: Method) -> dict[str, Any]:
+        """Return the measured plan of a method; "auto" becomes "optimal"."""
+        rule = method
+        if method.fusion == "auto" and not needs_measurement(method):
+            rule = replace(method, fusion="optimal")  # type: ignore[type-var]
+        timeline = self._price(rule)
+        plan, seconds = timeline.plan, timeline.step_seconds
+        why = f"{method.name}: {len(plan.phases[0])} buckets from measured times, {seconds:.4g} s a step predicted"
+        return {"method": "", "options": {}, "plan": plan.to_json(), "seconds": seconds, "why": [why]}
+
+    def best(self) -> dict[str, Any]:
+        """Return the fastest exact plan; with ``worth``, what is soonest at a loss, by ``planner.choose``'s rule."""
+        lossy = self.worth is not None
+        levels = self.topology.two_levels
+        exact = [self._offer(*candidate) for candidate in (*EXACT_PLANS, *(HIERARCHICAL if levels else ()))]
+        usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
+        if chosen.seconds > (1 - _GAIN) * usual.seconds:
+            chosen = usual
+        others = [self._offer(*candidate) for candidate in lossy_candidates()] if lossy else []
+        limit = (1 - LOSSY_GAIN) * min(offer.seconds for offer in exact)
+        sooner = [offer for offer in others if offer.most_loss_seconds < limit]
+        if sooner:
+            first = min(sooner, key=lambda offer: offer.loss_seconds)
+            chosen = simplest(first, [offer for offer in sooner if as_soon(offer, first)])
+        words = "".join(f", {key}={value}" for key, value in chosen.options.items())
+        allowed = "allowed" if lossy else "not asked for (lossy=True)"
+        steps = f" x {chosen.worth.middle:.2f} steps ({chosen.worth.source})" if chosen in sooner else ""
+        plan, name = chosen.timeline.plan, chosen.label
+        buckets = f"{len(plan.phases[0])} buckets"
+        why = [
+            f"auto: {name}{words}: {buckets}, {chosen.seconds:.4g} s predicted{steps}",
+            f"auto: plain ssgd: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
+            f"times and network; lossy methods were {allowed}",
+        ]
+        if self.worth is not None:
+            why += sooner_apart(
+                self._measured, self.backend, self.measurement.outside_seconds, self.worth,
+                taken=name, seconds=chosen.seconds, steps=chosen.worth.middle,
+            )  # fmt: skip
+        found = {"method": name, "options": chosen.options, "plan": plan.to_json()}
+        return {**found, "seconds": chosen.seconds, "why": why}
+
+    def _offer(self, name: str, options: dict[str, Any]) -> _Offer:
+        method = named(name, **options)
+        elements, workers = self.measurement.profile.elements, self.topology.world_size
+        worth = EXACT if self.worth is None else self.worth(method, elements, workers)
+        return _Offer(name, method, self._price(method), worth, options)
+
+    def fused(self, method: Method, limit: Any) -> Plan:
+        """Return the plan of a method at another fusion limit: MiB, or "auto"."""
+        other = replace(method, fusion=limit)  # type: ignore[type-var]
+        return measured_plan(other, self.manage(method), self.backend, self._measured)
+
+    @property
+    def _measured(self) -> Measured:
+        return Measured(self.measurement.profile, self.costs, self.topology, self.side_stream)
+
+    def _price(self, method: Method) -> Timeline:
+        outside = self.measurement.outside_seconds
+        return price_plan(method, self.manage(method), self.backend, self._measured, self.dense, outside)

@@ -1,4 +1,4 @@
-"""The executor for one rank: each op returns at once, and nothing is sent."""
+"""One rank: each op returns at once, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from thinwire.core.program.drive import Paused, drive
 from thinwire.core.program.ops import AllGather, NextForward, Op, Program
-from thinwire.engine.executors.issuer import Failure, MakeProgram
-from thinwire.engine.executors.recorder import Recorder
-from thinwire.engine.executors.watch import ExchangeWatch
+from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder
 
 
 def result_alone(op: Op) -> Tensor | None:
@@ -31,13 +29,10 @@ class AloneExecutor:
     """Runs programs in the calling thread, as soon as they are ready."""
 
     failure = None
-    watch: ExchangeWatch | None = None  # not used: nothing takes time
-
-    def __init__(self) -> None:
-        self._make: MakeProgram | None = None
-        self._pause = False
-        self.paused: dict[int, Paused] = {}
-        self.recorder: Recorder | None = None
+    watch: ExchangeWatch | None = None  # not used, as nothing takes time; nor is the recorder
+    recorder: Recorder | None = None
+    paused: dict[int, Paused]
+    _make: MakeProgram
 
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
@@ -46,8 +41,6 @@ class AloneExecutor:
 
     @torch.no_grad()
     def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
-        """Run the program of a bucket whose gradients are complete."""
-        assert self._make is not None
         found = drive(self._make(bucket), result_alone, pause=self._pause)
         if isinstance(found, Paused):
             self.paused[bucket] = found
@@ -55,17 +48,13 @@ class AloneExecutor:
 
     @torch.no_grad()
     def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
-        """Run the rest of these buckets' programs."""
         for bucket in order:
             run_alone(self.paused[bucket].program)
 
     def finish(self) -> Failure | None:
-        """Return None: everything has run."""
         return None
 
     def wait(self, bucket: int) -> Failure | None:
-        """Return None: everything has run."""
         return None
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...

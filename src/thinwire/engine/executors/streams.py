@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire.core.program.drive import Paused, drive
-from thinwire.core.program.ops import NextForward, Op, Program, Scope
+from thinwire.core.program.ops import NextForward, Op, Program
 from thinwire.core.program.plan import SIDE_STREAMS
-from thinwire.engine.executors import ranges
-from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
-from thinwire.engine.executors.recorder import Recorder
-from thinwire.engine.executors.watch import ExchangeWatch
+from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder, issued, profiling, span
+from thinwire.engine.executors.threads import Issuer
 
 
 def read_here(x: Tensor) -> None:
@@ -27,24 +25,21 @@ def read_here(x: Tensor) -> None:
         x.record_stream(torch.cuda.current_stream(x.device))
 
 
-def _segments(program: Program, bucket: int) -> Any:
-    """Return the program; under a profiler, each of its segments is a range."""
-    return _Segments(program, bucket) if ranges.profiling() else program
-
-
 class _Segments:
+    """A program, each of whose segments is a range under a profiler."""
+
     def __init__(self, program: Program, bucket: int) -> None:
         self._program, self._bucket = program, bucket
 
     def send(self, value: Any) -> Op:
-        with ranges.span("segment", self._bucket):
+        with span("segment", self._bucket):
             return self._program.send(value)
 
 
 class StreamExecutor:
-    """The host issues each program whole, in plan order, alternating between side streams, and never blocks (NCCL)."""
+    """The executor of NCCL's lanes; see :class:`~thinwire.engine.executors.threads.ThreadExecutor` for its members."""
 
-    def __init__(self, issuer: OpIssuer, device: torch.device) -> None:
+    def __init__(self, issuer: Issuer, device: torch.device) -> None:
         self._issuer = issuer
         self._streams = [torch.cuda.Stream(device) for _ in range(SIDE_STREAMS)] if device.type == "cuda" else []
         self._arrived: dict[int, dict[Any, None]] = {}  # by bucket, the streams that its gradients were made on
@@ -61,10 +56,7 @@ class StreamExecutor:
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
     ) -> None:
-        """Open a step. When ``ready`` returns, the host knows what failed, so ``failed`` is never called.
-
-        ``pause``: put programs aside at their ``NextForward``, for ``resume``.
-        """
+        """Open a step. When ``ready`` returns, the host knows what failed, so ``failed`` is never called."""
         if self._streams and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "thinwire cannot be captured in a CUDA graph, which would repeat one step's seeds and phases for ever: "
@@ -123,7 +115,6 @@ class StreamExecutor:
         return torch.cuda.current_stream(self._streams[0].device)
 
     def _side(self, bucket: int) -> Any:
-        """Return the stream of a bucket's program."""
         return self._streams[bucket % SIDE_STREAMS] if self._streams else None
 
     def _run(self, bucket: int, events: Sequence[Any], program: Program | None = None) -> None:
@@ -135,15 +126,12 @@ class StreamExecutor:
             if isinstance(op, NextForward):
                 return None
             where = f"{type(op).__name__} on lane {op.group.value}/0"
-            start = self.recorder.now() if self.recorder else 0.0
-            watch = self.watch if op.group is Scope.WORLD else None
-            begun, before = watch.issued() if watch else None, self._issuer.ledger.total if watch else 0
-            with ranges.span(type(op).__name__, bucket):
+            kind, before = type(op).__name__, self._issuer.ledger.total
+            ends = issued(kind, op.group, bucket, self.recorder, self.watch, spanned=True)
+            with span(kind, bucket):
                 value = self._issuer.issue(op, op.group, 0, bucket).wait()
-            if watch:
-                watch.add(begun, self._issuer.ledger.total - before)
-            if self.recorder:
-                self.recorder.exchange(type(op).__name__, op.group, start, bucket, 0)
+            for end in ends:
+                end(self._issuer.ledger.total - before)
             return value
 
         try:
@@ -151,7 +139,8 @@ class StreamExecutor:
                 for event in events:
                     side.wait_event(event)
                 program = self._make(bucket) if program is None else program
-                found = drive(_segments(program, bucket), answer, pause=pause)
+                whole: Any = _Segments(program, bucket) if profiling() else program
+                found = drive(whole, answer, pause=pause)
                 if isinstance(found, Paused):
                     self._paused[bucket] = found
         except Exception as error:
@@ -163,5 +152,4 @@ class StreamExecutor:
             self._current().wait_stream(side)
         return self.failure
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...

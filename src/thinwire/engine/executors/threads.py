@@ -17,16 +17,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd import profiler
 
-from thinwire.core.collectives.transport import Pending
+from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.collectives.transport import Pending, issue
 from thinwire.core.program.drive import Paused
 from thinwire.core.program.modes import own_modes
 from thinwire.core.program.ops import Collective, Scope
-from thinwire.engine.executors import ranges
-from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
-from thinwire.engine.executors.recorder import Recorder
+from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder, issued, span
 from thinwire.engine.executors.runner import Runner
-from thinwire.engine.executors.watch import ExchangeWatch
+from thinwire.engine.ranks.agreement import OrderWatch
+
+
+class Issuer:
+    """Issues ops on the lanes of one purpose, and records them; ``order``: for the comparison between ranks."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger, purpose: str = "bucket", order: OrderWatch | None = None) -> None:
+        self.lanes, self.ledger, self.purpose, self.order = lanes, ledger, purpose, order
+
+    def issue(self, op: Collective, scope: Scope, round_: int, bucket: int) -> Pending:
+        lane = self.lanes.get(self.purpose, scope, round_)
+        self.ledger.record(op, lane.size)
+        if self.order is not None:
+            self.order.note(op, scope, round_, bucket)
+        return issue(op, lane, tag=bucket)
 
 
 @dataclass(eq=False)
@@ -48,7 +63,6 @@ class _Step:
     over: dict[int, threading.Event] = field(default_factory=dict)
 
     def number(self, place: int | None) -> int | None:
-        """Return the plan's number of a bucket that is at this place in the runner."""
         return place if self.order is None or place is None else self.order[place]
 
 
@@ -73,7 +87,7 @@ def _as_in_the_thread() -> Iterator[None]:
 class ThreadExecutor:
     """Runs each step's programs under one lock: in the communicator thread or, if inline, in the caller's."""
 
-    def __init__(self, issuer: OpIssuer) -> None:
+    def __init__(self, issuer: Issuer) -> None:
         self._issuer = issuer
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the current step and its runner
@@ -226,12 +240,12 @@ class ThreadExecutor:
 
     def _pump(self, step: _Step) -> None:
         recorder = self.recorder
-        if recorder is None and not ranges.profiling():
+        if recorder is None and not profiler._is_profiler_enabled:
             step.runner.pump()
             return
         bucket = step.number(step.runner.oldest)
         start = recorder.now() if recorder else 0.0
-        with ranges.span("segment", bucket):
+        with span("segment", bucket):
             step.runner.pump()
         if recorder:
             recorder.add("segment", "method", start, bucket)
@@ -267,25 +281,21 @@ class ThreadExecutor:
         bucket = step.number(place)
         assert bucket is not None
         step.bucket, step.where = bucket, where
-        recorder, over = self.recorder, ranges.exchange(type(op).__name__, bucket)
-        watch = self.watch if scope is Scope.WORLD else None
-        begun, before = watch.issued() if watch else None, self._issuer.ledger.total if recorder or watch else 0
-        start = recorder.now() if recorder else 0.0
+        ends: list[Callable[[int], None]] = []
+        if self.recorder is not None or self.watch is not None or profiler._is_profiler_enabled:
+            ends = issued(type(op).__name__, scope, bucket, self.recorder, self.watch, spanned=False)
+        before = self._issuer.ledger.total
         pending = self._issuer.issue(op, scope, round_, bucket)
         event = _Event(step, place, pending, where=where)
         queue_ = step.to_complete if place in step.inline else self._events
-        if recorder is None and watch is None and over is None and place in step.inline:
+        if not ends and place in step.inline:
             queue_.put(event)
             return
         sent = self._issuer.ledger.total - before
 
         def done() -> None:
-            if watch is not None:
-                watch.add(begun, sent)
-            if recorder is not None:
-                recorder.exchange(type(op).__name__, scope, start, bucket, sent)
-            if over is not None:
-                over()
+            for end in ends:
+                end(sent)
             queue_.put(event)
 
         pending.on_done(done)

@@ -14,6 +14,7 @@ Without codec and outer optimizer the weights themselves are exchanged, because 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,14 +26,65 @@ from thinwire.core.methods.base import all_finite
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.pricing.calendars import calendar, cut, layers
 from thinwire.core.pricing.periods import steps_late
-from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology, working_dtype
+from thinwire.core.program import (
+    CROSS,
+    NODE,
+    WORLD,
+    Broadcast,
+    Bucket,
+    Method,
+    Program,
+    Slot,
+    State,
+    Topology,
+    working_dtype,
+)
+from thinwire.core.program.ops import Collective
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
-from thinwire.engine.local.machine import by_first_ranks, exchanges_of
 from thinwire.engine.local.settings import QSR, Local
 
 KEPT = 0.5
 """Share of a rank's deviation at sending that is kept, in rounds of two or more steps. At a delay of 2 or 3 steps it
 hardly matters; at 7 it saves an eighth of the steps: ``benchmarks/late_rounds.py``."""
+
+
+def across(program: Program) -> Program:
+    """Turn a program of all ranks into one among one rank of each machine."""
+    value = None
+    while True:
+        try:
+            op = program.send(value)
+        except StopIteration:
+            return
+        if isinstance(op, Collective) and op.group is WORLD:
+            op = dataclasses.replace(op, group=CROSS)
+        value = yield op
+
+
+def by_first_ranks(program: Program, bucket: Bucket, *, first: bool) -> Program:
+    """Run a bucket's round: each machine's first rank runs the program, and the others receive its result."""
+    slots = bucket.slots
+    if first:
+        yield from across(program)
+        flat = torch.cat([(slot.raw() if slot.result is None else slot.result).reshape(-1) for slot in slots])
+    else:
+        program.close()
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=slots[0].device)
+    flat = yield Broadcast(flat, NODE)
+    for slot, piece in zip(slots, flat.split([slot.numel for slot in slots])):
+        slot.result = piece.view(slot.shape)
+
+
+def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExchange]:
+    """Return what a machine's first rank issues for a codec's exchanges.
+
+    Raises:
+        ValueError: the codec itself exchanges inside machines.
+    """
+    if any(one.scope is NODE for one in program):
+        raise ValueError(f"{name} exchanges inside machines itself: leave inside= out, or use another codec")
+    moved = [dataclasses.replace(one, scope=CROSS) if one.scope is WORLD else one for one in program]
+    return [*moved, TracedExchange("Broadcast", NODE, 0, 0)]
 
 
 class Rounds:
@@ -79,6 +131,7 @@ class Rounds:
             )
         self.settings, self.count, self.begun = settings, 0, 0
         self.measured: tuple[int, int] | None = None
+        self._measures, self._delays = settings.measures(None), dict[Any, int]()
         self.code = settings.first_code
         self.period = 0  # the first period begins with the first step
         named = list(parameters.items())
@@ -130,7 +183,10 @@ class Rounds:
     def stepped(self, lr: float = 0.0) -> None:
         """Count an optimizer step, made or skipped. ``lr``: the learning rate."""
         if self.ends:
-            self.begun, self.period = self.count, self.settings.period_at(self.count, lr, self.measured)
+            self.begun, every = self.count, self.settings.sync_every
+            if not isinstance(every, int) or self.count < self.settings.warmup_steps:
+                every = self.settings.period_at(self.count, lr, self.measured)
+            self.period = every
         elif isinstance(self.settings.sync_every, QSR):  # a higher rate ends a period that is too long for it
             shorter = self.settings.period_at(self.count, lr, None)
             self.period = min(self.period, max(shorter, self.count - self.begun + 1))
@@ -145,9 +201,14 @@ class Rounds:
         return [f for f in self.fragments if f.due is not None]
 
     @property
+    def measuring(self) -> bool:
+        """Whether times are still to be measured, from which the period, delay or calendar is chosen."""
+        return self._measures and self.measured is None
+
+    @property
     def waited(self) -> bool:
         """Whether training waits for exchanges because their times are measured."""
-        return self.settings.measures(self.measured) and not self.trial
+        return self.measuring and not self.trial
 
     @property
     def ends(self) -> bool:
@@ -170,7 +231,10 @@ class Rounds:
 
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
         """Send a fragment after the step that was counted last; see :meth:`Fragment.send`."""
-        delay = 0 if last or self.waited else self.settings.delay_in(self.period, self.measured)
+        known = self.period, self.measured
+        if known not in self._delays:
+            self._delays[known] = self.settings.delay_in(*known)
+        delay = 0 if last or self.waited else self._delays[known]
         return fragment.send(self.count, delay, self.code, last=last)
 
     def merge(self, fragment: Fragment) -> None:
@@ -214,7 +278,7 @@ class Rounds:
         """Take over a snapshot of the same settings and number of ranks; a measurement cut short begins again."""
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
-        self.code = self.settings.first_code if self.settings.measures(self.measured) else saved["code"]
+        self.code = self.settings.first_code if self.measuring else saved["code"]
         self.calendar = [list(leaving) for leaving in saved["calendar"]]
         self.trial = False
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
@@ -264,6 +328,7 @@ class Fragment:
     ) -> None:
         self.index, self.parameters, self.state = index, dict(parameters), state
         self._settings, self._first = settings, first
+        self._averages, self._codecs = settings.averages, settings.codecs
         tensors = self.parameters.values()
         self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]
         momentum = settings.outer is not None
@@ -281,7 +346,7 @@ class Fragment:
         state.start = settings.method.start_steps if start is None else start
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self._settings.averages else working_dtype(dtype)
+        return dtype if self._averages else working_dtype(dtype)
 
     def _bucketed(self, outside: Container[str]) -> list[tuple[bool, Bucket]]:
         """Return a bucket for each dtype, and more for what is sent without the codec; each with a flag for that."""
@@ -301,7 +366,7 @@ class Fragment:
         topology, rank = self.state.topology, self.state.rank
         for dense, bucket in self._buckets:
             shapes = [(slot.name, slot.shape) for slot in bucket.slots]
-            for method in {self._exact} if dense else {self._exact, self._ending, *self._settings.codecs}:
+            for method in {self._exact} if dense else {self._exact, self._ending, *self._codecs}:
                 for phase in range(method.phases):
                     step = steady_step(method, phase)
                     one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
@@ -319,7 +384,7 @@ class Fragment:
         self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
         torch._foreach_copy_(self._sent, [x.detach() for x in self.parameters.values()])
-        if self._settings.averages:
+        if self._averages:
             changes = [x.clone() for x in self._sent]
         else:
             changes = list(torch._foreach_sub(self.anchors, self._sent))
@@ -342,7 +407,7 @@ class Fragment:
     def _method(self, dense: bool, code: int) -> Method:
         if self._last and not dense:
             return self._ending
-        return self._exact if dense or self.state.step < self.state.start else self._settings.codecs[code]
+        return self._exact if dense or self.state.step < self.state.start else self._codecs[code]
 
     @torch.no_grad()
     def receive(self) -> bool:
@@ -386,10 +451,10 @@ class Fragment:
             return finite
         mean, self._mean = self._mean, None
         if self._kept:
-            change = torch._foreach_sub(self.anchors, mean) if self._settings.averages else mean
+            change = torch._foreach_sub(self.anchors, mean) if self._averages else mean
             torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
             self._add_residuals(-self._kept)
-        if self._settings.averages:
+        if self._averages:
             torch._foreach_copy_(self.anchors, mean)
         else:
             torch._foreach_sub_(self.anchors, self._outer_step(mean))
@@ -474,7 +539,7 @@ class Fragment:
             own.copy_(value)
         for own, value in zip(self._sent, saved["sent"]):
             own.copy_(value)
-        self._kept = saved.get("kept", 0.0)  # older files lack it
+        self._kept = saved["kept"]
         mean = saved["mean"]
         self._mean = None if mean is None else [x.to(a.device, copy=True) for x, a in zip(mean, self.anchors)]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.core.methods.base import check_choice, check_count
 from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.registry import method as of_registry
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.periods import LONGEST, steps_late
@@ -307,3 +308,25 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
     if isinstance(inside := chosen.get("inside"), str):
         chosen["inside"] = resolve(inside)
     return Local(**chosen)
+
+
+def named_local(method: object, options: Mapping[str, Any]) -> Local | None:
+    """Return the settings of "local", "diloco" or Local(...), with their options; None: it is something else.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+    if isinstance(method, Local) or (isinstance(method, str) and method.lower() in PRESETS):
+        return local_settings(method, options)
+    return None
+
+
+def named_method(name: str, options: Mapping[str, Any]) -> Method:
+    """Return what the planner prices under a name: a method, or local steps.
+
+    Raises:
+        ValueError: a name or an option is unknown, or out of range.
+        TypeError: a method has no such option.
+    """
+    local = named_local(name, options)
+    return of_registry(name, **options) if local is None else local.priced()

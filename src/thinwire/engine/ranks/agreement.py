@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.core.collectives.lanes import Lane
 from thinwire.core.collectives.transport import all_gather_flat
 from thinwire.core.memory import memory_of, shares_memory
-from thinwire.core.program import Scope
+from thinwire.core.program import Collective, Scope, Topology
 
 _CHUNK_BYTES = 16 << 20
 _COMPARED_BYTES = 1 << 20  # sending less than this is faster than comparing it
@@ -154,3 +154,33 @@ def put_bytes(x: Tensor, piece: Tensor, *, quietly: bool = False) -> None:
         x.data.copy_(value)
     else:
         x.detach().copy_(value)
+
+
+class OrderWatch:
+    """Records every op per lane; the order between lanes is free.
+
+    Args:
+        topology: of the ranks.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._lanes: dict[str, Any] = {}
+
+    def note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
+        """Record an op that is issued."""
+        lane = self._lanes.setdefault(f"{scope.value}/{round_}", hashlib.blake2b(digest_size=8))
+        lane.update(f"{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
+
+    def check(self, gather: Callable[[bytes], list[bytes]], step: int) -> None:
+        """Raise ``RuntimeError`` unless all ranks have issued the same ops on each lane that they share."""
+        mine = {name: digest.hexdigest() for name, digest in sorted(self._lanes.items())}
+        everyone = gather(json.dumps(mine).encode())
+        if len(set(everyone)) == 1:
+            return
+        lanes = [json.loads(text) for text in everyone]
+        for rank, issued in enumerate(lanes):  # only the ranks of a lane must agree: a node's leader may issue more
+            for name in issued:
+                members = self._topology.members(Scope(name.split("/")[0]), rank)
+                if len({lanes[other].get(name) for other in members}) > 1:
+                    raise RuntimeError(f"the ranks have issued different collectives by step {step}")

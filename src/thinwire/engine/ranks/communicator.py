@@ -1,4 +1,7 @@
-"""What one rank uses to communicate for one GradientSync: group, lanes, ledger, executor, words for failures."""
+"""What one rank uses to communicate for one handle: group, lanes, ledger, executor, words for failures.
+
+A single rank has a communicator too, ``Alone``, whose exchanges are the identity.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,20 +29,29 @@ from thinwire.core.kernels.orthogonal import arithmetic
 from thinwire.core.program import Method, NextForward, Program, Scope, Topology
 from thinwire.core.program.drive import drive
 from thinwire.core.program.modes import own_modes
-from thinwire.core.program.ops import AllGather, Broadcast, Collective, Op
+from thinwire.core.program.ops import AllGather, Broadcast, Op
 from thinwire.core.program.trace import TracedExchange, depths
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
-from thinwire.engine.executors.issuer import Failure, OpIssuer
-from thinwire.engine.executors.steps import Names, ProgramSteps, executor_for
-from thinwire.engine.executors.watch import typical
-from thinwire.engine.ranks.agreement import Disagreement, agree, broadcast_tensors, deepest_of_all, gather_bytes
+from thinwire.engine.executors.events import Failure, typical
+from thinwire.engine.executors.streams import StreamExecutor
+from thinwire.engine.executors.threads import Issuer, ThreadExecutor
+from thinwire.engine.ranks.agreement import (
+    Disagreement,
+    OrderWatch,
+    agree,
+    broadcast_tensors,
+    deepest_of_all,
+    gather_bytes,
+)
 from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks, in_words, refused
-from thinwire.engine.ranks.order import OrderWatch
 from thinwire.predict.measure.cores import place, spare_places
 
 if TYPE_CHECKING:
     from thinwire.predict.measure.gradual import GradualProbe
 
+Executor = ThreadExecutor | StreamExecutor | AloneExecutor
+Names = Sequence[Sequence[str]]
+"""For each bucket of a step, the names of what it contains."""
 logger = logging.getLogger("thinwire")
 _numbers: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -72,29 +83,6 @@ def meeting_in_attach(group: dist.ProcessGroup | None) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class Members:
-    """The ranks that take part in an exchange, and how they are connected.
-
-    Attributes:
-        group: the user's process group; None: the default one.
-        ranks: global ranks of its members.
-        rank: this rank's place among them.
-        topology: which of them are on which machine.
-        backend: "gloo" or "nccl".
-        device: of the gradients.
-        timeout: of the collectives; None: torch's.
-    """
-
-    group: dist.ProcessGroup | None
-    ranks: tuple[int, ...]
-    rank: int
-    topology: Topology
-    backend: str
-    device: torch.device
-    timeout: timedelta | None
-
-
 class Communicator:
     """Everything of an attached model that touches torch.distributed.
 
@@ -108,11 +96,15 @@ class Communicator:
 
     Attributes:
         attaching: as above; the caller ends it.
+        ranks, rank: global ranks of the group's members, and this rank's place among them.
+        backend: "gloo" or "nccl"; of one rank, "none".
         control: the lane of small messages.
         ledger: of what gradients' programs have sent.
         order: of the ops issued, for ``check_order``; None: not recorded.
-        steps: of the gradients' programs.
+        executor: of the gradients' programs, after ``start``.
     """
+
+    executor: Executor
 
     def __init__(
         self,
@@ -124,44 +116,27 @@ class Communicator:
         asks: bool = True,
         attaching: bool = False,
     ) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        rank, backend = dist.get_rank(group), backend_of(group, device)
-        if backend == "nccl":
+        self.ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        self.rank, self.backend = dist.get_rank(group), backend_of(group, device)
+        if self.backend == "nccl":
             _check_whole(group)
-        self.members = Members(group, ranks, rank, topology, backend, device, timeout or _timeout_of(group, device))
+        self.group, self.topology, self.device = group, topology, device
+        self.timeout = timeout or _timeout_of(group, device)
         self.attaching = attaching
-        label = _next_label(ranks)
-        self._late = LateRanks(ranks, rank, label, seconds_of(self.members.timeout)) if asks else NobodyAsks()
+        label = _next_label(self.ranks)
+        self._late = LateRanks(self.ranks, self.rank, label, seconds_of(self.timeout)) if asks else NobodyAsks()
         self._lanes = self.lanes_of(topology)
         with self.meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self.ledger = Ledger()
         self.order: OrderWatch | None = None
-        self._issuer = OpIssuer(self._lanes, self.ledger, self._note)
         self._beside: bool | None = None
         self._mixed: bool | None = None
-        self.steps: ProgramSteps
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return self.members.rank
-
-    @property
-    def backend(self) -> str:
-        """ "gloo" or "nccl"."""
-        return self.members.backend
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the gradients."""
-        return self.members.device
 
     def lanes_of(self, topology: Topology) -> Lanes:
         """Return lanes of these ranks, none opened yet; with NCCL, they use few communicators."""
-        who = self.members
-        card = who.device if who.backend == "nccl" else None
-        return Lanes(who.ranks, topology, who.rank, who.timeout, card, backend_of_new(who.group), self._come)
+        card = self.device if self.backend == "nccl" else None
+        return Lanes(self.ranks, topology, self.rank, self.timeout, card, backend_of_new(self.group), self._come)
 
     def machine_group(self) -> dist.ProcessGroup:
         """Return a process group of this machine's ranks, given back with the lanes. All ranks must call it."""
@@ -213,16 +188,20 @@ class Communicator:
         """Return a probe that measures the network between steps, on the buckets' lanes; use it under ``meeting``."""
         from thinwire.predict.measure.gradual import GradualProbe
 
-        who = self.members
-        mesh_only = who.device.type == "cpu" and "AllGather" in pairwise(who.topology)
-        return GradualProbe(self._lanes, who.topology, who.rank, who.device, who.backend, mesh_only=mesh_only)
+        return GradualProbe(
+            self._lanes, self.topology, self.rank, self.device, self.backend, mesh_only=self._mesh_only()
+        )
+
+    def _mesh_only(self) -> bool:
+        """Return whether all exchanges between all ranks go over thinwire's own connections."""
+        return self.device.type == "cpu" and "AllGather" in pairwise(self.topology)
 
     def typical_exchange(self) -> tuple[float, float] | None:
         """Return bytes and seconds of an all-reduce, from the watched exchanges of steps; None: there was none.
 
         All ranks must call it.
         """
-        watch = self.steps.executor.watch
+        watch = self.executor.watch
         totals = [0.0] * 6 if watch is None else watch.totals()
         rows = self.gather_tensor(torch.tensor(totals, dtype=torch.float64, device=self.device))
         return typical(rows.tolist(), len(rows))
@@ -237,7 +216,7 @@ class Communicator:
         Between CPUs with thinwire's own connections, only a caller of that function waits.
         """
         with self.meeting("gathering"):
-            if self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology):
+            if self._mesh_only():
                 lane = self._lanes.get("answers", Scope.WORLD, 0, mesh_only=True)
                 return self._told(issue(AllGather(x), lane), "gathering")
             everyone = x.new_empty(self.control.size * x.numel())
@@ -249,14 +228,16 @@ class Communicator:
 
         All ranks must call this in the same order.
         """
-        mesh_only = self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology)
         with self.meeting("sending the buffers"):
-            lane = self._lanes.get("buffers", Scope.WORLD, 0, mesh_only=True) if mesh_only else self.control
+            lane = self._lanes.get("buffers", Scope.WORLD, 0, mesh_only=True) if self._mesh_only() else self.control
             return self._told(issue(Broadcast(x), lane), "sending the buffers")
 
     def start(self) -> None:
         """Start the executor. Call it at ``attach`` after everything that can fail."""
-        self.steps = ProgramSteps(executor_for(self.backend, self._issuer, self.device), self.sentence)
+        self.executor = self._executor(Issuer(self._lanes, self.ledger, order=self.order))
+
+    def _executor(self, issuer: Issuer) -> Executor:
+        return StreamExecutor(issuer, self.device) if self.backend == "nccl" else ThreadExecutor(issuer)
 
     def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
@@ -264,11 +245,11 @@ class Communicator:
         paired: set[int] = set()  # rounds of scope WORLD in which ranks send to one another
         for steps in programs if self.backend != "nccl" else ():
             kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
-            paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self.members.topology))
+            paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self.topology))
         deepest: Mapping[Scope, int] = depths(programs)
         if self.backend == "nccl":
             deepest = dict.fromkeys(deepest, 1)
-        if self.members.topology.two_levels:
+        if self.topology.two_levels:
             # A leader's program has more exchanges, but torch names groups by how many a rank has made.
             deepest = deepest_of_all(deepest, self.gather)
         with self.meeting("connecting"):
@@ -278,8 +259,14 @@ class Communicator:
                     mesh_only = bidirectional and self.device.type == "cpu"
                     self._lanes.get("bucket", scope, round_, bidirectional=bidirectional, mesh_only=mesh_only)
 
-    def lanes_for(self, purpose: str, depth: Mapping[Scope, int], topology: Topology) -> Lanes:
-        """Return lanes for programs that issue so many exchanges within each scope. All ranks must call it."""
+    def executor_beside(
+        self, purpose: str, depth: Mapping[Scope, int], topology: Topology, ledger: Ledger
+    ) -> tuple[Executor, Callable[..., None]]:
+        """Return an executor with lanes of its own, and what gives these back. All ranks must call it.
+
+        Args:
+            depth: the largest number of exchanges that one program issues within each scope.
+        """
         lanes = self.lanes_of(topology)
         try:
             with self.meeting("connecting"):
@@ -289,7 +276,7 @@ class Communicator:
         except BaseException:
             lanes.release(broken=True)
             raise
-        return lanes
+        return self._executor(Issuer(lanes, ledger, purpose)), lanes.release
 
     def sentence(self, failure: Failure, step: int, names: Names) -> str:
         """Return a failure in words, with the ranks that were late; ``names``: of the step's buckets."""
@@ -299,13 +286,9 @@ class Communicator:
             bucket = f"{failure.bucket} ({inside[0]}{', ...' if len(inside) > 1 else ''})"
         kind, words = _cause(failure.error, self._late.report(step, bucket, failure.where))
         return (
-            f"rank {self._global_rank}: the exchange failed at step {step}, bucket {bucket}, "
+            f"rank {self.ranks[self.rank]}: the exchange failed at step {step}, bucket {bucket}, "
             f"{failure.where}: {kind}: {words}"
         )
-
-    @property
-    def _global_rank(self) -> int:
-        return self.members.ranks[self.members.rank]
 
     def _told(self, pending: Pending, doing: str) -> Callable[[], Tensor]:
         def wait() -> Tensor:
@@ -321,18 +304,19 @@ class Communicator:
             yield
         except (RuntimeError, TimeoutError) as error:
             kind, words = _cause(error, self._late.report(0, "none", doing))
-            raise RuntimeError(f"rank {self._global_rank}: {doing} failed: {kind}: {words}") from error
+            raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from error
 
     def run(self, program: Program, purpose: str) -> Any:
         """Run a program to its end in the calling thread, on lanes of its own."""
         rounds: dict[Scope, int] = {}
+        issuer = Issuer(self._lanes, self.ledger, purpose)
 
         def answer(op: Op) -> Any:
             if isinstance(op, NextForward):
                 return None
             round_ = 0 if self.backend == "nccl" else rounds.get(op.group, 0)
             rounds[op.group] = round_ + 1
-            return self._issuer.issue(op, op.group, round_, 0, purpose).wait()
+            return issuer.issue(op, op.group, round_, 0).wait()
 
         return drive(program, answer)
 
@@ -341,13 +325,9 @@ class Communicator:
         if self.attaching:
             self._late.come()
 
-    def _note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
-        if self.order is not None:
-            self.order.note(op, scope, round_, bucket)
-
     def watch_order(self) -> None:
         """Record ops from now on, so that ``check_order`` can compare them."""
-        self.order = OrderWatch(self.members.topology)
+        self.order = OrderWatch(self.topology)
 
     def check_order(self, step: int) -> None:
         """Raise ``RuntimeError`` if the order is watched and some rank has issued other ops."""
@@ -367,64 +347,53 @@ class Communicator:
 
     def close(self, *, broken: bool) -> None:
         """Stop the executor and give the process groups back."""
-        if hasattr(self, "steps"):
-            self.steps.executor.close()
+        if hasattr(self, "executor"):
+            self.executor.close()
         self._late.close()
         self._lanes.release(broken=broken)
 
 
-class Alone:
-    """Replaces the :class:`Communicator` on a single rank, where there is no group."""
+class Alone(Communicator):
+    """The communicator of a single rank, which has no group: every exchange is the identity."""
 
-    rank, backend = 0, "none"
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.ranks, self.rank, self.backend, self.topology = (0,), 0, "none", Topology(1)
+        self.device, self.ledger, self.order = device or torch.device("cpu"), Ledger(), None
+        self.attaching, self._late, self._beside = False, NobodyAsks(), True
+        self.executor = AloneExecutor()
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.ledger = Ledger()
-        self.steps = ProgramSteps(AloneExecutor(), lambda failure, step, names: str(failure.error))
-
-    def agree(self, facts: dict[str, Any]) -> None:
-        """Do nothing: there is no other rank."""
+    def agree(self, facts: dict[str, Any]) -> None: ...
 
     def fit(self, method: Method) -> Method:
-        """Return the method: there is no other processor."""
         return method
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing: there is no other rank."""
+    def broadcast(self, tensors: Iterable[Tensor]) -> None: ...
 
     def gather(self, message: bytes) -> list[bytes]:
         return [message]
 
-    def side_stream(self) -> bool:
-        """Return True: nothing is sent, so nothing gets in the way of training."""
-        return True
-
-    def gather_tensor(self, x: Tensor) -> Tensor:
-        """Return this rank's tensor: ``[k]`` -> ``[1, k]``."""
-        return x.view(1, -1)
-
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
         return lambda: x.view(1, -1)
 
-    def start(self) -> None:
-        """Do nothing."""
+    def start(self) -> None: ...
 
-    def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None:
-        """Do nothing: there are no lanes."""
+    def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None: ...
+
+    def executor_beside(
+        self, purpose: str, depth: Mapping[Scope, int], topology: Topology, ledger: Ledger
+    ) -> tuple[Executor, Callable[..., None]]:
+        return AloneExecutor(), lambda broken: None
+
+    def sentence(self, failure: Failure, step: int, names: Names) -> str:
+        return str(failure.error)
+
+    def typical_exchange(self) -> None:
+        return None
 
     def run(self, program: Program, purpose: str) -> Any:
-        """Run a program to its end."""
         return run_alone(program)
 
-    def watch_order(self) -> None:
-        """Do nothing: there is no other rank."""
-
-    def check_order(self, step: int) -> None:
-        """Do nothing."""
-
-    def close(self, *, broken: bool) -> None:
-        """Do nothing."""
+    def close(self, *, broken: bool) -> None: ...
 
 
 def _cause(error: BaseException, who: str) -> tuple[str, str]:

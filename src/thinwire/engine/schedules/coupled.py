@@ -1,104 +1,102 @@
-"""The usual schedule: when ``backward()`` has returned, ``.grad`` holds the averages."""
+"""The usual schedule: when ``backward()`` has returned, ``.grad`` holds the averages. And how these are clipped.
+
+A norm is taken over the same parts in the same order on every schedule, so it is the same bit for bit. A bucket, padded
+with zeros, is cut into as many parts as there are ranks. Powers of elements are added in fp64: within each part, then
+over the buckets of one rank's parts, then over ranks.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.core.kernels.upload import upload
+from thinwire.core.methods.exchanges import padded
 from thinwire.core.program import Method
 from thinwire.core.program.bucket import Slot, used_by_nobody
-from thinwire.engine.buckets import Buckets
-from thinwire.engine.memory import delivered
-from thinwire.engine.schedules import clip
-from thinwire.engine.schedules.schedule import Schedule
+from thinwire.engine.buckets import Buckets, delivered
 
 logger = logging.getLogger("thinwire")
 
 
-class DeliveredGrads:
-    """Averages that have become ``.grad``, watched until ``step()`` has used them: nothing may be added to them."""
-
-    def __init__(self) -> None:
-        self.noted: dict[int, tuple[Tensor, int]] = {}
-
-    def renew(self) -> None:
-        """Forget the last step's averages, before another step's are delivered."""
-        self.noted.clear()
-
-    def note(self, index: int, grad: Tensor) -> None:
-        """Note a parameter's average, as it is now."""
-        self.noted[index] = grad, grad._version
-
-    def forget(self, indices: Iterable[int]) -> None:
-        """Stop watching averages that an optimizer is about to use; the script may add to them afterwards."""
-        for index in indices:
-            self.noted.pop(index, None)
-
-    def holds(self, index: int, grad: Tensor | None) -> bool:
-        """Return whether a ``.grad`` is still the average that was delivered: not zeroed, nor replaced."""
-        delivered, version = self.noted.get(index, (None, 0))
-        return grad is not None and grad is delivered and grad._version == version
-
-    def added_to(self, index: int, grad: Tensor | None) -> bool:
-        """Return whether autograd just added to an average that nothing has changed since."""
-        delivered, version = self.noted.get(index, (None, 0))
-        return delivered is not None and grad is delivered and delivered._version == version + 1
-
-
-class Coupled(Schedule):
-    """The usual schedule of one attached model.
+class Coupled:
+    """The usual schedule of one attached model, and what all schedules do.
 
     Args:
         buckets: of its plan.
         find_unused: whether to ask all ranks which parameters were used, whatever the method.
+
+    Attributes:
+        accumulated: whether there are gradients of ``no_sync`` passes that have not been reduced.
+        watched: averages that have become ``.grad`` and that no optimizer has used yet, with their versions, by index;
+            no gradient may be added to them.
+        readers: the modules whose forwards must begin with ``before_forward``.
     """
+
+    readers: Sequence[nn.Module] = ()
 
     def __init__(self, buckets: Buckets, *, find_unused: bool) -> None:
         self._session, self._buckets, self._find_unused = buckets.session, buckets, find_unused
-        self._delivered = DeliveredGrads()
-        self.watched = self._delivered.noted
-        self._warned = False
+        self.accumulated = self._warned = False
+        self.watched: dict[int, tuple[Tensor, int]] = {}
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Bring what a module reads up to date, at the start of its forward."""
 
     def begin(self) -> None:
-        """Start the step with nothing accumulated."""
+        """Prepare for a backward whose gradients are exchanged."""
         self.accumulated = False
 
     def check(self, index: int, grad: Tensor | None) -> None:
-        if self._delivered.added_to(index, grad):
+        """Raise ``RuntimeError`` if a gradient was added to an average that no optimizer has used."""
+        if self._added_to(index, grad):
             raise RuntimeError(
                 "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
                 "or call optimizer.step() and zero_grad() in between"
             )
 
-    def accumulate(self, index: int, grad: Tensor | None) -> None:
-        self.accumulated = True
-        if grad is not None and self._delivered.added_to(index, grad):
-            self._delivered.note(index, grad)  # with its new version: exchanged again, it would send the average twice
+    def _added_to(self, index: int, grad: Tensor | None) -> bool:
+        """Return whether autograd just added to an average that nothing has changed since."""
+        delivered, version = self.watched.get(index, (None, 0))
+        return delivered is not None and grad is delivered and delivered._version == version + 1
 
-    def used(self, indices: Sequence[int]) -> None:
-        self._delivered.forget(indices)
+    def accumulate(self, index: int, grad: Tensor | None) -> None:
+        """Note a gradient that came in a ``no_sync`` pass."""
+        self.accumulated = True
+        if grad is not None and self._added_to(index, grad):
+            self.watched[index] = grad, grad._version  # exchanged again, it would send the average twice
+
+    def used(self, indices: Iterable[int]) -> None:
+        """Stop watching averages that an optimizer is about to use; the script may add to them afterwards."""
+        for index in indices:
+            self.watched.pop(index, None)
 
     def untouched(self) -> set[str]:
-        managed = self._buckets.parameters.managed
-        return {m.name for m in managed if self._delivered.holds(m.index, m.parameter.grad)}
+        """Return names of parameters whose ``.grad`` still holds the last average: not zeroed, nor replaced."""
+        return {m.name for m in self._buckets.managed if self._holds(m.index, m.parameter.grad)}
+
+    def _holds(self, index: int, grad: Tensor | None) -> bool:
+        delivered, version = self.watched.get(index, (None, 0))
+        return grad is not None and grad is delivered and grad._version == version
 
     def deliver(self) -> None:
-        """Commit, and put the averages into ``.grad``, except for parameters that are frozen or that no rank used."""
-        buckets, parameters = self._buckets, self._buckets.parameters
-        step = buckets.step
-        assert step is not None
+        """Commit, and put averages where the optimizer finds them, when all programs have ended or pause.
+
+        Here: into ``.grad``, except for parameters that are frozen or that no rank used.
+        """
+        buckets, step = self._buckets, self._buckets.step
         everyone = self._used_anywhere() if self._find_unused else None
         self._session.commit()
-        self._delivered.renew()
+        self.watched.clear()
         watched = self._session.method.has_residual
         if everyone is None:
             unused = self._unused_by_sums()
         else:
-            unused = {m.name for m in parameters.managed if not everyone[m.index]}
+            unused = {m.name for m in buckets.managed if not everyone[m.index]}
         for index in range(len(step.entries)):
             memory = buckets.memory(index)
             if memory.handed_over and everyone is None and not watched:
@@ -116,12 +114,11 @@ class Coupled(Schedule):
                         reused = memory.buffer is not None and not buckets.views
                         parameter.grad = delivered(parameter, result, value, copy=reused)
                 if watched and (grad := parameter.grad) is not None:
-                    self._delivered.note(parameters.by_name[slot.name].index, grad)
+                    self.watched[buckets.by_name[slot.name].index] = grad, grad._version
 
     def _used_anywhere(self) -> list[bool]:
         comm = self._session.comm
-        assert comm is not None
-        mine = bytes(m.parameter.grad is not None for m in self._buckets.parameters.managed)
+        mine = bytes(m.parameter.grad is not None for m in self._buckets.managed)
         if comm.device.type == "cuda":  # all ranks send the same size: one exchange, which the host reads once
             flags = upload(torch.tensor(list(mine), dtype=torch.uint8), comm.device)
             return [bool(x) for x in comm.gather_tensor(flags).amax(0).tolist()]
@@ -132,7 +129,6 @@ class Coupled(Schedule):
         """Return the parameters that no rank used, as far as their sums show it."""
         asked: dict[str, Slot] = {}
         step = self._buckets.step
-        assert step is not None
         for index in range(len(step.entries)):
             memory, method = self._buckets.memory(index), self._buckets.method_of(index)
             if all(memory.used):
@@ -144,7 +140,7 @@ class Coupled(Schedule):
                     asked[slot.name] = slot
                 elif not step.told:
                     self._warn_unused(slot.name, method)
-        return used_by_nobody(asked)
+        return used_by_nobody(asked) if asked else set()
 
     def _warn_unused(self, name: str, method: Method) -> None:
         if not self._warned:
@@ -156,4 +152,81 @@ class Coupled(Schedule):
             )  # fmt: skip
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        return clip.whole(self._buckets, max_norm, norm_type, error_if_nonfinite)
+        """Clip what was delivered by its global norm, as ``torch.nn.utils.clip_grad_norm_``. Return the norm, 0-dim."""
+        buckets, ranks = self._buckets, self._session.state.size
+        last = buckets.plan.buckets(max(0, self._session.state.turn - 1))
+        device = buckets.by_name[last[0].names[0]].parameter.device
+        powers = torch.zeros(ranks, dtype=torch.float64, device=device)
+        gradients: list[Tensor] = []
+        for entry in last:
+            parameters = [buckets.by_name[name].parameter for name in entry.names]
+            here = [p.grad for p in parameters if p.grad is not None]
+            gradients += here
+            if not here:
+                continue
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+            for rank, part in enumerate(padded(flat.detach(), ranks).view(ranks, -1)):
+                powers[rank] = add_powers(powers[rank], power(part, norm_type), norm_type)
+        norm = total_norm(powers, norm_type, norm_dtype(p.dtype for p in gradients), error_if_nonfinite)
+        by_kind: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_kind.setdefault(gradient.dtype, []).append(gradient)
+        change = scaling(norm, max_norm)
+        with torch.no_grad():
+            for some in by_kind.values():
+                change(some)
+        return norm
+
+    @property
+    def pending(self) -> list[int]:
+        """Indices of the parameters that wait for their update."""
+        return []
+
+    def complete(self) -> None:
+        """Make all pending updates. Local."""
+
+    def order(self) -> list[int] | None:
+        """Return the order of parameters from which to make buckets, if it is not the order of arrival."""
+        return None
+
+    def close(self, *, broken: bool) -> None:
+        """Make all pending updates and remove the hooks."""
+
+
+def power(x: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of a 1-D tensor to the power of its type (the maximum for inf), in fp64."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    norm: Tensor = torch.linalg.vector_norm(x, norm_type, dtype=torch.float64)
+    return norm if math.isinf(norm_type) else norm**norm_type
+
+
+def add_powers(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
+    """Return the power of two parts together."""
+    return torch.maximum(a, b) if math.isinf(norm_type) else a + b
+
+
+def total_norm(powers: Tensor, norm_type: float, dtype: torch.dtype, error_if_nonfinite: bool) -> Tensor:
+    """Return the norm of all ranks' parts, 0-dim, from their powers ``[W]`` in rank order."""
+    found = powers[0]
+    for other in powers[1:]:
+        found = add_powers(found, other, norm_type)
+    norm = found if math.isinf(norm_type) else found ** (1.0 / norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for the gradients is non-finite, so it cannot be clipped. To disable "
+            "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    return norm.to(dtype)
+
+
+def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype of a norm over gradients: that of all, or, if there are several, fp32 or wider."""
+    kinds = {*dtypes}
+    return kinds.pop() if len(kinds) == 1 else torch.float64 if torch.float64 in kinds else torch.float32
+
+
+def scaling(norm: Tensor, max_norm: float) -> Callable[[list[Tensor]], None]:
+    """Return the in-place change by which clipping to a norm scales gradients, by torch's formula."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return lambda gradients: torch._foreach_mul_(gradients, factor)

@@ -10,33 +10,41 @@ have called ``step()`` too.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.kernels.upload import upload
+from thinwire.core.methods.base import all_finite
 from thinwire.core.methods.decoupling import Decoupling
+from thinwire.core.program import Bucket
 from thinwire.core.program.bucket import used_by_nobody
+from thinwire.core.program.drive import Paused
 from thinwire.core.program.modes import own_modes
-from thinwire.engine.backward_end import current_task
 from thinwire.engine.buckets import Buckets
-from thinwire.engine.hooks import ModuleHook
+from thinwire.engine.hooks import ModuleHook, current_task
 from thinwire.engine.parameters import Managed, gradient_dtype
-from thinwire.engine.schedules import clip, guard
-from thinwire.engine.schedules.deferred_grad import DeferredGrad
-from thinwire.engine.schedules.forward_order import ForwardOrder
-from thinwire.engine.schedules.optimizers import OptimizerSnapshot, ParamGroupLock
-from thinwire.engine.schedules.schedule import Schedule
-from thinwire.engine.schedules.updates import DeferredUpdate, DeferredUpdates
+from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.schedules.coupled import Coupled, add_powers, norm_dtype, power, scaling, total_norm
+from thinwire.engine.schedules.deferred import (
+    DeferredGrad,
+    DeferredUpdate,
+    DeferredUpdates,
+    OptimizerSnapshot,
+    ParamGroupLock,
+)
 
 logger = logging.getLogger("thinwire")
 
 
-class Decoupled(Schedule):
+class Decoupled(Coupled):
     """The decoupled schedule of one attached model.
 
     Args:
@@ -56,8 +64,8 @@ class Decoupled(Schedule):
         *,
         find_unused: bool,
     ) -> None:
-        managed = buckets.parameters.managed
-        self._buckets, self._options, self._find_unused = buckets, options, find_unused
+        super().__init__(buckets, find_unused=find_unused)
+        managed, self._options = buckets.managed, options
         self._forwards = ForwardOrder(model, managed, _early(model, managed, options))
         self._whole = options.update_in_step is True  # all parameters are updated in ``step()``
         self._see_compiled()
@@ -68,6 +76,7 @@ class Decoupled(Schedule):
         self._poison = _Poison(managed) if options.poison_stale else None
         self._stale: set[int] = set()  # parameters that were pending when a gradient came
         self._handles: list[Any] = []
+        self.readers = [] if self._whole else self._forwards.modules
         self._install(model, optimizers)
 
     def _see_compiled(self) -> None:
@@ -79,7 +88,7 @@ class Decoupled(Schedule):
 
     def _install(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         keep = self._handles.append
-        for m in self._buckets.parameters.managed:
+        for m in self._buckets.managed:
             keep(m.parameter.register_hook(partial(self._before_gradient, m.index)))
         for module in model.modules():
             keep(module.register_state_dict_pre_hook(ModuleHook(self._complete_before)))
@@ -96,7 +105,7 @@ class Decoupled(Schedule):
         if self._pending:
             self._stale = {i for parts in self._pending.values() for part in parts for i in part.indices}
             self.complete()
-        m = self._buckets.parameters.managed[index]
+        m = self._buckets.managed[index]
         if index in self._stale:
             module = m.name.rpartition(".")[0]
             raise RuntimeError(
@@ -111,10 +120,6 @@ class Decoupled(Schedule):
             if not held.zeroed:
                 _refuse_second()
             m.parameter.grad = None
-
-    @property
-    def readers(self) -> list[nn.Module]:
-        return [] if self._whole else self._forwards.modules
 
     def before_forward(self, module: nn.Module) -> None:
         outside = current_task() == -1
@@ -145,7 +150,8 @@ class Decoupled(Schedule):
             for parameter in group["params"]:
                 if isinstance(parameter.grad, DeferredGrad) and id(parameter) in index_of:
                     if not shards.gathering:
-                        self._gather(shards)
+                        shards.gathering = True
+                        self._session.comm.executor.resume(sorted(shards.paused, reverse=True), shards.inline)
                     index = index_of[id(parameter)]
                     frozen = frozen or OptimizerSnapshot(optimizer)
                     part = parts.setdefault(shards.where[index][0], DeferredUpdate(frozen, {}))
@@ -156,7 +162,7 @@ class Decoupled(Schedule):
                 self._fill(part.indices)
                 continue
             for index in part.indices:
-                self._buckets.parameters.managed[index].parameter.grad = None
+                self._buckets.managed[index].parameter.grad = None
                 if self._poison is not None and index not in self._forwards.early:
                     self._poison.put(index)
             self._pending.setdefault(bucket, []).append(part)
@@ -173,7 +179,7 @@ class Decoupled(Schedule):
 
     def begin(self) -> None:
         """Drop what the last backward left, if nothing has used it."""
-        for m in self._buckets.parameters.managed:
+        for m in self._buckets.managed:
             held = m.parameter.grad
             if isinstance(held, DeferredGrad):
                 if not held.zeroed:
@@ -185,40 +191,35 @@ class Decoupled(Schedule):
 
     def deliver(self) -> None:
         """Check that all is finite, put a ``DeferredGrad`` in each ``.grad``, and commit. All reduce-scatters ended."""
-        session, shards = self._buckets.session, self._shards_of_step()
+        session, shards = self._session, self._shards_of_step()
         self._shards, self.accumulated = shards, False
         started = time.perf_counter()
         used = [shards.memories[b].used[i] for b, i in shards.where] if self._find_unused else None
         finite: Callable[[], Tensor] | None = None
-        assert session.comm is not None
         if self._options.check_finite:
-            verdict = guard.exchange(session.comm, [p.shard for p in shards.paused.values()], used)
-            finite, used = verdict.finite, verdict.used
+            finite, used = _guard(session.comm, [p.shard for p in shards.paused.values()], used)
         elif used is not None:
             everyone = session.comm.gather(bytes(used))
             used = [any(row[i] for row in everyone) for i in range(len(used))]
-        for m, grad in zip(self._buckets.parameters.managed, self._grads):
+        for m, grad in zip(self._buckets.managed, self._grads):
             grad.renew(finite)
             if m.parameter.requires_grad:
                 m.parameter.grad = grad if used is None or used[m.index] else None
-        session.counters.exposed_seconds += time.perf_counter() - started
+        session.exposed_seconds += time.perf_counter() - started
         if finite is not None and session.method.has_residual:
             session.state.verdict(finite())
         session.commit()
 
     def _shards_of_step(self) -> DeferredUpdates:
-        buckets, by_name = self._buckets, self._buckets.parameters.by_name
-        step, comm = buckets.step, buckets.session.comm
-        assert step is not None
-        assert comm is not None
-        where = [(0, 0)] * len(self._buckets.parameters.managed)
+        buckets, step = self._buckets, self._buckets.step
+        where = [(0, 0)] * len(buckets.managed)
         for b, entry in enumerate(step.entries):
             for place, name in enumerate(entry.names):
-                where[by_name[name].index] = b, place
+                where[buckets.by_name[name].index] = b, place
         count = range(len(step.entries))
-        inline = [b for b in count if buckets.method_of(b).cheap_pack or buckets.inline]
-        memories, sums = [buckets.memory(b) for b in count], [buckets.method_of(b).sums for b in count]
-        return DeferredUpdates(memories, comm.steps.executor.paused, inline, where, sums)
+        memories, methods = [buckets.memory(b) for b in count], [buckets.method_of(b) for b in count]
+        inline = [b for b in count if methods[b].cheap_pack or buckets.inline]
+        return DeferredUpdates(memories, methods, self._session.comm.executor.paused, inline, where)
 
     def order(self) -> list[int] | None:
         """Return the reverse of the order of need, known after the first forward; None: it is not being learned."""
@@ -226,38 +227,31 @@ class Decoupled(Schedule):
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the sharded gradients by their norm over all ranks."""
-        shards, session = self._shards, self._buckets.session
-        held = [m.parameter.grad for m in self._buckets.parameters.managed]
+        shards, session = self._shards, self._session
+        held = [m.parameter.grad for m in self._buckets.managed]
         deferred = [x for x in held if isinstance(x, DeferredGrad)]
         if shards is None or not deferred:
-            return clip.whole(self._buckets, max_norm, norm_type, error_if_nonfinite)
-        assert session.comm is not None
+            return super().clip(max_norm, norm_type, error_if_nonfinite)
         own = torch.zeros((), dtype=torch.float64, device=session.comm.device)
         for bucket, paused in sorted(shards.paused.items()):
-            part = clip.delivered(paused, shards.bucket(bucket), session.rank, session.state.size, norm_type)
+            part = _delivered(paused, shards.memories[bucket].made, session.rank, session.state.size, norm_type)
             slots = [i for i, (b, _) in enumerate(shards.where) if b == bucket]
             changes = [x.changes for i in slots if isinstance(x := held[i], DeferredGrad)]
             if any(len(other) != len(changes[0]) for other in changes):
                 raise RuntimeError("call clip_grad_norm_ after scaler.unscale_ of all optimizers")
             for change in changes[0] if changes else ():
                 change([part])
-            own = clip.add(own, clip.power(part, norm_type), norm_type)
+            own = add_powers(own, power(part, norm_type), norm_type)
         sums = session.comm.gather_tensor(own.view(1)).view(-1)
-        kind = clip.norm_dtype(gradient_dtype(m.parameter) for m in self._buckets.parameters.managed)
-        norm = clip.total(sums, norm_type, kind, error_if_nonfinite)
-        change = clip.scaling(norm, max_norm)
+        kind = norm_dtype(gradient_dtype(m.parameter) for m in self._buckets.managed)
+        norm = total_norm(sums, norm_type, kind, error_if_nonfinite)
+        change = scaling(norm, max_norm)
         for grad in deferred:
             grad.changes.append(change)
         return norm
 
     def _complete_before(self, *_: Any) -> None:
         self.complete()
-
-    def _gather(self, shards: DeferredUpdates) -> None:
-        comm = self._buckets.session.comm
-        assert comm is not None
-        shards.gathering = True
-        comm.steps.executor.resume(sorted(shards.paused, reverse=True), shards.inline)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
@@ -279,10 +273,10 @@ class Decoupled(Schedule):
                     if self._poison is not None:
                         self._poison.take_out(index)
                 self._fill(part.indices)
-                managed = self._buckets.parameters.managed
+                managed = self._buckets.managed
                 part.frozen.update({n: [managed[i].parameter for i in some] for n, some in part.groups.items()})
             for index in part.indices:
-                self._buckets.parameters.managed[index].parameter.grad = None
+                self._buckets.managed[index].parameter.grad = None
         if not self._pending:
             self._settle()
 
@@ -291,20 +285,18 @@ class Decoupled(Schedule):
         assert self._shards is not None
         for bucket in self._shards.paused:
             self._receive(bucket)
-        self._buckets.session.state.settle()
+        self._session.state.settle()
 
     def _receive(self, bucket: int) -> None:
-        shards, session = self._shards, self._buckets.session
+        shards = self._shards
         assert shards is not None
         if bucket in shards.received or bucket not in shards.paused:
             return
-        assert session.comm is not None
-        started = time.perf_counter()
-        failure = session.comm.steps.wait(bucket)
-        session.counters.deferred_seconds += time.perf_counter() - started
-        if failure:
+        try:
+            self._session.wait(bucket)
+        except RuntimeError:
             self._pending.clear()
-            session.fail(failure)
+            raise
         shards.received.add(bucket)
 
     @torch.no_grad()
@@ -317,7 +309,7 @@ class Decoupled(Schedule):
         for index in indices:
             bucket, place = shards.where[index]
             memory, slot = shards.memories[bucket], shards.memories[bucket].slots[place]
-            if not memory.used[place] and shards.sums[bucket](slot.shape):
+            if not memory.used[place] and shards.methods[bucket].sums(slot.shape):
                 asked[index] = slot
         unused = used_by_nobody(asked)
         for index in indices:
@@ -327,7 +319,7 @@ class Decoupled(Schedule):
             grad = memory.gradients[place] if memory.gradients else value.data
             slot.value = slot.result = None
             if index in unused:
-                self._buckets.parameters.managed[index].parameter.grad = None
+                self._buckets.managed[index].parameter.grad = None
                 continue
             deferred = self._grads[index]
             if deferred.zeroed:
@@ -335,7 +327,7 @@ class Decoupled(Schedule):
             else:
                 key = tuple(map(id, deferred.changes))
                 wanted.setdefault(key, (deferred.changes, []))[1].append(grad)
-            self._buckets.parameters.managed[index].parameter.grad = grad
+            self._buckets.managed[index].parameter.grad = grad
         for changes, gradients in wanted.values():
             for change in changes:
                 change(gradients)
@@ -348,9 +340,122 @@ class Decoupled(Schedule):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            for m in self._buckets.parameters.managed:
+            for m in self._buckets.managed:
                 if isinstance(m.parameter.grad, DeferredGrad):
                     m.parameter.grad = None
+
+
+class ForwardOrder:
+    """Which parameters a module's forward reads, from the order in which modules are called.
+
+    The parameters of a module that is never called go to the nearest enclosing module that is: ``MultiheadAttention``
+    reads the weight of its ``out_proj`` without calling it. A shared parameter is read by all its owners.
+
+    Args:
+        model: the root module.
+        managed: its trainable parameters.
+        early: indices of parameters that are needed before all others.
+
+    Attributes:
+        index: of the parameters, by ``id``.
+        learning: whether the order is still unknown.
+    """
+
+    def __init__(self, model: nn.Module, managed: Sequence[Managed], early: Iterable[int] = ()) -> None:
+        self.model, self.index, self.early = model, {id(m.parameter): m.index for m in managed}, sorted(early)
+        self.learning, index = True, self.index
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(module, []).append(name)
+        self._own = {
+            module: [index[id(p)] for p in module.parameters(recurse=False) if id(p) in index] for module in self._names
+        }
+        self._called: dict[nn.Module, None] = {}
+        self._reads = {module: tuple(own) for module, own in self._own.items()}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules that may read a parameter: those with a trainable one in or below them."""
+        return [m for m in self._names if any(p.requires_grad for p in m.parameters())]
+
+    def called(self, module: nn.Module) -> None:
+        """Note that a module's forward begins, until the order is known."""
+        if self.learning:
+            self._called.setdefault(module)
+
+    def reads(self, module: nn.Module) -> tuple[int, ...]:
+        """Return indices of the parameters that must be up to date when a module's forward begins."""
+        return self._reads.get(module, ())
+
+    def order(self) -> list[int]:
+        """Return all parameters in the order in which they are needed, and stop learning.
+
+        From now on, parameters of modules that were never called count as read by the modules around them.
+        """
+        self.learning = False
+        by_name = {name: module for module, names in self._names.items() for name in names}
+        adopted: dict[nn.Module, list[int]] = {}
+        orphans: list[int] = []
+        for module, own in self._own.items():
+            if not own or module in self._called:
+                continue
+            parents = {parent for name in self._names[module] if (parent := self._nearest(name, by_name)) is not None}
+            for parent in parents:
+                adopted.setdefault(parent, []).extend(own)
+            if not parents:
+                orphans.extend(own)
+        if self._called:
+            adopted.setdefault(next(iter(self._called)), []).extend(orphans)
+        self._reads = {m: tuple(dict.fromkeys([*own, *adopted.get(m, ())])) for m, own in self._own.items()}
+        wanted = [*self.early, *orphans, *(i for module in self._called for i in self._reads[module])]
+        return list(dict.fromkeys([*wanted, *range(len(self.index))]))
+
+    def _nearest(self, name: str, by_name: dict[str, nn.Module]) -> nn.Module | None:
+        while name:
+            name = name.rpartition(".")[0]
+            if by_name[name] in self._called:
+                return by_name[name]
+        return None
+
+
+def _guard(
+    comm: Communicator, shards: Iterable[Tensor], used: Sequence[bool] | None
+) -> tuple[Callable[[], Tensor], list[bool] | None]:
+    """Gather a flag, whether this rank's parts are finite, and with ``used`` one bit per parameter; on all ranks.
+
+    Only a caller of what is returned first waits for the flags (a 0-dim bool tensor), so all-gathers may begin before
+    they have arrived. With ``used``, the host waits; what is returned second says which parameters any rank used.
+    """
+    flags = [all_finite(x) for x in shards]
+    finite = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=comm.device)
+    message = (~finite).to(torch.uint8).view(1)
+    if used is not None:
+        bits = torch.from_numpy(np.packbits(np.array(used, dtype=bool)))
+        message = torch.cat([message, upload(bits, comm.device)])
+    answer = functools.cache(comm.gather_later(message))
+    anywhere = None
+    if used is not None:
+        rows = np.unpackbits(answer()[:, 1:].cpu().numpy(), axis=1, count=len(used))
+        anywhere = [bool(x) for x in np.any(rows, axis=0).tolist()]
+    return lambda: (answer()[:, 0] == 0).all(), anywhere
+
+
+def _delivered(paused: Paused, bucket: Bucket | None, rank: int, ranks: int, norm_type: float) -> Tensor:
+    """Return a copy of this rank's part of a scattered bucket, 1-D, as delivered except for scaler and clipping.
+
+    Raises:
+        ValueError: the part is a low-rank factor, whose norm equals the gradient's for type 2 only.
+    """
+    pause = paused.pause
+    assert bucket is not None
+    part: Tensor = paused.shard.to(bucket.dtype, copy=True)
+    if pause.sums and norm_type != 2.0:
+        raise ValueError(f"norm_type={norm_type}: for low-rank factors only the norm of type 2 equals the gradient's")
+    if pause.sums:
+        part[: max(0, pause.sums - rank * part.numel())] /= ranks
+    if pause.unscaled and bucket.scale is not None:
+        part *= bucket.scale
+    return part
 
 
 class _Poison:

@@ -11,11 +11,17 @@ An error on one rank is reported to all ranks: they leave ``save`` and ``load`` 
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import logging
 import operator
+import os
+import platform
+import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,14 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
-from thinwire.engine.local_sync import LocalSync
-from thinwire.engine.state import local_persistence, persistence
-from thinwire.engine.state.claim import hold
-from thinwire.engine.sync import GradientSync
+from thinwire.engine.services import Fitting, Handle
 
 _MODEL, _SUMS = "model.pt", "files.json"
 _OWN = ("model", "optimizer")  # each rank's own, under local steps
 _QUOTED = 3  # the most ranks to quote
+_BUSY = (errno.EACCES, errno.EAGAIN)
+_MOST = 4096  # largest note in a lock, in bytes
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("thinwire")
 __all__ = ["complete", "load", "save"]
@@ -42,7 +47,7 @@ def save(
     checkpoint_dir: str | Path,
     model: nn.Module,
     optimizer: Optimizers,
-    sync: GradientSync | LocalSync,
+    sync: Handle,
     step: int,
     *,
     keep: int = 2,
@@ -79,13 +84,11 @@ def save(
     with _Together(sync, directory, step) as written:
         name = _rank_name(sync.services.rank)
         mine: dict[str, Any] = sync.state_dict()
-        outer: AbstractContextManager[None] = nullcontext()
-        if isinstance(sync, LocalSync):
+        if sync.apart:
             mine |= {"model": model.state_dict(), "optimizer": _states(optimizers)}
-            outer = sync.outer_weights()
         sums[name] = write_file(partial / name, mine)
         if sync.services.rank == 0:
-            with outer:
+            with getattr(sync, "outer_weights", contextlib.nullcontext)():
                 content = {"model": model.state_dict(), "optimizer": _states(optimizers), "step": step}
                 sums[_MODEL] = write_file(partial / _MODEL, content)
         written.mine = sums
@@ -102,7 +105,7 @@ def load(
     checkpoint_dir: str | Path,
     model: nn.Module,
     optimizer: Optimizers,
-    sync: GradientSync | LocalSync,
+    sync: Handle,
     step: int | None = None,
 ) -> int | None:
     """Load the newest complete checkpoint, or that of ``step``. All ranks must call it.
@@ -139,7 +142,7 @@ def load(
             bad = _words(error)
         else:
             try:
-                fitting = _fitting(sync, state)
+                fitting = sync.fitting(state)
             except Exception as error:
                 misfit = _words(error)
         rows = _tell(sync, [bad, misfit])
@@ -168,7 +171,7 @@ def complete(checkpoint_dir: str | Path) -> list[Path]:
 
 
 def _check_handle(sync: Any) -> None:
-    if not isinstance(sync, (GradientSync, LocalSync)):
+    if not isinstance(sync, Handle):
         raise TypeError(f"a checkpoint is made from what thinwire.attach returned, not from a {type(sync).__name__}")
 
 
@@ -185,14 +188,6 @@ def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """Return the state of the only optimizer, or a list of the states of several."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     return states[0] if len(states) == 1 else states
-
-
-def _fitting(
-    sync: GradientSync | LocalSync, state: dict[str, Any]
-) -> persistence.Fitting | local_persistence.LocalFitting:
-    if isinstance(sync, LocalSync):
-        return local_persistence.fitting(sync, state)
-    return persistence.fitting(sync, state)
 
 
 def _directory(checkpoint_dir: str | Path, keep: int = 0) -> CheckpointDirectory:
@@ -213,7 +208,7 @@ class _Together:
         everyones: afterwards, the data of all ranks, in rank order.
     """
 
-    def __init__(self, sync: GradientSync | LocalSync, directory: CheckpointDirectory, step: int) -> None:
+    def __init__(self, sync: Handle, directory: CheckpointDirectory, step: int) -> None:
         self._sync, self._directory, self._step = sync, directory, step
         self.mine: Any = None
         self.everyones: list[Any] = []
@@ -234,7 +229,7 @@ class _Together:
             raise raised(f"no checkpoint was written at {self._directory.path(self._step)}: {problem}") from error
 
 
-def _tell(sync: GradientSync | LocalSync, mine: Any) -> list[Any]:
+def _tell(sync: Handle, mine: Any) -> list[Any]:
     """Exchange plain data; return every rank's."""
     return [json.loads(row) for row in sync.services.gather(json.dumps(mine).encode())]
 
@@ -266,7 +261,7 @@ def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync | LocalSync) -> None:
+def _begin(directory: CheckpointDirectory, step: int, sync: Handle) -> None:
     """Claim the directory for this job, and begin a checkpoint there."""
     _found(directory)
     directory.folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +270,7 @@ def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync | Local
     directory.begin(step)
 
 
-def _agreed(root: Path, sync: GradientSync | LocalSync, step: int | None) -> list[Path]:
+def _agreed(root: Path, sync: Handle, step: int | None) -> list[Path]:
     """Return the checkpoints that rank 0 sees, oldest first; only that of ``step``, if given."""
     problem, names = "", []
     try:
@@ -298,7 +293,7 @@ def _agreed(root: Path, sync: GradientSync | LocalSync, step: int | None) -> lis
     return [root / name for name in names]
 
 
-def _read(path: Path, sync: GradientSync | LocalSync) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all.
 
     Raises:
@@ -346,8 +341,8 @@ def _take_over(
     content: dict[str, Any],
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    sync: GradientSync | LocalSync,
-    fitting: persistence.Fitting | local_persistence.LocalFitting,
+    sync: Handle,
+    fitting: Fitting,
 ) -> None:
     """Load into model, optimizer and sync, on all ranks; or change nothing, if it does not fit on one of them."""
     problem = ""
@@ -375,3 +370,116 @@ def _take_over(
 
 def _kept(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+class Claim:
+    """This process's claim on a directory: only one job at a time may save there, and another one is told which it is.
+
+    Rank 0 holds a POSIX lock on the directory's ``.lock``, and has written there which job it is. The kernel releases
+    the lock when the process ends in any way; an NFS server does so when the machine is gone (NFSv4: after its lease,
+    90 s by default). So a dead job does not keep out a job that is started again, here or elsewhere. If the file system
+    has no locks, the job that came last gets the directory, and the one before is refused at its next checkpoint.
+
+    POSIX locks belong to a process and are not inherited by ``fork``: a DataLoader's workers do not keep a dead job's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.users: set[int] = set()
+        self._path = folder / ".lock"
+        self._file = -1
+        self._note: bytes | None = None
+
+    def renew(self) -> None:
+        """Take the lock, or check that no other job has it by now.
+
+        Raises:
+            OSError: another job has it, or the file cannot be written.
+        """
+        if self._file >= 0 and not self._same():
+            self.close()
+        if self._file < 0:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _BUSY:
+                raise OSError(self._taken()) from error
+        found = os.pread(self._file, _MOST, 0)
+        if found and found == self._note:
+            return
+        if found and self._note is not None:
+            raise OSError(self._taken())
+        who = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        note = json.dumps({**who, "number": os.urandom(8).hex()}).encode()
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, note, 0)
+        self._note = note
+
+    def _same(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
+
+    def _taken(self) -> str:
+        try:
+            note = json.loads(os.pread(self._file, _MOST, 0))
+            who = f"process {int(note['pid'])} on {note['host']!r}, since {note['since']!r}"
+        except (OSError, ValueError, TypeError, KeyError):
+            who = "it left no name"
+        return (
+            f"another job writes checkpoints in {self.folder} ({who}): give this one its own directory, or end the "
+            f"other one; if it is dead, remove {self._path}"
+        )
+
+    def close(self) -> None:
+        """Release the lock, as the end of the process does."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+_held: dict[tuple[int, str], Claim] = {}  # by process ID, because a fork holds no locks, and by real path
+
+
+class Hold:
+    """One user's share of its process's claim; ``remove`` gives it back, and so does the end of the user."""
+
+    def __init__(self, user: Any, key: tuple[int, str]) -> None:
+        _held[key].users.add(id(user))
+        self._end = weakref.finalize(user, _leave, key, id(user))
+        self._end.atexit = False
+
+    def remove(self) -> None:
+        """Give it back. Idempotent."""
+        self._end()
+
+
+def hold(user: Any, folder: Path) -> Hold | None:
+    """Claim an existing folder for this process, so that no other writes there as long as the user lives.
+
+    Returns:
+        A handle with which to give it back; None if the user has one already.
+
+    Raises:
+        OSError: another job writes there.
+    """
+    key = os.getpid(), os.path.realpath(folder)
+    claim = _held.get(key) or Claim(folder)
+    try:
+        claim.renew()
+    except BaseException:
+        if key not in _held:
+            claim.close()
+        raise
+    _held[key] = claim
+    return None if id(user) in claim.users else Hold(user, key)
+
+
+def _leave(key: tuple[int, str], user: int) -> None:
+    claim = _held.get(key)
+    if claim is not None:
+        claim.users.discard(user)
+        if not claim.users:
+            _held.pop(key).close()

@@ -10,29 +10,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.methods.start import exact_method
-from thinwire.core.program import Method, Plan, Topology, working_dtype
+from thinwire.core.program import Method, Topology
 from thinwire.core.program.state import extend
 from thinwire.core.program.trace import memory
-from thinwire.engine.parameters import gradient_dtype, managed_parameters
+from thinwire.engine.parameters import gradient_dtype
 from thinwire.engine.session import Session
-
-if TYPE_CHECKING:
-    from thinwire.engine.sync import GradientSync
 
 VERSION = 1
 LOCAL = "local steps"  # a key that states of local steps have, and no others
 log = logging.getLogger("thinwire")
-
-
-# --- what all have in common -------------------------------------------------------------------------------------
 
 
 def to_flat(
@@ -55,14 +47,14 @@ def to_flat(
     flat: dict[str, Any] = {
         "version": VERSION,
         "method": method.name,
-        "options": _options(method),
+        "options": options_of(method),
         "step": snapshot["step"],
         "world_size": state.size,
         "rank": rank,
     }
     if snapshot["dropped"]:
         flat["dropped"] = snapshot["dropped"]
-    scaler = session.loss_scale.scaler
+    scaler = session.scaler
     if scaler is not None and scaler.is_enabled():
         flat["scaled"] = True
     flat |= blanks
@@ -97,7 +89,7 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
             f"the state was saved by {saved['method']!r} but the method here is {method.name!r}: use the same method, "
             "or start without this state (the residuals are then lost)"
         )
-    if saved.get("scaled") and session.loss_scale.scaler is None and owes(saved) and size > 1:
+    if saved.get("scaled") and session.scaler is None and owes(saved) and size > 1:
         raise ValueError(  # residuals cannot be added to the next gradients, which carry an unknown scale
             "the state was saved with a GradScaler in use, which must be known before the next backward: pass it as "
             "scaler="
@@ -136,8 +128,8 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
         local = {field: {name: x for name, x in named.items() if x.any()} for field, named in local.items()}
     # All-zero fields are blanks that were never committed: no method's field is all zeros.
     shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in split(saved, "shared/").items()}
-    options, before = json.loads(_options(method)), saved_options(saved["options"], method)
-    changed = {key for key, value in before.items() if options.get(key) != value}  # an older version lacked some
+    options, before = json.loads(options_of(method)), json.loads(saved["options"])
+    changed = {key for key, value in before.items() if options.get(key) != value}
     if any(shared.values()) and changed - {"fusion", "bases_from_first"}:
         log.warning("thinwire: the method's options changed; factors are drawn again, residuals are kept")
         shared = {}
@@ -164,10 +156,14 @@ def frozen_since(model: nn.Module, managed: Container[str]) -> set[str]:
 
 def without(state: Mapping[str, Any], frozen: Container[str]) -> dict[str, Any]:
     """Return a state without what belongs to frozen parameters: they get no gradients to which it could be added."""
-    left_out = sorted({name_of(key) for key in state if name_of(key) in frozen})
-    if left_out:
-        log.warning("thinwire: %s: frozen now, so what the state holds for it is left out", ", ".join(left_out[:3]))
+    warn_left_out({name_of(key) for key in state if name_of(key) in frozen})
     return {key: value for key, value in state.items() if name_of(key) not in frozen}
+
+
+def warn_left_out(names: Iterable[str]) -> None:
+    """Say that state of these parameters, if there are any, is not taken over."""
+    if some := sorted(names):
+        log.warning("thinwire: %s: frozen now, so what the state holds for it is left out", ", ".join(some[:3]))
 
 
 def on_device(snapshot: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -183,24 +179,7 @@ def owes(state: Mapping[str, Any]) -> bool:
     return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
 
 
-_NOW = {
-    "merge": "fusion",
-    "ordered": "deterministic",
-    "wire": "value_dtype",
-    "guard": "check_finite",
-    "eager": "update_in_step",
-    "check": "poison_stale",
-}
-"""Present names of options that had another name when states of this version were first written."""
-
-
-def saved_options(text: str, method: Method) -> dict[str, str]:
-    """Return the options in a state by their present names; ``method`` is the attached one."""
-    known = method.options()
-    return {name if name in known else _NOW.get(name, name): value for name, value in json.loads(text).items()}
-
-
-def _options(method: Method) -> str:
+def options_of(method: Method) -> str:
     return json.dumps({key: str(value) for key, value in method.options().items()}, sort_keys=True)
 
 
@@ -265,138 +244,6 @@ def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
     for x in residuals:
         total += x
     return total / old_size
-
-
-# --- attach ------------------------------------------------------------------------------------------------------
-
-
-def to_state_dict(sync: GradientSync) -> dict[str, Any]:
-    """Return the state of this rank, with the plan in force and the companions' states."""
-    flat = to_flat(sync._session, _blanks_of(sync), None) | {"plan": sync.plan.to_json()}
-    for name, companion in sync.services.companions.items():
-        flat |= {f"companion/{name}/{key}": value for key, value in companion.state_dict().items()}
-    return flat
-
-
-def _blanks_of(sync: GradientSync) -> dict[str, Any]:
-    """Return zeros for all state that this rank will have, or keep for when there are several ranks."""
-    session, parameters = sync._session, sync._buckets.parameters
-    method, rank, topology = session.named, session.rank, session.topology
-    managed, dense = parameters.managed, session.dense
-    if method is not session.method:
-        managed = managed_parameters(sync.services.model, method, sync._settings.keep_dense)
-        dense = exact_method(method)
-    compressed = [(m.name, m.parameter) for m in managed if not m.dense]
-    flat: dict[str, Any] = {}
-    if not method.shards:
-        flat |= blank(method, compressed, topology, rank)
-    elif method is not session.method:  # full size: there are no shards
-        flat |= {
-            f"residual/{rank}/{name}": torch.zeros_like(x, dtype=working_dtype(gradient_dtype(x)))
-            for name, x in compressed
-        }
-    else:  # slices that follow from the plan in force
-        for entry in sync.plan.buckets(session.state.step):
-            if entry.dense:
-                continue
-            shapes = [(name, parameters.by_name[name].shape) for name in entry.names]
-            first = parameters.by_name[entry.names[0]].parameter
-            found = memory(method, shapes, topology, rank=rank, dtype=gradient_dtype(first))
-            for name, value in found.residuals.items():
-                flat[f"residual/{rank}/{name}"] = torch.zeros_like(value, device=first.device)
-                flat[f"offset/{rank}/{name}"] = found.offsets[name]
-    return flat | blank(dense, [(m.name, m.parameter) for m in managed if m.dense], topology, rank)
-
-
-@dataclass(frozen=True)
-class Fitting:
-    """A state that was checked and fits: call ``restore``, then ``adopt``.
-
-    Attributes:
-        sync: the handle that takes it over.
-        snapshot: for ``State.restore``.
-        companions: saved state of each companion; a companion that was not saved is left out.
-        plan: the plan to put in force, if any.
-    """
-
-    sync: GradientSync
-    snapshot: dict[str, Any]
-    companions: dict[str, dict[str, Any]]
-    plan: Plan | None
-
-    def restore(self) -> Callable[[], None]:
-        """Restore the session's and the companions' state. Return a function that undoes it.
-
-        If this raises, nothing has changed.
-        """
-        state, companions_of = self.sync._session.state, self.sync.services.companions
-        before, restored = state.snapshot(), state.restored
-        companions = [(companions_of[name], saved) for name, saved in self.companions.items()]
-        earlier = [companion.state_dict() for companion, _ in companions]
-        loaded = 0
-
-        def undo() -> None:  # the step first: companions count from it
-            state.restore(before)
-            state.restored = restored
-            for (companion, _), held in zip(companions[:loaded], earlier):
-                companion.load_state_dict(held)
-
-        state.restore(self.snapshot)
-        try:
-            for companion, saved in companions:
-                companion.load_state_dict(saved)
-                loaded += 1
-        except BaseException:
-            undo()
-            raise
-        return undo
-
-    def adopt(self) -> None:
-        """Put the saved plan in force, if there is one. All ranks must call it."""
-        if self.plan is not None:
-            self.sync.adopt_plan(self.plan)
-
-
-def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
-    """Restore a state; see ``GradientSync.load_state_dict``."""
-    found = fitting(sync, state)
-    found.restore()
-    found.adopt()
-
-
-def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
-    """Return what to take over of a state. Changes nothing.
-
-    Raises:
-        ValueError: it does not fit the model or the method, or lacks what this rank needs.
-    """
-    check_version(state)
-    if LOCAL in state:
-        raise ValueError(
-            f"the state was saved under local steps, {state[LOCAL]}, but here gradients are exchanged: attach with "
-            "those, or start from the weights in the checkpoint's model.pt"
-        )
-    session, managed = sync._session, sync._buckets.parameters.managed
-    state = without(state, frozen_since(sync.services.model, {m.name for m in managed}))
-    snapshot = on_device(from_flat(session, state, {m.name: m.shape for m in managed}), sync.services.device)
-    companions: dict[str, dict[str, Any]] = {}
-    for name in sync.services.companions:
-        prefix = f"companion/{name}/"
-        if saved := {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}:
-            companions[name] = saved
-        else:
-            log.warning("thinwire: the state was saved without %s, which starts over", name)
-    before, now = saved_options(state["options"], session.named), json.loads(_options(session.named))
-    same = state["method"] == session.named.name and all(now.get(key) == value for key, value in before.items())
-    stands_in, plan = session.named is not session.method, None
-    # A method that stands in on one rank makes plans for itself only.
-    if sync._settings.pinned is None and same and state.get("plan") and stands_in == (int(state["world_size"]) == 1):
-        plan = Plan.from_json(state["plan"])
-        try:
-            plan.check(m.name for m in managed)
-        except ValueError:
-            plan = None  # another set of trainable parameters: the fresh plan stays
-    return Fitting(sync, snapshot, companions, plan)
 
 
 def check_version(state: Mapping[str, Any]) -> None:

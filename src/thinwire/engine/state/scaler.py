@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -17,28 +16,6 @@ from thinwire.core.program import State
 logger = logging.getLogger("thinwire")
 
 warned = False
-_FRAMES = 16  # the most frames between a hook and the script, with a wrapper or two
-
-
-class LossScale:
-    """The GradScaler of a training, and its scale in the current step.
-
-    Attributes:
-        scaler: None: none was named, and none was seen.
-        now: the scale in this step's gradients, 0-dim; None: there is none.
-    """
-
-    def __init__(self, scaler: Any) -> None:
-        self.scaler = scaler
-        self.now: Tensor | None = None
-
-    def begin(self, device: torch.device) -> None:
-        """Get the scale of a step whose gradients are on this device."""
-        self.now = loss_scale(self.scaler, device)
-
-    def find(self, state: State, device: torch.device) -> None:
-        """Take the scaler that has called an optimizer's hook, if any; see ``found_scaler``."""
-        self.scaler = found_scaler(state, device)
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
@@ -54,33 +31,11 @@ def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
     return scale
 
 
-def found_scaler(state: State, device: torch.device) -> Any:
-    """Return the ``GradScaler`` whose ``step(optimizer)`` has called the optimizer's hook that calls this, or None.
-
-    Residuals that were kept with its scale in them are divided by it.
-    """
-    scaler = _calling_scaler()
-    if scaler is not None:
-        if (scale := loss_scale(scaler, device)) is not None:
-            state.rescale(1.0 / float(scale))
-        logger.info("thinwire: found the GradScaler of this optimizer; residuals are kept without its scale")
-    return scaler
-
-
-def _calling_scaler() -> Any:
-    """Find the scaler that calls ``step`` by walking up the stack: torch has no public call that tells which it is.
-
-    Before Python 3.13, reading a frame's ``f_locals`` leaves a copy there, which keeps a training loop's outputs
-    and models alive. So only functions called ``step`` are looked into.
-    """
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-        if frame.f_code.co_name == "step" and isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
-            return found
-    return None
+def unscale_state(scaler: Any, state: State, device: torch.device) -> None:
+    """Divide by a scaler's scale the residuals that were kept with it, before the scaler was found."""
+    if (scale := loss_scale(scaler, device)) is not None:
+        state.rescale(1.0 / float(scale))
+    logger.info("thinwire: found the GradScaler of this optimizer; residuals are kept without its scale")
 
 
 def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -116,7 +116,7 @@ class AllReduceBackend:
             run_list(self._device, task, [cohort[i] for i in assignment.lists[self._rank]], into)
             return into
         counter = f"thinwire/federated/{self._run}/{self._visits}"
-        limit = seconds_of(self._comm.members.timeout)  # the store itself has no timeout if its host hangs
+        limit = seconds_of(self._comm.timeout)  # the store itself has no timeout if its host hangs
 
         def turns() -> int:
             return int(self.guarded(task.round, lambda: bounded(limit, lambda: self._store.add(counter, 1))))

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.program.modes import own_modes
-from thinwire.engine.backward_end import BackwardEnd, current_task
+from thinwire.engine.hooks import current_task
+from thinwire.engine.source import BackwardEnd
 from thinwire.predict.measure.timing import Stopwatch
 from thinwire.systems.kfac.layers import Preconditioned
 from thinwire.systems.kfac.sums import LayerSums

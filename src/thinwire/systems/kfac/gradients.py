@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.program import CROSS, Bucket, Program, Slot, State
-from thinwire.engine.channel import Channel
+from thinwire.engine.session import Channel
 from thinwire.systems.kfac.inversion import Inverses
 from thinwire.systems.kfac.layers import Preconditioned
 from thinwire.systems.kfac.programs import FromOwner

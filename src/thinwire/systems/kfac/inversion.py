@@ -29,7 +29,7 @@ from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
 from thinwire.core.kernels.upload import upload
 from thinwire.core.pricing.placement import place
 from thinwire.core.program import NODE, WORLD, AllGather, Bucket, Program, Slot, State
-from thinwire.engine.channel import Channel
+from thinwire.engine.session import Channel
 from thinwire.systems.kfac.plan import InverseMessage, KFACPlan
 from thinwire.systems.kfac.programs import FACTOR, UPDATES, FromAll, FromOwner
 

@@ -14,8 +14,8 @@ from thinwire.core.methods.decoupling import deferring
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import State
 from thinwire.core.program.modes import own_modes
-from thinwire.engine.channel import Channel
 from thinwire.engine.executors.alone import run_alone
+from thinwire.engine.session import Channel
 from thinwire.engine.state.scaler import loss_scale, still_scaled
 from thinwire.engine.sync import GradientSync
 from thinwire.systems.kfac import persistence
@@ -161,7 +161,7 @@ class KFAC:
 
     def _open_channel(self) -> Channel:
         if self._ranks is None:
-            return Channel(None, self.plan.topology, "kfac", {}, None)
+            return Channel(None, self.plan.topology, "kfac", {})
         return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
 
     # --- calls from the hooks ---------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from thinwire.core.kernels.symmetric import pack_upper
 from thinwire.core.program import Bucket, Program, Slot, State
-from thinwire.engine.channel import Channel
 from thinwire.engine.executors.alone import run_alone
+from thinwire.engine.session import Channel
 from thinwire.systems.kfac.plan import KFACPlan
 from thinwire.systems.kfac.programs import FACTOR, UPDATES, FactorExchange
 

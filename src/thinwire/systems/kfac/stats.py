@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.engine.channel import Channel
+from thinwire.engine.session import Channel
 from thinwire.systems.kfac.plan import KFACPlan
 
 

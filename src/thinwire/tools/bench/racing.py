@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.core.methods.registry import METHODS
-from thinwire.engine.local.named import named_method
-from thinwire.engine.local.settings import PRESETS
+from thinwire.engine.local.settings import PRESETS, named_method
 from thinwire.tools.bench.finish import Finish, Pace, finish
 from thinwire.tools.bench.halving import BASE, FEWEST, SHARE, Budget, fit, halve
 from thinwire.tools.bench.race import (

@@ -114,8 +114,7 @@ def _is_method(name: str) -> bool:
 
 def _check_method(name: str, options: dict[str, Value]) -> None:
     from thinwire.core.methods.registry import METHODS, method
-    from thinwire.engine.local.named import named_local
-    from thinwire.engine.local.settings import PRESETS
+    from thinwire.engine.local.settings import PRESETS, named_local
 
     if named_local(name, options) is not None:
         return

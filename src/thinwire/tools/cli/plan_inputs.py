@@ -13,8 +13,7 @@ from thinwire.core.methods.registry import METHODS, candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.core.program import Method, Topology
-from thinwire.engine.local.named import named_method
-from thinwire.engine.local.settings import CANDIDATES, PRESETS
+from thinwire.engine.local.settings import CANDIDATES, PRESETS, named_method
 from thinwire.predict.choose import DEVICES, DeviceSpec
 from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.tools.bench.functions import check_module

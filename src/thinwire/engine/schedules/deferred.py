@@ -1,17 +1,24 @@
-"""What ``.grad`` is between ``backward()`` and ``step()`` on the decoupled schedule: a tensor that cannot be read.
+"""What a decoupled step leaves for ``step()`` and the next forward.
 
-It has the right shape, dtype and device, but stores a single element. A ``GradScaler`` works on it as on any gradient.
-Everything else raises an error, because the values are not there.
+``DeferredGrad`` is what ``.grad`` is between ``backward()`` and ``step()``: a tensor that cannot be read. It has the
+right shape, dtype and device, but stores a single element. A ``GradScaler`` works on it as on any gradient. Everything
+else raises an error, because the values are not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from thinwire.core.program import Method
+from thinwire.core.program.drive import Paused
+from thinwire.engine.buckets import Memory
 from thinwire.engine.parameters import gradient_dtype
 
 _REMEDY = (
@@ -54,7 +61,6 @@ class DeferredGrad(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> DeferredGrad:
-        """Make one for a parameter."""
         one = torch.zeros((), dtype=gradient_dtype(parameter), device=parameter.device)
         made: DeferredGrad = Tensor._make_subclass(cls, one.expand(parameter.shape))
         made.renew(None)
@@ -111,3 +117,85 @@ def _unscale(given: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
     if finite is None:
         raise RuntimeError("a GradScaler must see non-finite gradients: leave out check_finite=False")
     found_inf.copy_(torch.maximum(found_inf, (~finite()).to(found_inf.dtype)))
+
+
+_Groups = list[dict[str, Any]]
+
+
+class OptimizerSnapshot:
+    """An optimizer as it was when ``step()`` was called; ``update`` does to some parameters what that step would do.
+
+    It uses the optimizer's own ``state``, so that checkpoints are what they would be. (A plain ``copy.copy`` would call
+    ``__getstate__``, which drops what an optimizer keeps besides state and groups.)
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._copy = object.__new__(type(optimizer))
+        self._copy.__dict__.update(optimizer.__dict__)
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            self._copy.__dict__[hooks] = OrderedDict()
+        for extra in ("grad_scale", "found_inf"):  # a scaler sets these on fused optimizers for this call only
+            if isinstance(value := self._copy.__dict__.get(extra), Tensor):
+                self._copy.__dict__[extra] = value.clone()
+        self._groups: _Groups = [
+            {key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        step: Callable[..., Any] = type(optimizer).step
+        # Skip the wrapper: it calls hooks that are meant for the user's own call.
+        self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+    def update(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """Step the parameters, given by the number of their group; their ``.grad`` must be there."""
+        self._copy.param_groups = [{**self._groups[number], "params": list(p)} for number, p in parameters.items()]
+        self._step(self._copy)
+
+
+class ParamGroupLock:
+    """Keeps parameters from being added to an optimizer, until removed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        optimizer.__dict__["add_param_group"] = self._refuse
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError("add_param_group: call close() on the GradientSync first, and attach again afterwards")
+
+    def remove(self) -> None:
+        self._optimizer.__dict__.pop("add_param_group", None)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+@dataclass
+class DeferredUpdates:
+    """This rank's part of each bucket of a step.
+
+    Attributes:
+        memories, methods: of the buckets.
+        paused: their programs, by bucket.
+        inline: the buckets whose programs only receive and copy.
+        where: for each parameter, its bucket and its place in it.
+        gathering: whether all-gathers have been issued. received: the buckets that were waited for.
+    """
+
+    memories: list[Memory]
+    methods: list[Method]
+    paused: Mapping[int, Paused]
+    inline: list[int]
+    where: list[tuple[int, int]]
+    gathering: bool = False
+    received: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class DeferredUpdate:
+    """What one optimizer updates of a pending bucket: parameter indices by the number of their group."""
+
+    frozen: OptimizerSnapshot
+    groups: dict[int, list[int]]
+
+    @property
+    def indices(self) -> list[int]:
+        return [i for group in self.groups.values() for i in group]

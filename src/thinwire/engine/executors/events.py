@@ -1,0 +1,169 @@
+"""What executors share: a failure in a program, and what is told of each exchange.
+
+An exchange is told to a recording (``trace``), to the prices of plans (``ExchangeWatch``), and to ``torch.profiler``,
+as a range ``thinwire::<phase>::<bucket>``. Phases are the kinds of ops, from issue to completion, and ``segment``: a
+stretch of a method's own computation. (A profiler sees only the thread that started it, unless ``profile_all_threads``
+is set.)
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from thinwire.core.program.ops import Program, Scope
+from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.timeline import Event
+
+MakeProgram = Callable[[int], Program]
+"""Bucket index -> its program; called in the thread that runs it, once the bucket's gradients are there."""
+_MOST = 4096
+_ENOUGH = 0.25  # share of the bytes above which exchanges that waited for the link stand for all
+_nothing = nullcontext()
+
+
+@dataclass
+class Failure:
+    """An error, and the bucket and op where it happened."""
+
+    error: BaseException
+    bucket: int | None
+    where: str
+
+
+class Recorder:
+    """The real timeline of some steps, on the simulator's lanes. Several threads may add at once.
+
+    On CUDA these are the host's times: when work was issued, not when it ran (use torch.profiler there).
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._events: list[Event] = []
+        self._marks: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Return seconds since the start of the recording."""
+        return time.perf_counter() - self._began
+
+    def add(self, name: str, lane: str, start: float, bucket: int | None = None, sent: int = 0) -> None:
+        """Add an event that began at ``start`` and ends now."""
+        self._events.append(Event(name, lane, start, self.now() - start, bucket, sent))
+
+    def forward_began(self, *_: Any) -> None:
+        """Note the start of a forward; a hook of the model."""
+        self._marks["forward"] = self.now()
+
+    def forward_ended(self, *_: Any) -> None:
+        """Note the end of a forward, and the start of backward; a hook of the model."""
+        if "forward" in self._marks:
+            self.add("forward", "compute", self._marks.pop("forward"))
+            self._marks["backward"] = self.now()
+
+    def backward_ended(self) -> None:
+        """Note that all gradients are there."""
+        if "backward" in self._marks:
+            self.add("backward", "compute", self._marks.pop("backward"))
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All events, in order of their start."""
+        return tuple(sorted(self._events, key=lambda event: event.start_seconds))
+
+
+class ExchangeWatch:
+    """The last exchanges over all ranks that this rank has issued: what is known of a network that was not probed.
+
+    On a GPU, moments are those of the current stream. Several threads may add at once.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._seen: deque[tuple[Any, Any, int]] = deque(maxlen=_MOST)  # issued, done, bytes sent
+        self.clear()
+
+    def issued(self) -> Any:
+        """Return this moment, in which an exchange is issued, for ``add``."""
+        return self._stopwatch.mark()
+
+    def add(self, issued: Any, sent: int) -> None:
+        """Record that an exchange has completed."""
+        self._seen.append((issued, self._stopwatch.mark(), sent))
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self._start = self._stopwatch.mark()
+
+    def totals(self) -> list[float]:
+        """Return number, bytes sent and seconds: first of exchanges that found the link busy, then of all.
+
+        The time of one that had to wait counts from the end of the one before.
+        """
+        queued, everything, before = [0.0] * 3, [0.0] * 3, 0.0
+        self._stopwatch.settle()
+        since = functools.partial(self._stopwatch.between, self._start)
+        for done, issued, sent in sorted((since(done), since(issued), sent) for issued, done, sent in self._seen):
+            row = (1.0, float(sent), max(0.0, done - max(issued, before)))
+            for total in (everything, *([queued] if issued < before else [])):
+                total[:] = [a + b for a, b in zip(total, row)]
+            before = done
+        return queued + everything
+
+
+def typical(totals: Sequence[Sequence[float]], ranks: int) -> tuple[float, float] | None:
+    """Return bytes and seconds of the mean exchange, as if it were an all-reduce; None: there was none.
+
+    A late rank finds the others' bytes waiting, and an early rank waits for them. So exchanges count that were queued
+    behind others, if there are enough of them, and else the mean over all ranks.
+
+    Args:
+        totals: of each rank, as :meth:`ExchangeWatch.totals` gives them.
+        ranks: the number of ranks that exchange.
+    """
+    count, sent, seconds, *rest = (sum(column) for column in zip(*totals))
+    if sent < _ENOUGH * rest[1]:
+        count, sent, seconds = rest
+    if not (count and sent and seconds > 0):
+        return None
+    return sent / count * ranks / (2 * (ranks - 1)), seconds / count
+
+
+def profiling() -> bool:
+    """Return whether a profiler runs in this process."""
+    return bool(profiler._is_profiler_enabled)
+
+
+def span(phase: str, bucket: int | None) -> AbstractContextManager[Any]:
+    """Return the range of what the calling thread does inside, for a bucket."""
+    return profiler.record_function(f"thinwire::{phase}::{bucket}") if profiling() else _nothing
+
+
+def issued(
+    kind: str, scope: Scope, bucket: int, recorder: Recorder | None, watch: ExchangeWatch | None, *, spanned: bool
+) -> list[Callable[[int], None]]:
+    """Note that an exchange is issued. Return what to call with the bytes sent, from any thread, when it has ended.
+
+    Args:
+        spanned: whether the exchange ends inside a ``span`` of the caller.
+    """
+    ends: list[Callable[[int], None]] = []
+    if watch is not None and scope is Scope.WORLD:
+        ends.append(partial(watch.add, watch.issued()))
+    if recorder is not None:
+        start, told = recorder.now(), recorder
+        ends.append(lambda sent: told.add(kind, f"link {scope.value}", start, bucket, sent))
+    if profiling() and not spanned:
+        over: torch.futures.Future[None] = torch.futures.Future()
+        with profiler.record_function(f"thinwire::{kind}::{bucket}") as range_:
+            range_._call_end_callbacks_on_future(over)
+        ends.append(lambda sent: over.set_result(None))
+    return ends

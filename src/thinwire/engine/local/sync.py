@@ -1,0 +1,503 @@
+"""LocalSync: what ``attach`` returns for local steps. Optimizer steps trigger rounds; gradients are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.core.program import Method, State, Topology
+from thinwire.core.program.modes import own_modes
+from thinwire.engine.local.rounds import Fragment, Rounds
+from thinwire.engine.local.settings import Local
+from thinwire.engine.local.times import CalendarTimes, RoundTimes
+from thinwire.engine.local.travel import Beside, Moments, Travel
+from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
+from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.services import Fitting, Handle, Services
+from thinwire.engine.session import Session, owned
+from thinwire.engine.source import AttachSettings, LateParameters
+from thinwire.engine.state.persistence import LOCAL, check_version, from_flat, frozen_since, on_device, to_flat, without
+from thinwire.engine.state.scaler import SkippedSteps
+from thinwire.engine.stats import Stats
+from thinwire.engine.sync import GradientSync
+
+logger = logging.getLogger("thinwire")
+_UNCOUNTED = 100  # consecutive optimizer steps that did not count, after which to warn: a critic makes fewer
+
+
+class LocalSync(Handle):
+    """Averages the weights of several ranks' models every few steps. Made by :func:`thinwire.attach`.
+
+    Attributes:
+        services: what other packages use of it.
+        settings: the ``Local`` that was asked for.
+    """
+
+    apart = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        local: Local,
+        managed: list[Managed],
+        comm: Communicator,
+        topology: Topology,
+        settings: AttachSettings,
+        inner: GradientSync | None,
+    ) -> None:
+        state, self.settings, self._inner = State(comm.rank, topology), local, inner
+        self._session = session = Session(local.method, comm, state, None, {}, start=0)
+        self._parameters = {id(m.parameter): m for m in managed}
+        self._nbytes = sum(m.parameter.nbytes for m in managed)
+        self._late, self._steps, self._lent = LateParameters(model), _Steps(optimizers), False
+        self.services = Services(model, optimizers, managed[0].device, session)
+        weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
+        several, start = len(comm.ranks) > 1, settings.start_compression_step
+        if several:
+            options = {"start_compression_step": start, "local steps": repr(local)}
+            shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
+            shared["detect_desync"] = settings.detect_desync
+            comm.agree(options | shared | model_facts(model, managed))
+            comm.broadcast(sent_at_start(model))
+        rank, apart, first = state.rank, topology, None
+        if inner is not None:
+            first = topology.local_rank(rank) == 0
+            rank, apart = topology.node_of(rank), Topology(topology.nodes)
+        if isinstance(local.codec, Method):
+            local = dataclasses.replace(local, codec=comm.fit(local.codec))
+        self._rounds = Rounds(local, weights, dense, rank, apart, first=first, start=start)
+        self._travel: Travel | None = None  # None: there is one rank
+        if several:
+            buffers = buffers_of(model) if settings.broadcast_buffers else []
+            beside = Beside(buffers, frozen_of(model, weights), self.services.gather)
+            moments = Moments(dict(local.moments), optimizers, weights.values())
+            before = self._compare if settings.detect_desync else lambda: None
+            services = self.services
+            try:
+                self._travel = Travel(self._rounds, services.channel, services.gather, beside, moments, before)
+            except Exception as error:  # a rank was lost meanwhile: the channels made so far have threads
+                session.give_up(str(error))
+                services.close()
+                raise
+            self._measure_anew()
+        session.watch.listen(self._watch, self._stepped)
+        self._handles: list[Any] = [SkippedSteps(self._skipped)]
+        self.services.remember(self)
+
+    def _compare(self) -> None:
+        """Raise ``ValueError`` on all ranks unless all have made as many steps."""
+        self.services.agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
+
+    def _measure_anew(self) -> None:
+        assert self._travel is not None
+        elements = sum(m.parameter.numel() for m in self._parameters.values())
+        self._times = RoundTimes(self.services, elements, beside=self._session.comm.side_stream())
+        self._layers = CalendarTimes(self.services)
+        self._travel.alone = self._layers.exchanged
+
+    # --- hooks ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check a step; called before a step of any optimizer of the process."""
+        if not owned(optimizer, self._parameters):
+            return
+        whole = self._steps.begins(optimizer, several=self._travel is not None)
+        if not whole or self._travel is None:
+            return
+        self._session.check_usable()
+        if self._lent:
+            raise RuntimeError(
+                "optimizer.step() inside outer_weights() would train weights that are only lent: call it outside"
+            )
+        self._late.check(optimizer, self._parameters)
+        self._tell_loaded()
+
+    def _tell_loaded(self) -> None:
+        """Warn at the first step if weights were changed after ``attach``, for example loaded from a file."""
+        if self._rounds.count or self._steps.waiting or self._travel is None or self.settings.averages:
+            return
+        if self._rounds.apart:
+            logger.warning(
+                "thinwire: weights were changed after attach, before the first step: that change is averaged as if the "
+                "model had learnt it, through the codec and the outer optimizer. Load weights before attach, or a "
+                "complete checkpoint with thinwire.checkpoint.load"
+            )
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step; called after a step of any optimizer of the process."""
+        if self._steps.ends(optimizer):
+            self._count(optimizer)
+
+    def _skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that a GradScaler skipped: the other ranks count it too."""
+        if owned(optimizer, self._parameters):
+            self._tell_loaded()
+            self._count(optimizer)
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps.counts(optimizer):
+            with own_modes():
+                self._counted()
+
+    def _counted(self) -> None:
+        rounds, travel, session = self._rounds, self._travel, self._session
+        if travel is None:
+            rounds.stepped(self._lr)
+            session.state.step = rounds.count
+            return
+        if measuring := rounds.measuring:
+            self._times.stepped()
+        session.state.step = rounds.count + 1
+        session.averaged(self._nbytes)
+        for _ in travel.turn(self._lr):
+            pass  # ``merge`` waits
+        if not measuring:
+            return
+        self._times.exchanged()
+        if rounds.ends and rounds.calendar:
+            self._times.said = self._layers.ended(rounds, self._times)
+        elif rounds.ends:
+            starting = any(fragment.starting for fragment in rounds.fragments)
+            rounds.measured, rounds.code = self._times.period(self.settings, starting=starting)
+
+    # --- what users call -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: average nothing inside machines. Without ``inside``, backward exchanges nothing anyway."""
+        with contextlib.nullcontext() if self._inner is None else self._inner.no_sync():
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does; gradients are this rank's own, or its machine's."""
+        parameters = [m.parameter for m in self._parameters.values()]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Put the outer weights, which are equal on all ranks, into the model temporarily: to evaluate or to save.
+
+        Afterwards the model has this rank's own weights again, and training continues from these.
+        """
+        if self._travel is None:
+            yield
+            return
+        lent, self._lent = self._lent, True
+        try:
+            # Before the first step the outer weights are the model's, even if they were loaded after attach.
+            with self._rounds.outer_weights() if self._rounds.count else contextlib.nullcontext():
+                yield
+        finally:
+            self._lent = lent
+
+    def finish(self) -> None:
+        """Merge what is under way, and average once more: then all ranks have the same weights.
+
+        All ranks must call it, after the last step. The outer optimizer is not used. A codec with a residual would
+        leave some of the average in it, so changes go in 8 bits, residuals included; without such a codec, or with
+        ``start_compression_step``, exactly.
+
+        Raises:
+            RuntimeError: on all ranks, if some rank's weights are not finite.
+            ValueError: under ``detect_desync``, if some rank has made more steps.
+        """
+        if self._travel is not None:
+            self._session.check_usable()
+            self._check_own("finish()")
+            with own_modes():
+                for _ in self._travel.finish():
+                    pass
+
+    def _check_own(self, call: str) -> None:
+        if self._lent:
+            raise RuntimeError(f"{call} inside outer_weights() would miss this rank's own weights: call it outside")
+
+    @property
+    def period(self) -> int:
+        """Optimizer steps between two exchanges of a parameter, at present; 1 with one rank."""
+        rounds = self._rounds
+        return 1 if self._travel is None else rounds.period or self.settings.period_at(0, self._lr, None)
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Names of the parameters that were sent and are not merged yet."""
+        return tuple(name for fragment in self._rounds.travelling() for name in fragment.parameters)
+
+    @property
+    def _lr(self) -> float:
+        return float(self.services.optimizers[0].param_groups[0]["lr"])
+
+    def stats(self) -> Stats:
+        """Return counters since ``attach``; ``steps`` are the optimizer's."""
+        travel, local = self._travel, self.settings
+        if travel is None:
+            return dataclasses.replace(
+                self._session.stats("one rank only: nothing is sent"), method="local", steps=self._rounds.count
+            )
+        ledger = travel.ledger()
+        rounds = sum(fragment.state.step for fragment in self._rounds.fragments)
+        why = self._times.said or ("" if isinstance(local.sync_every, int) else str(local.sync_every))
+        delay = local.delay_in(self.period, self._rounds.measured)
+        every = f"{self.period} steps" + (f" ({why})" if why else "") + (f", merged {delay} later" if delay else "")
+        found = self._session.stats(f"{rounds} rounds, every {every}, by {self._session.method.name}")
+        return dataclasses.replace(
+            found,
+            method="local",
+            settled=not self._rounds.measuring,
+            rejected_steps=sum(fragment.rejected for fragment in self._rounds.fragments),
+            bytes_sent=found.bytes_sent + ledger.total,
+            exposed_seconds=travel.seconds,
+            collectives=dict(Counter(found.collectives) + Counter(ledger.issued)),
+            bytes_by_kind=dict(Counter(found.bytes_by_kind) + Counter(ledger.bytes)),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state. Save it on every rank, with that rank's own model and optimizer.
+
+        Waits for exchanges that are under way; not a collective. The codec's state is under the keys of
+        :mod:`~thinwire.engine.state.persistence`. Besides, there are ``outer``, equal on all ranks: outer weights and
+        momenta, counters, means that have arrived; ``sent/<rank>``: the weights of what is under way; and
+        ``inside/<rank>``: the state of the method that averages gradients inside machines, if there is one.
+
+        Raises:
+            RuntimeError: inside ``outer_weights``, where the model does not hold this rank's own weights.
+        """
+        self._check_own("state_dict()")
+        buffers, frozen = self._held()
+        outer, rank, sent = self._rounds.snapshot(), self.services.rank, []
+        codec: dict[str, Any] = {"step": outer["count"], "dropped": 0, "residual": {}, "offset": {}}
+        codec |= {"shared": {}, "local": {}}
+        for fragment, saved in zip(self._rounds.fragments, outer["fragments"]):
+            part = saved.pop("codec")
+            for kind in ("residual", "offset"):
+                codec[kind] |= part[kind]
+            for kind in ("shared", "local"):
+                for field, named in part[kind].items():
+                    codec[kind].setdefault(field, {}).update(named)
+            saved |= {"names": list(fragment.parameters), "rounds": part["step"], "dropped": part["dropped"]}
+            sent.append(saved.pop("sent"))
+        flat = to_flat(self._session, {}, None, codec) | {LOCAL: repr(self.settings), f"sent/{rank}": sent}
+        if self._inner is not None:
+            flat[f"inside/{rank}"] = self._inner.state_dict()
+        return flat | {"outer": {**outer, "buffers": buffers, "frozen": frozen}}
+
+    def _held(self) -> tuple[list[Tensor], list[str]]:
+        """Wait for what is under way. Return the buffers that came with it, and the names of frozen parameters."""
+        travel = self._travel
+        return ([], []) if travel is None else (travel.snapshot(), sorted(travel.beside.names))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict`` of this rank: training continues bit for bit.
+
+        On another number of ranks, give the union of all old ranks' dicts: what was under way is merged into the outer
+        weights, from which all continue, and every rank gets the mean of the residuals. Call ``finish`` before saving
+        to keep the steps made since the last round, too.
+
+        Raises:
+            ValueError: it was saved by another rank or under other settings, or does not fit the model; nothing has
+                changed.
+            RuntimeError: inside ``outer_weights``.
+        """
+        self._check_own("load_state_dict()")
+        found = self.fitting(state)
+        found.restore()
+        found.adopt()
+
+    def fitting(self, state: Mapping[str, Any]) -> _LocalFitting:
+        """Return what to take over of a state, for ``load_state_dict`` and checkpoints. Changes nothing."""
+        services, rounds = self.services, self._rounds
+        rank, same = services.rank, self._check_fits(state)
+        frozen = frozen_since(services.model, {name for fragment in rounds.fragments for name in fragment.parameters})
+        state, outer = without(state, frozen), dict(state["outer"])
+        if len(outer["fragments"]) != len(rounds.fragments):
+            raise ValueError("the state was saved from a model with other parameters")
+        sent = state[f"sent/{rank}"] if same else [[]] * len(rounds.fragments)
+        parts = [
+            _of_trained({**saved, "sent": own}, frozen) for saved, own in zip(outer["fragments"], sent, strict=True)
+        ]
+        for fragment, saved in zip(rounds.fragments, parts):
+            _check_shapes(fragment, saved)
+        shapes = {name: tuple(x.shape) for fragment in rounds.fragments for name, x in fragment.parameters.items()}
+        codec = on_device(from_flat(services.session, state, shapes), services.device)
+        fragments = [
+            {**saved, "codec": _part(codec, fragment, saved)} for fragment, saved in zip(rounds.fragments, parts)
+        ]
+        inside = None if self._inner is None else self._inner.fitting(state[f"inside/{rank}"])
+        return _LocalFitting(self, {**outer, "fragments": fragments}, outer["buffers"], not same, inside)
+
+    def _check_fits(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state is of this number of ranks. Raise ``ValueError`` if it is of something else."""
+        check_version(state)
+        if LOCAL not in state:
+            raise ValueError(
+                f"the state was saved by {state.get('method')!r}, which exchanges gradients, but here steps are local: "
+                "attach with that method, or start from the saved weights"
+            )
+        rank, same = self.services.rank, int(state["world_size"]) == self.services.topology.world_size
+        if state[LOCAL] != repr(self.settings):
+            raise ValueError(
+                f"the state was saved with {state[LOCAL]}, but here it is {self.settings!r}; to change settings, call "
+                "finish() before saving, and start from the saved weights"
+            )
+        if same and state["rank"] != rank:
+            raise ValueError(
+                f"the state belongs to rank {state['rank']}, but this is rank {rank}: under local steps each rank has "
+                "its own, with a model and an optimizer, which thinwire.checkpoint.save keeps and "
+                "torch.distributed.checkpoint does not"
+            )
+        if not same and self.settings.inside is not None:
+            raise ValueError(
+                f"the state was saved on {state['world_size']} ranks, but with inside= the residuals belong to "
+                "machines: call finish() before saving, and start from the saved weights"
+            )
+        return same
+
+    def _put(self, snapshot: Mapping[str, Any], buffers: list[Tensor], frozen: list[str], *, again: bool) -> None:
+        """Take over a snapshot; ``again``: begin again from its outer weights."""
+        self._rounds.restore(snapshot)
+        if again:
+            self._rounds.begin_again()
+        if self._travel is not None:
+            self._travel.restore(buffers, frozen, merged=again)
+            self._measure_anew()
+        self.services.state.step = self._rounds.count
+
+    def close(self) -> None:
+        """Remove the hooks and give the process groups back. Idempotent. Waits for what is under way, and drops it.
+
+        If called while an exception is handled, it does not wait.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        session, travel, error = self._session, self._travel, sys.exc_info()[1]
+        travelling = self._rounds.travelling() if travel is not None and session.broken is None else []
+        try:
+            if error is not None:
+                session.running = bool(travelling)
+                session.leave(error)
+            elif travel is not None:
+                for fragment in travelling:
+                    travel.receive(fragment)
+        finally:
+            if self._inner is not None:
+                self._inner.close()
+            self.services.close()
+            session.close()
+
+
+class _Steps:
+    """Counts optimizer steps: one, when every optimizer that ``attach`` was given has stepped.
+
+    A step of another optimizer counts as theirs whose parameters it has: SAM's inner optimizer steps for SAM, which
+    may never step. Within a step of theirs it does not count.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self.waiting: set[int] = set()  # those that have not stepped since the last count
+        self._under_way: torch.optim.Optimizer | None = None
+        self._in_vain = 0
+
+    def begins(self, optimizer: torch.optim.Optimizer, *, several: bool) -> bool:
+        """Note that a step begins. Return whether it is not a part of another one's. ``several``: ranks, not one."""
+        self._in_vain += several
+        if several and self._in_vain == _UNCOUNTED:
+            logger.warning(
+                "thinwire: optimizers have stepped %d times, and nothing was averaged: a step counts when "
+                "every optimizer that attach was given has stepped", _UNCOUNTED,
+            )  # fmt: skip
+        if optimizer in self._optimizers or self._under_way is None:
+            self._under_way = optimizer
+        return self._under_way is optimizer
+
+    def ends(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note that a step has ended. Return whether it was not a part of another one's."""
+        if self._under_way is not optimizer:
+            return False
+        self._under_way = None
+        return True
+
+    def counts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take a step into account. Return whether all have stepped now."""
+        stepped = {id(optimizer)}
+        if optimizer not in self._optimizers:
+            its = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            stepped = {id(o) for o in self._optimizers if owned(o, its)}
+        self.waiting = (self.waiting or {id(o) for o in self._optimizers}) - stepped
+        if not self.waiting:
+            self._in_vain = 0
+        return not self.waiting
+
+
+@dataclass(frozen=True)
+class _LocalFitting:
+    """A state that fits: of the rounds, of what came with them, and of the method inside machines, if there is one.
+
+    ``again``: it is from another number of ranks, so this rank starts again from the outer weights.
+    """
+
+    sync: LocalSync
+    snapshot: dict[str, Any]
+    buffers: list[Tensor]
+    again: bool
+    inside: Fitting | None
+
+    def restore(self) -> Callable[[], None]:
+        """Take the state over. Return a function that undoes it, except for the model's weights."""
+        sync = self.sync
+        held, before = sync._held(), sync._rounds.snapshot()
+        undo_inside = None if self.inside is None else self.inside.restore()
+        sync._put(self.snapshot, self.buffers, self.snapshot["frozen"], again=self.again)
+
+        def undo() -> None:
+            sync._put(before, *held, again=False)
+            if undo_inside is not None:
+                undo_inside()
+
+        return undo
+
+    def adopt(self) -> None:
+        """Put the plan inside machines in force, if one was saved. All ranks must call it."""
+        if self.inside is not None:
+            self.inside.adopt()
+
+
+def _of_trained(saved: Mapping[str, Any], frozen: Container[str]) -> dict[str, Any]:
+    """Return a saved fragment without parameters that are frozen now; all its lists go by parameter."""
+    here = [place for place, name in enumerate(saved["names"]) if name not in frozen]
+    return {k: [value[i] for i in here] if isinstance(value, list) and value else value for k, value in saved.items()}
+
+
+def _check_shapes(fragment: Fragment, saved: Mapping[str, Any]) -> None:
+    here = {name: list(x.shape) for name, x in fragment.parameters.items()}
+    there = {name: list(x.shape) for name, x in zip(saved["names"], saved["anchors"], strict=True)}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"the state holds outer weights of {name} of shape {there.get(name)}, but the model's parameter has "
+                f"{here.get(name)}"
+            )
+
+
+def _part(codec: Mapping[str, Any], fragment: Fragment, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the codec's state of one fragment's parameters."""
+    names = fragment.parameters
+    part: dict[str, Any] = {"step": saved["rounds"], "dropped": saved["dropped"]}
+    for kind in ("residual", "offset"):
+        part[kind] = {name: x for name, x in codec[kind].items() if name in names}
+    for kind in ("shared", "local"):
+        fields = {field: {n: x for n, x in named.items() if n in names} for field, named in codec[kind].items()}
+        part[kind] = {field: named for field, named in fields.items() if named}
+    return part

@@ -1,0 +1,439 @@
+"""The engine of rounds: which fragments are under way, and what travels with them.
+
+Besides parameters, a round averages buffers, and moments of the inner optimizer. Floating-point tensors (BatchNorm's
+statistics) become the mean over the ranks where they are finite. Other tensors become rank 0's; to integers, what this
+rank counted during the exchange is added.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.memory import shares_memory
+from thinwire.core.methods.base import all_finite
+from thinwire.core.program import AllReduce, Broadcast, Program, Scope, Topology, working_dtype
+from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.trace import depths
+from thinwire.engine.local.rounds import Fragment, Rounds
+from thinwire.engine.local.settings import Local
+from thinwire.engine.parameters import Named
+from thinwire.engine.ranks.agreement import deepest_of_all
+
+logger = logging.getLogger("thinwire")
+_IN_VAIN = 3  # consecutive dropped rounds of a fragment after which to warn: more than an accident of one step
+
+
+class RoundChannel(Protocol):
+    """What runs the programs of a round: an engine's :class:`~thinwire.engine.session.Channel`, or a lockstep."""
+
+    ledger: Ledger
+
+    def begin(self, names: Sequence[Sequence[str]], make: Callable[[int], Program]) -> None: ...
+
+    def ready(self, index: int, *, inline: bool = True) -> None: ...
+
+    def wait(self) -> float: ...
+
+
+class Averages:
+    """The averages of tensors that are exchanged with a round."""
+
+    def __init__(self) -> None:
+        self._received = dict[torch.dtype, Tensor]()
+        self._counted = dict[torch.dtype, Tensor]()  # signed integers, as they were sent
+        self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
+
+    def send(self, tensors: Iterable[Tensor]) -> Program:
+        """Return a round's program. The tensors, in equal order on all ranks, may change while it runs."""
+        self._aim(tensors)
+        sent = {dtype: _flat(some) for dtype, some in self._by_dtype.items()}
+        self._counted = {dtype: sent[dtype].clone() for dtype in self._whole_numbers()}
+        return self._exchange(sent)
+
+    def _aim(self, tensors: Iterable[Tensor]) -> None:
+        self._by_dtype.clear()
+        for x in tensors:
+            if x.numel():
+                self._by_dtype.setdefault(x.dtype, []).append(x)
+
+    def _whole_numbers(self) -> list[torch.dtype]:
+        return [x for x in self._by_dtype if x.is_signed and not x.is_floating_point and not x.is_complex]
+
+    def _exchange(self, sent: dict[torch.dtype, Tensor]) -> Program:
+        for dtype, x in sent.items():
+            if dtype.is_floating_point:
+                sizes = [one.numel() for one in self._by_dtype[dtype]]
+                own = x.to(working_dtype(dtype)).split(sizes)
+                finite = [all_finite(one) for one in own]
+                given = [torch.where(ok, one, torch.zeros_like(one)) for ok, one in zip(finite, own)]
+                total = yield AllReduce(torch.cat([*given, torch.stack(finite).to(own[0].dtype)]))
+                *sums, ranks = total.split([*sizes, len(sizes)])
+                self._received[dtype] = torch.cat([one / count for one, count in zip(sums, ranks)])
+            else:
+                self._received[dtype] = (yield Broadcast(x.view(torch.uint8))).view(dtype)  # Gloo lacks some dtypes
+
+    @torch.no_grad()
+    def merge(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Take over what has arrived; a tensor that was finite on no rank, such as a mask, is left alone.
+
+        Args:
+            tensors: what stands in the places of those that were sent; None: they do.
+        """
+        if self._received and tensors is not None:
+            self._aim(tensors)
+        for dtype, received in self._received.items():
+            some = self._by_dtype[dtype]
+            if dtype in self._counted:
+                received = received + _flat(some) - self._counted[dtype]
+            for x, part in zip(some, received.split([x.numel() for x in some])):
+                mean = part.view(x.shape)
+                if dtype.is_floating_point:
+                    mean = torch.where(all_finite(part), mean, x.to(mean.dtype))
+                if shares_memory(x):
+                    x.data = mean.to(dtype)
+                else:
+                    x.copy_(mean)
+        self._received.clear()
+        self._counted.clear()
+
+    def snapshot(self) -> list[Tensor]:
+        """Return clones of what has arrived and is not merged, and of the integers as they were sent."""
+        return [x.clone() for x in (*self._received.values(), *self._counted.values())]
+
+    def restore(self, saved: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+        """Take over a snapshot, for tensors like those that were sent."""
+        self._aim(tensors)
+        values = iter(saved)
+        received, counted = (
+            {dtype: x.to(self._by_dtype[dtype][0].device, copy=True) for dtype, x in zip(dtypes, values)}
+            for dtypes in (list(self._by_dtype), self._whole_numbers())
+        )
+        self._received, self._counted = received, counted
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+class Moments:
+    """The state of inner optimizers that is averaged every so many rounds (DES-LOC).
+
+    Args:
+        every: rounds between two averages, by the state's name: ``{"exp_avg": 3, "exp_avg_sq": 6}``.
+        optimizers: the inner optimizers.
+        parameters: in an order that is equal on all ranks.
+    """
+
+    def __init__(
+        self, every: dict[str, int], optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[Tensor]
+    ) -> None:
+        self._every, self._optimizers, self._parameters = every, list(optimizers), list(parameters)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of everything that may be averaged."""
+        return {p.dtype for p in self._parameters} if self._every else set()
+
+    def due(self, round_: int) -> list[Tensor]:
+        """Return what is averaged in the round of this number, from 1; zeros, to be ignored, for missing state.
+
+        Raises:
+            ValueError: no parameter has a state of one of the names.
+        """
+        states = [[o.state[p] for o in self._optimizers if p in o.state] for p in self._parameters]
+        tensors = [{key: x for one in some for key, x in one.items() if isinstance(x, Tensor)} for some in states]
+        for name in self._every:
+            if not any(name in state for state in tensors):
+                known = ", ".join(sorted({key for state in tensors for key in state})) or "none"
+                raise ValueError(f"moments: the optimizer has no state {name!r}; it has {known}")
+        names = [name for name, every in self._every.items() if round_ % every == 0]
+        pairs = list(zip(self._parameters, tensors))
+        return [state[name] if name in state else torch.zeros_like(p) for name in names for p, state in pairs]
+
+
+class Beside:
+    """What travels with the last fragment: buffers, and frozen parameters that the script changes all the same.
+
+    Such a parameter is a target that follows the trained weights, for example.
+
+    Args:
+        buffers: equal on all ranks, as are the others.
+        frozen: parameters that no optimizer trains.
+        gather: returns every rank's message.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Named], frozen: Sequence[Named], gather: Callable[[bytes], list[bytes]]
+    ) -> None:
+        self._buffers, self._frozen, self._gather = buffers, frozen, gather
+        self._seen = [_sample(one.tensor) for one in frozen]
+        self.names: set[str] = set()  # of the frozen ones that some rank's script was seen to change
+        self._left: list[Named | Tensor] = []
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of all that may travel."""
+        return {one.tensor.dtype for one in (*self._buffers, *self._frozen)}
+
+    def look(self) -> None:
+        """Find out which frozen parameters have changed on any rank. All ranks must call it."""
+        if self._frozen:
+            mine = bytes(not torch.equal(_sample(one.now()), seen) for one, seen in zip(self._frozen, self._seen))
+            rows = self._gather(mine)
+            self.names |= {one.name for k, one in enumerate(self._frozen) if any(row[k] for row in rows)}
+
+    def leave(self, moments: Sequence[Tensor]) -> None:
+        """Let what is known by now travel, and these moments."""
+        self._left = [*self._buffers, *(one for one in self._frozen if one.name in self.names), *moments]
+
+    def left(self) -> list[Tensor]:
+        """Return what travels, or what the script has put in its place since."""
+        return [one if isinstance(one, Tensor) else one.now() for one in self._left]
+
+    def follow(self, names: Sequence[str]) -> bool:
+        """Let the parameters of these names travel, too. Return whether all are here."""
+        here = {one.name for one in self._frozen}
+        self.names |= here.intersection(names)
+        return here.issuperset(names)
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Return a thousand elements of a tensor; who averages or replaces a parameter changes nearly all."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // 1000)].clone()
+
+
+class Travel:
+    """Sends, receives and merges fragments. Fragments sent together share a channel.
+
+    There are as many channels as rounds can be under way at once; they are used in turn.
+
+    Args:
+        rounds: of this rank.
+        channel: returns a channel for a purpose and a depth; all ranks call it alike.
+        gather: returns every rank's message.
+        beside: sent with the last fragment.
+        moments: likewise, when they are due.
+        before_leaving: called before fragments are sent.
+
+    Attributes:
+        seconds: how long training has waited for fragments.
+        alone: called with the index and seconds of each exchange that nothing else ran beside, to make a calendar.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        channel: Callable[[str, Mapping[Scope, int]], RoundChannel],
+        gather: Callable[[bytes], list[bytes]],
+        beside: Beside,
+        moments: Moments,
+        before_leaving: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rounds, self.beside, self._moments, self._before = rounds, beside, moments, before_leaving
+        self._averages = Averages()
+        depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
+        depth |= Counter({Scope.WORLD: len(beside.dtypes | moments.dtypes)})
+        wanted = deepest_of_all(depth, gather)
+        self._channels = [channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
+        self._next = 0
+        self._under_way: dict[int, int] = {}
+        self._in_vain = Counter[int]()
+        self.seconds = 0.0
+        self.alone: Callable[[int, float], None] = lambda index, seconds: None
+
+    def turn(self, lr: float = 0.0) -> Iterator[Fragment]:
+        """Do what is due after an optimizer step, made or skipped. Yields each fragment before it is waited for."""
+        rounds = self._rounds
+        rounds.stepped(lr)
+        yield from self._merge_due()
+        yield from self.leave(rounds.leaving())
+        yield from self._merge_due()
+
+    def _merge_due(self) -> Iterator[Fragment]:
+        for fragment in self._rounds.arriving():
+            yield fragment
+            self.merge(fragment)
+
+    def leave(self, fragments: Sequence[Fragment]) -> Iterator[Fragment]:
+        """Send the fragments that are due; to measure a calendar, one after the other, waiting for each."""
+        if fragments:
+            self._before()
+        if not (self._rounds.calendar and self._rounds.waited):
+            self.send(fragments)
+            return
+        for fragment in fragments:
+            began = time.perf_counter()
+            self.send([fragment])
+            yield fragment
+            self.merge(fragment)
+            if not fragment.starting:  # before the codec begins, an exchange does not show its time
+                self.alone(fragment.index, time.perf_counter() - began)
+
+    def finish(self) -> Iterator[Fragment]:
+        """Merge what is under way, and average once more. Yields as ``turn`` does.
+
+        Raises:
+            RuntimeError: some rank's weights are not finite.
+        """
+        self._before()
+        self.beside.look()
+        for fragment in sorted(self._rounds.travelling(), key=lambda f: f.due or 0):
+            yield fragment
+            self.merge(fragment)
+        for fragment in self._rounds.fragments:
+            rejected = fragment.rejected
+            self.send([fragment], last=True)
+            yield fragment
+            self.merge(fragment)
+            if fragment.rejected > rejected:
+                raise RuntimeError("finish() has averaged nothing: some rank's weights are not finite")
+
+    def send(self, fragments: Sequence[Fragment], *, last: bool = False) -> None:
+        """Start the programs of fragments, in one round of a channel; ``last``: see ``Fragment.send``."""
+        if not fragments:
+            return
+        number, self._next = self._next, (self._next + 1) % len(self._channels)
+        programs: list[Program] = []
+        names: list[list[str]] = []
+        for fragment in fragments:
+            self._under_way[fragment.index] = number
+            programs += self._rounds.send(fragment, last=last)
+            names += fragment.names()
+        end = self._rounds.fragments[-1]
+        if end in fragments:
+            if not end.state.step:
+                self.beside.look()
+            self.beside.leave([] if last else self._moments.due(end.state.step + 1))
+        if end in fragments and (beside := self.beside.left()):
+            programs.append(self._averages.send(beside))
+            names.append(["buffers and moments"])
+        channel = self._channels[number]
+        channel.begin(names, programs.__getitem__)
+        for index in range(len(programs)):
+            channel.ready(index, inline=False)
+
+    def receive(self, fragment: Fragment) -> None:
+        """Wait for a fragment, if it has not arrived."""
+        if not fragment.received:
+            self.seconds += self._channels[self._under_way.pop(fragment.index)].wait()
+            self._in_vain[fragment.index] = 0 if fragment.receive() else self._in_vain[fragment.index] + 1
+            if self._in_vain[fragment.index] == _IN_VAIN:
+                logger.warning(
+                    "thinwire: nothing was averaged in the last %d rounds: %s weights were not finite in each. An "
+                    "optimizer state that is not finite stays so: restart from a checkpoint",
+                    _IN_VAIN, "another rank's" if fragment.sent_finite else "this rank's",
+                )  # fmt: skip
+
+    def merge(self, fragment: Fragment) -> None:
+        """Wait for a fragment, and merge it into the weights."""
+        self.receive(fragment)
+        self._rounds.merge(fragment)
+        if fragment is self._rounds.fragments[-1]:
+            self._averages.merge(self.beside.left())
+
+    def snapshot(self) -> list[Tensor]:
+        """Wait for all that is under way. Return the buffers that came with it."""
+        for fragment in self._rounds.travelling():
+            self.receive(fragment)
+        return self._averages.snapshot()
+
+    def restore(self, buffers: Sequence[Tensor], frozen: Sequence[str], *, merged: bool) -> None:
+        """Take over buffers from a snapshot, and the names of the frozen parameters that were sent with them.
+
+        ``merged``: put them into the model at once.
+        """
+        here = self.beside.follow(frozen)
+        self.beside.leave([])
+        self._averages.restore(buffers if here else [], self.beside.left())
+        if merged:
+            self._averages.merge(self.beside.left())
+
+    def ledger(self) -> Ledger:
+        """Return the ledger of what was sent on all channels."""
+        total = Ledger()
+        for channel in self._channels:
+            total.add(channel.ledger)
+        return total
+
+
+class LocalRanks:
+    """Local steps of several ranks in one process, driven by the same lines as on ranks; sums are exact.
+
+    Args:
+        settings: equal on all ranks.
+        weights: of each rank, by name; the caller changes them before each :meth:`step`.
+        dense: names of those whose change is sent without the codec.
+        start: number of exact rounds before the codec begins; None: as the codec says.
+
+    Attributes:
+        rounds: of each rank.
+        sent: bytes that each rank has sent.
+    """
+
+    def __init__(
+        self,
+        settings: Local,
+        weights: Sequence[Mapping[str, Tensor]],
+        *,
+        dense: Sequence[str] = (),
+        topology: Topology | None = None,
+        start: int | None = None,
+    ) -> None:
+        self.topology = topology or Topology(len(weights))
+        self.settings, self.weights, self.sent = settings, weights, [0] * len(weights)
+        self.rounds = [Rounds(settings, own, dense, r, self.topology, start=start) for r, own in enumerate(weights)]
+        self._left: list[list[Program]] = [[] for _ in weights]
+        self._travels = [self._travel(rank, rounds) for rank, rounds in enumerate(self.rounds)]
+
+    def _travel(self, rank: int, rounds: Rounds) -> Travel:
+        beside, moments = Beside([], [], _alone), Moments({}, [], [])
+        return Travel(rounds, lambda purpose, depth: _Lockstep(self._left[rank]), _alone, beside, moments)
+
+    def step(self, lr: float = 0.0) -> None:
+        """Do on all ranks what is due after an optimizer step."""
+        self._together([travel.turn(lr) for travel in self._travels])
+
+    def finish(self) -> None:
+        """Merge what is under way, and average once more."""
+        self._together([travel.finish() for travel in self._travels])
+
+    def _together(self, turns: Sequence[Iterator[Fragment]]) -> None:
+        for _ in zip(*turns, strict=True):
+            self._run()
+        self._run()
+
+    def _run(self) -> None:
+        """Run what the ranks have sent."""
+        for programs in zip(*self._left, strict=True):
+            sent = run_lockstep(programs, self.topology)
+            self.sent = [a + b for a, b in zip(self.sent, sent)]
+        for left in self._left:
+            left.clear()
+
+
+def _alone(message: bytes) -> list[bytes]:
+    return [message]
+
+
+class _Lockstep:
+    """A channel whose programs run when all ranks have sent theirs."""
+
+    def __init__(self, left: list[Program]) -> None:
+        self._left, self.ledger = left, Ledger()
+
+    def begin(self, names: Sequence[Sequence[str]], make: Callable[[int], Program]) -> None:
+        self._left += [make(index) for index in range(len(names))]
+
+    def ready(self, index: int, *, inline: bool = True) -> None: ...
+
+    def wait(self) -> float:
+        return 0.0
