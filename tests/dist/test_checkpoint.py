@@ -1,6 +1,5 @@
 """Checkpoints: bit for bit at the same size, the mean of residuals at another, whole or not there."""
 
-import json
 import os
 import pathlib
 import resource
@@ -39,46 +38,6 @@ def _steps(net, optimizer, rank, first, last):
         cases.loss_of(net, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-WERE = {
-    "fusion": "merge",
-    "deterministic": "ordered",
-    "value_dtype": "wire",
-    "check_finite": "guard",
-    "update_in_step": "eager",
-    "poison_stale": "check",
-}
-
-
-def _old_words(rank, size):
-    """States whose options have the names of before: what is taken over, and under which plan."""
-    equal, seen = [], set()
-    for name, options in (
-        ("acp", {"rank": 2, "deterministic": True, "fusion": "none"}),
-        ("topk", {"density": 0.1, "value_dtype": "bf16", "fusion": "none"}),
-    ):
-        net, optimizer, sync = _build(name, options, start_compression_step=0)
-        _steps(net, optimizer, rank, 0, 3)
-        state = sync.state_dict()
-        factors = sync.services.state.snapshot()["shared"]
-        sync.close()
-        old = {WERE.get(key, key): value for key, value in json.loads(state["options"]).items()}
-        seen |= set(old)
-        plan = tw.Plan(tuple(phase[::-1] for phase in sync.plan.phases))
-        _, _, other = _build(name, options, start_compression_step=0)
-        other.load_state_dict({**state, "options": json.dumps(old, sort_keys=True), "plan": plan.to_json()})
-        taken = other.services.state.snapshot()["shared"]
-        same = all(torch.equal(x, taken[field][n]) for field, named in factors.items() for n, x in named.items())
-        equal.append((name, bool(factors) == (name == "acp"), same, other.plan == plan != sync.plan))
-        other.close()
-    return equal, set(WERE.values()) <= seen
-
-
-def test_states_of_before_the_options_were_renamed_are_read():
-    for equal, all_seen in run(_old_words, 2):
-        assert equal == [("acp", True, True, True), ("topk", True, True, True)]
-        assert all_seen
 
 
 def _resume(rank, size, folder):

@@ -368,7 +368,9 @@ def test_going_on_after_an_exception(who):
 def _fails_after_the_exchange(rank, size, what):
     net = torch.nn.Sequential(cases.model(), torch.nn.BatchNorm1d(5))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    sync = tw.attach(net, optimizer, "acp", start_compression_step=0, timeout=15, find_unused_parameters=True)
+    sync = tw.attach(
+        net, optimizer, "acp", start_compression_step=0, timeout=15, find_unused_parameters=True, detect_desync=True
+    )
     comm, source = sync.services.session.comm, sync.services.source
     objects = {"check_order": comm, "gather": comm, "receive": source.buffers}
     net(cases.batch(rank, 0)[0]).mean().backward()

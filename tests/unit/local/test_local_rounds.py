@@ -436,20 +436,3 @@ def test_of_a_late_round_half_is_taken_out(codec, delay, kept):
         mean = sum(own[name] for own in sent) / 3
         expected = mean + kept * (sent[rank][name] - mean) + made
         torch.testing.assert_close(world.weights[rank][name], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_round_from_a_file_of_before_is_merged_whole():
-    """It says nothing of a share that is kept, and what it sent stands in it as it was."""
-    world = Ranks(Local(4, fragment_sync_delay=3), equal(2))
-    walk(world, 4)
-    sent = [{name: x.clone() for name, x in own.items()} for own in world.weights]
-    for rounds, own in zip(world.rounds, sent):
-        saved = rounds.snapshot()
-        saved["fragments"][0]["sent"] = list(own.values())
-        del saved["fragments"][0]["kept"]
-        rounds.restore(saved)
-    walk(world, 3, first=4)
-    for rank, name in itertools.product(range(2), SHAPES):
-        made = sum((-0.01 * drawn(1004 + step, 2)[rank][name] for step in range(3)), torch.zeros(SHAPES[name]))
-        expected = (sent[0][name] + sent[1][name]) / 2 + made
-        torch.testing.assert_close(world.weights[rank][name], expected, rtol=1e-12, atol=1e-12)

@@ -126,8 +126,9 @@ class StreamExecutor:
             if isinstance(op, NextForward):
                 return None
             where = f"{type(op).__name__} on lane {op.group.value}/0"
-            kind, before = type(op).__name__, self._issuer.ledger.total
+            kind = type(op).__name__
             ends = issued(kind, op.group, bucket, self.recorder, self.watch, spanned=True)
+            before = self._issuer.ledger.total if ends else 0
             with span(kind, bucket):
                 value = self._issuer.issue(op, op.group, 0, bucket).wait()
             for end in ends:

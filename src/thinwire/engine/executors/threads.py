@@ -284,14 +284,14 @@ class ThreadExecutor:
         ends: list[Callable[[int], None]] = []
         if self.recorder is not None or self.watch is not None or profiler._is_profiler_enabled:
             ends = issued(type(op).__name__, scope, bucket, self.recorder, self.watch, spanned=False)
-        before = self._issuer.ledger.total
+        before = self._issuer.ledger.total if ends else 0
         pending = self._issuer.issue(op, scope, round_, bucket)
         event = _Event(step, place, pending, where=where)
         queue_ = step.to_complete if place in step.inline else self._events
         if not ends and place in step.inline:
             queue_.put(event)
             return
-        sent = self._issuer.ledger.total - before
+        sent = self._issuer.ledger.total - before if ends else 0
 
         def done() -> None:
             for end in ends:

@@ -86,11 +86,11 @@ class LocalSync(Handle):
             services = self.services
             try:
                 self._travel = Travel(self._rounds, services.channel, services.gather, beside, moments, before)
+                self._measure_anew()
             except Exception as error:  # a rank was lost meanwhile: the channels made so far have threads
                 session.give_up(str(error))
                 services.close()
                 raise
-            self._measure_anew()
         session.watch.listen(self._watch, self._stepped)
         self._handles: list[Any] = [SkippedSteps(self._skipped)]
         self.services.remember(self)

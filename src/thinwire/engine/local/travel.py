@@ -418,6 +418,9 @@ class LocalRanks:
             self.sent = [a + b for a, b in zip(self.sent, sent)]
         for left in self._left:
             left.clear()
+        for travel, rounds in zip(self._travels, self.rounds):
+            for fragment in rounds.travelling():
+                travel.receive(fragment)
 
 
 def _alone(message: bytes) -> list[bytes]:
