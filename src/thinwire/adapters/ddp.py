@@ -99,8 +99,6 @@ thinwire_hook.__annotations__.clear()  # DDP compares them with classes, and ref
 
 @dataclass(frozen=True)
 class HookOptions:
-    """The options of ``ddp_hook`` that are not the method's."""
-
     scaler: Any = None
     start: int | None = None
     timeout: timedelta | None = None
@@ -186,7 +184,6 @@ class DDPSync:
 
     @property
     def state(self) -> State:
-        """The method's state, by ordinal name."""
         return self.session.state
 
     def _connect(self, device: torch.device) -> Communicator:
@@ -290,7 +287,6 @@ class DDPSync:
         session.averaged(part.numel * job.buffer.element_size())
 
     def _dense(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the method leaves a parameter to plain averaging."""
         if name not in self._kept:
             self._kept[name] = self._method.dense(name, tuple(parameter.shape), False)
         return self._kept[name]
@@ -374,7 +370,6 @@ class DDPSync:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """DDP's process group."""
         found = self._options.process_group or dist.group.WORLD
         assert found is not None
         return found
@@ -429,11 +424,7 @@ class DDPSync:
 
 
 def _has_joined() -> bool:
-    """Return whether DDP's ``Join`` calls for a rank without input: it does not step, but the others use its zeros.
-
-    Raises:
-        RuntimeError: the others use another divisor, which hooks are not told.
-    """
+    """Return whether DDP's ``Join`` calls for a rank without input: it does not step, but the others use its zeros."""
     frame = sys._getframe(1)
     for _ in range(4):
         if frame.f_back is None:
@@ -451,7 +442,6 @@ def _has_joined() -> bool:
 
 
 def promise_on(device: torch.device) -> torch.futures.Future[Any]:
-    """Return a future for tensors of this device."""
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
@@ -477,12 +467,7 @@ class Ordinals:
         self.source = "model" if given else "ddp"
 
     def of(self, parameters: Sequence[Tensor], last: bool, state: State) -> list[str]:
-        """Return the names of a bucket's parameters. ``last``: this is the last bucket of a step.
-
-        Raises:
-            RuntimeError: the parameters belong to another model.
-            ValueError: what was loaded into ``state`` does not fit.
-        """
+        """Return the names of a bucket's parameters. ``last``: this is the last bucket of a step."""
         if self._open:
             for p in reversed(parameters):
                 if id(p) not in self.names:
@@ -500,7 +485,6 @@ class Ordinals:
             raise RuntimeError("this hook serves another DDP model already: call ddp_hook once for each") from None
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """Return the names and parameters known so far."""
         return [(self.names[id(p)], p) for p in self._parameters]
 
     def fit(self, state: State) -> None:
@@ -564,7 +548,6 @@ def _fills_its_memory(x: Tensor) -> bool:
 
 
 def into_values(slots: Sequence[Slot]) -> None:
-    """Write the averages to where the gradients were."""
     for slot in slots:
         result, target = slot.result, slot.value
         assert target is not None
@@ -610,7 +593,6 @@ def control_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether any rank of the group raises the flag; equal on all ranks."""
     raised = torch.tensor([int(flag)], device=control_device(group))
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
     return bool(raised.item())

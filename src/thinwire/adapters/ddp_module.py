@@ -23,20 +23,12 @@ log = logging.getLogger("thinwire")
 
 
 def chosen(method: Method | Local | str, **options: Any) -> Method | Local:
-    """Return what a trainer's adapter can run: local steps, or a method that works as a DDP hook.
-
-    Raises:
-        ValueError: as ``checked``.
-    """
+    """Return what a trainer's adapter can run: local steps, or a method that works as a DDP hook."""
     return named_local(method, options) or checked(method, **options)
 
 
 def checked(method: Method | Local | str, **options: Any) -> Method:
-    """Return the method if it works as a DDP hook.
-
-    Raises:
-        ValueError: the name or an option is unknown or out of range, the schedule is decoupled, or it is "auto".
-    """
+    """Return the method if it works as a DDP hook."""
     if isinstance(method, str) and method.lower() == "auto":
         raise ValueError(
             '"auto" chooses buckets too, but DDP makes them here: name a method (`thinwire plan` or `thinwire bench` '
@@ -101,7 +93,6 @@ def register(
 
 
 def no_ddp(model: Any, framework: str) -> str:
-    """Return the error message for several ranks without DDP."""
     return (
         f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, which thinwire hooks into: "
         "choose plain DDP there (FSDP, DeepSpeed and model parallelism shard the model)"
@@ -109,11 +100,6 @@ def no_ddp(model: Any, framework: str) -> str:
 
 
 def register_hook(ddp: DistributedDataParallel, framework: str, state: Any, hook: Any) -> None:
-    """Register a hook.
-
-    Raises:
-        RuntimeError: the DDP module has one already.
-    """
     try:
         ddp.register_comm_hook(state, hook)
     except RuntimeError as error:
@@ -124,7 +110,6 @@ def register_hook(ddp: DistributedDataParallel, framework: str, state: Any, hook
 
 
 def inside(ddp: DistributedDataParallel) -> nn.Module:
-    """Return the wrapped model."""
     inner = getattr(ddp.module, "_orig_mod", ddp.module)
     assert isinstance(inner, nn.Module)
     return inner

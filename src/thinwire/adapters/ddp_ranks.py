@@ -65,11 +65,7 @@ def _received(source: int, group: Any, device: torch.device) -> Mapping[str, Any
 
 
 def save_in(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> None:
-    """Write this rank's file atomically. No collective.
-
-    Args:
-        facts: plain values to store with the state.
-    """
+    """Write this rank's file atomically, with plain values (``facts``). No collective."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_file(folder, name, sync.state.rank), {"state": _on_cpu(sync.state_dict()), **facts})
 

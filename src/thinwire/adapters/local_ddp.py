@@ -74,7 +74,6 @@ class _Apart:
         self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = not kept
 
     def remove(self) -> None:
-        """Let DDP average again."""
         self._set(False)
 
 
@@ -134,14 +133,9 @@ def _readable(optimizer: torch.optim.Optimizer, state: Any) -> Any:
 
 
 class LocalRank:
-    """The rank of one LocalSync. Its state is that of ``LocalSync`` plus ``own/<rank>``: weights and optimizer states.
+    """A rank with local steps, as a framework's checkpoint sees it: with its own model and optimizers.
 
-    Args:
-        sync: the LocalSync of this rank.
-        group: DDP's process group; None: there is one rank.
-
-    Attributes:
-        sync: as above.
+    Its state is that of ``LocalSync`` plus ``own/<rank>``: weights and optimizer states.
     """
 
     def __init__(self, sync: LocalSync, group: dist.ProcessGroup | None) -> None:
@@ -154,12 +148,10 @@ class LocalRank:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """DDP's process group."""
         assert self._group is not None
         return self._group
 
     def agree(self, flag: bool) -> bool:
-        """Return whether any rank raises the flag; equal on all ranks."""
         return flag if self._group is None else any_rank(flag, self._group)
 
     def lend(self) -> None:
@@ -183,28 +175,21 @@ class LocalRank:
         return stack
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's complete state."""
         return self.sync.state_dict() | {f"own/{self.state.rank}": self.own()}
 
     def own(self) -> dict[str, Any]:
-        """Return weights and optimizer states."""
         assert self._lent is None
         services = self.sync.services
         return {"model": services.model.state_dict(), "optimizers": [o.state_dict() for o in services.optimizers]}
 
     def put(self, own: Mapping[str, Any]) -> None:
-        """Load what ``own`` returned."""
         services = self.sync.services
         services.model.load_state_dict(own["model"])
         for optimizer, one in zip(services.optimizers, own["optimizers"], strict=True):
             optimizer.load_state_dict(one)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's state, or the union of all ranks'; on another number of ranks, begin again.
-
-        Raises:
-            ValueError: it is not such a state, or does not fit.
-        """
+        """Load this rank's state, or the union of all ranks'; on another number of ranks, begin again."""
         state, rank = dict(saved), self.state.rank
         same = int(state.get("world_size", 0)) == self.state.size
         if same and f"own/{rank}" in state:

@@ -269,7 +269,6 @@ def _attach_inside(
     comm: Communicator,
     settings: AttachSettings,
 ) -> GradientSync:
-    """Attach the method that averages gradients among the ranks of this machine."""
     topology = comm.topology
     if topology.nodes == 1:
         raise ValueError("inside= is for several machines: on one, attach the method itself")
@@ -329,11 +328,7 @@ def _on_one_rank(method: Method, settings: AttachSettings) -> tuple[Method, Atta
 
 
 def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any) -> dict[str, Any]:
-    """Return a named method's options with ``bucket_cap_mb`` as its ``fusion``.
-
-    Raises:
-        ValueError: it is no size, the options have a ``fusion`` too, or the method cannot be given options.
-    """
+    """Return a named method's options with ``bucket_cap_mb`` as its ``fusion``."""
     cap = bucket_cap_mb
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
         raise ValueError(f"bucket_cap_mb={cap!r} must be a positive number of MiB")
@@ -347,11 +342,7 @@ def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any)
 
 
 def checked_timeout(timeout: Any) -> timedelta | None:
-    """Return a limit, in seconds or as a timedelta, as a timedelta; None stays None.
-
-    Raises:
-        ValueError: it is not a valid limit.
-    """
+    """Return a limit, in seconds or as a timedelta, as a timedelta; None stays None."""
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif timeout is None:
@@ -366,12 +357,10 @@ def checked_timeout(timeout: Any) -> timedelta | None:
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise ``TypeError`` unless this is a GradScaler, something with its interface, or None."""
     if scaler is not None and not (callable(getattr(scaler, "scale", None)) and hasattr(scaler, "is_enabled")):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler or None")
 
 
 def check_topology(topology: Any) -> None:
-    """Raise ``TypeError`` unless this is a Topology or None."""
     if topology is not None and not isinstance(topology, Topology):
         raise TypeError(f"topology={topology!r} must be a thinwire.Topology or None")

@@ -54,9 +54,6 @@ class Buckets:
     """The buckets of one attached model.
 
     Args:
-        session: the session whose method runs.
-        managed: the model's parameters.
-        plan: the first plan.
         views: whether ``.grad`` may be the buckets' memory.
         pauses: whether programs stop at their ``NextForward``: the schedule is decoupled.
 
@@ -147,11 +144,9 @@ class Buckets:
         return self._memory[self._phase.number, index]
 
     def method_of(self, index: int) -> Method:
-        """Return the method that runs for a bucket in this step."""
         return self._phase.methods[index]
 
     def stats(self) -> list[BucketStats]:
-        """Return the statistics of the buckets of the next phase."""
         phase = self._phases[self.session.state.turn % len(self._phases)]
         return [
             BucketStats(
@@ -195,7 +190,6 @@ class Memory:
             self.gradients = [view.data for view in self.views]
 
     def bucket(self, index: int, scale: Tensor | None) -> Bucket:
-        """Return the bucket of this step, with the present gradients."""
         for slot, parameter in zip(self.slots, self.parameters):
             grad = parameter.grad if parameter.requires_grad else None  # frozen since: an old gradient does not count
             slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
@@ -211,17 +205,13 @@ class Memory:
 
     @property
     def filled(self) -> bool:
-        """Whether the gradients have been copied into the buffer."""
         return self.made is not None and self.made.filled
 
     def hand_over(self, *, shown: bool) -> None:
         """Make ``.grad`` the bucket's memory from now on, so that autograd can reuse the memory that it allocated.
 
         If that were kept to the end of backward, it would be given back to the system, and each step would fault it in
-        again (5 %).
-
-        Args:
-            shown: False: the result is not there yet, and ``.grad`` is None.
+        again (5 %). Not ``shown``: the result is not there yet, and ``.grad`` is None.
         """
         self.handed_over = True
         for slot, parameter, grad in zip(self.slots, self.parameters, self.gradients):
@@ -240,9 +230,7 @@ def strides_of(parameter: Tensor) -> tuple[int, ...]:
 def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: bool) -> Tensor:
     """Return an average as a tensor that can be ``.grad``: with autograd's strides and its own version counter.
 
-    Args:
-        value: the gradient that autograd left, which may be overwritten.
-        copy: whether the memory of ``result`` will be used again.
+    ``value``: autograd's gradient, which may be overwritten. ``copy``: the memory of ``result`` will be used again.
     """
     if not copy and result.stride() == strides_of(parameter):
         return result.data

@@ -110,11 +110,7 @@ def ignore_in(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def buffers_of(model: nn.Module) -> list[Named]:
-    """Return the buffers that are kept equal.
-
-    Raises:
-        TypeError: one of them cannot be sent; names it.
-    """
+    """Return the buffers that are kept equal; refuse those that cannot be sent."""
     left_out, places = ignored(model), dict[tuple[int, str], Named]()  # a tensor may be in several places
     for name, x in model.named_buffers(remove_duplicate=False):
         one = Named(name, model, x)
@@ -132,7 +128,6 @@ def buffers_of(model: nn.Module) -> list[Named]:
 
 
 def frozen_of(model: nn.Module, managed: Iterable[str]) -> list[Named]:
-    """Return the parameters that are not managed, except ignored ones."""
     others = {*managed, *ignored(model)}
     return [Named(name, model, p) for name, p in model.named_parameters() if name not in others]
 
@@ -145,12 +140,7 @@ def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) -> list[Managed]:
-    """Return all trainable parameters in order of registration; shared ones once.
-
-    Raises:
-        ValueError: there is none, or ``keep_dense`` has no known value.
-        TypeError: a complex parameter, one that is sharded over ranks, or an embedding with sparse gradients.
-    """
+    """Return all trainable parameters in order of registration; shared ones once. Refuse what cannot be exchanged."""
     if not (callable(keep_dense) or keep_dense in ("auto", "none")):
         raise ValueError(f'keep_dense={keep_dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
@@ -223,7 +213,6 @@ class Buffers:
         self.idle = False  # no buffer is sent or looked at any more
 
     def send(self) -> None:
-        """Start sending rank 0's buffers, at the start of a backward."""
         if self._follow:
             self._wait = self._comm.broadcast_later(torch.cat([bytes_of(one.now()) for one in self._follow]))
 

@@ -28,8 +28,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state; on another number of ranks, the union of all ranks' keys."""
 
-    def close(self) -> None:
-        """Close it: the handle is being closed."""
+    def close(self) -> None: ...
 
 
 class Fitting(Protocol):
@@ -54,20 +53,14 @@ class Handle(abc.ABC):
     apart = False
 
     @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state."""
+    def state_dict(self) -> dict[str, Any]: ...
 
     @abc.abstractmethod
     def fitting(self, state: Mapping[str, Any]) -> Fitting:
-        """Return what to take over of a state. Changes nothing.
-
-        Raises:
-            ValueError: it does not fit the model, method or settings, or lacks what this rank needs.
-        """
+        """Return what to take over of a state. Changes nothing; ``ValueError`` if it does not fit."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Remove the hooks and give the process groups back. Idempotent."""
+    def close(self) -> None: ...
 
     def __enter__(self: H) -> H:
         return self
@@ -121,12 +114,10 @@ class Services:
         self._channels: list[Channel] = []
 
     def remember(self, handle: Handle) -> None:
-        """Record that the model is attached, until ``close``."""
         _attached[id(self.model)] = handle
 
     @property
     def method(self) -> Method:
-        """The method that runs."""
         return self.session.method
 
     @property
@@ -135,7 +126,6 @@ class Services:
 
     @property
     def topology(self) -> Topology:
-        """Which rank is on which machine."""
         return self.session.topology
 
     @property

@@ -46,9 +46,7 @@ class Session:
     """The session of one handle that a user holds.
 
     Args:
-        method: the method that runs.
         comm: of the ranks; ``Alone()`` if nothing is exchanged, or not yet.
-        state: of the method.
         scaler: the GradScaler in use; None: found at its first ``scaler.step(optimizer)``.
         names: of the parameters, by ``id``.
         start: number of exact steps before the method begins; None: as the method says.
@@ -57,12 +55,10 @@ class Session:
 
     Attributes:
         dense: the method for parameters that are not compressed.
-        first: the method of the steps before it begins.
-        starting: whether the method has not begun, so that ``first`` runs in its place.
+        first: the method that runs while ``starting``: in the steps before the method begins.
         running: whether a step is under way.
         broken: why no further step is possible; None: it is possible.
         scale: the loss scale in this step's gradients, 0-dim; None: there is none.
-        rejected, dense_bytes, exposed_seconds, deferred_seconds: see :class:`~thinwire.engine.stats.Stats`.
     """
 
     def __init__(
@@ -89,7 +85,6 @@ class Session:
         self.watch.listen(self.find_scaler)
 
     def run_as(self, method: Method, start: int | None) -> None:
-        """Run a method from the next step on; ``start``: see the class."""
         self.method, self.first = method, start_method(method, self.state.topology, start)
         self.state.start = method.start_steps if start is None else start
 
@@ -119,7 +114,6 @@ class Session:
         return self.dense if dense else self.first if self.starting else self.method
 
     def find_scaler(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for a GradScaler that nobody has named, when an optimizer is about to step: it may be the caller."""
         if self.scaler is not None or not self.method.has_residual or len(self.comm.ranks) == 1:
             return
         if owned(optimizer, self.watch.names) and (found := _calling_scaler()) is not None:
@@ -134,7 +128,6 @@ class Session:
     # --- one step ------------------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
-        """Raise ``RuntimeError`` after a failure, with its reason."""
         if self.broken is not None:
             raise RuntimeError(f"the exchange is unusable after an earlier failure: {self.broken}")
 
@@ -161,11 +154,7 @@ class Session:
         self.comm.executor.begin(None if failed else len(names), make, failed, pause=pause)
 
     def finish(self) -> None:
-        """Wait for all programs.
-
-        Raises:
-            RuntimeError: a program has failed; no further step is possible.
-        """
+        """Wait for all programs. ``RuntimeError``: one has failed, and no further step is possible."""
         started = time.perf_counter()
         failure = self.comm.executor.finish()
         self.exposed_seconds += time.perf_counter() - started
@@ -181,15 +170,10 @@ class Session:
             self.fail(self.sentence(failure))
 
     def sentence(self, failure: Failure) -> str:
-        """Return a failure of the step in words, with the ranks that were late."""
         return self.comm.sentence(failure, *self._opened)
 
     def commit(self, *, used: bool = True) -> None:
-        """Keep what the programs have staged, if everything was finite.
-
-        Args:
-            used: whether to wait for an optimizer's step; False: the gradients count as used.
-        """
+        """Keep what the programs have staged, if all was finite. Not ``used``: an optimizer's step is not awaited."""
         hold = used and self.watch.hold
         if self.comm.device.type == "cuda":
             self.state.end_step_on_device(hold=hold)
@@ -204,19 +188,17 @@ class Session:
         self.state.drop_step()
 
     def give_up(self, text: str) -> None:
-        """End the exchange for good, with the reason."""
         self.broken = text
         self.abandon()
 
     def fail(self, text: str) -> NoReturn:
-        """End the exchange for good, and raise ``RuntimeError``."""
+        """End the exchange for good, with the reason, and raise it as a ``RuntimeError``."""
         self.give_up(text)
         raise RuntimeError(text)
 
     # --- afterwards ----------------------------------------------------------------------------------------------
 
     def stats(self, note: str, buckets: Sequence[BucketStats] = (), *, rebuilt: bool = False) -> Stats:
-        """Return the counters so far."""
         ledger = self.comm.ledger
         return Stats(
             method=self.method.name,
@@ -311,7 +293,6 @@ class StepWatch:
         before: Callable[[torch.optim.Optimizer], None],
         after: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
-        """Call these, which are bound methods, with each optimizer that is about to step, and that has stepped."""
         self._before = weakref.WeakMethod(before)
         self._after = None if after is None else weakref.WeakMethod(after)
 
@@ -321,7 +302,6 @@ class StepWatch:
         return self._seen or self._stepping is not None or (self._expected and self.dropped < _PATIENCE)
 
     def begin(self) -> None:
-        """Drop what is still pending, at the start of a backward whose gradients will be exchanged."""
         state = self._state
         again, self.fresh = self.fresh, False
         self._used.clear()  # left by a step that raised
@@ -380,7 +360,6 @@ def _uses_all(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def owned(optimizer: torch.optim.Optimizer, names: Container[int]) -> bool:
-    """Return whether an optimizer has some of the parameters with these ids."""
     return any(id(p) in names for group in optimizer.param_groups for p in group["params"])
 
 
@@ -417,11 +396,7 @@ class Channel:
         self.under_way = False  # a round has begun and has not been waited for
 
     def begin(self, names: Names, make: MakeProgram) -> None:
-        """Open a round of ``len(names)`` programs; ``make(i)`` returns the i-th when it is ready.
-
-        Raises:
-            RuntimeError: the previous round has not been waited for.
-        """
+        """Open a round of ``len(names)`` programs, once the last has been waited for; ``make(i)`` returns the i-th."""
         if self.under_way:
             raise RuntimeError("a channel's round begins when the one before has ended: call wait() first")
         self.under_way = bool(names)
@@ -437,11 +412,7 @@ class Channel:
         self._executor.ready(index, inline=inline)
 
     def wait(self) -> float:
-        """Wait until the round has ended. Return the seconds that this took.
-
-        Raises:
-            RuntimeError: an exchange failed; the session is then unusable.
-        """
+        """Wait until the round has ended. Return the seconds that this took. A failure ends the session."""
         if not self.under_way:
             return 0.0
         self.under_way = False

@@ -98,12 +98,7 @@ class LateParameters:
     def check(self, optimizer: torch.optim.Optimizer, known: Container[int]) -> bool:
         """Return whether an optimizer that is about to step owns parameters of the model.
 
-        Args:
-            optimizer: any.
-            known: the ``id`` of each parameter whose gradients are exchanged.
-
-        Raises:
-            RuntimeError: the optimizer would use gradients of the model that were not exchanged; names them.
+        ``known``: the ``id`` of each parameter that is exchanged. ``RuntimeError``: it would use gradients of others.
         """
         ours, strange = False, []
         for group in optimizer.param_groups:
@@ -188,7 +183,6 @@ class GradientSource:
         self._note()
 
     def install(self) -> None:
-        """Begin to watch the model, autograd and all optimizers of the process."""
         model, executor = self._model, self._buckets.session.comm.executor
         streams = executor if isinstance(executor, StreamExecutor) else None
         self._buckets.session.watch.listen(self.before_step, self.after_step)
@@ -230,7 +224,7 @@ class GradientSource:
             timings.forward()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step: any of the process."""
+        """Check an optimizer of the process that is about to step."""
         session, buckets = self._buckets.session, self._buckets
         if not self._late.check(optimizer, buckets.names):
             return
@@ -247,7 +241,6 @@ class GradientSource:
             session.find_scaler(optimizer)
 
     def _refuse_by_hand(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``RuntimeError`` if it would use gradients that no backward has made."""
         before, was = self._used.get(id(optimizer), (0, None))
         found = self._gradients(optimizer)
         if not found or before != self._exchanged:
@@ -319,7 +312,6 @@ class GradientSource:
             buckets.ready(bucket)
 
     def expect(self, names: Iterable[str]) -> None:
-        """See :meth:`thinwire.engine.services.Services.expect`."""
         chosen, by_name = list(names), self._buckets.by_name
         if unknown := [name for name in chosen if name not in by_name]:
             raise ValueError(f"expect() names {unknown[0]}, which is not a trainable parameter of the model")
@@ -330,7 +322,6 @@ class GradientSource:
     # --- one step ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a step, at the first gradient of a backward."""
         buckets, session = self._buckets, self._buckets.session
         session.check_usable()
         self._check_dtypes()
@@ -355,8 +346,7 @@ class GradientSource:
     def finish(self, *, observed: bool = True) -> None:
         """End the backward: launch the buckets that are left, wait, deliver, commit.
 
-        Args:
-            observed: False: do not use the order in which gradients arrived.
+        Unless ``observed``, the order in which gradients arrived does not count.
         """
         session = self._buckets.session
         if not session.running:
@@ -428,7 +418,6 @@ class GradientSource:
                 )
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -283,7 +283,6 @@ class GradientSync(Handle):
         return flat | blank(dense, [(m.name, m.parameter) for m in managed if m.dense], topology, rank)
 
     def fitting(self, state: Mapping[str, Any]) -> _Fitting:
-        """Return what to take over of a state, for ``load_state_dict`` and checkpoints. Changes nothing."""
         check_version(state)
         if LOCAL in state:
             raise ValueError(
@@ -323,10 +322,6 @@ class _Fitting:
     plan: Plan | None
 
     def restore(self) -> Callable[[], None]:
-        """Restore the session's and the companions' state. Return a function that undoes it.
-
-        If this raises, nothing has changed.
-        """
         services = self.sync.services
         state = services.state
         before, restored = state.snapshot(), state.restored
@@ -351,6 +346,5 @@ class _Fitting:
         return undo
 
     def adopt(self) -> None:
-        """Put the saved plan in force, if there is one. All ranks must call it."""
         if self.plan is not None:
             self.sync.adopt_plan(self.plan)

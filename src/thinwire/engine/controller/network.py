@@ -42,15 +42,10 @@ logger = logging.getLogger("thinwire")
 
 
 class NetworkPrices:
-    """The costs for one GradientSync's ranks. All ranks must make the calls, between two steps.
-
-    Args:
-        communicator: of the ranks.
-        costs: given by the user; None: to be found out.
-        compute: names of the compute curves that are needed.
+    """The costs for one handle's ranks. All ranks must make the calls, between two steps.
 
     Attributes:
-        costs: None: not known yet.
+        costs: given by the user; None: not known yet.
         why: where they come from, in words; empty if they were given.
         measured, checked: number of exchanges timed for curves, and to check whether remembered costs still hold.
         seconds: spent on measuring, on this rank, without training.
@@ -66,12 +61,7 @@ class NetworkPrices:
         self._facts: dict[str, Any] = {}
 
     def begin(self, step_seconds: float, pieces: int) -> None:
-        """Look for remembered costs, and begin to measure what is missing, in so many pieces.
-
-        Args:
-            step_seconds: of a step, on this rank.
-            pieces: how often ``advance`` will be called.
-        """
+        """Look for remembered costs, and begin to measure what is missing, in so many pieces (calls of ``advance``)."""
         if self.costs is not None:
             return
         from thinwire.predict.measure.sockets import card
@@ -91,7 +81,6 @@ class NetworkPrices:
         self.seconds += time.perf_counter() - began
 
     def advance(self) -> None:
-        """Measure one piece."""
         if self._probe is not None:
             began = time.perf_counter()
             with self._comm.meeting(_MEASURING):
@@ -116,7 +105,6 @@ class NetworkPrices:
         self.why += f" in {1e3 * self.seconds:.0f} ms between steps" if self.measured else ""
 
     def _recall(self, machines: list[list[object]]) -> tuple[str, Costs] | None:
-        """Return what rank 0 remembers of these ranks' machines."""
         who = self._comm
         self._facts = {
             "machines": machines,
@@ -143,7 +131,7 @@ class NetworkPrices:
 
 
 def recall(network: dict[str, Any]) -> tuple[str, Costs] | None:
-    """Return what is remembered of the network that these facts describe, with the day of the measurement."""
+    """Return the day and the costs that are remembered of the network that these facts describe."""
     path = _path(network)
     if path is None:
         return None
@@ -160,7 +148,6 @@ def recall(network: dict[str, Any]) -> tuple[str, Costs] | None:
 
 
 def keep(network: dict[str, Any], costs: Costs) -> None:
-    """Remember costs that were measured today."""
     path = _path(network)
     if path is None:
         return

@@ -74,7 +74,6 @@ class Controller:
         self.waiting: Decision | None = None
 
     def bind(self, buckets: Buckets, schedule: Coupled) -> None:
-        """Begin to watch these buckets; the schedule may know a better order than that of arrival."""
         self._buckets, self._schedule = buckets, schedule
         if not self.rebuilt or self.timings is not None:
             comm = buckets.session.comm
@@ -118,7 +117,7 @@ class _Marks:
 
 
 class Timings:
-    """Records the times of the last steps."""
+    """The times of the last steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.stopwatch = Stopwatch(device)
@@ -133,28 +132,23 @@ class Timings:
         self._steps, self._open = [], None
 
     def forward(self) -> None:
-        """Record that the model's forward begins."""
         self._open = _Marks(self.stopwatch.mark(), {})
 
     def arrived(self, index: int) -> None:
-        """Record that a gradient is complete."""
         if self._open is not None:
             self._open.arrivals[index] = self.stopwatch.mark()
 
     def ended(self) -> None:
-        """Record that backward and exchange have ended."""
         if self._open is not None and self._open.arrivals:
             self._open.end = self.stopwatch.mark()
             self._steps.append(self._open)
         self._open = None
 
     def pause(self, seconds: float) -> None:
-        """Record that training paused for so long after the step that ended last."""
         if self._steps:
             self._steps[-1].paused += seconds
 
     def intervals(self) -> list[float]:
-        """Return seconds from forward to forward of the complete steps recorded so far, on this rank."""
         self.stopwatch.settle()
         return [self.stopwatch.between(a.start, b.start) - a.paused for a, b in pairwise(self._steps)]
 
@@ -192,12 +186,10 @@ class Pilot(Controller):
     """Measures the first steps, plans, then watches whether the prediction holds.
 
     Args:
-        communicator: for agreement.
         manage: returns the managed parameters under a method.
         auto: whether to choose the method too.
         worth: what a step of lossy methods is worth, by which ``auto`` may choose one; None: it may not.
         adaptive: whether to plan again if measured and predicted times differ.
-        network: prices of exchanges and compute.
     """
 
     def __init__(
@@ -224,7 +216,6 @@ class Pilot(Controller):
 
     @property
     def costs(self) -> Costs | None:  # type: ignore[override]
-        """The costs; None: not known yet."""
         return self.network.costs
 
     @property
@@ -334,7 +325,6 @@ class Tuner(Pilot):
     trials = 0
 
     def _measure(self, method: Method, dense: Method) -> Decision | None:
-        """Act as the pilot until it has made its plan; then run trial after trial."""
         if not self._trying:
             decision = super()._measure(method, dense)
             if decision is not None:
@@ -352,7 +342,6 @@ class Tuner(Pilot):
         return self._take(seconds)
 
     def _decide(self, measurement: AgreedTimes, method: Method, dense: Method) -> Decision:
-        """Return the planner's optimum, from which the search starts."""
         decision = super()._decide(measurement, method, dense)
         if self._comm.rank == 0:
             managed, prices = self._manage(method), self._prices(measurement, dense)

@@ -65,7 +65,6 @@ def make_plan(
 
 
 def measured_plan(method: Method, managed: Sequence[Managed], backend: str, measured: Measured) -> Plan:
-    """Return the plan for measured times, in their order of arrival."""
     index = {m.name: m.index for m in managed}
     order = [index[tensor.name] for tensor in measured.profile.tensors]
     return make_plan(method, managed, order, (), backend, measured)
@@ -79,7 +78,6 @@ def price_plan(
     dense: Method | None,
     optimizer_seconds: float,
 ) -> Timeline:
-    """Return the predicted step under the plan for measured times."""
     return simulate(
         method,
         measured.profile,
@@ -130,15 +128,11 @@ def rebuild(
     *,
     measured: bool,
 ) -> Plan:
-    """Make the plan; all ranks call this and get the same.
+    """Make the plan from the first step; all ranks call this and get the same, by rank 0's values.
 
     Args:
-        method: whose plan it is.
-        managed: the parameters.
-        communicator: of the ranks.
-        order: all parameters, by index; rank 0's counts.
-        unseen: those that had no gradient; rank 0's likewise.
-        backward_seconds: from the first gradient to the last, in the first step; rank 0's likewise.
+        order: all parameters, by index; ``unseen``: those that had no gradient.
+        backward_seconds: from the first gradient to the last, in the first step.
         measured: another plan will follow from measured times, so the network's rate is not needed here.
     """
     rows = [order, [int(i in unseen) for i in order]]
@@ -168,13 +162,8 @@ def sooner_apart(
 ) -> list[str]:
     """Return a sentence with both figures if ``"local"``, at the most steps it was seen to need, is sooner by a tenth.
 
-    Args:
-        measured: model, network and ranks.
-        backend: "gloo" or "nccl".
-        optimizer_seconds: of an update.
-        worth_of: what a step of each method is worth.
-        taken: the chosen method, in words.
-        seconds, steps: of the chosen method: time of a step, and steps to a loss relative to exact averaging.
+    ``taken``: the chosen method, which takes ``seconds`` a step, and ``steps`` steps relative to exact averaging.
+    "auto" never chooses local steps itself.
     """
     profile, topology, costs = measured.profile, measured.topology, measured.costs
     where: dict[str, Any] = {"backend": backend, "shared_compute": not measured.side_stream}
@@ -218,12 +207,7 @@ class PlanPrices:
     """Prices plans for one measurement.
 
     Attributes:
-        backend: "gloo" or "nccl".
-        topology: of the ranks.
         manage: returns the managed parameters under a method.
-        dense: the method of dense buckets.
-        costs: of the network and of compute.
-        measurement: the measured step.
         side_stream: whether methods compute alongside backward, on a core or a stream of their own.
         worth: what a step of lossy methods is worth; None: only exact ones are priced.
     """
@@ -286,7 +270,6 @@ class PlanPrices:
         return _Offer(name, method, self._price(method), worth, options)
 
     def fused(self, method: Method, limit: Any) -> Plan:
-        """Return the plan of a method at another fusion limit: MiB, or "auto"."""
         other = replace(method, fusion=limit)  # type: ignore[type-var]
         return measured_plan(other, self.manage(method), self.backend, self._measured)
 

@@ -33,8 +33,6 @@ _nothing = nullcontext()
 
 @dataclass
 class Failure:
-    """An error, and the bucket and op where it happened."""
-
     error: BaseException
     bucket: int | None
     where: str
@@ -52,7 +50,6 @@ class Recorder:
         self._marks: dict[str, float] = {}
 
     def now(self) -> float:
-        """Return seconds since the start of the recording."""
         return time.perf_counter() - self._began
 
     def add(self, name: str, lane: str, start: float, bucket: int | None = None, sent: int = 0) -> None:
@@ -60,23 +57,19 @@ class Recorder:
         self._events.append(Event(name, lane, start, self.now() - start, bucket, sent))
 
     def forward_began(self, *_: Any) -> None:
-        """Note the start of a forward; a hook of the model."""
         self._marks["forward"] = self.now()
 
     def forward_ended(self, *_: Any) -> None:
-        """Note the end of a forward, and the start of backward; a hook of the model."""
         if "forward" in self._marks:
             self.add("forward", "compute", self._marks.pop("forward"))
             self._marks["backward"] = self.now()
 
     def backward_ended(self) -> None:
-        """Note that all gradients are there."""
         if "backward" in self._marks:
             self.add("backward", "compute", self._marks.pop("backward"))
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All events, in order of their start."""
         return tuple(sorted(self._events, key=lambda event: event.start_seconds))
 
 
@@ -92,11 +85,9 @@ class ExchangeWatch:
         self.clear()
 
     def issued(self) -> Any:
-        """Return this moment, in which an exchange is issued, for ``add``."""
         return self._stopwatch.mark()
 
     def add(self, issued: Any, sent: int) -> None:
-        """Record that an exchange has completed."""
         self._seen.append((issued, self._stopwatch.mark(), sent))
 
     def clear(self) -> None:
@@ -120,14 +111,10 @@ class ExchangeWatch:
 
 
 def typical(totals: Sequence[Sequence[float]], ranks: int) -> tuple[float, float] | None:
-    """Return bytes and seconds of the mean exchange, as if it were an all-reduce; None: there was none.
+    """Return bytes and seconds of the mean exchange, as if it were an all-reduce, from each rank's totals; None: none.
 
     A late rank finds the others' bytes waiting, and an early rank waits for them. So exchanges count that were queued
     behind others, if there are enough of them, and else the mean over all ranks.
-
-    Args:
-        totals: of each rank, as :meth:`ExchangeWatch.totals` gives them.
-        ranks: the number of ranks that exchange.
     """
     count, sent, seconds, *rest = (sum(column) for column in zip(*totals))
     if sent < _ENOUGH * rest[1]:
@@ -138,12 +125,10 @@ def typical(totals: Sequence[Sequence[float]], ranks: int) -> tuple[float, float
 
 
 def profiling() -> bool:
-    """Return whether a profiler runs in this process."""
     return bool(profiler._is_profiler_enabled)
 
 
 def span(phase: str, bucket: int | None) -> AbstractContextManager[Any]:
-    """Return the range of what the calling thread does inside, for a bucket."""
     return profiler.record_function(f"thinwire::{phase}::{bucket}") if profiling() else _nothing
 
 
@@ -152,8 +137,7 @@ def issued(
 ) -> list[Callable[[int], None]]:
     """Note that an exchange is issued. Return what to call with the bytes sent, from any thread, when it has ended.
 
-    Args:
-        spanned: whether the exchange ends inside a ``span`` of the caller.
+    ``spanned``: it ends inside a ``span`` of the caller.
     """
     ends: list[Callable[[int], None]] = []
     if watch is not None and scope is Scope.WORLD:

@@ -89,11 +89,9 @@ class StreamExecutor:
 
     @property
     def paused(self) -> Mapping[int, Paused]:
-        """The programs that wait for the next forward, by bucket."""
         return self._paused
 
     def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
-        """Run the rest of these buckets' programs, in this order."""
         self._over = {}
         # Reads of the shards since then, and of the memory that will be overwritten, are on the current stream.
         since = [self._current().record_event()] if self._streams else []
@@ -105,7 +103,6 @@ class StreamExecutor:
                 self._over[bucket] = self._side(bucket).record_event()
 
     def wait(self, bucket: int) -> Failure | None:
-        """Make the current stream wait for the rest of the bucket's program."""
         if bucket in self._over:
             self._current().wait_event(self._over[bucket])
         return self.failure
@@ -148,7 +145,7 @@ class StreamExecutor:
             self.failure = Failure(error, bucket, where)
 
     def finish(self) -> Failure | None:
-        """Make the current stream wait for everything that was issued."""
+        """Make the current stream wait for everything that was issued, as ``wait`` does for the rest of one program."""
         for side in self._streams:
             self._current().wait_stream(side)
         return self.failure

@@ -135,7 +135,6 @@ class ThreadExecutor:
         return False
 
     def finish(self) -> Failure | None:
-        """Wait until all programs of the step have ended, or one failed."""
         step = self._begun
         assert step is not None
         self._complete(step)
@@ -182,7 +181,6 @@ class ThreadExecutor:
                     self._advance([], alone=True)
 
     def wait(self, bucket: int) -> Failure | None:
-        """Wait until a program of the second half has ended, or one failed."""
         step = self._second
         assert step is not None
         assert step.order is not None

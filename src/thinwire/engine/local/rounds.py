@@ -76,11 +76,7 @@ def by_first_ranks(program: Program, bucket: Bucket, *, first: bool) -> Program:
 
 
 def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExchange]:
-    """Return what a machine's first rank issues for a codec's exchanges.
-
-    Raises:
-        ValueError: the codec itself exchanges inside machines.
-    """
+    """Return what a machine's first rank issues for a codec's exchanges; refuse one that exchanges inside machines."""
     if any(one.scope is NODE for one in program):
         raise ValueError(f"{name} exchanges inside machines itself: leave inside= out, or use another codec")
     moved = [dataclasses.replace(one, scope=CROSS) if one.scope is WORLD else one for one in program]
@@ -91,22 +87,17 @@ class Rounds:
     """The rounds of one rank.
 
     After every optimizer step the caller calls :meth:`stepped`, calls :meth:`merge` with each fragment of
-    :meth:`arriving`, and runs the programs of each fragment of :meth:`leaving`.
+    :meth:`arriving`, and runs the programs of each fragment of :meth:`leaving`: see ``Travel.turn``.
 
     Args:
-        settings: equal on all ranks.
         parameters: by name, in an order that is equal on all ranks.
         dense: names of those whose change is sent without the codec.
-        rank: this rank.
-        topology: of all ranks.
         first: whether this is its machine's first rank; the machine's ranks have equal weights, and ``rank`` and
             ``topology`` then count machines. None: every rank trains independently.
         start: number of exact rounds before the codec begins; None: as the codec says.
 
     Attributes:
-        count: optimizer steps so far.
-        begun: how many of them came before the present period.
-        period: its number of steps.
+        count: optimizer steps so far. begun: how many of them came before the present period; period: its steps.
         measured: the period and the delay chosen from measured times; None: not chosen yet.
         code: index of the settings' codec that runs.
         fragments: parts of the parameters.
@@ -170,8 +161,7 @@ class Rounds:
         """Take another calendar from the next period on; fragments stay as they are.
 
         Args:
-            exchanges: time of each fragment's exchange, equal on all ranks.
-            window: time of a step, in the same unit.
+            exchanges: time of each fragment's exchange, equal on all ranks; ``window``: of a step.
             again: whether fragments are sent more than once if there is time.
             trial: whether the calendar is only being tried.
         """
@@ -197,7 +187,6 @@ class Rounds:
         return [f for f in self.travelling() if (f.due or 0) <= self.count or (self._leaves(f) and f.left < self.count)]
 
     def travelling(self) -> list[Fragment]:
-        """Return the fragments that were sent and are not merged."""
         return [f for f in self.fragments if f.due is not None]
 
     @property
@@ -216,7 +205,6 @@ class Rounds:
         return self.count - self.begun == self.period
 
     def leaving(self) -> list[Fragment]:
-        """Return the fragments to send now."""
         return [f for f in self.fragments if self._leaves(f)]
 
     def _leaves(self, fragment: Fragment) -> bool:
@@ -230,7 +218,6 @@ class Rounds:
         return [_offset(fragment.index, len(self.fragments), self.period)]
 
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
-        """Send a fragment after the step that was counted last; see :meth:`Fragment.send`."""
         known = self.period, self.measured
         if known not in self._delays:
             self._delays[known] = self.settings.delay_in(*known)
@@ -285,10 +272,7 @@ class Rounds:
             fragment.restore(one)
 
     def begin_again(self) -> None:
-        """Merge what has arrived, and continue from the outer weights: the snapshot is of another number of ranks.
-
-        Times are measured again.
-        """
+        """Merge what has arrived, and continue from the outer weights: the snapshot is of another number of ranks."""
         self.measured, self.code, self.calendar = None, self.settings.first_code, self._first_calendar()
         for fragment in self.travelling():
             fragment.merge(self.count)
@@ -297,19 +281,10 @@ class Rounds:
 
 
 class Fragment:
-    """A part of the parameters that is exchanged as a whole.
-
-    Args:
-        settings: of all fragments.
-        index: its number.
-        parameters: by name.
-        dense: names of those whose change is sent without the codec.
-        state: of the codec; its steps are this fragment's rounds.
-        first, start: as for ``Rounds``.
+    """A part of the parameters that is exchanged as a whole; its state's steps are its rounds.
 
     Attributes:
-        anchors: the outer weights, in the order of ``parameters``.
-        momenta: of the outer optimizer, likewise.
+        anchors: the outer weights, in the order of ``parameters``; ``momenta``: of the outer optimizer.
         left: the optimizer step after which it was sent.
         due: the step after which it is merged; None: it is not under way.
         received: whether it has arrived, and waits to be merged.
@@ -358,11 +333,10 @@ class Fragment:
         return [(dense, Bucket(index, some)) for index, ((dense, _), some) in enumerate(slots.items())]
 
     def names(self) -> list[list[str]]:
-        """Return the names of what each program of a round sends, in the programs' order."""
+        """Return the names of what each program of a round sends."""
         return [[slot.name for slot in bucket.slots] for _, bucket in self._buckets]
 
     def traced(self) -> Iterator[list[TracedExchange]]:
-        """Yield the exchanges of every program that a round may run."""
         topology, rank = self.state.topology, self.state.rank
         for dense, bucket in self._buckets:
             shapes = [(slot.name, slot.shape) for slot in bucket.slots]
@@ -531,7 +505,6 @@ class Fragment:
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over a snapshot of a fragment with the same parameters."""
         self.state.restore(saved["codec"])
         self.rejected, self.left, self.due = saved["rejected"], saved["left"], saved["due"]
         self.received, self._last = self.due is not None, False
@@ -549,5 +522,4 @@ def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _offset(fragment: int, fragments: int, period: int) -> int:
-    """Return the step of a period, from 1, after which a fragment is sent."""
     return (fragment + 1) * period // fragments or period

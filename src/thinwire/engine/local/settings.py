@@ -51,7 +51,6 @@ class Nesterov:
         check_count("Nesterov: ramp_rounds", self.ramp_rounds)
 
     def momentum_at(self, round_: int) -> float:
-        """Return the momentum in the round of this number, from 0."""
         return self.momentum * min(1.0, round_ / self.ramp_rounds) if self.ramp_rounds else self.momentum
 
 
@@ -82,7 +81,6 @@ class QSR:
             check_count("QSR: most", self.most, least=self.least)
 
     def period(self, lr: float) -> int:
-        """Return the steps of a period that begins at this learning rate."""
         most = 1 << 30 if self.most is None else self.most
         return min(most, max(self.least, math.floor((self.alpha / lr) ** 2))) if lr > 0 else most
 
@@ -190,7 +188,6 @@ class Local:
 
     @property
     def method(self) -> Method:
-        """The first of ``codecs``."""
         return self.codecs[0]
 
     @property
@@ -234,12 +231,9 @@ class Local:
         return measured is None and ("auto" in (self.sync_every, self.fragment_sync_delay) or self.schedule == "dream")
 
     def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
-        """Return the number of steps of the period that begins after this many optimizer steps.
+        """Return the steps of the period that begins after ``count`` optimizer steps.
 
-        Args:
-            count: optimizer steps so far.
-            lr: the learning rate.
-            measured: the period and the delay that "auto" has found, or None.
+        ``measured``: the period and the delay that "auto" has found, or None.
         """
         if count < self.warmup_steps:
             return 1
@@ -248,11 +242,7 @@ class Local:
         return self.sync_every if isinstance(self.sync_every, int) else measured[0] if measured else 2
 
     def priced(self) -> Periodic:
-        """Return what the planner needs to know.
-
-        Raises:
-            ValueError: the period follows the learning rate, so it has no price.
-        """
+        """Return what the planner needs to know; refuse a period that follows the learning rate, which has no price."""
         from thinwire.predict.timeline.local_steps import Periodic
 
         every, delay = self.sync_every, self.fragment_sync_delay
@@ -285,11 +275,7 @@ CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
-    """Return the settings that a preset's name and options stand for, or Local(...) itself.
-
-    Raises:
-        ValueError: an option or codec is unknown or out of range.
-    """
+    """Return the settings that a preset's name and options stand for, or Local(...) itself."""
     if isinstance(method, Local):
         if options:
             raise ValueError(f"Local(...) carries its own options: pass {', '.join(options)} to it")
@@ -311,22 +297,13 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
 
 
 def named_local(method: object, options: Mapping[str, Any]) -> Local | None:
-    """Return the settings of "local", "diloco" or Local(...), with their options; None: it is something else.
-
-    Raises:
-        ValueError: an option is unknown or out of range.
-    """
+    """Return the settings of "local", "diloco" or Local(...), with their options; None: it is something else."""
     if isinstance(method, Local) or (isinstance(method, str) and method.lower() in PRESETS):
         return local_settings(method, options)
     return None
 
 
 def named_method(name: str, options: Mapping[str, Any]) -> Method:
-    """Return what the planner prices under a name: a method, or local steps.
-
-    Raises:
-        ValueError: a name or an option is unknown, or out of range.
-        TypeError: a method has no such option.
-    """
+    """Return what the planner prices under a name: a method, or local steps."""
     local = named_local(name, options)
     return of_registry(name, **options) if local is None else local.priced()

@@ -96,7 +96,6 @@ class LocalSync(Handle):
         self.services.remember(self)
 
     def _compare(self) -> None:
-        """Raise ``ValueError`` on all ranks unless all have made as many steps."""
         self.services.agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
 
     def _measure_anew(self) -> None:
@@ -109,7 +108,6 @@ class LocalSync(Handle):
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check a step; called before a step of any optimizer of the process."""
         if not owned(optimizer, self._parameters):
             return
         whole = self._steps.begins(optimizer, several=self._travel is not None)
@@ -135,7 +133,6 @@ class LocalSync(Handle):
             )
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step; called after a step of any optimizer of the process."""
         if self._steps.ends(optimizer):
             self._count(optimizer)
 
@@ -315,7 +312,6 @@ class LocalSync(Handle):
         found.adopt()
 
     def fitting(self, state: Mapping[str, Any]) -> _LocalFitting:
-        """Return what to take over of a state, for ``load_state_dict`` and checkpoints. Changes nothing."""
         services, rounds = self.services, self._rounds
         rank, same = services.rank, self._check_fits(state)
         frozen = frozen_since(services.model, {name for fragment in rounds.fragments for name in fragment.parameters})
@@ -423,7 +419,6 @@ class _Steps:
         return self._under_way is optimizer
 
     def ends(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note that a step has ended. Return whether it was not a part of another one's."""
         if self._under_way is not optimizer:
             return False
         self._under_way = None
@@ -455,7 +450,6 @@ class _LocalFitting:
     inside: Fitting | None
 
     def restore(self) -> Callable[[], None]:
-        """Take the state over. Return a function that undoes it, except for the model's weights."""
         sync = self.sync
         held, before = sync._held(), sync._rounds.snapshot()
         undo_inside = None if self.inside is None else self.inside.restore()
@@ -469,7 +463,6 @@ class _LocalFitting:
         return undo
 
     def adopt(self) -> None:
-        """Put the plan inside machines in force, if one was saved. All ranks must call it."""
         if self.inside is not None:
             self.inside.adopt()
 
@@ -492,7 +485,6 @@ def _check_shapes(fragment: Fragment, saved: Mapping[str, Any]) -> None:
 
 
 def _part(codec: Mapping[str, Any], fragment: Fragment, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the codec's state of one fragment's parameters."""
     names = fragment.parameters
     part: dict[str, Any] = {"step": saved["rounds"], "dropped": saved["dropped"]}
     for kind in ("residual", "offset"):

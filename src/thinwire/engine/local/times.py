@@ -34,13 +34,7 @@ class _Exchange(NamedTuple):
 class RoundTimes:
     """Times of steps and of exchanges that training waits for: from these "auto" chooses a period and a delay.
 
-    Args:
-        services: of the handle.
-        elements: of the model.
-        beside: whether the exchange's computation takes no time from the steps that run meanwhile.
-
-    Attributes:
-        said: what was measured, in words.
+    ``beside``: the exchange's computation takes no time from the steps that run meanwhile. ``said``: what was measured.
     """
 
     def __init__(self, services: Services, elements: int, *, beside: bool) -> None:
@@ -52,13 +46,11 @@ class RoundTimes:
         self._rounds: list[_Exchange] = []
 
     def stepped(self) -> None:
-        """Record that an optimizer step has ended."""
         self._entered = time.perf_counter(), time.process_time()
         if self._left is not None:
             self._steps.append(self._entered[0] - self._left)
 
     def exchanged(self) -> None:
-        """Record that what was due after the step has been exchanged."""
         self._left, computed = time.perf_counter(), time.process_time()
         seconds, compute = self._exchange
         began, computing = self._entered
@@ -72,10 +64,8 @@ class RoundTimes:
     def period(self, settings: Local, *, starting: bool = False) -> tuple[tuple[int, int] | None, int]:
         """Record the end of a period; after enough periods, choose what all ranks use from now on.
 
+        Returns the period and the delay, or None if more is to be measured; and the index of the codec to use next.
         ``starting``: the codec has not begun, so the exchange does not count.
-
-        Returns:
-            The period and the delay, or None if more is to be measured; and the index of the codec to use next.
         """
         exchange, self._exchange = self._exchange, _Exchange(0.0, 0.0)
         if starting:
@@ -127,9 +117,6 @@ class CalendarTimes:
     First come periods whose exchanges are waited for, one fragment after the other. Then come periods in which each
     fragment is sent once, and periods in which fragments are sent again if there is time. The last two are compared
     because exchanges take CPU time from training, which the time of an exchange alone does not show.
-
-    Args:
-        services: of the handle.
     """
 
     def __init__(self, services: Services) -> None:
@@ -140,19 +127,10 @@ class CalendarTimes:
         self._ended = 0.0
 
     def exchanged(self, index: int, seconds: float) -> None:
-        """Record the seconds that one fragment's exchange took, alone."""
         self._alone.setdefault(index, []).append(seconds)
 
     def ended(self, rounds: Rounds, times: RoundTimes) -> str:
-        """Record the end of a period; after enough periods, all ranks take another calendar.
-
-        Args:
-            rounds: the rounds whose calendar is set.
-            times: the times of steps.
-
-        Returns:
-            What is known so far, in words.
-        """
+        """Record the end of a period; after enough, all ranks take another calendar. Return what is known so far."""
         now = time.perf_counter()
         self._periods.append(now - self._ended)
         self._ended = now

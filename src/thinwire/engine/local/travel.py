@@ -44,8 +44,6 @@ class RoundChannel(Protocol):
 
 
 class Averages:
-    """The averages of tensors that are exchanged with a round."""
-
     def __init__(self) -> None:
         self._received = dict[torch.dtype, Tensor]()
         self._counted = dict[torch.dtype, Tensor]()  # signed integers, as they were sent
@@ -84,8 +82,7 @@ class Averages:
     def merge(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Take over what has arrived; a tensor that was finite on no rank, such as a mask, is left alone.
 
-        Args:
-            tensors: what stands in the places of those that were sent; None: they do.
+        ``tensors``: what stands in the places of those that were sent; None: they do.
         """
         if self._received and tensors is not None:
             self._aim(tensors)
@@ -105,11 +102,9 @@ class Averages:
         self._counted.clear()
 
     def snapshot(self) -> list[Tensor]:
-        """Return clones of what has arrived and is not merged, and of the integers as they were sent."""
         return [x.clone() for x in (*self._received.values(), *self._counted.values())]
 
     def restore(self, saved: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
-        """Take over a snapshot, for tensors like those that were sent."""
         self._aim(tensors)
         values = iter(saved)
         received, counted = (
@@ -124,13 +119,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Moments:
-    """The state of inner optimizers that is averaged every so many rounds (DES-LOC).
-
-    Args:
-        every: rounds between two averages, by the state's name: ``{"exp_avg": 3, "exp_avg_sq": 6}``.
-        optimizers: the inner optimizers.
-        parameters: in an order that is equal on all ranks.
-    """
+    """The state of inner optimizers that is averaged every so many rounds, by name (DES-LOC)."""
 
     def __init__(
         self, every: dict[str, int], optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[Tensor]
@@ -139,15 +128,10 @@ class Moments:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of everything that may be averaged."""
         return {p.dtype for p in self._parameters} if self._every else set()
 
     def due(self, round_: int) -> list[Tensor]:
-        """Return what is averaged in the round of this number, from 1; zeros, to be ignored, for missing state.
-
-        Raises:
-            ValueError: no parameter has a state of one of the names.
-        """
+        """Return what is averaged in the round of this number, from 1; zeros, to be ignored, for missing state."""
         states = [[o.state[p] for o in self._optimizers if p in o.state] for p in self._parameters]
         tensors = [{key: x for one in some for key, x in one.items() if isinstance(x, Tensor)} for some in states]
         for name in self._every:
@@ -164,10 +148,8 @@ class Beside:
 
     Such a parameter is a target that follows the trained weights, for example.
 
-    Args:
-        buffers: equal on all ranks, as are the others.
-        frozen: parameters that no optimizer trains.
-        gather: returns every rank's message.
+    Attributes:
+        names: of the frozen ones that some rank's script was seen to change.
     """
 
     def __init__(
@@ -180,7 +162,6 @@ class Beside:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of all that may travel."""
         return {one.tensor.dtype for one in (*self._buffers, *self._frozen)}
 
     def look(self) -> None:
@@ -217,11 +198,9 @@ class Travel:
     There are as many channels as rounds can be under way at once; they are used in turn.
 
     Args:
-        rounds: of this rank.
         channel: returns a channel for a purpose and a depth; all ranks call it alike.
         gather: returns every rank's message.
-        beside: sent with the last fragment.
-        moments: likewise, when they are due.
+        beside, moments: sent with the last fragment; moments, when they are due.
         before_leaving: called before fragments are sent.
 
     Attributes:
@@ -279,11 +258,7 @@ class Travel:
                 self.alone(fragment.index, time.perf_counter() - began)
 
     def finish(self) -> Iterator[Fragment]:
-        """Merge what is under way, and average once more. Yields as ``turn`` does.
-
-        Raises:
-            RuntimeError: some rank's weights are not finite.
-        """
+        """Merge what is under way, and average once more. Yields as ``turn`` does."""
         self._before()
         self.beside.look()
         for fragment in sorted(self._rounds.travelling(), key=lambda f: f.due or 0):
@@ -358,7 +333,6 @@ class Travel:
             self._averages.merge(self.beside.left())
 
     def ledger(self) -> Ledger:
-        """Return the ledger of what was sent on all channels."""
         total = Ledger()
         for channel in self._channels:
             total.add(channel.ledger)
@@ -368,15 +342,8 @@ class Travel:
 class LocalRanks:
     """Local steps of several ranks in one process, driven by the same lines as on ranks; sums are exact.
 
-    Args:
-        settings: equal on all ranks.
-        weights: of each rank, by name; the caller changes them before each :meth:`step`.
-        dense: names of those whose change is sent without the codec.
-        start: number of exact rounds before the codec begins; None: as the codec says.
-
-    Attributes:
-        rounds: of each rank.
-        sent: bytes that each rank has sent.
+    The caller changes ``weights``, of each rank by name, before each :meth:`step`. ``dense`` and ``start``: as for
+    :class:`~thinwire.engine.local.rounds.Rounds`. ``sent``: bytes that each rank has sent.
     """
 
     def __init__(
@@ -399,11 +366,9 @@ class LocalRanks:
         return Travel(rounds, lambda purpose, depth: _Lockstep(self._left[rank]), _alone, beside, moments)
 
     def step(self, lr: float = 0.0) -> None:
-        """Do on all ranks what is due after an optimizer step."""
         self._together([travel.turn(lr) for travel in self._travels])
 
     def finish(self) -> None:
-        """Merge what is under way, and average once more."""
         self._together([travel.finish() for travel in self._travels])
 
     def _together(self, turns: Sequence[Iterator[Fragment]]) -> None:
@@ -412,7 +377,6 @@ class LocalRanks:
         self._run()
 
     def _run(self) -> None:
-        """Run what the ranks have sent."""
         for programs in zip(*self._left, strict=True):
             sent = run_lockstep(programs, self.topology)
             self.sent = [a + b for a, b in zip(self.sent, sent)]

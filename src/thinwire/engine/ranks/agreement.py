@@ -25,7 +25,6 @@ _DIGEST_BYTES = 16
 
 
 def gather_bytes(message: bytes, lane: Lane, device: torch.device) -> list[bytes]:
-    """Return every rank's message, in rank order."""
     length = torch.tensor([len(message)], dtype=torch.int64, device=device)
     lengths = torch.empty(lane.size, dtype=torch.int64, device=device)
     all_gather_flat(lengths, length, group=lane.group)
@@ -46,8 +45,7 @@ def deepest_of_all(depth: Mapping[Scope, int], gather: Callable[[bytes], list[by
     return {scope: count for scope, count in most.items() if count}
 
 
-class Disagreement(ValueError):
-    """The ranks differ; it is raised on all of them."""
+class Disagreement(ValueError): ...
 
 
 def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:
@@ -88,8 +86,7 @@ def _short(value: Any) -> str:
 def broadcast_tensors(tensors: Iterable[Tensor], lane: Lane, source: int = 0) -> None:
     """Overwrite the tensors with those of the lane's source rank, in chunks of one dtype and device.
 
-    Chunks that are equal on all ranks, from the same seed or file, are not sent: on CPUs their digests are compared
-    first.
+    On CPUs, digests are compared first, and chunks that are equal on all ranks (one seed, one file) are not sent.
     """
     chunks = list(_chunks(tensors))
     on_cpu = all(x.device.type == "cpu" for chunk in chunks for x in chunk)
@@ -126,7 +123,6 @@ def _digest(chunk: Sequence[Tensor]) -> bytes:
 
 
 def broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
-    """Send the tensors of a chunk from one rank to all."""
     with torch.no_grad():  # as bytes: Gloo does not know every dtype
         flat = torch.cat([bytes_of(x) for x in chunk])
         dist.broadcast(flat, lane.ranks[source], group=lane.group)
@@ -136,16 +132,11 @@ def broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """Return a tensor's elements as bytes, 1-D."""
     return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def put_bytes(x: Tensor, piece: Tensor, *, quietly: bool = False) -> None:
-    """Overwrite a tensor with the bytes of another one of its shape and dtype.
-
-    Args:
-        quietly: whether autograd is not to see it.
-    """
+    """Overwrite a tensor with bytes of its shape and dtype; ``quietly``: autograd is not to see it."""
     aligned = piece if piece.storage_offset() % x.element_size() == 0 else piece.clone()
     value = aligned.view(x.dtype).view(x.shape)
     if shares_memory(x):
@@ -157,18 +148,13 @@ def put_bytes(x: Tensor, piece: Tensor, *, quietly: bool = False) -> None:
 
 
 class OrderWatch:
-    """Records every op per lane; the order between lanes is free.
-
-    Args:
-        topology: of the ranks.
-    """
+    """Records every op per lane, for debugging; the order between lanes is free."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._lanes: dict[str, Any] = {}
 
     def note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
-        """Record an op that is issued."""
         lane = self._lanes.setdefault(f"{scope.value}/{round_}", hashlib.blake2b(digest_size=8))
         lane.update(f"{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
 

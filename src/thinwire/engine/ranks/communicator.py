@@ -84,18 +84,15 @@ def meeting_in_attach(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class Communicator:
-    """Everything of an attached model that touches torch.distributed.
+    """Everything of a handle that touches torch.distributed.
 
     Args:
         group: the user's process group, None for the default one.
-        topology: of its ranks.
-        device: of the gradients.
         timeout: of the collectives; None keeps torch's.
         asks: whether to find out, after a failure, which ranks are late.
-        attaching: whether ``attach`` is under way: if a rank fails then, the others notice it at once.
 
     Attributes:
-        attaching: as above; the caller ends it.
+        attaching: whether ``attach`` is under way, which the caller ends: if a rank fails then, the others notice it.
         ranks, rank: global ranks of the group's members, and this rank's place among them.
         backend: "gloo" or "nccl"; of one rank, "none".
         control: the lane of small messages.
@@ -151,13 +148,11 @@ class Communicator:
             agree(versions | facts, self.control, self.device)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors with rank 0's."""
         with self.meeting("sending the weights"):
             self._come()
             broadcast_tensors(tensors, self.control)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return every rank's message, in rank order."""
         with self.meeting("gathering"):
             self._come()
             return gather_bytes(message, self.control, self.device)
@@ -169,10 +164,7 @@ class Communicator:
         return self._beside
 
     def fit(self, method: Method) -> Method:
-        """Return a method as these ranks must run it: if it needs equal bits on all, which mixed processors lack.
-
-        All ranks must call it.
-        """
+        """Return a method as these ranks must run it: some need equal bits, which mixed processors lack. Collective."""
         other = method.on_mixed_processors()
         if other is method:
             return method
@@ -197,10 +189,7 @@ class Communicator:
         return self.device.type == "cpu" and "AllGather" in pairwise(self.topology)
 
     def typical_exchange(self) -> tuple[float, float] | None:
-        """Return bytes and seconds of an all-reduce, from the watched exchanges of steps; None: there was none.
-
-        All ranks must call it.
-        """
+        """Return bytes and seconds of an all-reduce, from the steps' own exchanges; None: there was none. Collective"""
         watch = self.executor.watch
         totals = [0.0] * 6 if watch is None else watch.totals()
         rows = self.gather_tensor(torch.tensor(totals, dtype=torch.float64, device=self.device))
@@ -211,10 +200,7 @@ class Communicator:
         return self.gather_later(x)()
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin ``gather_tensor``; return a function that finishes it.
-
-        Between CPUs with thinwire's own connections, only a caller of that function waits.
-        """
+        """Begin ``gather_tensor``; return what finishes it. Over thinwire's own connections, only that waits."""
         with self.meeting("gathering"):
             if self._mesh_only():
                 lane = self._lanes.get("answers", Scope.WORLD, 0, mesh_only=True)
@@ -224,10 +210,7 @@ class Communicator:
         return lambda: everyone.view(self.control.size, -1)
 
     def broadcast_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to overwrite the 1-D tensor with rank 0's; return a function that waits for it.
-
-        All ranks must call this in the same order.
-        """
+        """Begin to overwrite the 1-D tensor with rank 0's, in the same order on all ranks; return what waits for it."""
         with self.meeting("sending the buffers"):
             lane = self._lanes.get("buffers", Scope.WORLD, 0, mesh_only=True) if self._mesh_only() else self.control
             return self._told(issue(Broadcast(x), lane), "sending the buffers")
@@ -264,8 +247,7 @@ class Communicator:
     ) -> tuple[Executor, Callable[..., None]]:
         """Return an executor with lanes of its own, and what gives these back. All ranks must call it.
 
-        Args:
-            depth: the largest number of exchanges that one program issues within each scope.
+        ``depth``: the most exchanges that one program issues within each scope.
         """
         lanes = self.lanes_of(topology)
         try:
@@ -279,7 +261,6 @@ class Communicator:
         return self._executor(Issuer(lanes, ledger, purpose)), lanes.release
 
     def sentence(self, failure: Failure, step: int, names: Names) -> str:
-        """Return a failure in words, with the ranks that were late; ``names``: of the step's buckets."""
         bucket = "none"
         if failure.bucket is not None:
             inside = names[failure.bucket]
@@ -307,7 +288,6 @@ class Communicator:
             raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from error
 
     def run(self, program: Program, purpose: str) -> Any:
-        """Run a program to its end in the calling thread, on lanes of its own."""
         rounds: dict[Scope, int] = {}
         issuer = Issuer(self._lanes, self.ledger, purpose)
 
@@ -326,16 +306,13 @@ class Communicator:
             self._late.come()
 
     def watch_order(self) -> None:
-        """Record ops from now on, so that ``check_order`` can compare them."""
         self.order = OrderWatch(self.topology)
 
     def check_order(self, step: int) -> None:
-        """Raise ``RuntimeError`` if the order is watched and some rank has issued other ops."""
         if self.order is not None:
             self.order.check(self.gather, step)
 
     def leave(self, why: str) -> None:
-        """Leave word for other ranks that this rank has stopped, and why."""
         self._late.leave(why)
 
     def dismiss(self, error: BaseException) -> None:
@@ -346,7 +323,6 @@ class Communicator:
         self.close(broken=not alike)
 
     def close(self, *, broken: bool) -> None:
-        """Stop the executor and give the process groups back."""
         if hasattr(self, "executor"):
             self.executor.close()
         self._late.close()
@@ -397,14 +373,12 @@ class Alone(Communicator):
 
 
 def _cause(error: BaseException, who: str) -> tuple[str, str]:
-    """Return the kind of an error, and its text with the ranks that were late."""
     first = str(error).split("\n")[0].split(". ")[0]  # Gloo appends advice, and a greeting
     text = re.sub(r"^\[[^\]]*\]\s*", "", first)[:200].rstrip(". ")
     return type(error).__name__, f"{text}. {who[0].upper()}{who[1:]}."
 
 
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """Return the timeout of the user's group, if its backend tells it."""
     whole: Any = group if group is not None else dist.group.WORLD
     try:
         found = whole._get_backend(device).options._timeout
@@ -414,7 +388,6 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timede
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return the backend that serves this device's tensors."""
     name = backend_for(device, group)
     remedy = f'call init_process_group("{backends_to_ask_for(device)}")'
     if name is None:

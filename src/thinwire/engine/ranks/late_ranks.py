@@ -58,7 +58,6 @@ def refused(ranks: Sequence[int], place: int, label: str, error: BaseException) 
 
 
 def in_words(error: BaseException) -> str:
-    """Return the kind and first line of an exception."""
     text = str(error).split("\n")[0][:120].rstrip(". ")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -66,31 +65,23 @@ def in_words(error: BaseException) -> str:
 class NobodyAsks:
     """Replaces :class:`LateRanks` if the caller decides which ranks continue, so that no notes are needed."""
 
-    def close(self) -> None:
-        """Do nothing: there are no notes."""
+    def close(self) -> None: ...
 
-    def leave(self, why: str) -> None:
-        """Do nothing."""
+    def leave(self, why: str) -> None: ...
 
-    def come(self) -> None:
-        """Do nothing: who is there is known."""
+    def come(self) -> None: ...
 
     def report(self, step: int, bucket: str, where: str) -> str:
-        """Return what to say instead of which rank is late."""
         return "the ranks that continue are being chosen"
 
 
 class LateRanks:
-    """The notes of one GradientSync.
+    """The notes of one handle.
 
     Args:
-        ranks: global ranks of the group.
-        place: this rank's place in it.
-        label: equal on all ranks, different for every GradientSync.
-        seconds: how long to wait for the store at first.
-
-    Raises:
-        RuntimeError: the store does not answer.
+        ranks: global ranks of the group; ``place``: this rank's among them.
+        label: equal on all ranks, different for every handle.
+        seconds: how long to wait for the store at first. If it does not answer: ``RuntimeError``.
     """
 
     def __init__(self, ranks: Sequence[int], place: int, label: str, seconds: float) -> None:
@@ -105,7 +96,6 @@ class LateRanks:
         _open.add(self)
 
     def close(self) -> None:
-        """Stop reporting."""
         self._said = True
 
     def leave(self, why: str) -> None:
@@ -125,8 +115,7 @@ class LateRanks:
         """Wait until all ranks have come here.
 
         Raises:
-            RuntimeError: one has left a note that it has stopped, instead.
-            TimeoutError: one was late.
+            RuntimeError: one has left a note that it has stopped. TimeoutError: one was late.
         """
         self._met += 1
         key, end, pause = f"{self._prefix}/met {self._met}", time.monotonic() + self._seconds, 0.001

@@ -26,9 +26,7 @@ logger = logging.getLogger("thinwire")
 class Coupled:
     """The usual schedule of one attached model, and what all schedules do.
 
-    Args:
-        buckets: of its plan.
-        find_unused: whether to ask all ranks which parameters were used, whatever the method.
+    ``find_unused``: ask all ranks which parameters were used, whatever the method.
 
     Attributes:
         accumulated: whether there are gradients of ``no_sync`` passes that have not been reduced.
@@ -183,7 +181,7 @@ class Coupled:
         return []
 
     def complete(self) -> None:
-        """Make all pending updates. Local."""
+        """Make all pending updates, without other ranks."""
 
     def order(self) -> list[int] | None:
         """Return the order of parameters from which to make buckets, if it is not the order of arrival."""
@@ -202,7 +200,6 @@ def power(x: Tensor, norm_type: float) -> Tensor:
 
 
 def add_powers(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
-    """Return the power of two parts together."""
     return torch.maximum(a, b) if math.isinf(norm_type) else a + b
 
 

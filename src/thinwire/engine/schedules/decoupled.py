@@ -45,16 +45,6 @@ logger = logging.getLogger("thinwire")
 
 
 class Decoupled(Coupled):
-    """The decoupled schedule of one attached model.
-
-    Args:
-        model: the root module.
-        buckets: of its plan.
-        optimizers: of its parameters.
-        options: of the method.
-        find_unused: whether to ask all ranks, before ``step()``, which parameters were used.
-    """
-
     def __init__(
         self,
         model: nn.Module,
@@ -226,7 +216,6 @@ class Decoupled(Coupled):
         return self._forwards.order()[::-1] if self._forwards.learning else None
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip the sharded gradients by their norm over all ranks."""
         shards, session = self._shards, self._session
         held = [m.parameter.grad for m in self._buckets.managed]
         deferred = [x for x in held if isinstance(x, DeferredGrad)]
@@ -260,12 +249,10 @@ class Decoupled(Coupled):
         return sorted(i for parts in self._pending.values() for part in parts for i in part.indices)
 
     def complete(self) -> None:
-        """Make all pending updates. Local, except for the all-gathers that ``step()`` has issued."""
         for bucket in sorted(self._pending, reverse=True):
             self._update(bucket)
 
     def _update(self, bucket: int) -> None:
-        """Receive a bucket and let each optimizer update its part."""
         self._receive(bucket)
         for part in self._pending.pop(bucket):
             with own_modes():
@@ -281,7 +268,6 @@ class Decoupled(Coupled):
             self._settle()
 
     def _settle(self) -> None:
-        """Keep what the programs' second halves have staged, once all updates are made."""
         assert self._shards is not None
         for bucket in self._shards.paused:
             self._receive(bucket)
@@ -349,16 +335,8 @@ class ForwardOrder:
     """Which parameters a module's forward reads, from the order in which modules are called.
 
     The parameters of a module that is never called go to the nearest enclosing module that is: ``MultiheadAttention``
-    reads the weight of its ``out_proj`` without calling it. A shared parameter is read by all its owners.
-
-    Args:
-        model: the root module.
-        managed: its trainable parameters.
-        early: indices of parameters that are needed before all others.
-
-    Attributes:
-        index: of the parameters, by ``id``.
-        learning: whether the order is still unknown.
+    reads the weight of its ``out_proj`` without calling it. A shared parameter is read by all its owners. ``early``:
+    indices of parameters that are needed before all others. ``learning``: the order is still unknown.
     """
 
     def __init__(self, model: nn.Module, managed: Sequence[Managed], early: Iterable[int] = ()) -> None:
@@ -379,7 +357,6 @@ class ForwardOrder:
         return [m for m in self._names if any(p.requires_grad for p in m.parameters())]
 
     def called(self, module: nn.Module) -> None:
-        """Note that a module's forward begins, until the order is known."""
         if self.learning:
             self._called.setdefault(module)
 
@@ -443,8 +420,7 @@ def _guard(
 def _delivered(paused: Paused, bucket: Bucket | None, rank: int, ranks: int, norm_type: float) -> Tensor:
     """Return a copy of this rank's part of a scattered bucket, 1-D, as delivered except for scaler and clipping.
 
-    Raises:
-        ValueError: the part is a low-rank factor, whose norm equals the gradient's for type 2 only.
+    Of a low-rank factor, only the norm of type 2 equals the gradient's.
     """
     pause = paused.pause
     assert bucket is not None
@@ -485,7 +461,6 @@ def _refuse_second() -> NoReturn:
 
 
 def _early(model: nn.Module, managed: Iterable[Managed], options: Decoupling) -> set[int]:
-    """Return the parameters of the modules named in ``update_in_step``."""
     if isinstance(options.update_in_step, bool):
         return set()
     modules = dict(model.named_modules())

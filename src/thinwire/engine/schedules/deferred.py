@@ -49,8 +49,7 @@ class DeferredGrad(Tensor):
     """Stands for the gradient of one parameter.
 
     Attributes:
-        finite: returns a 0-dim bool tensor: whether all gradients of the step are finite, on all ranks. None: not
-            checked.
+        finite: tells whether all gradients of the step are finite, on all ranks (0-dim); None: not checked.
         changes: what the scaler and clipping have asked for, in order.
         zeroed: whether ``zero_grad(set_to_none=False)`` was called.
     """
@@ -67,7 +66,6 @@ class DeferredGrad(Tensor):
         return made
 
     def renew(self, finite: Callable[[], Tensor] | None) -> None:
-        """Reset it for another step's gradient."""
         self.finite, self.changes, self.zeroed = finite, [], False
 
     @classmethod
@@ -170,11 +168,9 @@ def _kept(value: Any) -> Any:
 
 @dataclass
 class DeferredUpdates:
-    """This rank's part of each bucket of a step.
+    """This rank's part of each bucket of a step: its memory, its method, its paused program.
 
     Attributes:
-        memories, methods: of the buckets.
-        paused: their programs, by bucket.
         inline: the buckets whose programs only receive and copy.
         where: for each parameter, its bucket and its place in it.
         gathering: whether all-gathers have been issued. received: the buckets that were waited for.

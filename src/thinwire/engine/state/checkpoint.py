@@ -185,7 +185,6 @@ def _listed(optimizer: Any) -> list[Any]:
 
 
 def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return the state of the only optimizer, or a list of the states of several."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     return states[0] if len(states) == 1 else states
 
@@ -201,12 +200,7 @@ def _found(directory: CheckpointDirectory) -> dict[int, Path]:
 
 
 class _Together:
-    """A part of ``save`` that ends the same way on all ranks.
-
-    Attributes:
-        mine: plain data for the other ranks.
-        everyones: afterwards, the data of all ranks, in rank order.
-    """
+    """A part of ``save`` that ends the same way on all ranks; ``everyones``: the plain data ``mine`` of each."""
 
     def __init__(self, sync: Handle, directory: CheckpointDirectory, step: int) -> None:
         self._sync, self._directory, self._step = sync, directory, step
@@ -230,7 +224,6 @@ class _Together:
 
 
 def _tell(sync: Handle, mine: Any) -> list[Any]:
-    """Exchange plain data; return every rank's."""
     return [json.loads(row) for row in sync.services.gather(json.dumps(mine).encode())]
 
 
@@ -262,7 +255,6 @@ def _rank_name(rank: int) -> str:
 
 
 def _begin(directory: CheckpointDirectory, step: int, sync: Handle) -> None:
-    """Claim the directory for this job, and begin a checkpoint there."""
     _found(directory)
     directory.folder.mkdir(parents=True, exist_ok=True)
     if handle := hold(sync, directory.folder):
@@ -294,11 +286,7 @@ def _agreed(root: Path, sync: Handle, step: int | None) -> list[Path]:
 
 
 def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all.
-
-    Raises:
-        OSError, ValueError: a file is missing, or damaged; the message names it.
-    """
+    """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all."""
     sums = _sums(path)
     content = _checked(path / _MODEL, sums, ("model", "optimizer", "step"))
     own = path / _rank_name(sync.services.rank)
@@ -391,11 +379,7 @@ class Claim:
         self._note: bytes | None = None
 
     def renew(self) -> None:
-        """Take the lock, or check that no other job has it by now.
-
-        Raises:
-            OSError: another job has it, or the file cannot be written.
-        """
+        """Take the lock, or check that no other job has it by now."""
         if self._file >= 0 and not self._same():
             self.close()
         if self._file < 0:
@@ -434,7 +418,6 @@ class Claim:
         )
 
     def close(self) -> None:
-        """Release the lock, as the end of the process does."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -452,18 +435,13 @@ class Hold:
         self._end.atexit = False
 
     def remove(self) -> None:
-        """Give it back. Idempotent."""
         self._end()
 
 
 def hold(user: Any, folder: Path) -> Hold | None:
-    """Claim an existing folder for this process, so that no other writes there as long as the user lives.
+    """Claim an existing folder for this process, so that no other job writes there as long as the user lives.
 
-    Returns:
-        A handle with which to give it back; None if the user has one already.
-
-    Raises:
-        OSError: another job writes there.
+    Returns a handle with which to give it back; None if the user has one already.
     """
     key = os.getpid(), os.path.realpath(folder)
     claim = _held.get(key) or Claim(folder)

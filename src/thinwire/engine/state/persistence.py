@@ -36,11 +36,9 @@ def to_flat(
     """Return the state of this rank.
 
     Args:
-        session: whose state it is.
         blanks: zeros for all state that will exist: DCP fills only keys that the state_dict passed to it already has.
-        shapes: shapes of the parameters: slices are then saved with zeros around them. None: slices are saved with
-            their offsets.
-        snapshot: the state, if the session's own is not all of it; None: the session's own.
+        shapes: of the parameters: slices are then saved with zeros around them. None: with their offsets.
+        snapshot: the state, if the session's own is not all of it.
     """
     state, method = session.state, session.named
     rank, snapshot = state.rank, state.snapshot() if snapshot is None else snapshot
@@ -161,13 +159,11 @@ def without(state: Mapping[str, Any], frozen: Container[str]) -> dict[str, Any]:
 
 
 def warn_left_out(names: Iterable[str]) -> None:
-    """Say that state of these parameters, if there are any, is not taken over."""
     if some := sorted(names):
         log.warning("thinwire: %s: frozen now, so what the state holds for it is left out", ", ".join(some[:3]))
 
 
 def on_device(snapshot: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the result of ``from_flat`` with its tensors on a device."""
     moved = {"residual": {name: value.to(device) for name, value in snapshot["residual"].items()}}
     for kind in ("shared", "local"):
         moved[kind] = {f: {n: x.to(device) for n, x in named.items()} for f, named in snapshot[kind].items()}
@@ -247,6 +243,5 @@ def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
 
 
 def check_version(state: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless this is a state of this version."""
     if state.get("version") != VERSION:
         raise ValueError(f"this is not a thinwire state of version {VERSION}; it says {state.get('version')!r}")

@@ -19,12 +19,7 @@ warned = False
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
-    """Return the scale in this step's gradients, a 0-dim fp32 tensor, without waiting for it; None: there is none.
-
-    Args:
-        scaler: a ``torch.amp.GradScaler`` or None.
-        device: of the gradients.
-    """
+    """Return the scale in this step's gradients, a 0-dim fp32 tensor, without waiting for it; None: there is none."""
     if scaler is None or not scaler.is_enabled():
         return None
     scale: Tensor = scaler.scale(torch.ones((), dtype=torch.float32, device=device)).detach()
@@ -43,10 +38,6 @@ def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
 
     No public call of ``GradScaler`` tells this. If its private record of stages has an unknown form, the result is
     False, after one warning in the log.
-
-    Args:
-        scaler: a ``torch.amp.GradScaler`` or None.
-        optimizer: the one whose ``step()`` is about to run.
     """
     global warned
     if scaler is None or not scaler.is_enabled():
@@ -80,12 +71,9 @@ def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 class SkippedSteps:
-    """Notifies of each call of any ``GradScaler``'s ``step`` that skipped its optimizer's step.
+    """Calls a listener, a bound method, after each call of any ``GradScaler.step`` that skipped its optimizer's step.
 
     torch has no hook for this, so ``GradScaler.step`` is wrapped while there is a listener.
-
-    Args:
-        listener: a bound method, called after each such call with the optimizer.
     """
 
     _listeners: ClassVar[list[weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]]] = []
@@ -113,7 +101,6 @@ class SkippedSteps:
             torch.amp.GradScaler.step = step  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Stop listening. Idempotent."""
         cls = SkippedSteps
         cls._listeners[:] = [x for x in cls._listeners if x is not self._mine]
         if not cls._listeners and cls._original is not None:
