@@ -1,4 +1,4 @@
-"""How many files of the package a steady step enters: what one has to read to follow a gradient, or a round's message."""
+"""How many files of the package a steady step enters: what one reads to follow a gradient, or a message of a round."""
 
 import gc
 import re
