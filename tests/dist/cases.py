@@ -1,5 +1,7 @@
 """Small models and training loops that the distributed tests share."""
 
+import logging
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,15 +27,46 @@ def loss_of(net, rank, step, width=24, dtype=torch.float32):
     return (net(x) - y).square().mean()
 
 
+def down(loss, optimizer):
+    """A step of plain training, down the gradient of a loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def walk(net, optimizer, rank, first, last):
+    """Plain steps on the batches of these numbers."""
+    for step in range(first, last):
+        down(loss_of(net, rank, step), optimizer)
+
+
+def logged():
+    """What thinwire logs from now on."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("thinwire")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return lines
+
+
+def said(call):
+    """The error that a call raises, as text; "" if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def train(rank, steps, method, options=None, attach=None, net=None, lr=0.05, momentum=0.9):
     """Train through attach. Returns (model, sync)."""
     net = model() if net is None else net
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     sync = tw.attach(net, optimizer, method, **(options or {}), **(attach or {}))
     for step in range(steps):
-        loss_of(net, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        down(loss_of(net, rank, step), optimizer)
     return net, sync
 
 
@@ -42,9 +75,7 @@ def train_ddp(rank, steps, lr=0.05, momentum=0.9, **kwargs):
     ddp = DistributedDataParallel(net, **kwargs)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     for step in range(steps):
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        down(loss_of(ddp, rank, step), optimizer)
     return net
 
 

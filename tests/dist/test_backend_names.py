@@ -29,10 +29,7 @@ def _every_method(rank, size, *names):
             net = cases.model()
             optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
             sync = tw.attach(net, optimizer, method, **options)
-            for step in range(3):
-                cases.loss_of(net, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            cases.walk(net, optimizer, rank, 0, 3)
             sync.close()
             found.append(cases.weights(net))
         dist.destroy_process_group()

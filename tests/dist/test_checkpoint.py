@@ -33,24 +33,17 @@ def _build(name, options, **attach):
     return net, optimizer, tw.attach(net, optimizer, name, **options, **attach)
 
 
-def _steps(net, optimizer, rank, first, last):
-    for step in range(first, last):
-        cases.loss_of(net, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _resume(rank, size, folder):
     equal = []
     for index, (name, options) in enumerate(METHODS):
         net, optimizer, sync = _build(name, options)
-        _steps(net, optimizer, rank, 0, 5)
+        cases.walk(net, optimizer, rank, 0, 5)
         tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 5)
-        _steps(net, optimizer, rank, 5, 10)
+        cases.walk(net, optimizer, rank, 5, 10)
         sync.close()
         other, other_optimizer, other_sync = _build(name, options)
         step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
-        _steps(other, other_optimizer, rank, step, 10)
+        cases.walk(other, other_optimizer, rank, step, 10)
         same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
         residuals = all(
             torch.equal(v, other_sync.services.state.residuals[n]) for n, v in sync.services.state.residuals.items()
@@ -70,7 +63,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
 
 def _save(rank, size, folder):
     net, optimizer, sync = _build("acp", {"rank": 2, "fusion": "none"})
-    _steps(net, optimizer, rank, 0, 6)
+    cases.walk(net, optimizer, rank, 0, 6)
     tw.checkpoint.save(folder, net, optimizer, sync, 6)
     sync.close()
     return {n: r.double() for n, r in sync.services.state.residuals.items()}
@@ -80,7 +73,7 @@ def _load(rank, size, folder):
     net, optimizer, sync = _build("acp", {"rank": 2, "fusion": "none"})
     assert tw.checkpoint.load(folder, net, optimizer, sync) == 6
     residuals = {n: r.double() for n, r in sync.services.state.residuals.items()}
-    _steps(net, optimizer, rank, 6, 8)
+    cases.walk(net, optimizer, rank, 6, 8)
     sync.close()
     return residuals
 
@@ -98,9 +91,9 @@ def test_another_world_size_keeps_the_update_still_owed(tmp_path, old, new):
 
 def _killed_while_saving(rank, size, folder):
     net, optimizer, sync = _build("topk", {"density": 0.1})
-    _steps(net, optimizer, rank, 0, 2)
+    cases.walk(net, optimizer, rank, 0, 2)
     tw.checkpoint.save(folder, net, optimizer, sync, 2)
-    _steps(net, optimizer, rank, 2, 4)
+    cases.walk(net, optimizer, rank, 2, 4)
     if rank == 0:
         write = tw.engine.state.checkpoint.write_file
 
@@ -135,7 +128,7 @@ def test_a_kill_in_the_middle_of_saving_loses_nothing(tmp_path):
 def _wrong(rank, size, folder):
     messages = []
     net, optimizer, sync = _build("acp", {"rank": 2})
-    _steps(net, optimizer, rank, 0, 2)
+    cases.walk(net, optimizer, rank, 0, 2)
     mine = sync.state_dict()
     if rank == 1:
         mine = {k.replace("residual/1/", "residual/0/"): v for k, v in mine.items()}
@@ -165,7 +158,7 @@ def _until_the_kill(rank, size, folder):
         for step in range(20):
             if step == 7 and rank == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            _steps(net, optimizer, rank, step, step + 1)
+            cases.walk(net, optimizer, rank, step, step + 1)
             if step % 3 == 2:
                 tw.checkpoint.save(folder, net, optimizer, sync, step + 1)
     except RuntimeError as error:
@@ -176,7 +169,7 @@ def _until_the_kill(rank, size, folder):
 def _to_the_end(rank, size, folder):
     net, optimizer, sync = _build("acp", {"rank": 2})
     step = tw.checkpoint.load(folder, net, optimizer, sync) or 0
-    _steps(net, optimizer, rank, step, 12)
+    cases.walk(net, optimizer, rank, step, 12)
     return step, cases.weights(net), dict(sync.services.state.residuals)
 
 
@@ -244,7 +237,7 @@ def _every_method(rank, size, folder, steps):
     for index in range(len(EVERY_METHOD)):
         net, optimizer, sync, step = _begin(folder, index)
         loaded, weights = _owed(net, sync), cases.weights(net)
-        _steps(net, optimizer, rank, step, step + steps)
+        cases.walk(net, optimizer, rank, step, step + steps)
         sync.synchronize()
         tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, step + steps)
         found.append((step, loaded, weights, _owed(net, sync), cases.weights(net)))
@@ -287,12 +280,12 @@ def test_one_rank_and_then_two(tmp_path):
 def _full(rank, size, folder, who):
     """Save; then with a limit on the size of a file for one rank; then without it again."""
     net, optimizer, sync = _build("topk", {"density": 0.1})
-    _steps(net, optimizer, rank, 0, 2)
+    cases.walk(net, optimizer, rank, 0, 2)
     tw.checkpoint.save(folder, net, optimizer, sync, 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     said = []
     for step in (3, 4):
-        _steps(net, optimizer, rank, step - 1, step)
+        cases.walk(net, optimizer, rank, step - 1, step)
         if rank == who:
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
         try:
@@ -304,7 +297,7 @@ def _full(rank, size, folder, who):
     sync.services.agree(False)  # rank 0 has cleared up
     left = sorted(os.listdir(folder))
     sync.services.agree(False)  # all have looked
-    _steps(net, optimizer, rank, 4, 5)
+    cases.walk(net, optimizer, rank, 4, 5)
     tw.checkpoint.save(folder, net, optimizer, sync, 5)
     weights = cases.weights(net)
     sync.close()
@@ -366,10 +359,10 @@ def test_a_full_disk_is_said_and_keeps_nothing_of_the_checkpoint(tmp_path):
 
 def _killed_between_the_renames(rank, size, folder):
     net, optimizer, sync = _build("topk", {"density": 0.1})
-    _steps(net, optimizer, rank, 0, 2)
+    cases.walk(net, optimizer, rank, 0, 2)
     tw.checkpoint.save(folder, net, optimizer, sync, 2)
     torch.save(cases.weights(net), f"{folder}/weights")
-    _steps(net, optimizer, rank, 2, 4)
+    cases.walk(net, optimizer, rank, 2, 4)
     rename = pathlib.Path.rename
 
     def die(self, target):
@@ -401,7 +394,7 @@ def _after_damage(rank, size, folder):
         before = cases.weights(net)
         try:
             step = tw.checkpoint.load(folder, net, optimizer, sync)
-            _steps(net, optimizer, rank, step, step + 1)
+            cases.walk(net, optimizer, rank, step, step + 1)
             found.append((step, cases.weights(net)))
         except ValueError as error:
             found.append((str(error), all(torch.equal(a, b) for a, b in zip(before, cases.weights(net)))))
@@ -415,7 +408,7 @@ def _after_damage(rank, size, folder):
 def _three_and_six(rank, size, folder):
     net, optimizer, sync = _build("acp", {"rank": 2})
     for step in (3, 6):
-        _steps(net, optimizer, rank, step - 3, step)
+        cases.walk(net, optimizer, rank, step - 3, step)
         tw.checkpoint.save(folder, net, optimizer, sync, step)
     sync.close()
 
@@ -438,7 +431,7 @@ def test_all_ranks_go_back_to_one_step_where_one_finds_its_file_damaged(tmp_path
 
 def _does_not_fit_on_one(rank, size, folder):
     net, optimizer, sync = _build("topk", {"density": 0.1})
-    _steps(net, optimizer, rank, 0, 1)
+    cases.walk(net, optimizer, rank, 0, 1)
     tw.checkpoint.save(folder, net, optimizer, sync, 1)
     sync.close()
     net, optimizer, sync = _build("topk", {"density": 0.1})
@@ -449,7 +442,7 @@ def _does_not_fit_on_one(rank, size, folder):
         tw.checkpoint.load(folder, net, optimizer, sync)
     assert all(torch.equal(a, b) for a, b in zip(before, cases.weights(net)))
     assert not optimizer.state_dict()["state"]
-    _steps(net, optimizer, rank, 0, 1)
+    cases.walk(net, optimizer, rank, 0, 1)
     sync.close()
 
 
@@ -461,7 +454,7 @@ def _refused(rank, size, folder):
     net, optimizer, sync = _build("topk", {"density": 0.1})
     said = []
     for _ in range(2):
-        _steps(net, optimizer, rank, 0, 1)
+        cases.walk(net, optimizer, rank, 0, 1)
         with pytest.raises(OSError, match="no checkpoint was written at") as error:
             tw.checkpoint.save(folder, net, optimizer, sync, 7)
         said.append(str(error.value))
@@ -488,9 +481,9 @@ def _frozen(rank, size, folder):
     found = []
     for index, (name, options) in enumerate(kinds):
         net, optimizer, sync = _build(name, options)
-        _steps(net, optimizer, rank, 0, 3)
+        cases.walk(net, optimizer, rank, 0, 3)
         net[0].requires_grad_(False)
-        _steps(net, optimizer, rank, 3, 5)
+        cases.walk(net, optimizer, rank, 3, 5)
         tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 5)
         again = tw.checkpoint.load(f"{folder}/{index}", net, optimizer, sync)  # in the same process
         sync.close()
@@ -500,7 +493,7 @@ def _frozen(rank, size, folder):
         other_sync = tw.attach(other, other_optimizer, name, **options)
         step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
         same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
-        _steps(other, other_optimizer, rank, 5, 8)
+        cases.walk(other, other_optimizer, rank, 5, 8)
         optimizer.param_groups[0]["from"] = pathlib.Path("x") if rank else 3
         refused = ""
         if name == "local" and len(options) == 1:  # each rank writes its own optimizer

@@ -42,9 +42,7 @@ def _train(rank, name, options, form, before, backend):
         if name != "dear":
             with sync.no_sync():
                 cases.loss_of(call, rank, 100 + step).backward()
-        cases.loss_of(call, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        cases.down(cases.loss_of(call, rank, step), optimizer)
     steps = sync.stats().steps
     sync.close()
     return cases.weights(net), steps
@@ -98,9 +96,7 @@ def _around(rank, size):
                     x, y = cases.batch(rank, step)
                     for layer in net[:-1:2]:
                         x = torch.tanh(checkpoint(layer, x.requires_grad_(), use_reentrant=True))
-                    (net[-1](x) - y).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    cases.down((net[-1](x) - y).square().mean(), optimizer)
                 weights.append(cases.weights(net))
             except RuntimeError as error:
                 weights.append(str(error))

@@ -107,9 +107,7 @@ def _join(rank):
         norms = []
         with Join([ddp]):
             for step in range(3 + 9 * rank):
-                cases.loss_of(ddp, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(cases.loss_of(ddp, rank, step), optimizer)
                 norms.append(_norm(state))
         assert state.stats().steps == 3 + 9
         assert rank == 1 or state.stats().dropped_steps == 0  # the others use a joined rank's zeros

@@ -61,9 +61,7 @@ def _hooked(net, method, options=None, **kwargs):
 def _train(net, module, rank, steps, width=24, lr=0.05):
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     for step in range(steps):
-        cases.loss_of(module, rank, step, width).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        cases.down(cases.loss_of(module, rank, step, width), optimizer)
     return cases.weights(net)
 
 
@@ -132,10 +130,7 @@ def _uneven(rank):
     ddp, state = _hooked(net, "acp", {"rank": 2}, bucket_cap_mb=SMALL)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     with Join([ddp]):
-        for step in range(3 + 3 * rank):
-            cases.loss_of(ddp, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        cases.walk(ddp, optimizer, rank, 0, 3 + 3 * rank)
     with state:
         norm = sum(float(r.norm()) for r in state.state.residuals.values())
         return state.stats().steps, norm

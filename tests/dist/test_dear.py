@@ -33,9 +33,7 @@ def plain(rank, method, make, *, steps=4, plan=None, dtype=torch.float32):
     optimizer = OPTIMIZERS[make](net.parameters())
     with tw.attach(net, optimizer, method, plan=plan) as sync:
         for step in range(steps):
-            cases.loss_of(net, rank, step, dtype=dtype).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(cases.loss_of(net, rank, step, dtype=dtype), optimizer)
         waiting = sync.pending
         assert (len(waiting) == 8) == method.decoupled
     return everything(net, optimizer)

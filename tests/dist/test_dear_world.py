@@ -26,9 +26,7 @@ def _low_rank(rank, size):
             for step in range(50):
                 with sync.no_sync():
                     cases.loss_of(net, rank, 1000 + step).backward()
-                cases.loss_of(net, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(cases.loss_of(net, rank, step), optimizer)
             state = sync.state_dict()
         assert any(x.any() for key, x in state.items() if key.startswith("residual/"))
         tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
@@ -85,9 +83,7 @@ def _save(rank, size, path):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     with tw.attach(net, optimizer, "dear", fusion="none") as sync:
         for step in range(3):
-            cases.loss_of(net, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(cases.loss_of(net, rank, step), optimizer)
             if rank == 0:
                 torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
             dist.barrier()
@@ -243,16 +239,12 @@ def _timeline(rank, size, path):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with tw.attach(net, optimizer, "dear", plan=tw.Plan.of([["1.bias", "1.weight"], ["0.bias", "0.weight"]])) as sync:
         for _ in range(2):
-            net(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(net(x).sum(), optimizer)
         with sync.trace(path) as recorder:
             marks = {}
             net[0].register_forward_hook(lambda *_: marks.update({"first layer": recorder.now()}))
             watched["ReduceScatter"] = recorder
-            net(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(net(x).sum(), optimizer)
             stepped = recorder.now()
             watched["AllGather"] = recorder
             net(x).sum().backward()

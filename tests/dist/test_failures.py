@@ -62,9 +62,7 @@ def _killed(rank, size, victim, step_of_death, how):
                     os.kill(os.getpid(), signal.SIGKILL)
                 told.wait([f"told {r}" for r in range(size) if r != victim])  # lags
                 os._exit(0)
-            cases.loss_of(net, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(cases.loss_of(net, rank, step), optimizer)
     except RuntimeError as error:
         told.set(f"told {rank}", "")
         if rank == 0 and how == "lag":  # who holds the store ends last
@@ -203,10 +201,7 @@ def _preempted(rank, size):
         with tw.attach(net, optimizer, Interrupted(fusion="none"), timeout=20):
             Interrupted.left = 4  # now: a plan is traced by a method's own programs
             try:
-                for step in range(5):
-                    cases.loss_of(net, rank, step).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                cases.walk(net, optimizer, rank, 0, 5)
             except BaseException as error:
                 caught.append((type(error).__name__, error.args))
     return caught
@@ -296,9 +291,7 @@ def _delayed(rank, size, repetitions, steps):
         for p in net.parameters():
             p.register_hook(partial(_now_and_then, delays))
         for step in range(steps):
-            cases.loss_of(net, rank, step, width=12).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(cases.loss_of(net, rank, step, width=12), optimizer)
         weights = torch.cat([w.flatten() for w in cases.weights(net)])
         sync.close()
     return weights
@@ -373,9 +366,7 @@ def _fails_after_the_exchange(rank, size, what):
     )
     comm, source = sync.services.session.comm, sync.services.source
     objects = {"check_order": comm, "gather": comm, "receive": source.buffers}
-    net(cases.batch(rank, 0)[0]).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    cases.down(net(cases.batch(rank, 0)[0]).mean(), optimizer)
 
     def fails(*_):
         raise RuntimeError(f"{what} failed, say")
@@ -404,9 +395,7 @@ tw.attach(net, optimizer, "ssgd", timeout=30)
 for step in range(4):
     if step == 2 and dist.get_rank() == 1:
         raise KeyError("a batch that is not there")
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    cases.down(net(torch.ones(2, 4)).sum(), optimizer)
 """
 
 

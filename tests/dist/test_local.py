@@ -323,9 +323,7 @@ def _lost_moments(rank, size):
     try:
         with tw.attach(net, optimizer, Local(2)) as sync:
             for step in range(12):
-                (cases.loss_of(net, rank, step) * (torch.nan if rank == 1 and step == 3 else 1.0)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(cases.loss_of(net, rank, step) * (torch.nan if rank == 1 and step == 3 else 1.0), optimizer)
             return lines.said, sync.stats().rejected_steps
     finally:
         logging.getLogger("thinwire").removeHandler(lines)
@@ -447,9 +445,7 @@ def _buffers(rank, size):
     sync = tw.attach(net, optimizer, Local(2))
     for step in range(4):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)) + rank
-        net(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        cases.down(net(x).square().mean(), optimizer)
     sync.close()
     return [b.clone() for b in net.buffers()]
 
@@ -488,9 +484,7 @@ def _followed(rank, size, how, steps, options):
     with tw.attach(found, optimizer, Local(**options)) as sync:
         for step in range(steps):
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)) + rank
-            found.net(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(found.net(x).square().mean(), optimizer)
             found.follow(how)
             found.mean = 0.9 * found.mean + 0.1 * x.mean(0)
             found.wide = found.mean[:1].expand(4)
@@ -595,9 +589,7 @@ def _inside(rank, size):
         settings = Local(every, codec and _method(codec), inside=tw.SSGD(), fragment_sync_delay=2 if codec else 0)
         with tw.attach(ours, first, settings, topology=tw.Topology(4, 2)) as sync:
             for step in range(7):
-                cases.loss_of(ours, rank, step, dtype=torch.float64).backward()
-                first.step()
-                first.zero_grad()
+                cases.down(cases.loss_of(ours, rank, step, dtype=torch.float64), first)
             apart = cases.weights(ours)
             sync.finish()
             stats = sync.stats()

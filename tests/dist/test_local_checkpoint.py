@@ -36,13 +36,6 @@ def _job(settings, **attach):
     return net, optimizer, tw.attach(net, optimizer, settings, **options)
 
 
-def _steps(net, optimizer, rank, first, last):
-    for step in range(first, last):
-        cases.loss_of(net, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _all(net):
     return [x.detach().clone() for x in net.state_dict().values()]
 
@@ -60,21 +53,21 @@ def _resume(rank, size, folder):
     rows = []
     for name, settings in SETTINGS.items():
         net, optimizer, sync = _job(settings)
-        _steps(net, optimizer, rank, 0, 14)
+        cases.walk(net, optimizer, rank, 0, 14)
         through, outer = _all(net), _outer(net, sync)
         sync.close()
         for stop in STOPS:
             at = f"{folder}/{name}-{stop}"
             net, optimizer, sync = _job(settings)
-            _steps(net, optimizer, rank, 0, stop)
+            cases.walk(net, optimizer, rank, 0, stop)
             tw.checkpoint.save(at, net, optimizer, sync, stop)
-            _steps(net, optimizer, rank, stop, 14)
+            cases.walk(net, optimizer, rank, stop, 14)
             saved = _same(through, _all(net))
             sync.close()
             net, optimizer, sync = _job(settings)
-            _steps(net, optimizer, rank, 0, 6)  # what is under way here is not what was under way there
+            cases.walk(net, optimizer, rank, 0, 6)  # what is under way here is not what was under way there
             assert tw.checkpoint.load(at, net, optimizer, sync) == stop
-            _steps(net, optimizer, rank, stop, 14)
+            cases.walk(net, optimizer, rank, stop, 14)
             rows.append((name, stop, saved, _same(through, _all(net)), _same(outer, _outer(net, sync))))
             sync.close()
     return rows
@@ -91,7 +84,7 @@ def _save(rank, size, folder):
     for name, settings in (SETTINGS | BY_CALENDAR).items():
         for stop in STOPS:
             net, optimizer, sync = _job(settings)
-            _steps(net, optimizer, rank, 0, stop)
+            cases.walk(net, optimizer, rank, 0, stop)
             tw.checkpoint.save(f"{folder}/{name}-{stop}", net, optimizer, sync, stop)
             rows[name, stop] = _outer(net, sync), sync.state_dict()
             sync.close()
@@ -106,7 +99,7 @@ def _load(rank, size, folder):
             tw.checkpoint.load(f"{folder}/{name}-{stop}", net, optimizer, sync)
             weights, outer, state = _all(net), _outer(net, sync), sync.state_dict()
             moments = [optimizer.state[p]["exp_avg"].clone() for p in net.parameters()]
-            _steps(net, optimizer, rank, stop, stop + 6)
+            cases.walk(net, optimizer, rank, stop, stop + 6)
             rows[name, stop] = weights, outer, state, moments, _outer(net, sync)
             sync.close()
     return rows
@@ -183,7 +176,7 @@ def _train_and_save(rank, size, folder, name):
     net, optimizer, sync = _job(SETTINGS[name])
     step = tw.checkpoint.load(folder, net, optimizer, sync) or 0
     begun = _outer(net, sync)
-    _steps(net, optimizer, rank, step, step + 5)
+    cases.walk(net, optimizer, rank, step, step + 5)
     tw.checkpoint.save(folder, net, optimizer, sync, step + 5)
     left, owed = _outer(net, sync), _owed(sync.state_dict())
     sync.close()
@@ -207,7 +200,7 @@ def _refusals(rank, size, folder):
     import torch.distributed.checkpoint as dcp
 
     net, optimizer, sync = _job(Local(4, tw.TopK(0.1)))
-    _steps(net, optimizer, rank, 0, 5)
+    cases.walk(net, optimizer, rank, 0, 5)
     tw.checkpoint.save(f"{folder}/local", net, optimizer, sync, 5)
     dcp.save({"sync": sync}, checkpoint_id=f"{folder}/dcp")
     said = ""
@@ -230,7 +223,7 @@ def _refusals(rank, size, folder):
         with pytest.raises(ValueError, match=words):
             tw.checkpoint.load(f"{folder}/local", net, optimizer, sync)
         assert _same(before, cases.weights(net))
-        _steps(net, optimizer, rank, 0, 1)
+        cases.walk(net, optimizer, rank, 0, 1)
         if isinstance(settings, tw.TopK):
             tw.checkpoint.save(f"{folder}/topk", net, optimizer, sync, 1)
         sync.close()
@@ -251,7 +244,7 @@ def _damaged(rank, size, folder):
     net, optimizer, sync = _job(SETTINGS["low rank, late"])
     weights = {}
     for step in (5, 10):
-        _steps(net, optimizer, rank, step - 5, step)
+        cases.walk(net, optimizer, rank, step - 5, step)
         tw.checkpoint.save(folder, net, optimizer, sync, step)
         weights[step] = _all(net)
     sync.close()

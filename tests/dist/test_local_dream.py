@@ -86,13 +86,6 @@ def test_ranks_follow_one_calendar_and_do_what_rounds_without_an_engine_do():
                 torch.testing.assert_close(found[rank][name][3][n], x, rtol=1e-12, atol=1e-12)
 
 
-def _train(net, optimizer, rank, first, last):
-    for step in range(first, last):
-        cases.loss_of(net, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _resumed(rank, size):
     rows = []
     for codec, more in ((None, 1), (tw.ACP(rank=2, min_rate=1.0), 2), (tw.TopK(0.1), 3)):
@@ -100,9 +93,9 @@ def _resumed(rank, size):
         net = cases.model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         with tw.attach(net, optimizer, _settings(codec)) as sync:
-            _train(net, optimizer, rank, 0, stop)
+            cases.walk(net, optimizer, rank, 0, stop)
             saved = sync.state_dict(), copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
-            _train(net, optimizer, rank, stop, stop + 7)
+            cases.walk(net, optimizer, rank, stop, stop + 7)
             through = cases.weights(net)
         again = cases.model()
         other = torch.optim.AdamW(again.parameters(), lr=1e-2)
@@ -110,7 +103,7 @@ def _resumed(rank, size):
             again.load_state_dict(saved[1])
             other.load_state_dict(saved[2])
             sync.load_state_dict(saved[0])
-            _train(again, other, rank, stop, stop + 7)
+            cases.walk(again, other, rank, stop, stop + 7)
         under_way = [fragment["due"] for fragment in saved[0]["outer"]["fragments"] if fragment["due"] is not None]
         rows.append((through, cases.weights(again), len(under_way)))
     return rows
@@ -128,7 +121,7 @@ def test_one_rank_trains_as_without():
     ours, plain = cases.model(), cases.model()
     first, second = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (ours, plain))
     with tw.attach(ours, first, _settings(tw.Cast("int8"))) as sync:
-        _train(ours, first, 0, 0, STEPS)
+        cases.walk(ours, first, 0, 0, STEPS)
         sync.finish()
-    _train(plain, second, 0, 0, STEPS)
+    cases.walk(plain, second, 0, 0, STEPS)
     assert all(torch.equal(a, b) for a, b in zip(cases.weights(ours), cases.weights(plain)))

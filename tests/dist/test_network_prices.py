@@ -28,9 +28,7 @@ def _start(rank, folder, *, tolerance=1e9, steps=12, **attach):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         with tw.attach(net, optimizer, "auto", **attach) as sync:
             for step in range(steps):
-                cases.loss_of(net, rank, step, width=64).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(cases.loss_of(net, rank, step, width=64), optimizer)
             found = sync.services.controller.network
             return found.measured, found.checked, sync.stats().why, found.costs.to_json()
     finally:

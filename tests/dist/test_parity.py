@@ -4,7 +4,6 @@ import copy
 import importlib
 import inspect
 import io
-import logging
 from datetime import timedelta
 
 import cases
@@ -62,9 +61,7 @@ def _freeze(rank, size):
                         sync.synchronize()
                         net[0].requires_grad_(False)
                         before = [p.detach().clone() for p in net.parameters()]
-                    cases.loss_of(net, rank, step).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    cases.down(cases.loss_of(net, rank, step), optimizer)
                     assert step < 3 or net[0].weight.grad is None
                 sync.synchronize()
             moved = [float((p.detach() - old).abs().max()) for p, old in zip(net.parameters(), before)]
@@ -88,9 +85,7 @@ def _freeze_as_ddp(rank, size):
             for m, optimizer in zip((net, twin), optimizers):
                 if step == 3:
                     (m if m is net else m.module)[0].requires_grad_(False)
-                cases.loss_of(m, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(cases.loss_of(m, rank, step), optimizer)
             pairs = zip(net.parameters(), twin.parameters())
             worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
     return worst
@@ -108,10 +103,7 @@ def _copies(rank, size):
         net = cases.model()
         optimizer = _sgd(net)
         with tw.attach(net, optimizer, method, **options) as sync:
-            for step in range(2):
-                cases.loss_of(net, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            cases.walk(net, optimizer, rank, 0, 2)
             sync.synchronize()
             file = io.BytesIO()
             torch.save(net, file)
@@ -143,10 +135,7 @@ def _hook_pickles(rank, size):
     ddp = DistributedDataParallel(cases.model())
     ddp.register_comm_hook(*tw.ddp_hook("acp", rank=1))
     optimizer = _sgd(ddp)
-    for step in range(3):
-        cases.loss_of(ddp, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    cases.walk(ddp, optimizer, rank, 0, 3)
     file = io.BytesIO()
     torch.save(ddp, file)
     file.seek(0)
@@ -255,15 +244,13 @@ def _probes(rank, size):
                 if first_pass:
                     cases.loss_of(net, rank, 50 + step).backward()
                     optimizer.zero_grad()
-                cases.loss_of(net, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(cases.loss_of(net, rank, step), optimizer)
             found[first_pass] = [r.clone() for r in sync.services.state.residuals.values()]
     for a, b in zip(found[False], found[True]):
         assert torch.equal(a, b)
     counts = []
     for search in (None, "strong_wolfe"):
-        net, log = cases.model(), _log()
+        net, log = cases.model(), cases.logged()
         optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn=search)
         with tw.attach(net, optimizer, "topk", density=0.05, start_compression_step=0) as sync:
             calls = 0
@@ -328,9 +315,7 @@ def _every_second(rank, size, name, options, dropping):
         for step in range(150):
             x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2 * step + rank))
             loss = (net(x) - x @ target).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(loss, optimizer)
             if dropping:
                 (-net(x).square().mean()).backward()
                 optimizer.zero_grad()
@@ -374,7 +359,7 @@ def test_no_optimizer():
 
 def _never_stepped(rank, size):
     """An optimizer is named, but the script updates weights by itself."""
-    lines = _log()
+    lines = cases.logged()
     net = cases.model()
     with tw.attach(net, _sgd(net), "topk", density=0.05, start_compression_step=0) as sync:
         for step in range(6):
@@ -389,17 +374,6 @@ def _never_stepped(rank, size):
         )
 
 
-def _log():
-    """What thinwire logs from now on."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("thinwire")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    return lines
-
-
 def test_an_optimizer_that_never_steps_is_told_once():
     first, second = run(_never_stepped, 2)
     assert first[:2] == second[:2] == (3, True)
@@ -407,7 +381,7 @@ def test_an_optimizer_that_never_steps_is_told_once():
 
 
 def _twice(rank, size):
-    lines = _log()
+    lines = cases.logged()
     net = cases.model()
     optimizer = _sgd(net)
     with tw.attach(net, optimizer, "ssgd"):
@@ -496,9 +470,7 @@ def _late(rank, size):
     both = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
     with tw.attach(net, both, "ssgd"):  # another model's parameters are not this one's concern
         for step in range(2):
-            (cases.loss_of(net, rank, step) + cases.loss_of(other, rank, step)).backward()
-            both.step()
-            both.zero_grad()
+            cases.down(cases.loss_of(net, rank, step) + cases.loss_of(other, rank, step), both)
     return sentences
 
 
@@ -597,9 +569,7 @@ def _statistics(rank, size):
             for step in range(4):
                 x = torch.randn(6, 8, generator=torch.Generator().manual_seed(9 * step + rank)) + rank
                 for m, optimizer in zip((net, twin), optimizers):
-                    m(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    cases.down(m(x).square().mean(), optimizer)
             sent = sync.stats().bytes_sent - sync.stats().dense_bytes
         found[followed] = {k: v.clone() for k, v in net.state_dict().items() if "norm.running" in k}
         found[followed, "ddp"] = {k: v.clone() for k, v in twin.module.state_dict().items() if "norm.running" in k}
@@ -679,9 +649,7 @@ def _odd(rank, size):
         for step in range(4):
             x = torch.randn(6, 8, generator=torch.Generator().manual_seed(9 * step + rank)) + rank
             for m, optimizer in zip((net, twin), optimizers):
-                m(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(m(x).square().mean(), optimizer)
     return [{k: v.clone() for k, v in m.named_buffers()} for m in (net, twin.module)]
 
 
@@ -703,13 +671,11 @@ def _ignoring(rank, size):
         with torch.no_grad():
             net[1].bias.fill_(float(rank))
         names, optimizer = ["own", "table", "1.bias"], torch.optim.SGD(net.parameters(), lr=0.1)
-        said += [_sentence(lambda n=net, o=optimizer, k=k: tw.attach(n, o, ignore=k)) for k in (["own"], ["owm"])]
+        said += [cases.said(lambda n=net, o=optimizer, k=k: tw.attach(n, o, ignore=k)) for k in (["own"], ["owm"])]
         vars(net).update(_ddp_params_and_buffers_to_ignore=names if how == "ddp's" else [])
         with tw.attach(net, optimizer, **({"ignore": names} if how == "ours" else {})):
             for step in range(2):
-                net(torch.full((3, 4), 1.0 + rank + step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(net(torch.full((3, 4), 1.0 + rank + step)).square().mean(), optimizer)
         said.append((net.own.tolist(), float(net[1].bias[0]), net[0].weight.detach().clone()))
     return said
 
@@ -735,7 +701,7 @@ def _other_dtypes(rank, size):
             net.register_buffer("mean", torch.ones(3, dtype=dtype))
         else:
             net[0].to(dtype)
-        said.append(_sentence(lambda n=net: tw.attach(n, torch.optim.SGD(n[1].parameters(), lr=0.1))))
+        said.append(cases.said(lambda n=net: tw.attach(n, torch.optim.SGD(n[1].parameters(), lr=0.1))))
     return said
 
 
@@ -758,17 +724,17 @@ def _two_exchanges(rank, size):
     wrapped = Task(DistributedDataParallel(cases.model()))
     compiled = torch.compile(DistributedDataParallel(cases.model()), backend="eager")
     for net in (wrapped, compiled):
-        said.append(_sentence(lambda n=net: tw.attach(n, _sgd(n))))
+        said.append(cases.said(lambda n=net: tw.attach(n, _sgd(n))))
     whole = Task(cases.model())
     with tw.attach(whole, _sgd(whole)):
-        said.append(_sentence(lambda: tw.attach(whole.net, _sgd(whole))))
+        said.append(cases.said(lambda: tw.attach(whole.net, _sgd(whole))))
     part = cases.model()
     with tw.attach(part, _sgd(part)):
-        said.append(_sentence(lambda: tw.attach(Task(part), _sgd(part))))
+        said.append(cases.said(lambda: tw.attach(Task(part), _sgd(part))))
     around = cases.model()
     with tw.attach(around, _sgd(around)):
         ddp = DistributedDataParallel(around)
-        said.append(_sentence(lambda: cases.loss_of(ddp, rank, 0)))
+        said.append(cases.said(lambda: cases.loss_of(ddp, rank, 0)))
     cases.loss_of(ddp, rank, 0).backward()
     later = []
     for how in ("a part", "a hook", "replicate"):
@@ -782,7 +748,7 @@ def _two_exchanges(rank, size):
                 called.register_comm_hook(*tw.ddp_hook("ssgd"))
             else:
                 importlib.import_module("torch.distributed._composable").replicate(net)
-            later.append(_sentence(lambda n=called: cases.loss_of(n, rank, 0)))
+            later.append(cases.said(lambda n=called: cases.loss_of(n, rank, 0)))
     return [*said, later]
 
 
@@ -845,9 +811,7 @@ def _validated(rank, size):
             optimizer = _adamw(net)
             with tw.attach(net, optimizer, name, **options) as sync:
                 for step in range(4):
-                    cases.loss_of(net, rank, step).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    cases.down(cases.loss_of(net, rank, step), optimizer)
                     with mode():
                         net.eval()
                         cases.loss_of(net, rank, step)
@@ -875,9 +839,7 @@ def _per_sample(rank, size):
         x, _ = cases.batch(rank, 9)
         with tw.attach(net, optimizer, name) as sync:
             for step, look in enumerate(("vmap", "grad", "jvp", "export")):
-                cases.loss_of(net, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(cases.loss_of(net, rank, step), optimizer)
                 if look == "vmap":
                     torch.func.vmap(net)(x)
                 elif look == "grad":
@@ -910,7 +872,7 @@ def _made_by_hand(rank, size):
                         p.grad = g
                     if told:
                         sync.synchronize()
-                    said = said or _sentence(optimizer.step)
+                    said = said or cases.said(optimizer.step)
                     optimizer.zero_grad()
                 sync.synchronize()
                 found[name, told] = said, sync.stats().steps, bool(torch.equal(start, _weights(net))), _weights(net)
@@ -934,7 +896,7 @@ def test_gradients_made_by_hand_are_averaged_when_asked_and_refused_before_they_
 def _scaled(rank, size):
     found = {}
     for handed in (True, False):
-        lines = _log()
+        lines = cases.logged()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         net = cases.model()
         optimizer = _sgd(net)
@@ -1016,9 +978,7 @@ def _unused(rank, size, topology, listed):
         with tw.attach(net, optimizer, method, topology=topology, **options) as sync:
             for step in range(3):
                 x = torch.randn(4, 24, generator=torch.Generator().manual_seed(9 * step + rank))
-                net(x, rank).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cases.down(net(x, rank), optimizer)
             sync.synchronize()
         moved = {n: float((p.detach() - start[n]).abs().max()) for n, p in net.named_parameters()}
         found[method, str(options)] = moved, {n: p.detach().clone() for n, p in net.named_parameters()}
@@ -1054,7 +1014,7 @@ def test_what_no_rank_used_stays_as_it_is(size, layout, listed):
 
 
 def _warned(rank, size, told):
-    lines = _log()
+    lines = cases.logged()
     net = Uneven()
     with tw.attach(net, _adamw(net), "topk", density=0.1, start_compression_step=0) as sync:
         for _ in range(2):
@@ -1129,15 +1089,6 @@ STARTS = [
 ]
 
 
-def _sentence(call):
-    """The error that a call raises, as text; "" if it raises none."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def _weights(net):
     return torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
 
@@ -1158,9 +1109,7 @@ def _starts(rank, size):
                     before = _weights(nets[0])
                     nets[1].load_state_dict(nets[0].state_dict())
                     for net, optimizer in zip(nets, optimizers):
-                        cases.loss_of(net, rank, step).backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
+                        cases.down(cases.loss_of(net, rank, step), optimizer)
                     sync.synchronize()
                     right = _weights(nets[0])
                     apart.append(float((_weights(nets[1]) - right).norm() / (right - before).norm()))
@@ -1195,9 +1144,7 @@ def _left_out(rank, size):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     try:
         for _ in range(5):
-            ddp(torch.ones(2, 100)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(ddp(torch.ones(2, 100)), optimizer)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -24,9 +24,7 @@ def _train(rank, method, options, costs, steps=14, **attach):
     sync = tw.attach(net, optimizer, method, detect_desync=True, costs=costs, **attach, **options)
     first = sync.plan.hash
     for step in range(steps):
-        cases.loss_of(net, rank, step, width=64).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        cases.down(cases.loss_of(net, rank, step, width=64), optimizer)
     return net, sync, first
 
 

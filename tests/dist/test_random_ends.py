@@ -46,9 +46,7 @@ def _rank(pipe, rank, size, port, method, options, victim, how, moment):
     try:
         sync = tw.attach(net, optimizer, method, timeout=TIMEOUT, **options)
         for step in range(1_000_000):
-            cases.loss_of(net, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            cases.down(cases.loss_of(net, rank, step), optimizer)
             time.sleep(0.005)
     except RuntimeError as error:
         pipe.send(str(error))

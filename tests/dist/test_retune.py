@@ -36,9 +36,7 @@ def _loop(rank, net, sync, optimizer, steps, seconds):
         sync.services.controller.timings.stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
     while step < steps if steps else not sync.stats().settled:
         buckets = len(sync.plan.phases[0])
-        cases.loss_of(net, rank, step, width=16).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        cases.down(cases.loss_of(net, rank, step, width=16), optimizer)
         now[0] += seconds(rank, buckets) if seconds else 0.0
         hashes.append(sync.plan.hash)
         step += 1

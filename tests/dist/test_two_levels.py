@@ -75,10 +75,7 @@ def _mixed(rank, size, steps):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     sync = tw.attach(net, optimizer, "ssgd", plan=MIXED, topology=Topology(4, 2), detect_desync=True)
-    for step in range(steps):
-        cases.loss_of(net, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    cases.walk(net, optimizer, rank, 0, steps)
     sync.close()
     return cases.weights(net)
 
@@ -104,9 +101,7 @@ def _train(rank, size, folder, layout, first, last, fusion):
     for step in range(first, last):
         if step == 5 and not first:
             tw.checkpoint.save(folder, net, optimizer, sync, 5)
-        cases.loss_of(net, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        cases.down(cases.loss_of(net, rank, step), optimizer)
     owed = {
         n: sync.services.state.extended(n, p.shape)
         for n, p in net.named_parameters()
@@ -165,9 +160,7 @@ def _auto(rank, size, costs):
     )
     before = [b.collective for b in sync.plan.phases[0]]
     for step in range(14):
-        cases.loss_of(net, rank, step, width=64).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        cases.down(cases.loss_of(net, rank, step, width=64), optimizer)
     sync.close()
     return before, sync.stats().settled, sync.plan.to_json(), cases.weights(net)
 

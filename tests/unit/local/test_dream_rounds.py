@@ -6,7 +6,6 @@ from local_ranks import SHAPES, Ranks, close, equal, mean_walk, virtual, walk
 
 from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.cast import Cast
-from thinwire.core.methods.qsgd import QSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.engine.local import QSR, Local, Nesterov
 from thinwire.engine.local.settings import local_settings
@@ -31,11 +30,13 @@ def leaving(world):
     return [fragment.index for fragment in world.rounds[0].leaving()]
 
 
+CODECS = [None, Cast("int2", block=16), ACP(rank=2, min_rate=1.0), TopK(0.1)]
+PERIODS = [(2, "least"), (4, "least"), (5, 2), (4, "full")]
+
+
 @pytest.mark.parametrize(
-    "codec", [None, Cast("int2", block=16), ACP(rank=2, min_rate=1.0), TopK(0.1)],
-    ids=lambda c: "none" if c is None else c.name,
-)  # fmt: skip
-@pytest.mark.parametrize(("every", "delay"), [(2, "least"), (4, "least"), (5, 2), (4, "full")])
+    ("codec", "every", "delay"), [(c, *PERIODS[(i + k) % 4]) for i, c in enumerate(CODECS) for k in (0, 2)], ids=str
+)
 def test_no_exchange_moves_the_virtual_iterate(codec, every, delay):
     """Nor does another calendar, which begins at a period's end while something travels."""
     world = world_of(every, codec, ranks=3, fragment_sync_delay=delay)
@@ -74,8 +75,7 @@ def test_rounds_are_waited_for_until_a_calendar_follows_from_their_times():
     assert {fragment.due for fragment in world.rounds[0].travelling()} == {9}
 
 
-@pytest.mark.parametrize("codec", [None, TopK(0.1), Cast("int8", block=16)], ids=str)
-@pytest.mark.parametrize("window", [0, 120])
+@pytest.mark.parametrize(("codec", "window"), [(None, 0), (TopK(0.1), 120), (Cast("int8", block=16), 0)], ids=str)
 def test_outer_weights_are_equal_on_all_ranks(codec, window):
     world = world_of(4, codec, window=window, ranks=3, outer=Nesterov(0.7, 0.5))
     for step in range(14):
@@ -84,8 +84,12 @@ def test_outer_weights_are_equal_on_all_ranks(codec, window):
             assert all(torch.equal(world.outer(rank)[name], world.outer()[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("codec", [None, ACP(rank=2, min_rate=1.0), TopK(0.1), QSGD()], ids=str)
-@pytest.mark.parametrize(("window", "stop"), [(0, 4), (120, 5), (0, 6), (120, 7)])
+STOPS = [(0, 4), (120, 5), (0, 6), (120, 7)]
+
+
+@pytest.mark.parametrize(
+    ("codec", "window", "stop"), [(c, *STOPS[(i + k) % 4]) for i, c in enumerate(CODECS) for k in (0, 1)], ids=str
+)
 def test_training_goes_on_bit_for_bit_from_any_moment(codec, window, stop):
     options = {"outer": Nesterov(0.7, 0.9, ramp_rounds=3), "fragment_sync_delay": 2}
     through = world_of(4, codec, window=window, **options)

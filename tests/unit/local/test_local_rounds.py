@@ -37,8 +37,11 @@ CODECS = [
 SCHEDULES = [(1, 0, 1), (4, 0, 1), (4, 3, 1), (8, 7, 4), (5, 2, 3), (3, 1, 5)]
 
 
-@pytest.mark.parametrize("codec", [None, *CODECS], ids=lambda c: "none" if c is None else c.name)
-@pytest.mark.parametrize(("every", "delay", "fragments"), SCHEDULES)
+TURNS = [(codec, *SCHEDULES[(i + turn) % 6]) for i, codec in enumerate([None, *CODECS]) for turn in (0, 3)]
+"""Each codec under two schedules, each schedule with four codecs."""
+
+
+@pytest.mark.parametrize(("codec", "every", "delay", "fragments"), TURNS, ids=str)
 def test_no_round_moves_the_virtual_iterate(codec, every, delay, fragments):
     settings = Local(every, codec, fragments=fragments, fragment_sync_delay=delay)
     world = Ranks(settings, equal(3), topology=Topology(3))
@@ -48,10 +51,17 @@ def test_no_round_moves_the_virtual_iterate(codec, every, delay, fragments):
 
 
 @pytest.mark.parametrize(
-    "codec", [None, TopK(0.1), Cast("int2", block=16)], ids=lambda c: "none" if c is None else c.name
+    ("codec", "fragments", "delay"),
+    [
+        (None, 1, 0),
+        (None, 3, 1),
+        (TopK(0.1), 3, 0),
+        (TopK(0.1), 1, "full"),
+        (Cast("int2", block=16), 1, 1),
+        (Cast("int2", block=16), 3, "full"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("delay", [0, 1, "full"])
 def test_nor_does_a_period_that_changes(codec, fragments, delay):
     """It shrinks and grows with the rate, after a warm-up, while fragments travel."""
     settings = Local(QSR(0.1, least=1, most=6), codec, fragments=fragments, fragment_sync_delay=delay, warmup_steps=3)
@@ -274,8 +284,7 @@ def walk_float(world):
     world.step()
 
 
-@pytest.mark.parametrize("codec", [None, *CODECS], ids=lambda c: "none" if c is None else c.name)
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize(("codec", "delay"), [(c, 2 * (i % 2)) for i, c in enumerate([None, *CODECS])], ids=str)
 def test_a_change_that_is_not_finite_is_rejected_by_all_ranks(codec, delay):
     world = Ranks(Local(3, codec, outer=Nesterov(0.7, 0.5), fragment_sync_delay=delay), equal(3))
     walk(world, 12 + delay)
@@ -299,9 +308,8 @@ def test_a_change_that_is_not_finite_is_rejected_by_all_ranks(codec, delay):
     assert fragments[0].rejected == 1
 
 
+@pytest.mark.parametrize(("delay", "spoilt"), [(0, 7), (0, 8), (1, 9), (1, 10), (3, 7), (3, 9), (3, 10)])
 @pytest.mark.parametrize("codec", [None, TopK(0.1)], ids=str)
-@pytest.mark.parametrize("delay", [0, 1, 3])
-@pytest.mark.parametrize("spoilt", range(7, 11))
 def test_a_rank_whose_every_layer_is_spoilt_by_one_comes_back(codec, delay, spoilt):
     """As a forward does it: of one weight that is not finite, all gradients are not."""
     world = Ranks(Local(4, codec, fragments=2, fragment_sync_delay=delay), equal(2))
@@ -346,8 +354,12 @@ def test_who_goes_on_while_it_measures_measures_from_the_first_codec():
     assert new.rounds[0].code == 0
 
 
-@pytest.mark.parametrize("codec", [None, ACP(rank=2, min_rate=1.0), TopK(0.1), QSGD()], ids=str)
-@pytest.mark.parametrize("stop", [4, 5, 6, 7])
+RESUMED = [None, ACP(rank=2, min_rate=1.0), TopK(0.1), QSGD()]
+
+
+@pytest.mark.parametrize(
+    ("codec", "stop"), [(c, 4 + (i + k) % 4) for i, c in enumerate(RESUMED) for k in (0, 2)], ids=str
+)
 def test_training_goes_on_bit_for_bit_from_any_moment(codec, stop):
     settings = Local(4, codec, outer=Nesterov(0.7, 0.9, ramp_rounds=3), fragments=2, fragment_sync_delay=3)
     through = Ranks(settings, equal(2))
