@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import threading
 
 import cases
@@ -306,27 +305,14 @@ def test_a_skipped_step_is_counted_beside_an_optimizer_without_a_scaler():
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-
-    def emit(self, record):
-        self.said.append(record.getMessage())
-
-
 def _lost_moments(rank, size):
     """A single loss of rank 1 is NaN, and its Adam remembers it for ever."""
-    net, lines = cases.model(), _Lines()
+    net, lines = cases.model(), cases.logged()
     optimizer = _adamw(net)
-    logging.getLogger("thinwire").addHandler(lines)
-    try:
-        with tw.attach(net, optimizer, Local(2)) as sync:
-            for step in range(12):
-                cases.down(cases.loss_of(net, rank, step) * (torch.nan if rank == 1 and step == 3 else 1.0), optimizer)
-            return lines.said, sync.stats().rejected_steps
-    finally:
-        logging.getLogger("thinwire").removeHandler(lines)
+    with tw.attach(net, optimizer, Local(2)) as sync:
+        for step in range(12):
+            cases.down(cases.loss_of(net, rank, step) * (torch.nan if rank == 1 and step == 3 else 1.0), optimizer)
+        return lines, sync.stats().rejected_steps
 
 
 def test_it_is_said_when_no_round_is_kept_any_more():
@@ -343,11 +329,10 @@ def _loaded_late(rank, size):
     for options, late, skipped in (
         ({}, False, False), ({}, True, False), ({}, True, True), ({"codec": "none"}, True, False),
     ):  # fmt: skip
-        net, lines, scaler = cases.model(), _Lines(), torch.amp.GradScaler("cpu", enabled=skipped)
+        net, lines, scaler = cases.model(), cases.logged(), torch.amp.GradScaler("cpu", enabled=skipped)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         if not late:
             net.load_state_dict(trained.state_dict())
-        logging.getLogger("thinwire").addHandler(lines)
         with tw.attach(net, optimizer, "local", sync_every=2, **options) as sync:
             net.load_state_dict(trained.state_dict())
             with sync.outer_weights():
@@ -357,8 +342,7 @@ def _loaded_late(rank, size):
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-        logging.getLogger("thinwire").removeHandler(lines)
-        rows.append((kept, sum("weights were changed after attach" in line for line in lines.said)))
+        rows.append((kept, sum("weights were changed after attach" in line for line in lines)))
     return rows
 
 
@@ -372,22 +356,30 @@ def _uncounted(rank, size):
     """Of two optimizers one never steps; another one makes the steps of both; and each fifth step is the second's."""
     said = []
     for case in ("one never", "another", "by turns"):
-        net, lines = cases.model(), _Lines()
+        net, lines = cases.model(), cases.logged()
         named = [torch.optim.SGD(some, lr=0.01) for some in (net[:4].parameters(), net[4:].parameters())]
         other = torch.optim.SGD(net.parameters(), lr=0.01)
-        logging.getLogger("thinwire").addHandler(lines)
         with tw.attach(net, named, Local(2)):
             for step in range(150):
                 cases.loss_of(net, rank, step).backward()
                 late = case == "by turns" and step % 5 == 4
                 (other if case == "another" else named[late]).step()
-        logging.getLogger("thinwire").removeHandler(lines)
-        said.append(sum("a step counts when every optimizer" in line for line in lines.said))
+        said.append(sum("a step counts when every optimizer" in line for line in lines))
     return said
 
 
 def test_it_is_said_when_optimizers_step_and_nothing_counts():
     assert run(_uncounted, 2, seconds=120) == [[1, 0, 0]] * 2
+
+
+def test_one_rank_says_nothing_of_steps_that_do_not_count(caplog):
+    """There nothing would be averaged anyway."""
+    net = cases.model()
+    named = [torch.optim.SGD(some, lr=0.01) for some in (net[:4].parameters(), net[4:].parameters())]
+    with tw.attach(net, named, Local(2)):
+        for _ in range(150):
+            named[0].step()
+    assert "a step counts when" not in caplog.text
 
 
 def _lent(rank, size, folder):

@@ -25,6 +25,7 @@ from thinwire.core.program import State, Topology
 from thinwire.engine.attach import attach
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.sync import LocalSync
+from thinwire.engine.services import fitting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -194,6 +195,6 @@ class LocalRank:
         same = int(state.get("world_size", 0)) == self.state.size
         if same and f"own/{rank}" in state:
             state["rank"] = rank
-        fitting = self.sync.fitting(state)
+        found = fitting(self.sync, state)
         self.put(state[f"own/{rank if same else 0}"])
-        fitting.restore()
+        found.restore()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,14 +32,17 @@ class Stateful(Protocol):
     def close(self) -> None: ...
 
 
-class Fitting(Protocol):
-    """A saved state that was checked and fits: call ``restore``, then ``adopt``."""
+@dataclass(frozen=True)
+class Fitting:
+    """A saved state that was checked and fits: call ``restore``, then ``adopt``.
 
-    def restore(self) -> Callable[[], None]:
-        """Take the state over. Return a function that undoes it, except for weights. If it raises, nothing changes."""
+    Attributes:
+        restore: takes the state over; returns what undoes it, except for weights. If it raises, nothing has changed.
+        adopt: puts the saved plan in force, if there is one. All ranks must call it.
+    """
 
-    def adopt(self) -> None:
-        """Put the saved plan in force, if there is one. All ranks must call it."""
+    restore: Callable[[], Callable[[], None]]
+    adopt: Callable[[], None]
 
 
 class Handle(abc.ABC):
@@ -46,18 +50,21 @@ class Handle(abc.ABC):
 
     Attributes:
         services: what optimizers, K-FAC and other packages use of it.
-        apart: whether each rank has weights and optimizer states of its own.
     """
 
     services: Services
-    apart = False
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
     @abc.abstractmethod
-    def fitting(self, state: Mapping[str, Any]) -> Fitting:
-        """Return what to take over of a state. Changes nothing; ``ValueError`` if it does not fit."""
+    def _fitting(self, state: Mapping[str, Any]) -> Fitting: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over this rank's ``state_dict``; on another number of ranks, the union of all ranks'."""
+        found = self._fitting(state)
+        found.restore()
+        found.adopt()
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -67,6 +74,11 @@ class Handle(abc.ABC):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def fitting(handle: Handle, state: Mapping[str, Any]) -> Fitting:
+    """Return what a handle would take over of a state. Changes nothing; ``ValueError`` if it does not fit."""
+    return handle._fitting(state)
 
 
 _attached: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -92,6 +104,7 @@ class Services:
         session: of its exchange.
         source: of its gradients; None: they are not exchanged.
         controller: of its plans; None: likewise.
+        apart: whether each rank has weights and optimizer states of its own.
 
     Attributes:
         companions: objects that are saved and loaded with the handle, by name.
@@ -106,7 +119,10 @@ class Services:
         session: Session,
         source: GradientSource | None = None,
         controller: Controller | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
+        self.apart = apart
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
         self.session, self.source, self.controller = session, source, controller
         self.companions: dict[str, Stateful] = {}

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from thinwire.engine.parameters import Managed, gradient_dtype, managed_paramete
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.schedules.decoupled import Decoupled
-from thinwire.engine.services import Handle, Services
+from thinwire.engine.services import Fitting, Handle, Services
 from thinwire.engine.session import Session
 from thinwire.engine.source import AttachSettings, GradientSource
 from thinwire.engine.state.persistence import (
@@ -213,9 +213,7 @@ class GradientSync(Handle):
             ValueError: it does not fit the model or the method, or lacks what this rank needs; nothing has changed.
         """
         self._schedule.complete()
-        found = self.fitting(state)
-        found.restore()
-        found.adopt()
+        super().load_state_dict(state)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Recorder]:
@@ -282,7 +280,7 @@ class GradientSync(Handle):
                     flat[f"offset/{rank}/{name}"] = found.offsets[name]
         return flat | blank(dense, [(m.name, m.parameter) for m in managed if m.dense], topology, rank)
 
-    def fitting(self, state: Mapping[str, Any]) -> _Fitting:
+    def _fitting(self, state: Mapping[str, Any]) -> Fitting:
         check_version(state)
         if LOCAL in state:
             raise ValueError(
@@ -309,23 +307,15 @@ class GradientSync(Handle):
                 plan.check(m.name for m in managed)
             except ValueError:
                 plan = None  # another set of trainable parameters: the fresh plan stays
-        return _Fitting(self, snapshot, companions, plan)
+        return Fitting(
+            partial(self._restore, snapshot, companions), lambda: None if plan is None else self.adopt_plan(plan)
+        )
 
-
-@dataclass(frozen=True)
-class _Fitting:
-    """A state that fits: for ``State.restore``, for the companions that were saved, and the plan, if any."""
-
-    sync: GradientSync
-    snapshot: dict[str, Any]
-    companions: dict[str, dict[str, Any]]
-    plan: Plan | None
-
-    def restore(self) -> Callable[[], None]:
-        services = self.sync.services
-        state = services.state
+    def _restore(self, snapshot: dict[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> Callable[[], None]:
+        """Take over a state of the session and of the companions that were saved. Return what undoes it."""
+        state = self.services.state
         before, restored = state.snapshot(), state.restored
-        companions = [(services.companions[name], saved) for name, saved in self.companions.items()]
+        companions = [(self.services.companions[name], one) for name, one in saved.items()]
         earlier = [companion.state_dict() for companion, _ in companions]
         loaded = 0
 
@@ -335,16 +325,12 @@ class _Fitting:
             for (companion, _), held in zip(companions[:loaded], earlier):
                 companion.load_state_dict(held)
 
-        state.restore(self.snapshot)
+        state.restore(snapshot)
         try:
-            for companion, saved in companions:
-                companion.load_state_dict(saved)
+            for companion, one in companions:
+                companion.load_state_dict(one)
                 loaded += 1
         except BaseException:
             undo()
             raise
         return undo
-
-    def adopt(self) -> None:
-        if self.plan is not None:
-            self.sync.adopt_plan(self.plan)

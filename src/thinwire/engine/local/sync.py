@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from thinwire.engine.local.times import CalendarTimes, RoundTimes
 from thinwire.engine.local.travel import Beside, Moments, Travel
 from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.engine.services import Fitting, Handle, Services
+from thinwire.engine.services import Fitting, Handle, Services, fitting
 from thinwire.engine.session import Session, owned
 from thinwire.engine.source import AttachSettings, LateParameters
 from thinwire.engine.state.persistence import LOCAL, check_version, from_flat, frozen_since, on_device, to_flat, without
@@ -43,8 +43,6 @@ class LocalSync(Handle):
         settings: the ``Local`` that was asked for.
     """
 
-    apart = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -61,7 +59,7 @@ class LocalSync(Handle):
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(m.parameter.nbytes for m in managed)
         self._late, self._steps, self._lent = LateParameters(model), _Steps(optimizers), False
-        self.services = Services(model, optimizers, managed[0].device, session)
+        self.services = Services(model, optimizers, managed[0].device, session, apart=True)
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         several, start = len(comm.ranks) > 1, settings.start_compression_step
         if several:
@@ -307,11 +305,9 @@ class LocalSync(Handle):
             RuntimeError: inside ``outer_weights``.
         """
         self._check_own("load_state_dict()")
-        found = self.fitting(state)
-        found.restore()
-        found.adopt()
+        super().load_state_dict(state)
 
-    def fitting(self, state: Mapping[str, Any]) -> _LocalFitting:
+    def _fitting(self, state: Mapping[str, Any]) -> Fitting:
         services, rounds = self.services, self._rounds
         rank, same = services.rank, self._check_fits(state)
         frozen = frozen_since(services.model, {name for fragment in rounds.fragments for name in fragment.parameters})
@@ -329,8 +325,27 @@ class LocalSync(Handle):
         fragments = [
             {**saved, "codec": _part(codec, fragment, saved)} for fragment, saved in zip(rounds.fragments, parts)
         ]
-        inside = None if self._inner is None else self._inner.fitting(state[f"inside/{rank}"])
-        return _LocalFitting(self, {**outer, "fragments": fragments}, outer["buffers"], not same, inside)
+        inside = None if self._inner is None else fitting(self._inner, state[f"inside/{rank}"])
+        snapshot = {**outer, "fragments": fragments}
+        return Fitting(
+            partial(self._restore, snapshot, outer["buffers"], inside, again=not same),
+            lambda: None if inside is None else inside.adopt(),
+        )
+
+    def _restore(
+        self, snapshot: dict[str, Any], buffers: list[Tensor], inside: Fitting | None, *, again: bool
+    ) -> Callable[[], None]:
+        """Take a state over; ``again``: begin again from its outer weights. Return what undoes it."""
+        held, before = self._held(), self._rounds.snapshot()
+        undo_inside = None if inside is None else inside.restore()
+        self._put(snapshot, buffers, snapshot["frozen"], again=again)
+
+        def undo() -> None:
+            self._put(before, *held, again=False)
+            if undo_inside is not None:
+                undo_inside()
+
+        return undo
 
     def _check_fits(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state is of this number of ranks. Raise ``ValueError`` if it is of something else."""
@@ -360,7 +375,6 @@ class LocalSync(Handle):
         return same
 
     def _put(self, snapshot: Mapping[str, Any], buffers: list[Tensor], frozen: list[str], *, again: bool) -> None:
-        """Take over a snapshot; ``again``: begin again from its outer weights."""
         self._rounds.restore(snapshot)
         if again:
             self._rounds.begin_again()
@@ -434,37 +448,6 @@ class _Steps:
         if not self.waiting:
             self._in_vain = 0
         return not self.waiting
-
-
-@dataclass(frozen=True)
-class _LocalFitting:
-    """A state that fits: of the rounds, of what came with them, and of the method inside machines, if there is one.
-
-    ``again``: it is from another number of ranks, so this rank starts again from the outer weights.
-    """
-
-    sync: LocalSync
-    snapshot: dict[str, Any]
-    buffers: list[Tensor]
-    again: bool
-    inside: Fitting | None
-
-    def restore(self) -> Callable[[], None]:
-        sync = self.sync
-        held, before = sync._held(), sync._rounds.snapshot()
-        undo_inside = None if self.inside is None else self.inside.restore()
-        sync._put(self.snapshot, self.buffers, self.snapshot["frozen"], again=self.again)
-
-        def undo() -> None:
-            sync._put(before, *held, again=False)
-            if undo_inside is not None:
-                undo_inside()
-
-        return undo
-
-    def adopt(self) -> None:
-        if self.inside is not None:
-            self.inside.adopt()
 
 
 def _of_trained(saved: Mapping[str, Any], frozen: Container[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
-from thinwire.engine.services import Fitting, Handle
+from thinwire.engine.services import Fitting, Handle, fitting
 
 _MODEL, _SUMS = "model.pt", "files.json"
 _OWN = ("model", "optimizer")  # each rank's own, under local steps
@@ -84,7 +84,7 @@ def save(
     with _Together(sync, directory, step) as written:
         name = _rank_name(sync.services.rank)
         mine: dict[str, Any] = sync.state_dict()
-        if sync.apart:
+        if sync.services.apart:
             mine |= {"model": model.state_dict(), "optimizer": _states(optimizers)}
         sums[name] = write_file(partial / name, mine)
         if sync.services.rank == 0:
@@ -135,14 +135,14 @@ def load(
     damaged: list[str] = []
     for path in reversed(wanted):
         content: dict[str, Any] = {}
-        fitting, bad, misfit = None, "", ""
+        found, bad, misfit = None, "", ""
         try:
             content, state = _read(path, sync)
         except Exception as error:
             bad = _words(error)
         else:
             try:
-                fitting = sync.fitting(state)
+                found = fitting(sync, state)
             except Exception as error:
                 misfit = _words(error)
         rows = _tell(sync, [bad, misfit])
@@ -151,8 +151,8 @@ def load(
             continue
         if misfit := misfit or _quoted(row[1] for row in rows):
             raise ValueError(misfit)
-        assert fitting is not None
-        _take_over(path, content, model, optimizers, sync, fitting)
+        assert found is not None
+        _take_over(path, content, model, optimizers, sync, found)
         if damaged:
             log.warning("thinwire: %s; continuing from %s", "; ".join(damaged), path)
         return int(content["step"])
@@ -330,7 +330,7 @@ def _take_over(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     sync: Handle,
-    fitting: Fitting,
+    found: Fitting,
 ) -> None:
     """Load into model, optimizer and sync, on all ranks; or change nothing, if it does not fit on one of them."""
     problem = ""
@@ -345,7 +345,7 @@ def _take_over(
         for optimizer, saved in zip(optimizers, moments):
             undo.append(partial(optimizer.load_state_dict, optimizer.state_dict()))
             optimizer.load_state_dict(saved)
-        undo.append(fitting.restore())
+        undo.append(found.restore())
     except Exception as error:
         problem = _words(error)
     everyones = _tell(sync, problem)
@@ -353,7 +353,7 @@ def _take_over(
         for back in reversed(undo):
             back()
         raise ValueError(f"{path} does not fit: {problem}")
-    fitting.adopt()
+    found.adopt()
 
 
 def _kept(value: Any) -> Any:
