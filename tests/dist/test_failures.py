@@ -395,7 +395,9 @@ tw.attach(net, optimizer, "ssgd", timeout=30)
 for step in range(4):
     if step == 2 and dist.get_rank() == 1:
         raise KeyError("a batch that is not there")
-    cases.down(net(torch.ones(2, 4)).sum(), optimizer)
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 
