@@ -21,7 +21,7 @@ from thinwire.adapters.torchft_member import QuorumHandle, QuorumMember, added
 from thinwire.core.program import State, Topology
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
-from thinwire.engine.local.travel import Beside, Moments, Travel
+from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.services import Services
@@ -80,7 +80,8 @@ class QuorumExchange:
                 comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
                 services = self._services
                 beside = Beside(buffers, [], services.gather)
-                self._travel = Travel(self.rounds, services.channel, services.gather, beside, moments)
+                channels = open_channels(services, self.rounds, beside, moments)
+                self._travel = Travel(self.rounds, channels, beside, moments)
             except Exception as error:
                 self.close(error)
                 raise

@@ -20,7 +20,7 @@ from thinwire.core.program.modes import own_modes
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.times import CalendarTimes, RoundTimes
-from thinwire.engine.local.travel import Beside, Moments, Travel
+from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Fitting, Handle, Services, fitting
@@ -83,7 +83,8 @@ class LocalSync(Handle):
             before = self._compare if settings.detect_desync else lambda: None
             services = self.services
             try:
-                self._travel = Travel(self._rounds, services.channel, services.gather, beside, moments, before)
+                channels = open_channels(services, self._rounds, beside, moments)
+                self._travel = Travel(self._rounds, channels, beside, moments, before)
                 self._measure_anew()
             except Exception as error:  # a rank was lost meanwhile: the channels made so far have threads
                 session.give_up(str(error))

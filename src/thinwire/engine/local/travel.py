@@ -26,6 +26,8 @@ from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.parameters import Named
 from thinwire.engine.ranks.agreement import deepest_of_all
+from thinwire.engine.services import Services
+from thinwire.engine.session import Channel
 
 logger = logging.getLogger("thinwire")
 _IN_VAIN = 3  # consecutive dropped rounds of a fragment after which to warn: more than an accident of one step
@@ -192,14 +194,19 @@ def _sample(x: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // 1000)].clone()
 
 
-class Travel:
-    """Sends, receives and merges fragments. Fragments sent together share a channel.
+def open_channels(services: Services, rounds: Rounds, beside: Beside, moments: Moments) -> list[Channel]:
+    """Return a channel for each round that can be under way at once. All ranks must call it."""
+    depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
+    depth |= Counter({Scope.WORLD: len(beside.dtypes | moments.dtypes)})
+    wanted = deepest_of_all(depth, services.gather)
+    return [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
 
-    There are as many channels as rounds can be under way at once; they are used in turn.
+
+class Travel:
+    """Sends, receives and merges fragments. Fragments sent together share a channel; channels are used in turn.
 
     Args:
-        channel: returns a channel for a purpose and a depth; all ranks call it alike.
-        gather: returns every rank's message.
+        channels: see ``open_channels``.
         beside, moments: sent with the last fragment; moments, when they are due.
         before_leaving: called before fragments are sent.
 
@@ -211,19 +218,13 @@ class Travel:
     def __init__(
         self,
         rounds: Rounds,
-        channel: Callable[[str, Mapping[Scope, int]], RoundChannel],
-        gather: Callable[[bytes], list[bytes]],
+        channels: Sequence[RoundChannel],
         beside: Beside,
         moments: Moments,
         before_leaving: Callable[[], None] = lambda: None,
     ) -> None:
         self._rounds, self.beside, self._moments, self._before = rounds, beside, moments, before_leaving
-        self._averages = Averages()
-        depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
-        depth |= Counter({Scope.WORLD: len(beside.dtypes | moments.dtypes)})
-        wanted = deepest_of_all(depth, gather)
-        self._channels = [channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
-        self._next = 0
+        self._averages, self._channels, self._next = Averages(), channels, 0
         self._under_way: dict[int, int] = {}
         self._in_vain = Counter[int]()
         self.seconds = 0.0
@@ -362,8 +363,8 @@ class LocalRanks:
         self._travels = [self._travel(rank, rounds) for rank, rounds in enumerate(self.rounds)]
 
     def _travel(self, rank: int, rounds: Rounds) -> Travel:
-        beside, moments = Beside([], [], _alone), Moments({}, [], [])
-        return Travel(rounds, lambda purpose, depth: _Lockstep(self._left[rank]), _alone, beside, moments)
+        channels = [_Lockstep(self._left[rank])] * rounds.most_travelling()
+        return Travel(rounds, channels, Beside([], [], lambda message: [message]), Moments({}, [], []))
 
     def step(self, lr: float = 0.0) -> None:
         self._together([travel.turn(lr) for travel in self._travels])
@@ -385,10 +386,6 @@ class LocalRanks:
         for travel, rounds in zip(self._travels, self.rounds):
             for fragment in rounds.travelling():
                 travel.receive(fragment)
-
-
-def _alone(message: bytes) -> list[bytes]:
-    return [message]
 
 
 class _Lockstep:
