@@ -288,39 +288,34 @@ def _agreed(root: Path, sync: Handle, step: int | None) -> list[Path]:
 def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all."""
     sums = _sums(path)
-    content = _checked(path / _MODEL, sums, ("model", "optimizer", "step"))
+    content = _checked(path / _MODEL, sums)
     own = path / _rank_name(sync.services.rank)
     first = own if own.exists() else path / _rank_name(0)
-    state = _checked(first, sums, ("version", "method", "options", "step", "world_size"))
+    state = _checked(first, sums)
     size = int(state["world_size"])
     if size == sync.services.topology.world_size:
-        mine = state if first == own else _checked(own, sums, ())  # the second raises: the file is missing
+        mine = state if first == own else _checked(own, sums)  # the second raises: the file is missing
         return content | {key: mine[key] for key in _OWN if key in mine}, mine
     for rank in range(size):
         other = path / _rank_name(rank)
         if other != first:
-            state = {**_checked(other, sums, ("version",)), **state}
+            state = {**_checked(other, sums), **state}
     return content, state
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the checksums of the files, by name; empty for a checkpoint of an earlier version."""
+    """Return the checksums of the files, by name."""
     file = path / _SUMS
-    if not file.exists():
-        return {}
     try:
         return dict(json.loads(file.read_bytes())["blake2b"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is damaged") from error
 
 
-def _checked(file: Path, sums: dict[str, str], keys: Iterable[str]) -> dict[str, Any]:
-    if sums and file.exists() and digest_of(file) != sums.get(file.name):
+def _checked(file: Path, sums: dict[str, str]) -> dict[str, Any]:
+    if file.exists() and digest_of(file) != sums.get(file.name):
         raise ValueError(f"{file} is not as it was saved: its checksum differs")
-    content = read_file(file)
-    for key in keys:
-        if not isinstance(content, dict) or key not in content:
-            raise ValueError(f"{file} is not a checkpoint file: it has no {key!r}")
+    content: dict[str, Any] = read_file(file)
     return content
 
 
