@@ -87,7 +87,8 @@ class Buckets:
         self.plan, self._memory = plan, {}
         self._phases = self._traced(plan, session.method)
         opened = [with_rare_rounds(session.method, phase.traced) for phase in self._phases]
-        if session.state.start:
+        self._first = []
+        if session.state.step < session.state.start:
             self._first = self._traced(plan, session.first)
             opened += [phase.traced for phase in self._first]
         session.comm.open_lanes(program for programs in opened for program in programs)
@@ -110,6 +111,8 @@ class Buckets:
         session.begin()
         if session.starting != before:
             self._memory.clear()  # it belongs to the other method
+        if session.starting and not self._first:  # an early state was loaded late
+            self._first = self._traced(self.plan, session.first)
         phases = self._first if session.starting else self._phases
         self._phase = phase = phases[session.state.turn % len(phases)]
         left = [
