@@ -17,7 +17,7 @@ import torch
 
 from thinwire.core.methods.cast import Cast
 from thinwire.core.program import Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.engine.local import Local, rounds
 from thinwire.tools.bench.models.registry import build_model, loss_of
 from thinwire.tools.bench.race import Trajectory

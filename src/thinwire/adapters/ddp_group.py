@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from thinwire.core.collectives.backends import backend_for
+from thinwire.core.collectives.groups import backend_for
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -24,7 +24,7 @@ from thinwire.adapters.ddp_layout import gradient_views, into_values, joined
 from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.adapters.traced import traced
-from thinwire.core.collectives.topology import topology_of
+from thinwire.core.collectives.groups import topology_of
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology
 from thinwire.core.program.trace import TracedExchange

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.core.collectives.topology import topology_of
+from thinwire.core.collectives.groups import topology_of
 from thinwire.core.methods.decoupling import deferring, schedule
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD

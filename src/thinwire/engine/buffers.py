@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from thinwire.core.memory import memory_of
+from thinwire.core.collectives.sockets import memory_of
 from thinwire.engine.parameters import Named, buffers_of
 from thinwire.engine.ranks.agreement import bytes_of, put_bytes
 from thinwire.engine.ranks.communicator import Communicator

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from thinwire.core.collectives.lanes import Lanes
-from thinwire.core.collectives.ledger import Ledger
-from thinwire.core.collectives.transport import Pending
+from thinwire.core.collectives.exchange import Lanes, Ledger, Pending
 from thinwire.core.program import Collective, Scope, Topology
 from thinwire.engine.executors.issuer import MakeProgram, OpIssuer
 from thinwire.engine.executors.steps import ProgramSteps, executor_for

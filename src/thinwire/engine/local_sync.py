@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.collectives.exchange import Ledger
 from thinwire.core.program import Method, Program, Scope, State, Topology
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.core.program.trace import depths
 from thinwire.engine.attached import forget, remember
 from thinwire.engine.calendar_times import CalendarTimes

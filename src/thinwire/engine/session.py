@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.collectives.exchange import Ledger
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.program import Method, State, Topology
 from thinwire.engine.ranks.communicator import Alone, Communicator

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.buffers import Buffers

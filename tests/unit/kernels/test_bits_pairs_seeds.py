@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.core.kernels.bits import add_values, pack_bits, pack_signs
 from thinwire.core.kernels.lowrank import peel_left, peel_right, project_left, rebuild
 from thinwire.core.kernels.pairs import add_pairs, message_bytes, pack, to_wire, unpack
+from thinwire.core.kernels.quantise import add_values, pack_bits, pack_signs
 from thinwire.core.kernels.seeding import generator, normal, seed_of
 
 

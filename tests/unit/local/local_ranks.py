@@ -3,7 +3,7 @@
 import torch
 
 from thinwire.core.program import Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.engine.local.rounds import Rounds
 
 SHAPES = {"a": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "row": (1, 8)}

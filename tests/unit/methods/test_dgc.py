@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from worlds import draw, mean
 
+from thinwire.core.methods.base import Warmup
 from thinwire.core.methods.dgc import DGC
-from thinwire.core.methods.feedback import Warmup
 from thinwire.core.program import Bucket, LocalWorld, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 
 SHAPES = {"w": (12, 9), "v": (30,)}
 PLAN = [["w", "v"]]

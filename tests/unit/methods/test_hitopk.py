@@ -10,7 +10,7 @@ from thinwire.core.methods.hitopk import HiTopK
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.program import Bucket, LocalWorld, Plan, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.core.program.ops import CROSS, NODE
 from thinwire.core.program.trace import trace
 

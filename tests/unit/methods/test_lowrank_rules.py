@@ -136,7 +136,7 @@ def test_another_seed_is_another_subspace_and_the_rank_may_change():
 
 def test_loss_scale_leaves_the_residual_alone():
     from thinwire.core.program import Bucket, Slot, State
-    from thinwire.core.program.lockstep import run_lockstep
+    from thinwire.core.program.local_world import run_lockstep
 
     results = {}
     for method in (ACP(rank=2), PowerSGD(rank=2)):

@@ -12,7 +12,7 @@ from thinwire.core.methods.qsgd import QSGD
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.terngrad import TernGrad
 from thinwire.core.program import Bucket, LocalWorld, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.core.program.trace import trace
 
 UNBIASED = [QSGD(), QSGD(bits=2, block=64, norm="l2"), QSGD(bits=8, seed=3), TernGrad(clip=None)]

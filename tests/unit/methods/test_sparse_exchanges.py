@@ -11,8 +11,7 @@ from worlds import draw, label, mean
 from thinwire import GTopK, OkTopk
 from thinwire.core.kernels.pairs import by_index, contains, merge_pairs, pack, unpack
 from thinwire.core.kernels.select import keep_count, top_k
-from thinwire.core.methods.base import all_finite
-from thinwire.core.methods.feedback import accumulate_flat, stage_flat
+from thinwire.core.methods.base import accumulate_flat, all_finite, stage_flat
 from thinwire.core.methods.regions import regions
 from thinwire.core.methods.sparse import deliver
 from thinwire.core.methods.sparse_prices import EXCHANGES, assumed_cheapest, messages, seconds

@@ -4,7 +4,7 @@ import pytest
 import torch
 from worlds import draw, mean
 
-from thinwire.core.methods.feedback import Warmup
+from thinwire.core.methods.base import Warmup
 from thinwire.core.methods.topk import TopK
 from thinwire.core.program import LocalWorld, Topology
 from thinwire.core.program.trace import trace
@@ -89,7 +89,7 @@ def test_what_stays_dense():
 
 def test_loss_scale_leaves_the_residual_alone():
     from thinwire.core.program import Bucket, Slot, State
-    from thinwire.core.program.lockstep import run_lockstep
+    from thinwire.core.program.local_world import run_lockstep
 
     ends = []
     for scale in (None, 256.0):

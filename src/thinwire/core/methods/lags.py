@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from thinwire.core.kernels.pairs import WIRES
-from thinwire.core.methods.base import all_finite, check_choice, check_flag, poison
-from thinwire.core.methods.feedback import accumulate_flat, stage_flat
+from thinwire.core.methods.base import accumulate_flat, all_finite, check_choice, check_flag, poison, stage_flat
 from thinwire.core.methods.sparse import message_units
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import rebuild
-from thinwire.core.kernels.orthogonal import fingerprint, orthogonalise
+from thinwire.core.kernels.lowrank import fingerprint, orthogonalise, rebuild
 from thinwire.core.kernels.seeding import normal
 from thinwire.core.methods.base import check_choice, check_count, check_flag, check_fusion, own_memory
 from thinwire.core.methods.prices import elements

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.seeding import fill_noise
-from thinwire.core.kernels.upload import upload
-from thinwire.core.methods.feedback import accumulate_all
+from thinwire.core.kernels.seeding import fill_noise, upload
+from thinwire.core.methods.base import accumulate_all
 from thinwire.core.program import Bucket, Slot, State, working_dtype
 from thinwire.core.program.bucket import deliver
 

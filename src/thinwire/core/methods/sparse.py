@@ -11,8 +11,7 @@ from torch import Tensor
 from thinwire.core.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack
 from thinwire.core.kernels.seeding import generator
 from thinwire.core.kernels.select import ALGORITHMS, top_k
-from thinwire.core.methods.base import all_finite, check_choice, poison
-from thinwire.core.methods.feedback import Warmup
+from thinwire.core.methods.base import Warmup, all_finite, check_choice, poison
 from thinwire.core.program import AllGather, Bucket, State, working_dtype
 
 

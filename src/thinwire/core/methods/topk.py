@@ -22,9 +22,16 @@ import torch
 
 from thinwire.core.kernels.pairs import wire_dtype
 from thinwire.core.kernels.select import keep_count
-from thinwire.core.methods.base import all_finite, check_choice, check_flag, check_fusion
+from thinwire.core.methods.base import (
+    Warmup,
+    accumulate_flat,
+    all_finite,
+    check_choice,
+    check_flag,
+    check_fusion,
+    stage_flat,
+)
 from thinwire.core.methods.butterfly import butterfly
-from thinwire.core.methods.feedback import Warmup, accumulate_flat, stage_flat
 from thinwire.core.methods.prices import Prices, elements
 from thinwire.core.methods.regions import by_region, capacity_of
 from thinwire.core.methods.sparse import (

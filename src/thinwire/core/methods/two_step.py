@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.quantise import decode_sum, encode, encode_means
-from thinwire.core.methods.base import all_finite, poison, split_message
-from thinwire.core.methods.feedback import accumulate_flat, stage_flat
+from thinwire.core.methods.base import accumulate_flat, all_finite, poison, split_message, stage_flat
 from thinwire.core.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, ERROR, IN_PLACE, MEANS, Prices
 from thinwire.core.program import AllGather, AllToAll, Bucket, Program, State
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.core.collectives.lanes import Lane
+from thinwire.core.collectives.exchange import Lane
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.agreement import gather_bytes

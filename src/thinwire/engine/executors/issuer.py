@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.core.collectives.lanes import Lanes
-from thinwire.core.collectives.ledger import Ledger
-from thinwire.core.collectives.transport import Pending, issue
+from thinwire.core.collectives.exchange import Lanes, Ledger, Pending, issue
 from thinwire.core.program.ops import Collective, Program, Scope
 
 MakeProgram = Callable[[int], Program]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.program.drive import Paused, drive
-from thinwire.core.program.ops import NextForward, Op, Program, Scope
+from thinwire.core.program.ops import NextForward, Op, Paused, Program, Scope, drive
 from thinwire.core.program.plan import SIDE_STREAMS
 from thinwire.engine.executors import ranges
 from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer

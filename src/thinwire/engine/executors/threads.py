@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.core.collectives.transport import Pending
-from thinwire.core.program.drive import Paused
-from thinwire.core.program.modes import own_modes
-from thinwire.core.program.ops import Collective, Scope
+from thinwire.core.collectives.exchange import Pending
+from thinwire.core.program.ops import Collective, Paused, Scope, own_modes
 from thinwire.engine.executors import ranges
 from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder

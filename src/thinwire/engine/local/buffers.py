@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from thinwire.core.memory import shares_memory
+from thinwire.core.collectives.sockets import shares_memory
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import AllReduce, Broadcast, Program, working_dtype
 

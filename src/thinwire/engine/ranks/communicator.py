@@ -18,16 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from thinwire.core.collectives.backends import backend_for, backend_of_new, backends_to_ask_for
-from thinwire.core.collectives.bounded import seconds_of
-from thinwire.core.collectives.lanes import Lane, Lanes
-from thinwire.core.collectives.ledger import Ledger
-from thinwire.core.collectives.transport import Pending, all_gather_flat, issue, pairwise
-from thinwire.core.kernels.orthogonal import arithmetic
+from thinwire.core.collectives.exchange import Lane, Lanes, Ledger, Pending, all_gather_flat, issue, pairwise
+from thinwire.core.collectives.groups import backend_for, backend_of_new, backends_to_ask_for, seconds_of
+from thinwire.core.kernels.lowrank import arithmetic
 from thinwire.core.program import Method, NextForward, Program, Scope, Topology
-from thinwire.core.program.drive import drive
-from thinwire.core.program.modes import own_modes
-from thinwire.core.program.ops import AllGather, Broadcast, Collective, Op
+from thinwire.core.program.ops import AllGather, Broadcast, Collective, Op, drive, own_modes
 from thinwire.core.program.trace import TracedExchange, depths
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
 from thinwire.engine.executors.issuer import Failure, OpIssuer

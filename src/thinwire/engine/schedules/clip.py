@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.core.methods.exchanges import padded
 from thinwire.core.program import Bucket
-from thinwire.core.program.drive import Paused
+from thinwire.core.program.ops import Paused
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.schedules.deferred_grad import Change
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.upload import upload
+from thinwire.core.kernels.seeding import upload
 from thinwire.core.program import Method
 from thinwire.core.program.bucket import Slot, used_by_nobody
 from thinwire.engine.buckets import Buckets

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from thinwire.core.methods.decoupling import Decoupling
 from thinwire.core.program.bucket import used_by_nobody
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.backward_end import current_task
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.hooks import ModuleHook

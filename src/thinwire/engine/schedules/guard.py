@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.upload import upload
+from thinwire.core.kernels.seeding import upload
 from thinwire.core.methods.base import all_finite
 from thinwire.engine.ranks.communicator import Alone, Communicator
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.core.program import Bucket
-from thinwire.core.program.drive import Paused
+from thinwire.core.program.ops import Paused
 from thinwire.engine.memory import Memory
 from thinwire.engine.schedules.optimizers import OptimizerSnapshot
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.exchange import Lanes
 from thinwire.core.pricing.costs import Costs, Key
 from thinwire.core.pricing.curves import Curve, Table
 from thinwire.core.pricing.formulas import KINDS, copies

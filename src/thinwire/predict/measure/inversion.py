@@ -15,8 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.inverse import damped_eigen, damped_inverse
-from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
+from thinwire.core.kernels.symmetric import damped_eigen, damped_inverse, pack_upper, unpack_upper
 from thinwire.core.pricing.curves import Provenance, Table
 from thinwire.predict.measure.fit import never_falling
 from thinwire.predict.measure.timing import Clock, median_seconds

@@ -13,8 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import project_right, rebuild
-from thinwire.core.kernels.orthogonal import orthogonalise
+from thinwire.core.kernels.lowrank import orthogonalise, project_right, rebuild
 from thinwire.core.kernels.select import keep_count, top_k
 from thinwire.predict.measure.fit import Point
 from thinwire.predict.measure.timing import Clock, median_seconds

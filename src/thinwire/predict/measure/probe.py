@@ -12,9 +12,8 @@ from datetime import date, timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.core.collectives.backends import backend_for, backend_of_new
-from thinwire.core.collectives.lanes import Lanes
-from thinwire.core.collectives.topology import topology_of
+from thinwire.core.collectives.exchange import Lanes
+from thinwire.core.collectives.groups import backend_for, backend_of_new, topology_of
 from thinwire.core.program.topology import Topology
 from thinwire.predict.measure.probe_run import LARGEST, ProbeRun, Progress, message_sizes
 from thinwire.predict.measure.result import ProbeResult

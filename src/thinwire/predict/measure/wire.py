@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from thinwire.core.collectives.lanes import Lane, Lanes
-from thinwire.core.collectives.transport import all_gather_flat, issue
+from thinwire.core.collectives.exchange import Lane, Lanes, all_gather_flat, issue
 from thinwire.core.program.ops import (
     AllGather,
     AllReduce,

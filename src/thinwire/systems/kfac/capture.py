@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.backward_end import BackwardEnd, current_task
 from thinwire.predict.measure.timing import Stopwatch
 from thinwire.systems.kfac.layers import Preconditioned

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.core.collectives.backends import backends_to_ask_for
+from thinwire.core.collectives.groups import backends_to_ask_for
 from thinwire.engine.attach import attach
 from thinwire.predict.measure.batches import Batches, Loss
 from thinwire.systems.link.meeting import split_address

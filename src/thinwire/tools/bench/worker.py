@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from thinwire.core.collectives.topology import topology_of
+from thinwire.core.collectives.groups import topology_of
 from thinwire.core.events import tell_event
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
