@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.adapters.ddp_sync import DDPSync, HookOptions
-from thinwire.core.methods.base import check_count
+from thinwire.core.checks import check_count
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
@@ -73,7 +73,7 @@ def ddp_hook(
     check_scaler(scaler)
     check_topology(topology)
     if start_compression_step is not None:
-        check_count("start_compression_step", start_compression_step)
+        check_count("start_compression_step", start_compression_step, 0)
     return DDPSync(chosen, HookOptions(scaler, start_compression_step, limit, process_group, topology)), thinwire_hook
 
 

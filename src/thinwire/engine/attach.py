@@ -20,7 +20,7 @@ from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.start import measuring_method
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import rule_of
+from thinwire.core.pricing.plans import rule_of
 from thinwire.core.program import Method, Plan, Scope, Topology
 from thinwire.engine.attached import attached_to, handles
 from thinwire.engine.controller.network import NetworkPrices

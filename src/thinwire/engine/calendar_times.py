@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from thinwire.core.pricing.calendars import LONGER, exposed, nanoseconds
+from thinwire.core.pricing.periods import LONGER, exposed, nanoseconds
+from thinwire.core.words import milliseconds as ms
 from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.round_times import RoundTimes, times_of_all
 from thinwire.engine.services import Services
-from thinwire.predict.choose.rank import ms
 
 _MEASURED = 3  # periods of a kind; the first does not count: it opens connections, or merges what was sent before it
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from thinwire.core.pricing.periods import best_period, mean_step, up_to
+from thinwire.core.words import milliseconds as ms
 from thinwire.engine.local.settings import Local
 from thinwire.engine.services import Services
-from thinwire.predict.choose.rank import ms
 from thinwire.predict.choose.worth import period_worth, shipped
 
 _MEASURED = 3  # periods with each codec; the first opens connections and does not count

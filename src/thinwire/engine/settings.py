@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from thinwire.core.methods.base import check_count, check_flag
+from thinwire.core.checks import check_count, check_flag
 from thinwire.core.program import Method, Plan, Topology
 from thinwire.engine.parameters import DenseRule
 
@@ -38,7 +38,7 @@ class AttachSettings:
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
             check_flag(name, getattr(self, name))
         if self.start_compression_step is not None:
-            check_count("start_compression_step", self.start_compression_step)
+            check_count("start_compression_step", self.start_compression_step, 0)
 
 
 def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any) -> dict[str, Any]:

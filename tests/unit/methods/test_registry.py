@@ -20,7 +20,7 @@ from thinwire.core.methods.registry import (
     resolve,
 )
 from thinwire.core.methods.topk import TopK
-from thinwire.core.pricing.measured import RULES
+from thinwire.core.pricing.plans import RULES
 
 NEEDED = {name: {"density": 0.01} for name in ("topk", "gtopk", "oktopk", "hitopk", "omgs")}
 MERGES = {"omgs": "optimal", "lags": "none"}
@@ -118,7 +118,7 @@ def test_resolve():
         ("acp", {"rank": 2.0}, "rank=2.0"),
         ("acp", {"rank": True}, "rank=True"),
         ("powersgd", {"min_rate": -1}, "min_rate=-1"),
-        ("powersgd", {"compress": "all"}, "'paying', 'matrices'"),
+        ("powersgd", {"compress": "all"}, "paying, matrices"),
         ("acp", {"fusion": 0}, "fusion=0"),
         ("acp", {"deterministic": "yes"}, "True or False"),
         ("cast", {"dtype": "int3"}, "torch.bfloat16"),

@@ -17,8 +17,7 @@ from thinwire.core.methods.sparse import deliver
 from thinwire.core.methods.sparse_prices import EXCHANGES, assumed_cheapest, messages, seconds
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs, assumed_compute
-from thinwire.core.pricing.measured import Measured
-from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.pricing.plans import Measured, PlanTensor, make_plan
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.core.program import AllGather, LocalWorld, Plan, PlanBucket, Topology
 from thinwire.predict.timeline import simulate

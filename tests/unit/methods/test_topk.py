@@ -113,11 +113,11 @@ def test_density_is_a_share(density):
 
 def test_refusals():
     for options, words in (
-        ({"exchange": "ring"}, "one of 'allgather', 'gtopk', 'oktopk', 'auto'"),
+        ({"exchange": "ring"}, "one of allgather, gtopk, oktopk, auto"),
         ({"exchange": "gtopk", "value_dtype": "bf16"}, 'gTop-k needs "fp32"'),
         ({"capacity": 0.9}, "capacity=0.9 must be a number of at least 1"),
         ({"select": "best"}, "select='best' is unknown"),
-        ({"value_dtype": "int8"}, "'fp32', 'bf16', 'fp16'"),
+        ({"value_dtype": "int8"}, "fp32, bf16, fp16"),
         ({"warmup": 3}, "Warmup"),
         ({"fusion": "all"}, "fusion"),
     ):

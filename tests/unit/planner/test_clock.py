@@ -6,8 +6,8 @@ import random
 import pytest
 from random_nets import KINDS, exchange, net, sort_seconds
 
-from thinwire.core.pricing import clock
-from thinwire.core.pricing.clock import finish
+from thinwire.core.pricing import merge
+from thinwire.core.pricing.merge import finish
 
 
 def event_simulation(groups, sizes, seconds, exchange_seconds, select_seconds, side_stream):
@@ -74,6 +74,6 @@ def test_bad_groups_are_named(groups, message):
 
 
 def test_the_example_runs():
-    result = doctest.testmod(clock)
+    result = doctest.testmod(merge)
     assert result.attempted
     assert not result.failed

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
-from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.pricing.costs import KINDS, Costs, Linear, Table, assumed_compute
 from thinwire.core.program import CROSS, NODE, WORLD, Topology
 from thinwire.core.program.trace import trace
 

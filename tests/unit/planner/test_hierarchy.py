@@ -8,8 +8,7 @@ from thinwire.core.methods.hitopk import HiTopK
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.costs import Costs, Linear, assumed_compute
 from thinwire.core.pricing.hierarchy import CollectiveTable, way_seconds, ways
-from thinwire.core.pricing.measured import Measured, needs_measurement
-from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.pricing.plans import Measured, PlanTensor, make_plan, needs_measurement
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.core.program import Plan, PlanBucket, Topology
 from thinwire.core.program.trace import steady_step, trace

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_nets import KINDS, SHAPE_FILE, brute_force, exchange, log_uniform, net, resnet50, sort_seconds
 
-from thinwire.core.pricing.clock import finish
-from thinwire.core.pricing.merge import Merge, dense, fuse, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
+from thinwire.core.pricing import optimal
+from thinwire.core.pricing.merge import Merge, finish, fuse, greedy_mgwfbp, greedy_omgs
+from thinwire.core.pricing.optimal import optimal_dense, optimal_sparse
 
 RELATIVE = 1e-12
 
@@ -192,12 +193,10 @@ def test_many_tensors_are_joined_and_say_so():
 
 
 def test_joining_costs_little(monkeypatch):
-    from thinwire.core.pricing.merge import sparse
-
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][3])
     exact = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
-    monkeypatch.setattr(sparse, "EXACT_UP_TO", 100)
-    monkeypatch.setattr(sparse, "JOINED_TO", 64)
+    monkeypatch.setattr(optimal, "EXACT_UP_TO", 100)
+    monkeypatch.setattr(optimal, "JOINED_TO", 64)
     joined = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
     assert exact.exact
     assert not joined.exact
@@ -205,10 +204,8 @@ def test_joining_costs_little(monkeypatch):
 
 
 def test_too_narrow_a_frontier_is_admitted(monkeypatch):
-    from thinwire.core.pricing.merge import sparse
-
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][0])
-    monkeypatch.setattr(sparse, "WIDEST", 3)
+    monkeypatch.setattr(optimal, "WIDEST", 3)
     assert not optimal_sparse(n.sizes, n.seconds, sort_seconds, price).exact
 
 
@@ -304,6 +301,6 @@ def test_other_text_is_no_merge(text):
 
 
 def test_the_example_runs():
-    result = doctest.testmod(dense)
+    result = doctest.testmod(optimal)
     assert result.attempted
     assert not result.failed

@@ -98,6 +98,6 @@ def test_bad_profiles_and_options_are_named():
 
 def test_the_example_runs():
     # By name through the module table: the package also exports a function called builtin.
-    result = doctest.testmod(importlib.import_module("thinwire.core.pricing.profiles.builtin"))
+    result = doctest.testmod(importlib.import_module("thinwire.core.pricing.profiles"))
     assert result.attempted
     assert not result.failed

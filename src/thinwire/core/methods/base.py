@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_count
 from thinwire.core.methods.exchanges import over_nodes, padded
 from thinwire.core.pricing.merge import Merge
 from thinwire.core.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State, working_dtype
@@ -33,24 +34,6 @@ def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
             raise ValueError(f"fusion={fusion!r} is unknown; use a number of MiB or one of {', '.join(words)}")
     elif isinstance(fusion, bool) or not isinstance(fusion, (int, float)) or not fusion > 0:
         raise ValueError(f"fusion={fusion!r} must be a positive number of MiB or one of {', '.join(words)}")
-
-
-def check_count(name: str, value: Any, least: int = 0) -> None:
-    """Raise ``ValueError`` unless an option is a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ``ValueError`` unless an option is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ``ValueError`` unless an option is one of a few values."""
-    if isinstance(value, bool) or value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
 
 def all_reduce(

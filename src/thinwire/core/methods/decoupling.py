@@ -27,7 +27,8 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.core.methods.base import all_finite, check_flag
+from thinwire.core.checks import check_flag
+from thinwire.core.methods.base import all_finite
 from thinwire.core.methods.exchanges import padded as padded_copy
 from thinwire.core.program import AllGather, Bucket, Method, NextForward, ReduceScatter, State
 

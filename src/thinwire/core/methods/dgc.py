@@ -28,9 +28,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_flag
 from thinwire.core.kernels.pairs import wire_dtype
 from thinwire.core.kernels.select import keep_count
-from thinwire.core.methods.base import Warmup, all_finite, check_flag, check_fusion, poison
+from thinwire.core.methods.base import Warmup, all_finite, check_fusion, poison
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, LINE_PASSES, Prices, elements
 from thinwire.core.methods.sparse import (
     all_gather_pairs,

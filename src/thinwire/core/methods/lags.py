@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from thinwire.core.checks import check_choice, check_flag
 from thinwire.core.kernels.pairs import WIRES
-from thinwire.core.methods.base import accumulate_flat, all_finite, check_choice, check_flag, poison, stage_flat
+from thinwire.core.methods.base import accumulate_flat, all_finite, poison, stage_flat
 from thinwire.core.methods.sparse import message_units
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_choice
 from thinwire.core.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack
 from thinwire.core.kernels.seeding import generator
 from thinwire.core.kernels.select import ALGORITHMS, top_k
-from thinwire.core.methods.base import Warmup, all_finite, check_choice, poison
+from thinwire.core.methods.base import Warmup, all_finite, poison
 from thinwire.core.program import AllGather, Bucket, State, working_dtype
 
 

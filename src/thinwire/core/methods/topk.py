@@ -20,17 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from thinwire.core.checks import check_choice, check_flag
 from thinwire.core.kernels.pairs import wire_dtype
 from thinwire.core.kernels.select import keep_count
-from thinwire.core.methods.base import (
-    Warmup,
-    accumulate_flat,
-    all_finite,
-    check_choice,
-    check_flag,
-    check_fusion,
-    stage_flat,
-)
+from thinwire.core.methods.base import Warmup, accumulate_flat, all_finite, check_fusion, stage_flat
 from thinwire.core.methods.butterfly import butterfly
 from thinwire.core.methods.prices import Prices, elements
 from thinwire.core.methods.regions import by_region, capacity_of

@@ -8,17 +8,16 @@ forever.
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import ClassVar
 
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program.ops import Scope
 from thinwire.core.program.topology import Topology
 from thinwire.core.program.trace import TracedExchange
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 
 WAYS = ("flat", "three_phase", "torus")
 """The sub-programs of ``methods.exchanges``."""
@@ -27,13 +26,15 @@ SMALLEST, LARGEST = 1 << 10, 1 << 28
 
 
 @dataclass(frozen=True)
-class CollectiveTable:
+class CollectiveTable(Record):
     """Table from message bytes to sub-program.
 
     Attributes:
         entries: (smallest message in bytes, sub-program), ascending; the first begins at 0.
         provenance: the worst provenance among the costs used.
     """
+
+    called: ClassVar[str] = "a table of collectives"
 
     entries: tuple[tuple[int, str], ...]
     provenance: str = "assumed"
@@ -81,23 +82,6 @@ class CollectiveTable:
         }
         order = ("assumed", "measured elsewhere", "measured here")
         return cls(tuple(entries), min(found, key=order.index, default="assumed"))
-
-    def to_json(self) -> str:
-        """Return the table as JSON text."""
-        return json.dumps({"entries": [list(entry) for entry in self.entries], "provenance": self.provenance})
-
-    @classmethod
-    def from_json(cls, text: str) -> CollectiveTable:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text holds no table.
-        """
-        try:
-            data: Any = json.loads(text)
-            return cls(tuple((start, way) for start, way in data["entries"]), str(data["provenance"]))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a table of collectives: {error}") from error
 
 
 def ways(topology: Topology) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from thinwire.engine.controller.pilot import Decision, Pilot
 from thinwire.engine.controller.rebuild import rebuild
 from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.engine.schedules.schedule import Schedule
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 
 
 class Controller:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.core.pricing.measured import Measured
+from thinwire.core.pricing.plans import Measured
 from thinwire.engine.local.settings import local_settings
 from thinwire.predict.choose.rank import LOSSY_GAIN
-from thinwire.predict.choose.resolved import resolved
-from thinwire.predict.choose.worth import WorthOf
+from thinwire.predict.choose.worth import WorthOf, resolved
 from thinwire.predict.timeline import simulate
 
 

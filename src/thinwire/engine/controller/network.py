@@ -62,7 +62,7 @@ class NetworkPrices:
         """
         if self.costs is not None:
             return
-        from thinwire.predict.measure.sockets import card
+        from thinwire.predict.measure.network import card
 
         if (watch := self._comm.steps.executor.watch) is not None:
             watch.clear()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from thinwire.core.methods.registry import method as named
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import needs_measurement
+from thinwire.core.pricing.plans import needs_measurement
 from thinwire.core.program import Method, Plan
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.prices import PlanPrices

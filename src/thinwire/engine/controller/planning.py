@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from thinwire.core.pricing import plans
-from thinwire.core.pricing.measured import Measured
+from thinwire.core.pricing.plans import Measured
 from thinwire.core.program import Method, Plan, Topology
 from thinwire.core.program.trace import TracedExchange, trace
 from thinwire.engine.parameters import Managed, gradient_dtype

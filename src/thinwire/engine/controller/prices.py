@@ -9,14 +9,13 @@ from typing import Any
 from thinwire.core.methods.registry import lossy_candidates
 from thinwire.core.methods.registry import method as named
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import Measured, needs_measurement
+from thinwire.core.pricing.plans import Measured, needs_measurement
 from thinwire.core.program import Method, Plan, Topology
 from thinwire.engine.controller.local_steps import sooner_apart
 from thinwire.engine.controller.planning import measured_plan, price_plan
 from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
-from thinwire.predict.choose.rank import LOSSY_GAIN, SimulatedMethod
-from thinwire.predict.choose.ties import as_soon, simplest
+from thinwire.predict.choose.rank import LOSSY_GAIN, SimulatedMethod, as_soon, simplest
 from thinwire.predict.choose.worth import EXACT, WorthOf
 from thinwire.predict.timeline import Timeline
 

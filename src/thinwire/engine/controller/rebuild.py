@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.core.pricing.plans import follows_network
-from thinwire.core.pricing.sizes import gain_of_overlap
+from thinwire.core.pricing.plans import follows_network, gain_of_overlap
 from thinwire.core.program import Method, Plan
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.parameters import Managed

@@ -15,7 +15,7 @@ from thinwire.core.collectives.exchange import Lane
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.agreement import gather_bytes
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 
 _MOST = 4096
 _ENOUGH = 0.25  # share of the bytes above which exchanges that waited for the link stand for all

@@ -31,7 +31,7 @@ from thinwire.engine.executors.watch import typical
 from thinwire.engine.ranks.agreement import Disagreement, agree, broadcast_tensors, deepest_of_all, gather_bytes
 from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks, in_words, refused
 from thinwire.engine.ranks.order import OrderWatch
-from thinwire.predict.measure.cores import place, spare_places
+from thinwire.predict.measure.machine import place, spare_places
 
 if TYPE_CHECKING:
     from thinwire.predict.measure.gradual import GradualProbe

@@ -14,15 +14,11 @@ from dataclasses import replace
 import torch
 
 from thinwire.core.collectives.exchange import Lanes
-from thinwire.core.pricing.costs import Costs, Key
-from thinwire.core.pricing.curves import Curve, Table
-from thinwire.core.pricing.formulas import KINDS, copies
+from thinwire.core.pricing.costs import KINDS, Costs, Curve, Key, Table, copies
 from thinwire.core.program.ops import Scope
 from thinwire.core.program.topology import Topology
-from thinwire.predict.measure.fit import Point, never_falling
-from thinwire.predict.measure.probe import source_of
-from thinwire.predict.measure.probe_run import ProbeRun, message_sizes
-from thinwire.predict.measure.wire import ExchangeTimer
+from thinwire.predict.measure.probe import ExchangeTimer, ProbeRun, message_sizes, source_of
+from thinwire.predict.measure.result import Point, never_falling
 
 _LARGEST, _REPEATS = 4 << 20, 5
 _ELEMENTS = 1 << 20

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.core.events import tell_event
-from thinwire.predict.measure.probe import probe
-from thinwire.predict.measure.probe_run import Progress
+from thinwire.predict.measure.probe import Progress, probe
 from thinwire.predict.measure.result import ProbeResult
 
 _TIMEOUT = timedelta(seconds=120)

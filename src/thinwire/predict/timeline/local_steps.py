@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from thinwire.core.pricing.calendars import LONGER, calendar, layers, nanoseconds
-from thinwire.core.pricing.periods import LONGEST, steps_late
+from thinwire.core.pricing.periods import LONGER, LONGEST, calendar, layers, nanoseconds, steps_late
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Bucket, Method, Plan, Program, State
 from thinwire.core.program.plan import PlanBucket

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.backward_end import BackwardEnd, current_task
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.systems.kfac.layers import Preconditioned
 from thinwire.systems.kfac.sums import LayerSums
 

@@ -153,7 +153,7 @@ def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
     """Watch the load during a measurement with that many processes; warn on stderr if the machine was too busy."""
     from rich.console import Console
 
-    from thinwire.predict.measure.load import LoadWatch
+    from thinwire.predict.measure.machine import LoadWatch
 
     watch, seen = LoadWatch(), Watched()
     yield seen
