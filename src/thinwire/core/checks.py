@@ -10,11 +10,7 @@ from typing import Any
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least ``least``.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
     return value
@@ -23,11 +19,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 def check_number(
     name: str, value: Any, *, least: float | None = None, above: float | None = None, most: float = math.inf
 ) -> float:
-    """Return a finite number of at least ``least``, greater than ``above`` and at most ``most``.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return a finite number of at least ``least``, greater than ``above`` and at most ``most``."""
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if number and (least is None or value >= least) and (above is None or value > above) and value <= most:
         return float(value)
@@ -40,22 +32,14 @@ def check_number(
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return one of the choices.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Return one of the choices."""
     if isinstance(value, bool) or value not in tuple(choices):
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}")
     return value
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return True or False.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
     return value

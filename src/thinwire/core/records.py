@@ -72,9 +72,6 @@ def made(kind: type[_Made], value: Any) -> _Made:
     """Return the value of that type, a dataclass or an annotation of a field, that :func:`plain` wrote as ``value``.
 
     Of a union, the first member that can be read from it.
-
-    Raises:
-        ValueError, TypeError: it is none, with a reason that names the field.
     """
     found: Any = _made(kind, value)
     return found  # type: ignore[no-any-return]

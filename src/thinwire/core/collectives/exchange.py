@@ -238,12 +238,7 @@ class Lanes:
 
 
 class Ledger:
-    """The collectives that this rank has issued.
-
-    Attributes:
-        issued: number of collectives by kind.
-        bytes: bytes sent by kind (one rank's share of a ring).
-    """
+    """The collectives that this rank has issued."""
 
     def __init__(self) -> None:
         self.issued: Counter[str] = Counter()
@@ -258,13 +253,11 @@ class Ledger:
         return size
 
     def add(self, other: Ledger) -> None:
-        """Add another ledger's counts."""
         self.issued.update(other.issued)
         self.bytes.update(other.bytes)
 
     @property
     def total(self) -> int:
-        """All bytes sent."""
         return sum(self.bytes.values())
 
 
@@ -301,7 +294,6 @@ class PairwiseWork:
                 callback()
 
     def wait(self) -> None:
-        """Wait until all have ended. Raise the first one's error."""
         if self._take():
             self._watch()
         self._ended.wait()
@@ -379,8 +371,6 @@ def pairwise(topology: Topology) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Pending:
-    """An op in flight."""
-
     works: tuple[Any, ...]
     finish: Callable[[], Tensor]
 

@@ -28,7 +28,6 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the backend of each kind of device that the group serves."""
     pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}
 
@@ -79,11 +78,7 @@ def bounded(seconds: float, call: Callable[[], T]) -> T:
 
 
 def topology_of(world: int) -> Topology:
-    """Return LOCAL_WORLD_SIZE ranks per machine if the group is the whole job; else a machine for every rank.
-
-    Args:
-        world: number of ranks in the group.
-    """
+    """Return LOCAL_WORLD_SIZE ranks per machine if the group is the whole job; else a machine for every rank."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     whole = dist.is_available() and dist.is_initialized() and world == dist.get_world_size()
     return Topology(world, local if whole and local > 0 and world % local == 0 else 1)

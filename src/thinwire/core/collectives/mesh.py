@@ -49,11 +49,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class Mesh:
-    """This rank's connections: two streams to every other rank, each with an order of its own.
-
-    Args:
-        streams: for each channel, the streams by rank within the lane.
-    """
+    """This rank's connections: two streams to every other rank, each with an order of its own."""
 
     def __init__(self, streams: Sequence[dict[int, Stream]]) -> None:
         self.first, self.second = streams
@@ -65,14 +61,7 @@ class Mesh:
 
 
 def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> Mesh | None:
-    """Connect all ranks of a Gloo group; a collective. Returns None, on all ranks, if that is not possible.
-
-    Args:
-        group: the lane's.
-        ranks: global ranks, ascending.
-        rank: this rank's place in ``ranks``.
-        timeout: time without a byte after which a message fails; None: torch's.
-    """
+    """Connect all ranks of a Gloo group; a collective. Returns None, on all ranks, if that is not possible."""
     on_gloo = backend_for(torch.device("cpu"), group) == "gloo"
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or not on_gloo:
         return None
@@ -137,7 +126,6 @@ def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
 
 
 def exchange_endpoints(endpoint: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
-    """Return every rank's endpoint, in rank order."""
     mine = torch.frombuffer(bytearray(endpoint.ljust(_ENDPOINT_BYTES, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)

@@ -124,7 +124,6 @@ class SocketLoop:
         threading.Thread(target=self._loop, name="thinwire-sockets", daemon=True).start()
 
     def add(self, stream: Stream) -> None:
-        """Add a new stream, which waits for nothing yet."""
         self.streams[stream.number] = stream
         self._epoll.register(stream.number, 0)
 
@@ -133,7 +132,6 @@ class SocketLoop:
         self._epoll.modify(stream.number, events)
 
     def remove(self, stream: Stream) -> None:
-        """Remove a stream that is about to be closed."""
         if self.streams.pop(stream.number, None) is not None:
             self.gone.add(stream.number)
             with contextlib.suppress(OSError):
@@ -171,7 +169,6 @@ class SocketLoop:
 
 
 def socket_loop() -> SocketLoop:
-    """Return this process's loop; made at the first call."""
     global _process_loop
     with _lock:
         _process_loop = _process_loop or SocketLoop()
@@ -250,7 +247,6 @@ class Stream:
         return False
 
     def on_room(self) -> None:
-        """Send what the kernel accepts."""
         self._move(self._out, self.socket.send)
 
     def on_data(self) -> None:
@@ -298,7 +294,6 @@ class Stream:
         self._lost(ConnectionResetError(_CLOSED))
 
     def fail(self, error: Exception) -> None:
-        """End the stream because of an error while its bytes were moved."""
         self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:

@@ -27,10 +27,6 @@ def orthogonalise(x: Tensor) -> Tensor:
 
     Args:
         x: ``[..., n, r]``, fp32 or fp64, r <= n.
-
-    Raises:
-        ValueError: fewer rows than columns.
-        TypeError: a dtype other than fp32 and fp64.
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"orthogonalise needs fp32 or fp64, not {x.dtype}: convert first")
@@ -93,7 +89,6 @@ _BLOCK_BYTES = 512 << 10
 
 
 def _rows(x: Tensor) -> int:
-    """Return the number of rows per block."""
     if x.device.type != "cpu" or x.nbytes <= _SMALL_BYTES:
         return max(1, x.shape[0])
     return max(16, _BLOCK_BYTES * x.shape[0] // x.nbytes)
@@ -119,7 +114,6 @@ def peel_right(a: Tensor, p: Tensor) -> Tensor:
 
 
 def project_left(a: Tensor, q: Tensor) -> Tensor:
-    """Return ``a q``, [n, r]."""
     if a.device.type == "meta":
         return a.new_empty(a.shape[0], q.shape[1])
     return a @ _by_columns(q)
@@ -138,7 +132,6 @@ def project_right(a: Tensor, p: Tensor) -> Tensor:
 
 
 def subtract(a: Tensor, p: Tensor, q: Tensor) -> None:
-    """Compute ``a -= p qT`` in place."""
     if a.device.type == "meta":
         return
     rows = _rows(a)
@@ -147,7 +140,6 @@ def subtract(a: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def rebuild(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """Compute ``out = p qT``."""
     if out.device.type == "meta":
         return
     rows = _rows(out)

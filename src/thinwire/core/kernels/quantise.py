@@ -109,7 +109,6 @@ def levels(bits: int) -> int:
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Return the number of bytes of ``n`` packed codes."""
     return -(-n * bits // 8)
 
 

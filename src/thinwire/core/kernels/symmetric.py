@@ -22,16 +22,11 @@ from torch import Tensor
 
 
 def packed_size(d: int) -> int:
-    """Return the number of elements in the upper triangle of a ``d x d`` matrix, including the diagonal."""
     return d * (d + 1) // 2
 
 
 def side_of(size: int) -> int:
-    """Return the ``d`` whose ``packed_size`` is ``size``.
-
-    Raises:
-        ValueError: no triangle has that many elements.
-    """
+    """Return the ``d`` whose ``packed_size`` is ``size``."""
     d = (math.isqrt(8 * size + 1) - 1) // 2
     if packed_size(d) != size:
         raise ValueError(f"{size} elements are not the upper triangle of a square matrix")
@@ -59,11 +54,7 @@ def pack_upper(matrix: Tensor, *, tolerance: float | None = None) -> Tensor:
 
 
 def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
-    """Return the symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed.
-
-    Raises:
-        ValueError: that many elements are no triangle, or not that of ``d``.
-    """
+    """Return the symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed."""
     side = side_of(packed.numel())
     if d is not None and d != side:
         raise ValueError(f"{packed.numel()} elements are the triangle of {side} x {side}, not of {d} x {d}")
@@ -103,11 +94,6 @@ def first_eigen(factor: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
 def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tensor, int]:
     """Return ``(factor + damping I)^-1`` by Cholesky.
 
-    Args:
-        factor: ``[d, d]``, symmetric, fp32 or fp64.
-        damping: above 0.
-        least: the level to begin at; from ``FAILED`` on nothing is tried.
-
     Returns:
         The inverse ``[d, d]`` (zeros if all levels failed), and the level that succeeded.
     """
@@ -124,10 +110,6 @@ def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tens
 
 def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
     """Return eigenvectors and eigenvalues, negative ones set to 0; damping is added when they are used.
-
-    Args:
-        factor: ``[d, d]``, symmetric, fp32 or fp64.
-        least: the level to begin at.
 
     Returns:
         Vectors ``[d, d]`` (columns), values ``[d]`` (zeros if all levels failed), and the level that succeeded.
@@ -174,7 +156,6 @@ def precondition_eigen(gradient: Tensor, a: tuple[Tensor, Tensor], g: tuple[Tens
 
 
 def _climb(attempt: Callable[[int], _Found | None], levels: Iterable[int]) -> tuple[_Found | None, int]:
-    """Return the result and the level of the first attempt that succeeds."""
     for level in levels:
         try:
             found = attempt(level)

@@ -54,13 +54,7 @@ class Decoupling:
 
 
 def check_decoupling(method: Decoupling, *, residual: bool = False, collective: str = "flat") -> None:
-    """Raise ``ValueError`` unless the options are compatible; lists of names become tuples.
-
-    Args:
-        method: the method to check.
-        residual: whether it keeps error feedback.
-        collective: how it sums over the ranks.
-    """
+    """Raise ``ValueError`` unless the options are compatible; lists of names become tuples."""
     check_flag("decoupled", method.decoupled)
     check_flag("check_finite", method.check_finite)
     check_flag("poison_stale", method.poison_stale)
@@ -79,7 +73,6 @@ def check_decoupling(method: Decoupling, *, residual: bool = False, collective: 
 
 
 def deferring(method: Method) -> Decoupling | None:
-    """Return the method if it is decoupled, else None."""
     return method if isinstance(method, Decoupling) and method.decoupled else None
 
 

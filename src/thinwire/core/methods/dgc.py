@@ -206,7 +206,6 @@ class DGC(Method):
         self._deliver(bucket, update.mul_(poison(finite, 1.0, m.dtype)), state)
 
     def _push(self, old: Tensor, g: Tensor, out: Tensor) -> None:
-        """Compute the new momentum: mu m + g, or Nesterov's mu (m + g)."""
         if self.nesterov:
             torch.add(old, g, out=out).mul_(self.momentum)
         else:
@@ -221,7 +220,6 @@ class DGC(Method):
         return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
     def _deliver(self, bucket: Bucket, update: Tensor, state: State) -> None:
-        """Write the update, and the decay with its own momentum."""
         if self.weight_decay:
             for slot, piece in zip(bucket.slots, bucket.split(update)):
                 out = state.spare([slot], _DECAY).view(slot.shape)

@@ -32,7 +32,6 @@ from thinwire.core.program import AllGather, Bucket, Method, Program, State, Top
 
 
 def check_block(block: Any) -> None:
-    """Raise ``ValueError`` unless ``block`` is a positive multiple of 8."""
     check_count("block", block, 8)
     if block % 8:
         raise ValueError(f"block={block!r} must be a multiple of 8, so that blocks begin at whole bytes")

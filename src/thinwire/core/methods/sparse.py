@@ -17,7 +17,6 @@ from thinwire.core.program import AllGather, Bucket, State, working_dtype
 
 
 def check_options(density: Any, select: Any, value_dtype: Any, warmup: Any) -> None:
-    """Raise ``ValueError`` for an option out of range."""
     if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
         raise ValueError(f"density={density!r} must be a number above 0 and at most 1")
     check_choice("select", select, tuple(ALGORITHMS))

@@ -72,7 +72,6 @@ def segments(
 
 
 def seconds(exchange: str, k: int, ranks: int, costs: Costs, wire: str, capacity: float) -> float:
-    """Return seconds of the exchanges alone."""
     moved = messages(exchange, k, ranks, wire, capacity)
     return sum(costs.seconds(kind, Scope.WORLD, ranks, size) for kind, size in moved)
 

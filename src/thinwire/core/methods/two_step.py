@@ -45,7 +45,6 @@ class Code:
 
     @property
     def chunk(self) -> int:
-        """Number of elements in a message."""
         return self.blocks * self.size
 
     def encode(self, a: Tensor) -> Tensor:
@@ -94,7 +93,6 @@ def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: b
 
 
 def _padded(bucket: Bucket, size: int) -> Tensor:
-    """Return the bucket's gradients, unscaled, padded with zeros."""
     gradient = bucket.gradient()
     return torch.nn.functional.pad(gradient, (0, size - gradient.numel()))
 

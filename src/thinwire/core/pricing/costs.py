@@ -77,7 +77,6 @@ Provenance: TypeAlias = Literal["measured here", "measured elsewhere", "assumed"
 
 
 def check_provenance(provenance: str) -> None:
-    """Raise ``ValueError`` unless ``provenance`` is one of the three allowed words."""
     if provenance not in get_args(Provenance):
         raise ValueError(f"provenance={provenance!r} is unknown; use one of {', '.join(get_args(Provenance))}")
 
@@ -104,7 +103,6 @@ class Linear:
         check_provenance(self.provenance)
 
     def __call__(self, size: float) -> float:
-        """Return the seconds for that many bytes."""
         return self.startup_seconds + self.seconds_per_byte * size
 
     def stretched(self, startup: float, rest: float, source: str) -> Linear:
@@ -138,7 +136,6 @@ class Table:
         check_provenance(self.provenance)
 
     def __call__(self, size: float) -> float:
-        """Return the seconds for that many bytes."""
         points = self.points
         if size <= points[0][0] or len(points) == 1:
             return points[0][1]
@@ -172,21 +169,17 @@ class RingOrTree:
 
     @property
     def provenance(self) -> Provenance:
-        """Provenance of both curves."""
         return self.ring.provenance
 
     @property
     def source(self) -> str:
-        """Source of both curves."""
         return self.ring.source
 
     def __call__(self, size: float) -> float:
-        """Return the seconds for that many bytes."""
         rest = self.tree.seconds_per_byte * size
         return min(self.ring(size), (math.sqrt(self.tree.startup_seconds) + math.sqrt(rest)) ** 2)
 
     def stretched(self, startup: float, rest: float, source: str) -> RingOrTree:
-        """Return a guess: all start-ups times one factor, the rest times another."""
         return RingOrTree(self.ring.stretched(startup, rest, source), self.tree.stretched(startup, rest, source))
 
 

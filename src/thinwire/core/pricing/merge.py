@@ -90,7 +90,6 @@ def finish(
 
 
 def check_groups(groups: Sequence[Sequence[int]], count: int) -> None:
-    """Raise unless the groups are consecutive, in order, not empty and cover every index once."""
     following = 0
     for g, group in enumerate(groups):
         if not group:
@@ -104,7 +103,6 @@ def check_groups(groups: Sequence[Sequence[int]], count: int) -> None:
 
 
 def priced(name: str, price: Price, size: int) -> float:
-    """Return the seconds that ``price`` gives for one size, checked."""
     seconds = price(size)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{name}({size}) must be finite and not negative, got {seconds}")

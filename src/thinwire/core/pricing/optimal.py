@@ -43,12 +43,10 @@ class Cuts:
     earliest: list[int]
 
     def groups(self, borders: Sequence[int]) -> list[list[int]]:
-        """Return the tensor indices between the chosen borders, which include the first and the last."""
         return [list(range(self.at[i], self.at[j])) for i, j in pairwise(borders)]
 
 
 def check_breaks(breaks: Collection[int], count: int) -> list[int]:
-    """Return the indices that must open a group, in ascending order."""
     for position in breaks:
         if not 0 <= position < count:
             raise ValueError(f"breaks: {position} is out of range for {count} tensors")
@@ -304,7 +302,6 @@ class _Problem:
 
 
 def _borders(border: _Ints, parent: _Ints, state: int, last: int) -> list[int]:
-    """Return the borders of a plan, followed back from its last state."""
     chosen = [last]
     while state >= 0:
         chosen.append(int(border[state]))

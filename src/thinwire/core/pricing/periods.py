@@ -145,7 +145,6 @@ def exposed(steps: Sequence[Sequence[int]], exchanges: Sequence[int], windows: S
 
 
 def nanoseconds(seconds: float) -> int:
-    """Convert seconds into the whole number that a calendar takes."""
     return round(1e9 * seconds)
 
 

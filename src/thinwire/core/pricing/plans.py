@@ -93,14 +93,7 @@ RULES = ("optimal", "mgwfbp", "omgs", "lags", "tune")
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements that such a rule uses.
-
-    Attributes:
-        profile: tensors and their backward seconds.
-        costs: costs of exchanges and compute.
-        topology: topology of the ranks.
-        side_stream: methods compute alongside backward, on a core or stream of their own.
-    """
+    """The measurements that such a rule uses."""
 
     profile: ModelProfile
     costs: Costs
@@ -147,18 +140,7 @@ def cut(
     measured: Measured,
     phase: int,
 ) -> list[BucketIndices]:
-    """Cut tensors into buckets.
-
-    Args:
-        rule: one of ``RULES``.
-        method: the method whose program handles them.
-        sizes: elements of each tensor, in backward order.
-        payload: payload of each tensor by itself, as ``Method.payload`` gives it.
-        seconds: backward time, from the previous tensor (of this kind) to this one.
-        itemsize: bytes of one payload element.
-        measured: profile, costs and topology.
-        phase: phase of the method.
-    """
+    """Cut tensors into buckets."""
     if rule == "lags":
         return _layers(method, sizes, seconds, measured)
     if method.selects:
@@ -262,7 +244,6 @@ class PlanTensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

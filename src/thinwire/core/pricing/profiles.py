@@ -253,7 +253,6 @@ def densenet(blocks: Sequence[int]) -> list[Layer]:
 
 
 def vgg16() -> list[Layer]:
-    """Return the layers of VGG-16 without normalisation."""
     layers: list[Layer] = []
     inputs, side, place = 3, 224, 0
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):

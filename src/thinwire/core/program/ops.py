@@ -132,16 +132,7 @@ class Paused:
 
 
 def drive(program: Program, answer: Callable[[Op], Any], *, pause: bool = False) -> Any:
-    """Run a program to its end, or with ``pause`` to its ``NextForward``.
-
-    Args:
-        program: has not begun, or is paused.
-        answer: returns an op's result.
-        pause: stop at ``NextForward``.
-
-    Returns:
-        The program's value; :class:`Paused` if it was stopped.
-    """
+    """Run a program to its end, or with ``pause`` to its ``NextForward``."""
     value: Any = None
     with own_modes():
         while True:

@@ -59,7 +59,6 @@ class _Changes:
         self.locals.update(other.locals)
 
     def pop(self, names: Container[str]) -> _Changes:
-        """Remove and return what is there for these parameters."""
         return _Changes(
             {name: self.residuals.pop(name) for name in [*self.residuals] if name in names},
             {name: self.offsets.pop(name) for name in [*self.offsets] if name in names},

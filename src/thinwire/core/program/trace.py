@@ -181,7 +181,6 @@ def _run(
 
 
 def result_like(op: Collective, members: int) -> Tensor:
-    """Return an uninitialised tensor of the shape that ``op`` returns."""
     if isinstance(op, AllGather):
         return op.tensor.new_empty((members, *op.tensor.shape))
     if isinstance(op, ReduceScatter):

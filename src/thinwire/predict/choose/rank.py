@@ -48,7 +48,6 @@ _Rival = TypeVar("_Rival", bound=Rival)
 
 
 def overlap(one: Rival, other: Rival) -> bool:
-    """Return whether the ranges of the seeds' times overlap."""
     return one.times[0] <= other.times[2] and other.times[0] <= one.times[2]
 
 
@@ -89,7 +88,6 @@ def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:
 
 
 def spread_profile(profile: ModelProfile, sign: int) -> ModelProfile:
-    """Return the model's compute at one end of its uncertainty."""
     return profile.scaled(1 + sign * UNCERTAINTY[profile.provenance])
 
 
@@ -137,8 +135,6 @@ LOSSY_GAIN = 0.10
 
 @dataclass(frozen=True)
 class SimulatedMethod:
-    """One candidate, simulated."""
-
     label: str
     method: Method
     timeline: Timeline
@@ -146,12 +142,10 @@ class SimulatedMethod:
 
     @property
     def exact(self) -> bool:
-        """Whether the result is the plain average."""
         return self.method.exact
 
     @property
     def dense(self) -> bool:
-        """Whether it is S-SGD or its 16-bit form."""
         return _dense(self.method)
 
     @property
@@ -164,7 +158,6 @@ class SimulatedMethod:
 
     @property
     def apart(self) -> bool:
-        """Whether workers train apart between exchanges."""
         return isinstance(self.method, Periodic)
 
     @property
@@ -372,7 +365,6 @@ def _told(point: SimulatedMethod) -> str:
 
 
 def _ratio(reference: float, point: SimulatedMethod) -> float | None:
-    """Return how many times sooner than dense fp32 the method reaches the loss."""
     if not point.worth.known:
         return None
     return reference / point.loss_seconds if point.loss_seconds else 1.0
@@ -390,7 +382,6 @@ def _best_exact(points: Sequence[SimulatedMethod]) -> SimulatedMethod:
 
 
 def plain_options(method: Method) -> dict[str, Any]:
-    """Return the options as data that JSON can hold."""
     return {
         name: value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in method.options().items()
@@ -398,7 +389,6 @@ def plain_options(method: Method) -> dict[str, Any]:
 
 
 def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
-    """Check the candidates and add missing dense forms."""
     complete: list[tuple[str, Method]] = []
     for i, (label, method) in enumerate(candidates):
         if not isinstance(method, Method):

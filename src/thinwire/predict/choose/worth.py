@@ -111,12 +111,7 @@ def _covers(value: Any, least: Any) -> bool:
 
 
 def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
-    """Return a look-up of the row that holds for a method: nearest in ranks, then in size, then in what it sends.
-
-    Args:
-        rows: the table.
-        by: how the source of the result begins.
-    """
+    """Return a look-up of the row that holds for a method: nearest in ranks, then in size, then in what it sends."""
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
         if method.exact or workers == 1:
@@ -177,7 +172,6 @@ def _rows(data: Any) -> tuple[MeasuredWorth, ...]:
 
 @cache
 def shipped() -> WorthOf:
-    """Return the table in the package."""
     return worth_from(_rows(json.loads(TABLE.read_text(encoding="utf-8"))))
 
 

@@ -32,14 +32,6 @@ _OVER = object()
 class GradualProbe:
     """A probe during training. All ranks call every method together, between two steps.
 
-    Args:
-        lanes: the ranks' lanes, including those of their buckets.
-        topology: topology of the ranks.
-        rank: this rank.
-        device: device of the messages.
-        backend: "gloo" or "nccl".
-        mesh_only: see ``Lanes.get``.
-
     Attributes:
         checked: number of exchanges that ``check`` has timed.
     """
@@ -61,7 +53,6 @@ class GradualProbe:
 
     @property
     def measured(self) -> int:
-        """Number of exchanges timed for curves."""
         return self._run.exchanged
 
     def check(self, costs: Costs) -> float:

@@ -30,12 +30,7 @@ Clock = Callable[[], float]
 
 
 class Stopwatch:
-    """Marks moments in the order of a device's work: with CUDA events, or with a clock elsewhere.
-
-    Args:
-        device: where the work runs.
-        clock: returns seconds; for devices without events, and for tests.
-    """
+    """Marks moments in the order of a device's work: with CUDA events, or with a clock elsewhere."""
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
         self._device = device
@@ -49,17 +44,14 @@ class Stopwatch:
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def settle(self) -> None:
-        """Wait until every mark can be read."""
         if self._events:
             torch.cuda.synchronize(self._device)
 
     def between(self, start: Any, end: Any) -> float:
-        """Return the seconds from one mark to another, after ``settle``."""
         return float(start.elapsed_time(end) / 1e3 if self._events else end - start)
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -74,16 +66,7 @@ def median_seconds(
     queued: int = 1,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return the median duration of a call after one untimed call, repeated for about that many seconds.
-
-    Args:
-        call: what is timed.
-        device: where it runs.
-        seconds: time for all calls.
-        least, most: bounds of how often it is timed.
-        queued: calls that are timed together, without waiting for the device in between.
-        clock: returns seconds.
-    """
+    """Return the median duration of a call after one untimed call, repeated for about that many seconds."""
     call()
     settle(device)
     times: list[float] = []

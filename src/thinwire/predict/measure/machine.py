@@ -30,12 +30,7 @@ def place() -> bytes:
 
 
 def spare_places(places: Sequence[bytes], rank: int) -> bool:
-    """Return whether the ranks that really share this rank's cores, on whatever node, have spare cores for threads.
-
-    Args:
-        places: every rank's ``place()``.
-        rank: the rank that asks.
-    """
+    """Return whether the ranks that really share this rank's cores, on whatever node, have spare cores for threads."""
     rows = [json.loads(text) for text in places]
     machine, mine = rows[rank]
     together = [set(cores) for name, cores in rows if name == machine and not set(cores).isdisjoint(mine)]
@@ -91,11 +86,7 @@ class Load:
 
 
 class LoadWatch:
-    """Observes the load from its creation until ``load`` is called.
-
-    Args:
-        root: where /proc and /sys are.
-    """
+    """Observes the load from its creation until ``load`` is called."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -118,7 +109,6 @@ class LoadWatch:
         return float(words[0]) if words else None
 
     def _cpu_times(self) -> tuple[int, int]:
-        """Return stolen and total time, in the kernel's ticks."""
         ticks = [int(word) for word in self._words("proc/stat")[1:9]]  # of all cores: the first line
         return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
 

@@ -113,7 +113,6 @@ def _interface(name: str, flags: int, addresses: tuple[str, ...]) -> Interface:
 
 
 def _kind(folder: Path) -> str:
-    """Determine the kind from sysfs."""
     if (folder / "wireless").exists():
         return "wireless"
     if (folder / "bridge").exists():
@@ -234,7 +233,6 @@ class Choice:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address leads back to the machine itself."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
@@ -254,7 +252,6 @@ def gloo_choice(facts: Facts) -> Choice:
 
 
 def _named(facts: Facts, named: str) -> Choice:
-    """Choose by ``GLOO_SOCKET_IFNAME``."""
     why = f"GLOO_SOCKET_IFNAME={named}"
     names = tuple(named.split(","))
     found = [facts.interface(name) for name in names]

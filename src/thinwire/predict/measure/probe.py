@@ -54,18 +54,7 @@ class Times:
 
 
 class ExchangeTimer:
-    """Times exchanges. All ranks call every method, in the same order.
-
-    Args:
-        lanes: the pool to lease from.
-        topology: topology of its ranks.
-        rank: this rank's place in it.
-        device: device of the messages.
-        counts_cpu: whether the process itself moves the bytes (Gloo).
-        purpose: purpose of the timed lanes.
-        mesh_only: for the lane over all ranks, see ``Lanes.get``.
-        idle_seconds: time in which to find out how much else the process computes.
-    """
+    """Times exchanges. All ranks call every method, in the same order."""
 
     def __init__(
         self,
@@ -117,15 +106,12 @@ class ExchangeTimer:
         return bytes(data.tolist()).decode()
 
     def members(self, scope: Scope) -> int:
-        """Return the size of the largest group of a scope."""
         return max(self.counts_of_ranks(scope))
 
     def counts_of_ranks(self, scope: Scope) -> list[int]:
-        """Return the size of its group for each rank."""
         return [len(self._topology.members(scope, r)) for r in range(self._topology.world_size)]
 
     def counts(self, scope: Scope) -> list[int]:
-        """Return the sizes of groups that exchange anything."""
         return sorted({n for n in self.counts_of_ranks(scope) if n > 1})
 
     def message_bytes(self, size: int, members: int) -> int:
@@ -192,11 +178,7 @@ _MOST_BYTES = 1 << 30  # largest output of an all-gather
 
 
 def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]:
-    """Return sizes in bytes: powers of two times the smallest, and the largest.
-
-    Raises:
-        ValueError: the largest is below twice the smallest, so no line could be fitted, or no machine could hold it.
-    """
+    """Return sizes in bytes: powers of two times the smallest, and the largest."""
     if not 2 * smallest <= largest <= _MOST:
         raise ValueError(
             f"the largest message must be at least {2 * smallest} bytes and at most {_MOST}, not {largest}"
@@ -237,13 +219,6 @@ def repeats(first_seconds: float, share_seconds: float) -> int:
 
 class ProbeRun:
     """One probe. All ranks call every method, and advance every generator, together.
-
-    Args:
-        wire: times exchanges.
-        seconds: time for the exchanges; what does not fit is left out, the largest messages first.
-        most: largest number of repeats of one measurement.
-        least_share: least share of the time for one measurement.
-        on_progress: see ``Progress``.
 
     Attributes:
         elapsed: seconds spent on measuring exchanges so far, on the slowest rank.
@@ -342,7 +317,6 @@ class ProbeRun:
             yield
 
     def result(self, backend: str, layout: tuple[int, ...], source: str) -> ProbeResult:
-        """Return what was found so far."""
         found = tuple(sorted(self._found, key=lambda m: (*m.key, m.bytes)))
         dropped = tuple(sorted(self._dropped))
         return ProbeResult(source, backend, layout, found, dropped, self._flow, dict(self._compute), self.elapsed)
@@ -413,5 +387,4 @@ def probe(
 
 
 def source_of(backend: str, world: int) -> str:
-    """Describe the source of figures measured now, by this rank among that many."""
     return f"{platform.node()}, {date.today()}, {backend}, torch {torch.__version__}, {world} ranks"

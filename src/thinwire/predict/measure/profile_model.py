@@ -26,11 +26,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def numbered(batches: Batches) -> Callable[[int], Any]:
-    """Return a function of the number; for an iterable, it returns the next batch, whatever the number.
-
-    Raises:
-        ValueError: the iterable is empty; raised when the function is called.
-    """
+    """Return a function of the number; for an iterable, it returns the next batch, whatever the number."""
     if callable(batches):
         return batches
     iterator: Iterator[Any] = iter(())
@@ -81,7 +77,6 @@ class Watch:
             handle.remove()
 
     def begin(self) -> None:
-        """Note that a forward pass comes next."""
         self._forward, self.started = True, None
         self.arrivals, self.calls = {}, []
 
@@ -245,8 +240,6 @@ def _step(
 
 
 class _Record:
-    """Seconds of all timed steps."""
-
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
         self.steps = 0
@@ -282,7 +275,6 @@ class _Record:
         return {**seconds, **{name: 0.0 for name in names if name not in seconds}}
 
     def modules(self) -> dict[str, float]:
-        """Return the seconds of each module, in forward order."""
         return {name: statistics.median(times) for name, times in self._modules.items()}
 
 

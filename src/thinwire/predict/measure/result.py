@@ -20,13 +20,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class LinearFit:
-    """A start-up time plus a rate, and how well they describe the points.
-
-    Attributes:
-        startup_seconds: at least 0.
-        seconds_per_byte: at least 0.
-        residuals: per point, (measured - line) / measured.
-    """
+    """A start-up time plus a rate, and how well they describe the points."""
 
     startup_seconds: float
     seconds_per_byte: float
@@ -34,11 +28,9 @@ class LinearFit:
 
     @property
     def worst(self) -> float:
-        """The residual with the largest absolute value."""
         return max(map(abs, self.residuals), default=0.0)
 
     def __call__(self, size: float) -> float:
-        """Return the seconds for that many bytes."""
         return self.startup_seconds + self.seconds_per_byte * size
 
 
@@ -47,9 +39,6 @@ def fit_line(points: Sequence[Point]) -> LinearFit:
 
     Least squares weighted by 1 / seconds, a compromise between absolute errors (small messages would not count) and
     relative ones (a kink among small messages would distort the rate of large ones).
-
-    Raises:
-        ValueError: there is no point.
     """
     if not points:
         raise ValueError("a line needs at least one point")
@@ -287,7 +276,6 @@ def line_error(result: ProbeResult, key: Key) -> float:
 
 
 def _left_out(result: ProbeResult) -> list[str]:
-    """Describe the sizes for which there was no time."""
     largest = {key: row[-1].bytes for key, row in result.series.items()}
     beyond: dict[int, list[str]] = {}
     between = 0

@@ -39,11 +39,9 @@ class Periodic(Method):
     schedule: str = "strided"
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Return the codec's own program."""
         yield from self.codec.reduce(bucket, state)
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """Return what the codec says."""
         return self.codec.dense(name, shape, embedding)
 
     @property
@@ -73,8 +71,6 @@ class Periodic(Method):
 
 
 def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
-    """Split every bucket into one per fragment."""
-
     def cut(bucket: PlanBucket) -> list[PlanBucket]:
         names: dict[int, list[str]] = {}
         for name in bucket.names:
@@ -86,15 +82,7 @@ def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
 
 @dataclass(frozen=True)
 class Period:
-    """A simulated period, or one step of it if its layers are sent by a calendar.
-
-    Attributes:
-        every: number of steps.
-        seconds: time of all steps.
-        exposed_seconds: time of communication in which nothing is computed.
-        events: events of all steps.
-        bytes_sent: bytes sent by this rank.
-    """
+    """A simulated period, or one step of it if its layers are sent by a calendar."""
 
     every: int
     seconds: float
@@ -117,14 +105,6 @@ def simulate_period(
 
     With a calendar, what is sent after a step starts with the next one, and is priced as merged at the end of that
     step.
-
-    Args:
-        method: sets how often, and what runs meanwhile.
-        profile: profile of the model.
-        parts: the programs of the round.
-        buckets: the buckets of these programs.
-        shared, streams: as in ``Machine``.
-        optimizer_seconds: time of a whole update.
     """
     backward = sum(t.backward_seconds for t in profile.tensors)
     step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]

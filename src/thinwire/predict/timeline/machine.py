@@ -18,12 +18,7 @@ _ISSUED: Lane = (None, 0)
 
 
 class Wave:
-    """Programs that run together. A position is an index in their order.
-
-    Args:
-        parts: the programs, in order.
-        streams: see above; None: as many streams as programs.
-    """
+    """Programs that run together. A position is an index in their order."""
 
     def __init__(self, parts: list[ProgramPart], *, streams: int | None) -> None:
         self.parts = parts
@@ -45,7 +40,6 @@ class Wave:
         return self._beginners()
 
     def segment(self, position: int) -> float:
-        """Return the seconds of a program's next segment."""
         return self.parts[position].segments[self._next[position]]
 
     def advance(self, position: int) -> tuple[list[tuple[int, Hop]], list[int]]:

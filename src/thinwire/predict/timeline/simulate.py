@@ -131,7 +131,6 @@ def plan_of(
 
 
 def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
-    """Return the same events, shifted by ``start``."""
     return [replace(e, start_seconds=e.start_seconds + start) for e in events] if start else events
 
 
@@ -180,16 +179,7 @@ def tasks_of(
     deferred: Sequence[ProgramPart],
     optimizer_seconds: float,
 ) -> StepTasks:
-    """Lay out one step.
-
-    Args:
-        profile: the model.
-        buckets: buckets of this step.
-        deferring: buckets that are updated in the next forward.
-        buckets_before: buckets of the previous step.
-        deferred: parts that the previous step left over.
-        optimizer_seconds: time of the whole update.
-    """
+    """Lay out one step."""
     modules = _modules(profile)
     size_of = {tensor.name: tensor.size for tensor in profile.tensors}
     total = max(1, profile.elements)

@@ -34,11 +34,7 @@ def histogram(
     """Return indices of k entries: exact except for the choice among equal magnitudes.
 
     Args:
-        x: 1-D.
-        k: 1..d.
-        generator: for the window.
         passes: number of digits to look at; None: all.
-        window: see ``band``.
         engine: what counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
     """
     field = Magnitudes(x, k)
@@ -111,9 +107,6 @@ def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
         prefix: 0-dim.
         shift: number of bits below the prefix.
         bits: number of bits in the digit.
-
-    Returns:
-        int64 ``[2 ** bits]``.
     """
     bins = 1 << bits
     digit = torch.where((keys >> shift) == prefix, (keys >> (shift - bits)) & (bins - 1), bins)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 @cache
 def triton_installed() -> bool:
-    """Return whether Triton can be imported."""
     return find_spec("triton") is not None
 
 
@@ -23,6 +22,5 @@ def serves(x: Tensor) -> bool:
 
 
 def require() -> None:
-    """Raise ``ImportError`` with one clear sentence if Triton is missing."""
     if find_spec("triton") is None:
         raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')
