@@ -167,7 +167,7 @@ def test_other_optimizers_are_refused(optimizer, words):
     "options,words",
     [
         ({"density": 0}, "density=0"),
-        ({"momentum": 1.0}, "momentum=1.0 must be a number of at least 0 and below 1"),
+        ({"momentum": 1.0}, "momentum=1.0 must be a finite number and at least 0 and below 1"),
         ({"momentum": -0.1}, "momentum=-0.1"),
         ({"weight_decay": -1}, "weight_decay=-1"),
         ({"clip": 0}, "None does not clip"),

@@ -368,7 +368,7 @@ def test_what_is_kept():
         (lambda: QSGD(norm="l1"), "norm='l1' is unknown"),
         (lambda: QSGD(seed=-1), "seed=-1"),
         (lambda: QSGD(fusion="some"), "fusion='some' is unknown"),
-        (lambda: TernGrad(clip=0), "clip=0 must be a number of standard deviations above 0, or None"),
+        (lambda: TernGrad(clip=0), "clip=0 must be a finite number and above 0"),
         (lambda: TernGrad(clip=float("nan")), "clip=nan"),
         (lambda: TernGrad(clip=True), "clip=True"),
         (lambda: Cast("int3"), "dtype='int3' is unknown"),

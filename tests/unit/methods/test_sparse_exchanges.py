@@ -13,8 +13,7 @@ from thinwire.core.kernels.pairs import by_index, contains, merge_pairs, pack, u
 from thinwire.core.kernels.select import keep_count, top_k
 from thinwire.core.methods.base import accumulate_flat, all_finite, stage_flat
 from thinwire.core.methods.regions import regions
-from thinwire.core.methods.sparse import deliver
-from thinwire.core.methods.sparse_prices import EXCHANGES, assumed_cheapest, messages, seconds
+from thinwire.core.methods.sparse import EXCHANGES, assumed_cheapest, deliver, messages, seconds
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.pricing.plans import Measured, PlanTensor, make_plan

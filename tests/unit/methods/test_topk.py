@@ -115,7 +115,7 @@ def test_refusals():
     for options, words in (
         ({"exchange": "ring"}, "one of allgather, gtopk, oktopk, auto"),
         ({"exchange": "gtopk", "value_dtype": "bf16"}, 'gTop-k needs "fp32"'),
-        ({"capacity": 0.9}, "capacity=0.9 must be a number of at least 1"),
+        ({"capacity": 0.9}, "capacity=0.9 must be a finite number and at least 1"),
         ({"select": "best"}, "select='best' is unknown"),
         ({"value_dtype": "int8"}, "fp32, bf16, fp16"),
         ({"warmup": 3}, "Warmup"),

@@ -333,20 +333,8 @@ def send_and_receive(
     return PairwiseWork(works)
 
 
-def all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> PairwiseWork | CountdownWork:
-    """Send chunk r of ``x`` to rank r; receive chunks into ``out``, in rank order. Both ``[W, ...]``, contiguous."""
-    out[lane.rank].copy_(x[lane.rank])
-    return _to_all(x, list(out), lane, tag)
-
-
-def parts_of_all(x: Tensor, lane: Lane, tag: int) -> tuple[PairwiseWork | CountdownWork, list[Tensor]]:
-    """Do as ``all_to_all``, without copying this rank's own chunk; return also the chunks, in rank order."""
-    others = iter(x.new_empty((lane.size - 1, *x.shape[1:])))
-    parts = [x[rank] if rank == lane.rank else next(others) for rank in range(lane.size)]
-    return _to_all(x, parts, lane, tag), parts
-
-
 def _to_all(x: Tensor, out: list[Tensor], lane: Lane, tag: int) -> PairwiseWork | CountdownWork:
+    """Send chunk r of ``x`` to rank r; receive the others' chunks into ``out``, in rank order."""
     peers = lane.peers
     return send_and_receive({peer: x[peer] for peer in peers}, {peer: out[peer] for peer in reversed(peers)}, lane, tag)
 
@@ -443,7 +431,9 @@ def _on_gloo(x: Tensor, lane: Lane) -> bool:
 
 def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
     if _on_gloo(x, lane):
-        return all_to_all(x.view(lane.size, -1), out.view(lane.size, -1), lane, tag)
+        chunks, into = x.view(lane.size, -1), out.view(lane.size, -1)
+        into[lane.rank].copy_(chunks[lane.rank])
+        return _to_all(chunks, list(into), lane, tag)
     return dist.all_to_all_single(out, x, group=lane.group, async_op=True)
 
 
@@ -488,8 +478,10 @@ def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
     if not _on_gloo(x, lane):
         shard = x.new_empty(x.numel() // lane.size)
         return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)
-    work, parts = parts_of_all(x.view(lane.size, -1), lane, tag)
-    return Pending((work,), lambda: ordered_sum(parts))
+    chunks = x.view(lane.size, -1)
+    others = iter(chunks.new_empty((lane.size - 1, chunks.shape[1])))
+    parts = [chunks[rank] if rank == lane.rank else next(others) for rank in range(lane.size)]
+    return Pending((_to_all(chunks, parts, lane, tag),), lambda: ordered_sum(parts))
 
 
 def _exchange(op: Exchange, x: Tensor, lane: Lane, tag: int) -> Pending:

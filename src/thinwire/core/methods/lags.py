@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from thinwire.core.checks import check_choice, check_flag
+from thinwire.core.checks import check_choice, check_flag, check_number
 from thinwire.core.kernels.pairs import WIRES
 from thinwire.core.methods.base import accumulate_flat, all_finite, poison, stage_flat
 from thinwire.core.methods.sparse import message_units
@@ -50,10 +50,8 @@ class LAGS(Method):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("max_ratio", 1), ("exposed_seconds", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
-                raise ValueError(f"{name}={value!r} must be a number of at least {least}")
+        check_number("max_ratio", self.max_ratio, least=1)
+        check_number("exposed_seconds", self.exposed_seconds, least=0)
         check_choice("fusion", self.fusion, ("none",))
         check_choice("value_dtype", self.value_dtype, tuple(WIRES))
         check_flag("error_feedback", self.error_feedback)

@@ -298,7 +298,7 @@ def make_plan(
         all_reduce = hidden_seconds(measured.profile, measured.costs, measured.topology)
     table = None  # how sums are routed, if that depends on measurements
     if measured is not None and method.collective == "auto":
-        table = CollectiveTable.of(measured.costs, measured.topology)
+        table = CollectiveTable(measured.costs, measured.topology)
     phases = []
     for phase in range(method.phases):
         buckets: list[tuple[int, PlanBucket]] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from thinwire.core.checks import check_number
+from thinwire.core.checks import check_count, check_number
 from thinwire.core.pricing.costs import Provenance, check_provenance
 from thinwire.core.records import Record
 
@@ -131,20 +131,6 @@ class Layer:
     kind: str = ""
 
 
-@dataclass(frozen=True)
-class FlopsEstimate:
-    """How FLOPs become seconds: samples per step and rank, and the device's sustained rate."""
-
-    batch_size: int
-    device_flops: float
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
-        if not 0 < self.device_flops < math.inf:
-            raise ValueError(f"device_flops must be positive and finite, not {self.device_flops}")
-
-
 def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
     """Return a fully connected layer with bias, applied at that many positions of a sample."""
     parameters = (("weight", (outputs, inputs)), ("bias", (outputs,)))
@@ -164,14 +150,16 @@ def norm(name: str, channels: int, positions: int) -> Layer:
     return Layer(name, 8.0 * channels * positions, (("weight", (channels,)), ("bias", (channels,))))
 
 
-def estimate(name: str, layers: Sequence[Layer], how: FlopsEstimate, source: str) -> ModelProfile:
+def estimate(name: str, layers: Sequence[Layer], batch_size: int, device_flops: float) -> ModelProfile:
     """Build a profile whose compute time is FLOPs over the device's rate; backward costs twice as much as forward.
 
     The gradients of one module arrive together: the parameter registered last carries the module's time, the others
     none. The first layer needs no gradient of its input. The time of modules without parameters is added to the next
     gradient.
     """
-    rate = how.device_flops / how.batch_size
+    check_count("batch_size", batch_size)
+    check_number("device_flops", device_flops, above=0)
+    rate = device_flops / batch_size
     tensors: list[TensorTime] = []
     waiting = 0.0
     for position, layer in reversed(list(enumerate(layers))):
@@ -180,7 +168,7 @@ def estimate(name: str, layers: Sequence[Layer], how: FlopsEstimate, source: str
             tensors.append(TensorTime(f"{layer.name}.{short}", shape, waiting, layer.kind))
             waiting = 0.0
     modules = tuple(ModuleTime(layer.name, layer.flops / rate) for layer in layers)
-    source = f"{source}, {how.batch_size} samples at {how.device_flops / 1e12:g} TFLOP/s"
+    source = f"FLOPs of the layers, {batch_size} samples at {device_flops / 1e12:g} TFLOP/s"
     return ModelProfile(name, tuple(tensors), sum(m.forward_seconds for m in modules), modules, 4, "assumed", source)
 
 
@@ -228,8 +216,7 @@ def builtin(
         if not positions or not 1 <= sequence_length <= most:
             raise ValueError(f"sequence_length={sequence_length} does not fit {name}")
         positions = sequence_length
-    how = FlopsEstimate(usual if batch_size is None else batch_size, device_flops)
-    return estimate(name, layers(positions), how, "FLOPs of the layers")
+    return estimate(name, layers(positions), usual if batch_size is None else batch_size, device_flops)
 
 
 def densenet(blocks: Sequence[int]) -> list[Layer]:

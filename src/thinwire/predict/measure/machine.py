@@ -6,9 +6,8 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and network namespaces of a machine
 
@@ -79,10 +78,6 @@ class Load:
         if self.throttled > _THROTTLED * self.periods:
             said.append(f"held back by its control group in {self.throttled} of {self.periods} periods")
         return f"this machine is overloaded: {'; '.join(said)}: figures are too high and scattered" if said else ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 class LoadWatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from thinwire.core.checks import check_number
 from thinwire.core.methods.ssgd import SSGD
@@ -262,11 +262,8 @@ def bound_by(
     *,
     plan: Plan | None = None,
     backend: str = "gloo",
-    dense: Method | None = None,
-    shared_compute: bool = True,
     optimizer_seconds: float = 0.0,
-    slowdown: float | Sequence[float] = 1.0,
-    steps: int = 2,
+    **options: Any,
 ) -> Bound:
     """Return the resource whose removal shortens the step most; arguments as in ``simulate``, the plan stays the same.
 
@@ -276,19 +273,8 @@ def bound_by(
     plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
 
     def seconds(profile: ModelProfile, priced: Costs, update: float) -> float:
-        return simulate(
-            method,
-            profile,
-            topology,
-            priced,
-            plan=plan,
-            backend=backend,
-            dense=dense,
-            shared_compute=shared_compute,
-            optimizer_seconds=update,
-            slowdown=slowdown,
-            steps=steps,
-        ).step_seconds
+        where = {"plan": plan, "backend": backend, "optimizer_seconds": update, **options}
+        return simulate(method, profile, topology, priced, **where).step_seconds
 
     free = {name: curve.stretched(0, 0, "free") for name, curve in costs.compute.items()}
     without: dict[Bound, float] = {

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,6 +159,6 @@ def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
     yield seen
     load = watch.load()
     if load is not None:
-        seen.record = load.as_dict()
+        seen.record = asdict(load)
         if said := load.sentence(processes):
             Console(stderr=True, quiet=quiet).print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
