@@ -184,98 +184,70 @@ def profile_model(
     if not shapes:
         raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
     device = next(iter(shapes.values())).device
-    stopwatch = Stopwatch(device, clock)
-    record = _Record(stopwatch)
-    began = time.perf_counter()
-    take = numbered(batches)
+    stopwatch, began, take = Stopwatch(device, clock), time.perf_counter(), numbered(batches)
+    forward: list[float] = []
+    arrivals: list[dict[str, float]] = []
+    in_modules: dict[str, list[float]] = {}
     with untouched(model), Watch(model, stopwatch) as watch:
         for step in range(warmup + steps):
-            _step(model, take, loss, step, watch, record if step >= warmup else None, stopwatch)
+            for parameter in model.parameters():
+                parameter.grad = None
+            watch.begin()
+            started = stopwatch.mark()
+            value = loss(model, take(step))
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                raise ValueError(
+                    "loss(model, batch) must return a scalar tensor that depends on the model's parameters"
+                )
+            turned = stopwatch.mark()
+            watch.turn()
+            value.backward()
+            stopwatch.settle()
+            for n, parameter in model.named_parameters():
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    raise ValueError(f"{n} gets sparse gradients, which thinwire does not exchange: use sparse=False")
+            if step >= warmup:
+                forward.append(stopwatch.between(started if watch.started is None else watch.started, turned))
+                arrivals.append({n: stopwatch.between(turned, mark) for n, mark in watch.arrivals.items()})
+                for n, lasted in watch.module_seconds().items():
+                    in_modules.setdefault(n, []).append(lasted)
             on_step(step + 1, warmup + steps)
             late = seconds is not None and time.perf_counter() - began > seconds
-            if late and record.steps >= min(steps, _LEAST_STEPS):
+            if late and len(forward) >= min(steps, _LEAST_STEPS):
                 break
     kinds = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
-    tensors = tuple(
-        TensorTime(n, tuple(shapes[n].shape), lasted, kinds.get(id(shapes[n]), ""))
-        for n, lasted in record.backward(list(shapes)).items()
-    )
-    modules = tuple(ModuleTime(n, lasted) for n, lasted in record.modules().items())
     return ModelProfile(
         name or type(model).__name__,
-        tensors,
-        statistics.median(record.forward),
-        modules,
+        tuple(
+            TensorTime(n, tuple(shapes[n].shape), lasted, kinds.get(id(shapes[n]), ""))
+            for n, lasted in _apart(arrivals, list(shapes)).items()
+        ),
+        statistics.median(forward),
+        tuple(ModuleTime(n, statistics.median(times)) for n, times in in_modules.items()),
         _element_bytes(list(shapes.values())),
         "measured here",
-        ", ".join(filter(None, (_place(device), f"median of {record.steps} steps", batch))),
+        ", ".join(filter(None, (_place(device), f"median of {len(forward)} steps", batch))),
     )
 
 
-def _step(
-    model: nn.Module,
-    take: Callable[[int], Any],
-    loss: Loss,
-    step: int,
-    watch: Watch,
-    record: _Record | None,
-    stopwatch: Stopwatch,
-) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-    watch.begin()
-    before = stopwatch.mark()
-    value = loss(model, take(step))
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        raise ValueError("loss(model, batch) must return a scalar tensor that depends on the model's parameters")
-    between = stopwatch.mark()
-    watch.turn()
-    value.backward()
-    stopwatch.settle()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ValueError(f"{name} gets sparse gradients, which thinwire does not exchange: use sparse=False")
-    if record is not None:
-        record.add(watch, before if watch.started is None else watch.started, between)
+def _apart(arrivals: list[dict[str, float]], names: list[str]) -> dict[str, float]:
+    """Return the seconds from one gradient to the next: medians of arrivals, so they add up to a whole backward.
 
-
-class _Record:
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
-        self.steps = 0
-        self.forward: list[float] = []
-        self._arrivals: list[dict[str, float]] = []
-        self._modules: dict[str, list[float]] = {}
-
-    def add(self, watch: Watch, started: object, turned: object) -> None:
-        self.steps += 1
-        self.forward.append(self._stopwatch.between(started, turned))
-        between = self._stopwatch.between
-        self._arrivals.append({name: between(turned, mark) for name, mark in watch.arrivals.items()})
-        for name, seconds in watch.module_seconds().items():
-            self._modules.setdefault(name, []).append(seconds)
-
-    def backward(self, names: list[str]) -> dict[str, float]:
-        """Return the seconds from one gradient to the next: medians of arrivals, so they add up to a whole backward.
-
-        Steps in which some gradients are missing would disturb the order; they count only if there are few others.
-        """
-        most = max(map(len, self._arrivals))
-        full = [step for step in self._arrivals if len(step) == most]
-        times: dict[str, list[float]] = {}
-        for step in full if len(full) >= _LEAST_STEPS else self._arrivals:
-            for name, moment in step.items():
-                times.setdefault(name, []).append(moment)
-        arrived = {name: statistics.median(moments) for name, moments in times.items()}
-        seconds: dict[str, float] = {}
-        before = 0.0
-        for name in sorted(arrived, key=arrived.__getitem__):
-            seconds[name] = max(0.0, arrived[name] - before)
-            before = max(before, arrived[name])
-        return {**seconds, **{name: 0.0 for name in names if name not in seconds}}
-
-    def modules(self) -> dict[str, float]:
-        return {name: statistics.median(times) for name, times in self._modules.items()}
+    Steps in which some gradients are missing would disturb the order; they count only if there are few others.
+    """
+    most = max(map(len, arrivals))
+    full = [step for step in arrivals if len(step) == most]
+    times: dict[str, list[float]] = {}
+    for step in full if len(full) >= _LEAST_STEPS else arrivals:
+        for name, moment in step.items():
+            times.setdefault(name, []).append(moment)
+    arrived = {name: statistics.median(moments) for name, moments in times.items()}
+    seconds: dict[str, float] = {}
+    before = 0.0
+    for name in sorted(arrived, key=arrived.__getitem__):
+        seconds[name] = max(0.0, arrived[name] - before)
+        before = max(before, arrived[name])
+    return {**seconds, **{name: 0.0 for name in names if name not in seconds}}
 
 
 def _element_bytes(parameters: list[nn.Parameter]) -> int:

@@ -1,4 +1,4 @@
-"""The histogram of a radix selection in one pass over memory, where torch's scatter needs several.
+"""In Triton, for CUDA: the histogram of a radix selection in one pass over memory, where torch's scatter needs several.
 
 Twin: ``kernels.select.histogram.digits``; equal bit for bit. No host read, no atomic that decides an order.
 """
