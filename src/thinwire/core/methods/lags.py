@@ -1,8 +1,8 @@
 """LAGS-SGD: Top-k per layer; each layer is as dense as the network can hide behind backward.
 
 Paper: Shi et al.: Layer-wise adaptive gradient sparsification for distributed deep learning with convergence
-guarantees, arXiv 1911.08727. The numbers of entries to keep come from ``planner.ratios.lags`` once times are measured,
-equal on all ranks; before that every layer sends one element in ``max_ratio``.
+guarantees, arXiv 1911.08727. The numbers of entries to keep come from ``core.pricing.ratios.lags`` once times are
+measured, equal on all ranks; before that every layer sends one element in ``max_ratio``.
 
 Differences from the paper: a layer's budget is the time until the next gradient is ready, by the planner's clocks; a
 layer whose all-reduce is hidden is sent dense, without loss; the numbers are part of the plan.

@@ -1,4 +1,4 @@
-"""Price a program's compute by the curves of ``planner.costs``: helpers of ``Method.compute_seconds``.
+"""Price a program's compute by the curves of ``core.pricing.costs``: helpers of ``Method.compute_seconds``.
 
 The unit is the *pass*: each element of a tensor is read once or written once, as in the program's code for fp32
 gradients without a loss scale. What a cache saves is in the measured rate, not in the count. Work on scalars, and work

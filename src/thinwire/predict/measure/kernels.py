@@ -81,7 +81,7 @@ def median_seconds(
 
 
 KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
-"""The curves, named as in ``planner.Costs.compute``."""
+"""The curves, named as in ``Costs.compute``."""
 DENSITY = 0.01
 LEAST_CALLS = 3
 _QUEUED = 8
@@ -207,7 +207,7 @@ def _products(pool: Tensor, side: int, rank: int) -> Callable[[], None]:
 
 
 KINDS = ("inverse", "eigen")
-"""The curves, named as in ``planner.Costs.compute``."""
+"""The curves, named as in ``Costs.compute``."""
 _SMALLEST = 64
 _BETWEEN = 4  # interpolation points in each doubling
 

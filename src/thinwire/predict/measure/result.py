@@ -98,7 +98,7 @@ class Measurement:
         kind: the operation.
         scope: "world", "node" or "cross".
         members: ranks of the group.
-        bytes: size of one rank's message, as ``planner.formulas`` counts it.
+        bytes: size of one rank's message, as ``core.pricing.costs`` counts it.
         seconds: median over repeats, on the slowest rank.
         repeats: number of timed repeats.
         cpu_seconds: CPU time of the process, on the rank that used most; None if the device does the work.

@@ -1,7 +1,4 @@
-"""The timeline simulator: runs a method's own programs on shapes alone, with prices, in the engine's order.
-
-Prices belong to planner/costs and the methods, real runs to engine/, decisions to planner/choose.
-"""
+"""The timeline simulator: runs a method's own programs on shapes alone, with prices, in the engine's order."""
 
 from thinwire.predict.timeline.result import LANES, Event, Timeline, write_trace
 from thinwire.predict.timeline.simulate import bound_by, simulate

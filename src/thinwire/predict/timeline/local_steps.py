@@ -21,7 +21,7 @@ class Periodic(Method):
 
     Args:
         codec: carries the weights, or their changes.
-        every: steps between two rounds; None: ``planner.choose.resolved`` chooses.
+        every: steps between two rounds; None: ``choose.resolved`` chooses.
         delay: steps that run while a round is in flight; "full": all but one; "auto": chosen with ``every``.
         most: largest number of steps between two rounds, if ``every`` is None.
         outer: an outer optimizer is applied to the mean change.
@@ -52,7 +52,7 @@ class Periodic(Method):
             ValueError: the period has not been chosen yet.
         """
         if self.every is None or self.delay == "auto":
-            raise ValueError("local steps without a period: planner.choose.resolved chooses one")
+            raise ValueError("local steps without a period: choose.resolved chooses one")
         return steps_late(self.delay, self.every)
 
     @property
