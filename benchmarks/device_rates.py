@@ -22,11 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.pricing.profiles.builtin import BUILTIN, builtin
+from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.predict.choose.devices import DEVICES
-from thinwire.predict.measure.kernels import kernel_cases
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch, kernel_cases
 from thinwire.tools.bench.device import check_device
 
 RESULTS = Path(__file__).parent / "results" / "device_rates.json"

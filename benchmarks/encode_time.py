@@ -28,7 +28,7 @@ from thinwire.core.methods.registry import method as named
 from thinwire.core.pricing.merge import fuse
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.tools.bench.models.registry import build_model
 
 ROOT = Path(__file__).parents[1]

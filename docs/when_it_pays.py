@@ -11,8 +11,12 @@ from functools import cache
 from pathlib import Path
 
 from thinwire.core.methods.registry import classes, label_of
-from thinwire.core.pricing.measured import Measured, needs_measurement
-from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.pricing.plans import (
+    Measured,
+    PlanTensor,
+    make_plan,
+    needs_measurement,
+)
 from thinwire.core.program import Method, Plan
 from thinwire.predict.choose import resolved
 from thinwire.predict.timeline import simulate

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from thinwire.core.pricing.curves import Linear
+from thinwire.core.pricing.costs import Linear
 
 _CODE = "code: HKBU-HPML/OMGS-SGD, HKBU-HPML/MG-WFBP, hclhkbu/gtopkssgd"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from thinwire.core.pricing.curves import Provenance
+from thinwire.core.pricing.costs import Provenance
 
 MEMORY = "from memory of the paper: verify before quoting"
 _OMGS = "code: HKBU-HPML/OMGS-SGD, plotting script; totals are sums"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from published.constants import POINT_TO_POINT_1GBE, omgs_exchange, sort_2019
 from published.figures import figure
 from published.second_order import second_order_rows
-from thinwire.core.pricing.merge import optimal_sparse
-from thinwire.core.pricing.profiles.builtin import bert, builtin
+from thinwire.core.pricing.optimal import optimal_sparse
+from thinwire.core.pricing.profiles import bert, builtin
 
 Row = tuple[str, float, float]
 

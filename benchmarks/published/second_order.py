@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 from published.figures import figure
-from thinwire.core.pricing.curves import Linear
+from thinwire.core.pricing.costs import Linear
 from thinwire.core.pricing.placement import Placement, place_threshold
-from thinwire.core.pricing.profiles.builtin import builtin
-from thinwire.core.pricing.profiles.kronecker import kronecker_shapes
+from thinwire.core.pricing.profiles import builtin, kronecker_shapes
 
 WORKERS, THRESHOLD = 64, 1400
 _CODE = "code: shyhuai/kfac_pytorch, systems/kfac/utils.py"

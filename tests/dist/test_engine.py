@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from spawned import run
-from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.exchange import Lanes
 
 pytestmark = pytest.mark.dist
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from thinwire.core.collectives import rest
+from thinwire.core.collectives import groups
 
 ENDS_AT_ONCE = """
 import torch
@@ -30,20 +30,20 @@ def test_python_does_not_end_under_a_thread_of_gloo():
 def test_the_end_waits_until_all_of_them_sleep(monkeypatch):
     states = [["R", "S"], ["S", "S"], ["S", "R"], *[["S", "S"]] * 10]
     asked = iter(states)
-    monkeypatch.setattr(rest, "states_of_gloo", lambda: next(asked))
-    rest.wait_until_quiet()
+    monkeypatch.setattr(groups, "states_of_gloo", lambda: next(asked))
+    groups.wait_until_quiet()
     assert len([*asked]) == len(states) - 3 - 4  # four in a row
 
 
 def test_the_end_does_not_wait_for_ever(monkeypatch):
     asked = []
-    monkeypatch.setattr(rest, "states_of_gloo", lambda: asked.append(1) or ["R"])
-    monkeypatch.setattr(rest, "MOST_SECONDS", 0.05)
-    rest.wait_until_quiet()
+    monkeypatch.setattr(groups, "states_of_gloo", lambda: asked.append(1) or ["R"])
+    monkeypatch.setattr(groups, "MOST_SECONDS", 0.05)
+    groups.wait_until_quiet()
     assert asked
 
 
 def test_without_gloo_nothing_is_waited_for(monkeypatch):
-    monkeypatch.setattr(rest, "states_of_gloo", list)
-    monkeypatch.setattr(rest.time, "sleep", lambda seconds: pytest.fail("slept"))
-    rest.wait_until_quiet()
+    monkeypatch.setattr(groups, "states_of_gloo", list)
+    monkeypatch.setattr(groups.time, "sleep", lambda seconds: pytest.fail("slept"))
+    groups.wait_until_quiet()

@@ -10,19 +10,18 @@ import torch.distributed as dist
 
 import thinwire as tw
 from spawned import run
-from thinwire.core.collectives import lanes as lanes_module
+from thinwire.core.collectives import exchange as exchange_module
 from thinwire.core.collectives import mesh as mesh_module
-from thinwire.core.collectives.lanes import Lanes
-from thinwire.core.collectives.ordered_sum import ordered_sum
-from thinwire.core.collectives.transport import issue
+from thinwire.core.collectives.exchange import Lanes, issue
+from thinwire.core.collectives.mesh import ordered_sum
 from thinwire.core.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
 
 pytestmark = pytest.mark.dist
 
 
 def _lanes(rank, size):
-    lanes_module.meshes.clear()
-    lanes_module.unreachable.clear()
+    exchange_module.meshes.clear()
+    exchange_module.unreachable.clear()
     return Lanes(tuple(range(size)), Topology(size), rank, None)
 
 
@@ -124,7 +123,7 @@ def _without_a_way(rank, size):
         return lane.mesh is None and lane.back is not None and again.mesh is None, found
     finally:
         mesh_module.listen = real
-        lanes_module.unreachable.clear()
+        exchange_module.unreachable.clear()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -11,7 +11,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.pricing.costs import KINDS
 from thinwire.engine.controller import network, pilot
 from thinwire.predict.measure.gradual import GradualProbe
 

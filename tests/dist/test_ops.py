@@ -9,8 +9,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.core.collectives.lanes import Lanes
-from thinwire.core.collectives.transport import issue
+from thinwire.core.collectives.exchange import Lanes, issue
 from thinwire.core.program import (
     AllGather,
     AllReduce,

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from spawned import run
-from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.pricing.costs import KINDS
 from thinwire.core.program import Topology
 from thinwire.predict.measure import ProbeResult, probe
 from thinwire.tools.cli.main import app

@@ -10,7 +10,7 @@ import thinwire as tw
 from spawned import run
 from thinwire.core.pricing.costs import Costs
 from thinwire.engine.controller import pilot
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 
 pytestmark = pytest.mark.dist
 

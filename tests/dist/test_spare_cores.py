@@ -71,6 +71,6 @@ def _ask(rank, size):
 
 
 def test_ranks_on_one_machine_count_its_cores():
-    from thinwire.predict.measure.cores import spare_cores
+    from thinwire.predict.measure.machine import spare_cores
 
     assert run(_ask, 2) == [spare_cores(2)] * 2

@@ -169,7 +169,7 @@ def test_auto_takes_over_what_rank_0_measured():
     costs = Costs.of_link(1e9, 1e-3, 4, 2, node_latency_seconds=1e-5)
     slow = {("ReduceScatter", "node", 2): Linear(5e-5, 0), ("AllGather", "node", 2): Linear(5e-5, 0)}
     costs = Costs({**costs.exchanges, **slow}, costs.compute)
-    table = CollectiveTable.of(costs, Topology(4, 2))
+    table = CollectiveTable(costs, Topology(4, 2))
     results = run(_auto, 4, costs.to_json(), seconds=250)
     sizes = {n: 4 * p.numel() for n, p in cases.model(width=64).named_parameters()}
     for before, settled, plan, weights in results:

@@ -7,7 +7,7 @@ import torch
 from fuzz.player import Mismatch, Player, close, difference, optimizers_of, scaler_of, tensors_of
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import Topology, working_dtype
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.local.settings import local_settings
 from thinwire.engine.parameters import managed_parameters

@@ -11,8 +11,8 @@ MUTATIONS = {
     "an expanded buffer": ("engine/ranks/agreement.py", "if shares_memory(x):", "if False:"),
     "dtypes that differ between ranks": ("engine/parameters.py", "{list(x.shape)} {x.dtype}", "{list(x.shape)}"),
     "a float8 buffer under local steps": ("engine/local/travel.py", "mean, x.to(mean.dtype))", "mean, x)"),
-    "inference mode": ("core/program/modes.py", "torch.inference_mode(False)", "nullcontext()"),
-    "autocast": ("core/program/modes.py", "    for device in casts:", "    for device in ():"),
+    "inference mode": ("core/program/ops.py", "torch.inference_mode(False)", "nullcontext()"),
+    "autocast": ("core/program/ops.py", "    for device in casts:", "    for device in ():"),
     "zeroed gradients that count as used": (
         "engine/schedules/coupled.py", "grad is delivered and grad._version == version", "grad is delivered",
     ),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
-from thinwire.core.collectives.topology import topology_of
+from thinwire.core.collectives.groups import topology_of
 from thinwire.tools.bench.device import prepare_rank, rank_device
 
 ALONE = {"fusion": "none"}  # these choose or scale values per bucket, which LocalWorld does not make

@@ -2,8 +2,8 @@
 
 import torch
 
+from thinwire.core.kernels import triton_select
 from thinwire.core.kernels.select.histogram import digits
-from thinwire.core.kernels.triton import select as triton_select
 
 
 def seeded(seed):

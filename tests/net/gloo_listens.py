@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from thinwire.predict.measure.sockets import gloo_choice
+from thinwire.predict.measure.network import gloo_choice
 from thinwire.tools.doctor import collect_facts
 from thinwire.tools.lab.shell import tool
 

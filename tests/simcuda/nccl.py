@@ -17,6 +17,7 @@ worked out is this rank's.
 
 from __future__ import annotations
 
+import importlib
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,10 @@ import torch.distributed as dist
 from card import Card, OnCard, Stream
 from torch import Tensor
 
-from thinwire.core.collectives import transport
+from thinwire.core.collectives import exchange
 from thinwire.engine.ranks import agreement, communicator
-from thinwire.predict.measure import wire
 
+PROBE = importlib.import_module("thinwire.predict.measure.probe")
 _KNOWN = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.bool,
@@ -198,9 +199,9 @@ class Nccl:
         }
         patches = [patch.object(dist, name, value) for name, value in functions.items()]
         patches.append(patch.object(dist.distributed_c10d, "_get_default_store", Store))
-        for module in (transport, agreement, communicator, wire):  # names that they have taken over
+        for module in (exchange, agreement, communicator, PROBE):  # names that they have taken over
             patches.append(patch.object(module, "all_gather_flat", self.all_gather))
-        patches.append(patch.object(transport, "reduce_scatter_flat", self.reduce_scatter))
+        patches.append(patch.object(exchange, "reduce_scatter_flat", self.reduce_scatter))
         for one in patches:
             one.start()
         try:

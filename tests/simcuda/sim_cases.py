@@ -16,7 +16,7 @@ from thinwire.core.methods.dgc import DGC
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import needs_measurement
+from thinwire.core.pricing.plans import needs_measurement
 from thinwire.systems.optim import LAMB, LARS
 
 STEPS = 6

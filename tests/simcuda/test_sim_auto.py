@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from training import training
 
-from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.pricing.costs import KINDS
 from thinwire.engine.ranks.communicator import Communicator
 
 
@@ -34,7 +34,7 @@ def test_auto_settles_without_a_finding(monkeypatch, lossy):
 
 def test_no_message_that_opens_connections_is_timed(monkeypatch, tmp_path):
     """NCCL opens more when it changes its protocol with the size: the first message of each size does not count."""
-    from thinwire.predict.measure.wire import ExchangeTimer
+    from thinwire.predict.measure.probe import ExchangeTimer
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
     asked = []

@@ -75,7 +75,7 @@ def test_what_nobody_uses_is_read_once_a_step(name):
 @pytest.mark.parametrize("name", [name for name in WAITING if "K-FAC" in name and "eigen" not in name])
 def test_inverting_waits_for_no_single_factor(name):
     """``torch.linalg.eigh`` waits by itself."""
-    assert not any("core/kernels/inverse.py" in one for one in ran(name)[1])
+    assert not any("core/kernels/symmetric.py" in one for one in ran(name)[1])
 
 
 @pytest.mark.parametrize("name", ["acp-rank=2-min_rate=1.0", "powersgd-rank=2-min_rate=1.0"])

@@ -43,7 +43,7 @@ def ordering(call, path):
     """``record`` and ``wait`` are also words of the ledger, of threads and of Gloo."""
     name = name_of(call)
     event = name == "record" and not call.args
-    of_nccl = path.name == "transport.py" and ast.unparse(call.func) == "work.wait"
+    of_nccl = path.name == "exchange.py" and ast.unparse(call.func) == "work.wait"
     return name in ORDERING or event or of_nccl
 
 
@@ -74,7 +74,7 @@ def sums(card):
 
 FOUND_BY = {
     "adapters/fsdp2_replicas.py _reduce read_here 0": CASES["FSDP2"],
-    "core/collectives/transport.py block wait 0": CASES["ssgd"],
+    "core/collectives/exchange.py block wait 0": CASES["ssgd"],
     "engine/buckets.py bucket read_here 0": CASES["one bucket each"],
     "engine/executors/streams.py _run wait_event 0": CASES["ssgd"],
     "engine/executors/streams.py finish wait_stream 0": CASES["ssgd"],

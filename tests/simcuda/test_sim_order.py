@@ -11,7 +11,7 @@ from nccl import disagreement
 from sim_cases import METHODS, STEPS, WAYS
 from training import DEVICE, Branches, place, training
 
-from thinwire.core.collectives.transport import Pending
+from thinwire.core.collectives.exchange import Pending
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import AllReduce
 from thinwire.engine.executors.streams import StreamExecutor

@@ -15,8 +15,7 @@ from torch.nn.functional import conv2d
 
 import thinwire as tw
 from spawned import run
-from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.curves import Linear
+from thinwire.core.pricing.costs import Costs, Linear
 from thinwire.core.pricing.placement import place_threshold
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import LocalWorld

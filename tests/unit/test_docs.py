@@ -114,9 +114,9 @@ def test_example_method_runs_on_shapes_alone(random_k):
 
 DOCTESTS = (
     "core.program.local_world",
-    "core.pricing.merge.fuse",
+    "core.pricing.merge",
     "core.pricing.placement",
-    "core.methods.feedback",
+    "core.methods.base",
     "core.kernels.seeding",
     "systems.kfac.scheduled",
 )

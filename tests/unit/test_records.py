@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.checks import check_choice, check_count, check_flag, check_number
 from thinwire.core.records import Record
 
 
@@ -51,6 +51,12 @@ class Whole(Record):
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Among(Record):
+    called, alone = "some", False
+    count: int
+
+
 FULL = Whole(
     3, 0.5, True, "b", Colour.RED, torch.float64, (2, 3), (1, "x"), (Point(1.0, "p"),), ["n"], 4.0, Point(2.0),
     {"a": Point(0.0)}, {7: "seven"}, {("ring", 4): 0.25}, {"any": [1, None]},
@@ -62,6 +68,7 @@ def test_all_kinds_of_fields_come_back():
     assert Whole.from_json('{"count": 3}') == Whole(3)
     assert Whole.from_json('{"count": 3, "rate": 1}').rate == 1.0
     assert Whole(3).hash == Whole(3).hash != Whole(4).hash
+    assert Among.from_json('{"count": 3, "beside": []}') == Among(3)
 
 
 @given(st.builds(Whole, st.integers(), st.floats(allow_nan=False), limit=st.none() | st.floats(allow_nan=False)))
@@ -93,14 +100,21 @@ def test_what_does_not_fit_is_named(name, value, told):
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "null", "[" * 100_000])
 def test_other_texts_are_refused(text):
-    with pytest.raises(ValueError, match="this is not a whole"):
-        Whole.from_json(text)
+    for kind in (Whole, Among):
+        with pytest.raises(ValueError, match=f"this is not {kind.called}"):
+            kind.from_json(text)
 
 
 def test_checks():
     assert check_count("workers", 3) == 3
     assert check_number("lr", 1, above=0) == 1.0
     assert check_choice("word", "a", ("a", "b")) == "a"
+    assert check_choice("bits", 2, (None, 2)) == 2
+    assert check_flag("on", True)
+    with pytest.raises(ValueError, match=r"^on=1 must be True or False$"):
+        check_flag("on", 1)
+    with pytest.raises(ValueError, match=r"^bits=True is unknown; use one of 1, 2$"):
+        check_choice("bits", True, (1, 2))
     for wrong in (0, True, 1.0, "2"):
         with pytest.raises(ValueError, match=rf"^workers={wrong!r} must be a whole number of at least 1$"):
             check_count("workers", wrong)

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.core.collectives.backends import backend_for
-from thinwire.core.collectives.topology import topology_of
-from thinwire.core.methods.base import check_count
+from thinwire.core.checks import check_count
+from thinwire.core.collectives.groups import backend_for, topology_of
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology, working_dtype
@@ -85,7 +84,7 @@ def ddp_hook(
     check_scaler(scaler)
     check_topology(topology)
     if start_compression_step is not None:
-        check_count("start_compression_step", start_compression_step)
+        check_count("start_compression_step", start_compression_step, 0)
     return DDPSync(chosen, HookOptions(scaler, start_compression_step, limit, process_group, topology)), thinwire_hook
 
 

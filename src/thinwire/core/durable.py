@@ -36,7 +36,6 @@ class _Watched:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write data; called by torch."""
         try:
             self.file.write(data)
         except OSError as error:
@@ -46,7 +45,6 @@ class _Watched:
         return len(data)
 
     def flush(self) -> None:
-        """Flush the file; called by torch at the end."""
         self.file.flush()
 
 
@@ -126,7 +124,6 @@ def write_file(path: Path, content: Any, *, synced: bool = True) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Return a checksum of a file's content."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -135,12 +132,7 @@ def digest_of(path: Path) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a file of ``write_file``, onto the CPU, without unpickling anything else.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged, or something else.
-    """
+    """Read a file of ``write_file``, onto the CPU, without unpickling anything else."""
     with path.open("rb") as file:
         try:
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
@@ -195,11 +187,9 @@ class CheckpointDirectory:
         self._pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(suffix)}")
 
     def path(self, number: int) -> Path:
-        """Return the path of a complete checkpoint."""
         return self.folder / f"{self._name}-{number:09d}{self._suffix}"
 
     def partial(self, number: int) -> Path:
-        """Return the path of a checkpoint that is being written."""
         return self.folder / f"{_PARTIAL}{self.path(number).name}"
 
     def found(self) -> dict[int, Path]:
@@ -249,7 +239,6 @@ class CheckpointDirectory:
         return final
 
     def abort(self, number: int) -> None:
-        """Remove what was written of a checkpoint."""
         self._discard(self.partial(number))
 
     @contextmanager
@@ -263,7 +252,6 @@ class CheckpointDirectory:
             raise
 
     def drop_after(self, number: int) -> None:
-        """Remove the checkpoints of later numbers."""
         self._sweep()  # else a replaced checkpoint would reappear when its successor is removed
         for later, path in self.found().items():
             if later > number:

@@ -39,18 +39,13 @@ def event_in(line: str) -> tuple[dict[str, Any] | None, str]:
 
 
 class LastWords:
-    """Receives the ranks' lines: passes on their events, and keeps the last other lines for an error message.
-
-    Args:
-        on_event: called with (rank, event).
-    """
+    """Receives the ranks' lines: passes on their events, and keeps the last other lines for an error message."""
 
     def __init__(self, on_event: Callable[[int, dict[str, Any]], None]) -> None:
         self._on_event = on_event
         self._words = deque[str](maxlen=_LAST)
 
     def __call__(self, rank: int, line: str) -> None:
-        """Receive one line of a rank."""
         event, text = event_in(line)
         if event is not None:
             self._on_event(rank, event)

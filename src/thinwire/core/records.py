@@ -17,9 +17,15 @@ _Record = TypeVar("_Record", bound="Record")
 
 
 class Record:
-    """A dataclass that is kept as JSON. ``called`` completes the error "this is not ...", as "a thinwire plan"."""
+    """A dataclass that is kept as JSON.
+
+    Attributes:
+        called: completes the error "this is not ...", as "a thinwire plan".
+        alone: False: the text may hold other fields beside its own, which are not read.
+    """
 
     called: ClassVar[str]
+    alone: ClassVar[bool] = True
 
     def to_json(self) -> str:
         """Return one line of JSON, which :meth:`from_json` reads."""
@@ -33,7 +39,11 @@ class Record:
             ValueError: the text is something else.
         """
         try:
-            return made(cls, json.loads(text))
+            data = json.loads(text)
+            if not cls.alone:
+                own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+                data = {name: value for name, value in data.items() if name in own}
+            return made(cls, data)
         except UNREADABLE as error:
             raise ValueError(f"this is not {cls.called}: {error}") from error
 
@@ -62,9 +72,6 @@ def made(kind: type[_Made], value: Any) -> _Made:
     """Return the value of that type, a dataclass or an annotation of a field, that :func:`plain` wrote as ``value``.
 
     Of a union, the first member that can be read from it.
-
-    Raises:
-        ValueError, TypeError: it is none, with a reason that names the field.
     """
     found: Any = _made(kind, value)
     return found  # type: ignore[no-any-return]

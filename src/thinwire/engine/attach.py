@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.core.collectives.topology import topology_of
+from thinwire.core.collectives.groups import topology_of
 from thinwire.core.methods.decoupling import deferring, schedule
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.start import measuring_method
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import needs_measurement, rule_of
+from thinwire.core.pricing.plans import needs_measurement, rule_of
 from thinwire.core.program import Method, Plan, Scope, Topology
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Controller, Pilot, Tuner

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thinwire.core.collectives.ledger import Ledger
+from thinwire.core.collectives.exchange import Ledger
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.program import Method, Scope, State, Topology
 from thinwire.engine.executors.events import Failure, MakeProgram

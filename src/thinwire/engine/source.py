@@ -21,9 +21,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from thinwire.core.methods.base import check_count, check_flag
+from thinwire.core.checks import check_count, check_flag
 from thinwire.core.program import Method, Plan
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.controller.pilot import Controller, Decision
 from thinwire.engine.executors.streams import StreamExecutor
@@ -150,7 +150,7 @@ class AttachSettings:
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
             check_flag(name, getattr(self, name))
         if self.start_compression_step is not None:
-            check_count("start_compression_step", self.start_compression_step)
+            check_count("start_compression_step", self.start_compression_step, 0)
 
 
 class GradientSource:

@@ -55,13 +55,6 @@ class FusionTuner:
     and the best other limit are measured again alternately, ``TIMES`` each in all; the spread of these repeats is the
     noise. The start is kept unless the gain exceeds twice the noise.
 
-    Args:
-        candidates: limits in MiB whose plans all differ.
-        start: one of them.
-
-    Raises:
-        ValueError: no candidates, a limit that is not finite and above 0, or a start that is not a candidate.
-
     Example:
         >>> tuner = FusionTuner([1.0, 2.0, 4.0], start=1.0)
         >>> while not tuner.done:
@@ -82,11 +75,7 @@ class FusionTuner:
         self._challenger: float | None = None
 
     def ask(self) -> float:
-        """Return the limit to measure next.
-
-        Raises:
-            RuntimeError: there is nothing left to measure.
-        """
+        """Return the limit to measure next."""
         if self.done:
             raise RuntimeError("the tuner is done; best() says what to keep")
         if self._challenger is None:
@@ -95,11 +84,7 @@ class FusionTuner:
         return min(pair, key=lambda limit: len(self._told[limit]))  # if equal, the start
 
     def tell(self, limit: float, seconds: float) -> None:
-        """Report how long a step took with a limit.
-
-        Raises:
-            ValueError: the limit is not a candidate, or seconds that are not finite and above 0.
-        """
+        """Report how long a step took with a limit."""
         if limit not in self._limits:
             raise ValueError(f"limit={limit!r} is not one of the candidates")
         if not 0 < seconds < math.inf:
@@ -110,7 +95,6 @@ class FusionTuner:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to measure."""
         if self._challenger is None:
             return False
         # If the start is the fastest, there is nothing to compare it with.
@@ -118,7 +102,6 @@ class FusionTuner:
 
     @property
     def tried(self) -> tuple[float, ...]:
-        """The limits measured so far, in order of first measurement."""
         return tuple(self._told)
 
     @property
@@ -153,7 +136,6 @@ class FusionTuner:
     # --- the search ------------------------------------------------------------------------------------------------
 
     def _unexplored(self) -> float:
-        """Choose a limit that has not been measured yet."""
         left = [limit for limit in self._limits if limit not in self._told]
         first = (self.start, self.start / 4, self.start * 4)
         if len(self._told) < len(first):
@@ -198,6 +180,5 @@ def _matern(a: Array, b: Array, length: float) -> Array:
 
 
 def _likelihood(x: Array, y: Array, length: float, noise: float) -> float:
-    """Return the log marginal likelihood, without its constant."""
     covariance = _matern(x, x, length) + noise * np.eye(len(x))
     return float(-y @ np.linalg.solve(covariance, y) / 2 - np.linalg.slogdet(covariance)[1] / 2)

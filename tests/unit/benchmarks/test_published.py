@@ -16,8 +16,7 @@ from published import (
     why_off,
 )
 from published.second_order import BROADCAST_64, inversion_2080ti, inversion_seconds, second_order_rows, sides
-from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.curves import Linear, Table
+from thinwire.core.pricing.costs import Costs, Linear, Table
 from thinwire.core.pricing.placement import place_threshold
 from thinwire.core.pricing.profiles import builtin
 from thinwire.systems.kfac import Choices, make_plan

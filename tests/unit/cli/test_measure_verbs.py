@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.predict.measure import ProbeResult
-from thinwire.predict.measure.load import Load
+from thinwire.predict.measure.machine import Load
 from thinwire.systems.supernet.stereo import LatencyTable
 from thinwire.tools.cli.main import app
 
@@ -223,7 +223,7 @@ BUSY = "this machine is overloaded: load average 9.0 on 2 cores before the start
 
 @pytest.fixture
 def busy(monkeypatch):
-    monkeypatch.setattr("thinwire.predict.measure.load.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
+    monkeypatch.setattr("thinwire.predict.measure.machine.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

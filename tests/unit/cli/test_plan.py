@@ -277,7 +277,7 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["chargpt:fused=3"], "fused=3 must be true or false"),
         (["chargpt:lr=nan"], "lr='nan' must be a number above 0"),
         (["deep.json"], "deep.json: this is not a thinwire profile: maximum recursion"),
-        (["resnet50", "--costs", "deep.json"], "deep.json: these are not thinwire costs: maximum recursion"),
+        (["resnet50", "--costs", "deep.json"], "deep.json: this is not thinwire costs: maximum recursion"),
         (["huge.json"], "huge.json: this is not a thinwire profile"),
         (["no_tensors.json"], "no_tensors.json: the profile contains no gradients"),
         (["resnet50", "--link", "\u0661gbit"], "is not a number"),

@@ -7,7 +7,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 import thinwire as tw
 from thinwire.adapters.ddp import traced
-from thinwire.core.collectives.lanes import Lanes
+from thinwire.core.collectives.exchange import Lanes
 from thinwire.core.program import AllReduce, Topology
 from thinwire.core.program.ops import WORLD
 from thinwire.engine.ranks import communicator

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.core.collectives.transport import ordered_sum
+from thinwire.core.collectives.exchange import ordered_sum
 
 
 def sequential(parts):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from thinwire.core.collectives.pairwise_work import PairwiseWork
+from thinwire.core.collectives.exchange import PairwiseWork
 
 
 class Work:

@@ -8,9 +8,7 @@ import time
 import pytest
 import torch
 
-from thinwire.core.collectives.countdown_work import CountdownWork
-from thinwire.core.collectives.socket_loop import SocketLoop, socket_loop
-from thinwire.core.collectives.stream import Stream
+from thinwire.core.collectives.sockets import CountdownWork, SocketLoop, Stream, socket_loop
 
 
 def _pair(timeout=20.0, other_loop=None):

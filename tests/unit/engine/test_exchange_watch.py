@@ -1,11 +1,10 @@
 import pytest
 import torch
 
-from thinwire.core.pricing.curves import Table
-from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.pricing.costs import KINDS, Table
 from thinwire.engine.executors.events import ExchangeWatch, typical
 from thinwire.predict.measure.gradual import with_seen
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 
 
 def watched(rows):

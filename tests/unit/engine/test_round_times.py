@@ -9,10 +9,10 @@ import pytest
 from thinwire.core.methods.cast import Cast
 from thinwire.core.pricing.periods import best_period, mean_step
 from thinwire.core.program import Topology
+from thinwire.core.words import milliseconds as ms
 from thinwire.engine.local import times as module
 from thinwire.engine.local.settings import local_settings
 from thinwire.engine.local.times import RoundTimes
-from thinwire.predict.choose.rank import ms
 from thinwire.predict.choose.worth import period_worth, shipped
 
 ELEMENTS = 1_000_000

@@ -1,7 +1,7 @@
 import pytest
 
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import Measured
+from thinwire.core.pricing.plans import Measured
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Topology
 from thinwire.engine.controller.planning import sooner_apart

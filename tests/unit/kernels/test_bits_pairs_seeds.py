@@ -1,14 +1,26 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from thinwire.core.kernels.bits import add_values, pack_bits, pack_signs
 from thinwire.core.kernels.lowrank import peel_left, peel_right, project_left, rebuild
-from thinwire.core.kernels.pairs import add_pairs, message_bytes, pack, to_wire, unpack
+from thinwire.core.kernels.pairs import (
+    add_pairs,
+    by_index,
+    largest,
+    merge_pairs,
+    message_bytes,
+    pack,
+    take,
+    to_wire,
+    unpack,
+)
+from thinwire.core.kernels.quantise import add_values, pack_bits, pack_signs
 from thinwire.core.kernels.seeding import generator, normal, seed_of
 
 
-@pytest.mark.parametrize("n", [*range(71), 65536, 65537, 200_001])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 63, 64, 65, 65536, 65537, 200_001])
 def test_bits_equal_numpy(n):
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))
     bits = pack_signs(x)
@@ -37,9 +49,16 @@ def test_add_values_adds_every_row():
     assert torch.equal(out, torch.where(x >= 0, high[:, None], low[:, None]).sum(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("k", [1, 2, 5, 8])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "k", "ranks"),
+    [
+        (torch.float32, 5, 3),
+        (torch.float64, 2, 1),
+        (torch.bfloat16, 1, 3),
+        (torch.bfloat16, 8, 1),
+        (torch.float16, 5, 3),
+    ],
+)
 def test_pairs_survive_the_wire(dtype, k, ranks):
     values = torch.randn(ranks, k, generator=torch.Generator().manual_seed(k)).to(dtype)
     indices = torch.stack([torch.randperm(100)[:k] for _ in range(ranks)])
@@ -89,3 +108,38 @@ def test_blocked_products_equal_the_plain_ones(n, m):
     out = torch.empty_like(a)
     rebuild(p, q, out)
     torch.testing.assert_close(out, p @ q.mT)
+
+
+def drawn(d, k, seed, coarse):
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(k, generator=g, dtype=torch.float64)
+    return by_index((2 * values).round() if coarse else values, torch.randperm(d, generator=g)[:k])
+
+
+@settings(max_examples=150, deadline=None)
+@given(d=st.integers(1, 60), share=st.floats(0, 1), seed=st.integers(0, 10**6), coarse=st.booleans())
+def test_a_merge_is_the_cut_sum(d, share, seed, coarse):
+    k = max(1, int(share * d))
+    a, b = drawn(d, k, seed, coarse), drawn(d, k, seed + 1, coarse)
+    total = torch.zeros(d, dtype=torch.float64)
+    for values, indices in (a, b):
+        total[indices] += values
+    union = torch.zeros(d, dtype=torch.bool)
+    union[a[1]] = union[b[1]] = True
+    order = sorted(union.nonzero().view(-1).tolist(), key=lambda i: (-abs(total[i].item()), i))
+    values, indices, places = merge_pairs(a, b)
+    assert indices.tolist() == sorted(order[:k])
+    assert torch.equal(values, total[indices])
+    assert [a[1][p].item() if p >= 0 else None for p in places.tolist()] == [
+        i if i in a[1].tolist() else None for i in indices.tolist()
+    ]
+    other = merge_pairs(b, a)
+    assert torch.equal(other[0].view(torch.int64), values.view(torch.int64))  # to the bit
+    assert torch.equal(other[1], indices)
+
+
+def test_pads_are_last():
+    values, indices = torch.tensor([0.0, 5.0, 0.0, -7.0]), torch.tensor([-1, 4, -1, 2])
+    kept = largest(values, indices, 3)
+    assert take(indices, kept, 3).tolist() == [-1, 4, 2]
+    assert take(values, kept, 3).tolist() == [0.0, 5.0, -7.0]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rounding import of_sums
-from thinwire.core.kernels.orthogonal import basis_hash, fingerprint, orthogonalise, orthogonalise_all
+from thinwire.core.kernels.lowrank import basis_hash, fingerprint, orthogonalise, orthogonalise_all
 
 
 def matrix(n, r, condition, dtype=torch.float32, seed=0):

@@ -4,10 +4,23 @@ import pytest
 import torch
 from selections import SEARCHES, contract, seeded, static_shapes, vectors
 
-from thinwire.core.kernels.select import ALGORITHMS, magnitudes, options_of, top_k
+from thinwire.core.kernels.select import ALGORITHMS, keep_count, magnitudes, options_of, top_k
 from thinwire.core.methods.topk import TopK
 from thinwire.core.program import Topology
 from thinwire.core.program.trace import trace
+
+
+def check_exact(x, k):
+    values, indices = top_k(x, k)
+    contract(x, k, values, indices)
+    assert torch.equal(values.float().abs().sort().values, x.float().abs().sort().values[-min(k, x.numel()) :])
+
+
+@pytest.mark.parametrize("d", [1, 7, 1023, 1025, 100_003])
+def test_exact_selection(d):
+    for _, x in vectors(d):
+        for k in sorted({1, 2, d // 100, d - 1, d, d + 5} - {0, -1}):
+            check_exact(x, k)
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
@@ -23,7 +36,7 @@ def test_contract_and_the_text_for_gpus_chooses_the_same(algorithm, d):
             assert torch.equal(static.sort().values, indices.sort().values), (name, k)
 
 
-@pytest.mark.parametrize("algorithm", SEARCHES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_contract_at_a_million(algorithm):
     d = 10**6 + 3
     for name, x in vectors(d):
@@ -41,6 +54,7 @@ def test_other_dtypes_and_strides(algorithm, dtype):
     for d in (1025, 200_001):
         x = torch.randn(2 * d, generator=seeded(1)).to(dtype)
         for view, k in ((x[::2], 10), (x, d // 50)):
+            check_exact(view, k)
             values, indices = top_k(view, k, algorithm, seeded())
             contract(view, k, values, indices)
             with static_shapes():
@@ -48,9 +62,8 @@ def test_other_dtypes_and_strides(algorithm, dtype):
             assert torch.equal(static.sort().values, indices.sort().values)
 
 
-@pytest.mark.parametrize("algorithm", SEARCHES)
-@pytest.mark.parametrize("d", [1000, 100_000])
-@pytest.mark.parametrize("count", [1, 3, 500])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("d", "count"), [(1000, 1), (1000, 500), (100_000, 3), (100_000, 500)])
 def test_non_finite_entries_are_seen(algorithm, d, count):
     x = torch.randn(d, generator=seeded())
     where = torch.randperm(d, generator=seeded(1))[:count]
@@ -99,6 +112,15 @@ def test_a_generator_decides_and_the_default_one_is_left_alone(algorithm):
 def test_refusals():
     x = torch.ones(4)
     assert options_of("exact") == ()
+    assert top_k(x, 0)[1].numel() == top_k(x[:0], 3)[1].numel() == 0
+    for call, words in (
+        (lambda: top_k(x, -1), "negative"),
+        (lambda: top_k(x.view(2, 2), 1), "1-D"),
+        (lambda: top_k(x, 1, "mstopk_"), "use one of 'exact'"),
+        (lambda: top_k(x, 1, samplings=3), "no option 'samplings'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
     for algorithm, options, words in (
         ("histogram", {"passes": 0}, "passes=0 must be in 1..3"),
         ("histogram", {"engine": "cuda"}, 'use "auto", "torch" or "triton"'),
@@ -111,3 +133,9 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             top_k(x, 1, algorithm, **options)
+
+
+def test_keep_count():
+    assert [keep_count(d, 0.01) for d in (0, 1, 99, 100, 250)] == [0, 1, 1, 1, 2]
+    assert keep_count(1000, 0.1) == 100  # floor(0.1 * 1000) without the guard may be 99
+    assert keep_count(7, 1.0) == 7

@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter; on a GPU: tests/gpu."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.core.kernels import triton
 from thinwire.core.kernels.select import top_k
 
+histogram = importlib.import_module("thinwire.core.kernels.select.histogram")
 GPU = Path(__file__).parents[2] / "gpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux")
 
@@ -45,16 +46,15 @@ def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
         is_cuda = True
 
     x = torch.ones(3)
-    assert not triton.serves(x)
-    monkeypatch.setattr(triton, "triton_installed", lambda: True)
-    assert triton.serves(x.as_subclass(OnCard))
-    monkeypatch.setattr(triton, "triton_installed", lambda: False)
-    assert not triton.serves(x.as_subclass(OnCard))
+    assert not histogram.triton_serves(x)
+    monkeypatch.setattr(histogram, "triton_installed", lambda: True)
+    assert histogram.triton_serves(x.as_subclass(OnCard))
+    monkeypatch.setattr(histogram, "triton_installed", lambda: False)
+    assert not histogram.triton_serves(x.as_subclass(OnCard))
 
 
 def test_without_triton_the_option_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)  # nothing of that name can be imported
-    for name in ("", ".select"):
-        monkeypatch.delitem(sys.modules, f"thinwire.core.kernels.triton{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "thinwire.core.kernels.triton_select", raising=False)
     with pytest.raises(ImportError, match="pip install triton"):
         top_k(torch.ones(3), 1, "histogram", engine="triton")

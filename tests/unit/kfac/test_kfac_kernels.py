@@ -6,16 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers_by_hand import both_damped, dense_solve
 
-from thinwire.core.kernels.inverse import (
+from thinwire.core.kernels.symmetric import (
     FAILED,
     ON_CPU,
     damped_eigen,
     damped_inverse,
+    pack_upper,
+    packed_size,
     pi_ratio,
     precondition,
     precondition_eigen,
+    side_of,
+    unpack_upper,
 )
-from thinwire.core.kernels.symmetric import pack_upper, packed_size, side_of, unpack_upper
 
 
 def positive(d, seed=0, dtype=torch.float64):

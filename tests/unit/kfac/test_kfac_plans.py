@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.curves import Linear, Table
+from thinwire.core.pricing.costs import Costs, Linear, Table
 from thinwire.core.pricing.merge import greedy_mgwfbp
 from thinwire.core.pricing.placement import place, place_threshold
 from thinwire.core.pricing.profiles import builtin

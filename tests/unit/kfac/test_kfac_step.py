@@ -353,7 +353,7 @@ def test_it_ends_with_its_with_statement():
     ({"damping": 0}, "damping=0"), ({"damping": float("nan")}, "damping=nan"),
     ({"factor_decay": 1.5}, "factor_decay=1.5"), ({"kl_clip": 0.0}, "kl_clip=0.0"),
     ({"factor_update_steps": 0}, "factor_update_steps=0"), ({"inv_update_steps": 0}, "inv_update_steps"),
-    ({"fisher": "true"}, "'empirical', 'sampled'"), ({"scaling": "mine"}, "'reference', 'authors', 'kaisa'"),
+    ({"fisher": "true"}, "one of empirical, sampled"), ({"scaling": "mine"}, "one of reference, authors, kaisa"),
     ({"tokens": "all"}, "expand"), ({"warm_start": "zeros"}, "identity"), ({"schedule": "ring"}, "schedule='ring'"),
     ({"skip_layers": ["*"]}, "no trainable"),
 ])  # fmt: skip

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from thinwire.core.collectives.socket_loop import socket_loop
-from thinwire.core.collectives.stream import Stream
+from thinwire.core.collectives.sockets import Stream, socket_loop
 from thinwire.systems.link.door import Door
 from thinwire.systems.link.duplex import Duplex, dial, end_of
 from thinwire.systems.split.serve import CloudServer

@@ -3,7 +3,7 @@
 import torch
 
 from thinwire.core.program import Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.engine.local.travel import Averages
 
 

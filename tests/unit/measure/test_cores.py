@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from thinwire.predict.measure.cores import place, spare_cores, spare_places, usable_cores
+from thinwire.predict.measure.machine import place, spare_cores, spare_places, usable_cores
 
 
 def at(machine, *cores):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.predict.measure import network
-from thinwire.predict.measure.sockets import gloo_choice, nccl_choice
+from thinwire.predict.measure.network import gloo_choice, nccl_choice
 from thinwire.tools.doctor import Facts, Interface, Name, collect_facts, judge
 from thinwire.tools.doctor.collect_facts import cpu_quota
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.core.pricing.curves import Table
-from thinwire.predict.measure.fit import continued, fit_line, never_falling
+from thinwire.core.pricing.costs import Table
+from thinwire.predict.measure.result import continued, fit_line, never_falling
 
 SIZES = [4096 << n for n in range(13)]
 

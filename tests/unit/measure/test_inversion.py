@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from thinwire.predict.measure.inversion import curve, inversion_points, sides
+from thinwire.predict.measure.kernels import curve, inversion_points, sides
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from thinwire.predict.measure.load import Load, LoadWatch
+from thinwire.predict.measure.machine import Load, LoadWatch
 
 
 def machine(root, average, stolen, ticks, throttled, periods, group="sys/fs/cgroup/cpu.stat"):

@@ -2,12 +2,11 @@ import dataclasses
 
 import pytest
 
-from thinwire.core.pricing.costs import Costs, Linear, assumed_compute
-from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.pricing.costs import KINDS, Costs, Linear, assumed_compute
+from thinwire.core.words import duration, rate, size
 from thinwire.predict.measure import ProbeResult, verdict
 from thinwire.predict.measure.kernels import KERNELS
 from thinwire.predict.measure.result import Measurement
-from thinwire.predict.measure.verdict import duration, rate, size
 
 SIZES = [4096 << n for n in range(13)]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from thinwire.predict.measure.probe_run import coarse_to_fine, expected_seconds, message_sizes, repeats
+from thinwire.predict.measure.probe import coarse_to_fine, expected_seconds, message_sizes, repeats
 
 
 def test_sizes_are_powers_of_two_and_the_largest():

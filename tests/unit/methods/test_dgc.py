@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from worlds import draw, mean
 
+from thinwire.core.methods.base import Warmup
 from thinwire.core.methods.dgc import DGC
-from thinwire.core.methods.feedback import Warmup
 from thinwire.core.program import Bucket, LocalWorld, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 
 SHAPES = {"w": (12, 9), "v": (30,)}
 PLAN = [["w", "v"]]
@@ -25,7 +25,7 @@ class Sparse(DGC):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("made", [DGC, Sparse])
 def test_density_one_is_momentum_sgd(made, size, nesterov):
     """Bit for bit on two ranks with integer gradients and mu = 1/2, where no sum rounds; else to rounding."""
@@ -49,7 +49,7 @@ def test_density_one_is_momentum_sgd(made, size, nesterov):
             torch.testing.assert_close(ours[n], p.detach(), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 12])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(
     "method",
     [DGC(0.05), DGC(0.1, nesterov=True), DGC(0.1, masking=False, value_dtype="bf16"), DGC(0.2, momentum=0.0)],
@@ -78,13 +78,6 @@ def test_nothing_is_lost(method, size):
                 want = torch.where(masked, 0, pushed[rank][n])
                 torch.testing.assert_close(momenta[rank][n], want, rtol=0, atol=1e-13)
                 assert bool(masked.any()) <= method.masking
-
-
-def test_masking_forgets_what_was_sent():
-    world = LocalWorld(1)
-    world.step(DGC(0.5, select="exact"), [{"w": torch.tensor([4.0, 3.0, 2.0, 1.0])}])
-    assert world.states[0].locals["momentum", "w"].tolist() == [0, 0, 2, 1]
-    assert world.residuals()[0]["w"].tolist() == [0, 0, 2, 1]
 
 
 def test_clipping_bounds_each_rank():
@@ -127,20 +120,6 @@ def test_decay_is_that_of_sgd(made, nesterov):
     torch.testing.assert_close(weight, theirs.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_a_loss_scale_changes_nothing():
-    ends = []
-    for scale in (None, 1024.0):
-        state = State(0, Topology(1))
-        for step in range(5):
-            value = draw(step, {"w": (16, 16)}, dtype=torch.float32)[0]["w"] * (scale or 1.0)
-            slot = Slot("w", value.shape, value, value.dtype, value.device)
-            bucket = Bucket(0, [slot], scale=None if scale is None else torch.tensor(scale))
-            run_lockstep([DGC(0.1, clip=3.0).reduce(bucket, state)], Topology(1))
-            state.end_step()
-        ends.append((state.residuals["w"], state.locals["momentum", "w"], slot.result / (scale or 1.0)))
-    assert all(torch.equal(a, b) for a, b in zip(*ends))
-
-
 def test_dense_buckets_get_momentum_too():
     beside = DGC(0.01, momentum=0.8, nesterov=True).dense_method()
     assert (beside.density, beside.momentum, beside.nesterov) == (1.0, 0.8, True)
@@ -161,28 +140,6 @@ def test_other_optimizers_are_refused(optimizer, words):
     assert words in str(error.value)
     assert "torch.optim.SGD(model.parameters(), lr=0.05)" in str(error.value)
     DGC().check_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.05))
-
-
-@pytest.mark.parametrize(
-    "options,words",
-    [
-        ({"density": 0}, "density=0"),
-        ({"momentum": 1.0}, "momentum=1.0 must be a number of at least 0 and below 1"),
-        ({"momentum": -0.1}, "momentum=-0.1"),
-        ({"weight_decay": -1}, "weight_decay=-1"),
-        ({"clip": 0}, "None does not clip"),
-        ({"clip": "1"}, "clip='1'"),
-        ({"nesterov": True, "momentum": 0.0}, "nesterov=True needs"),
-        ({"masking": 1}, "masking=1 must be True or False"),
-        ({"select": "best"}, "select='best'"),
-        ({"value_dtype": "int8"}, "value_dtype='int8'"),
-        ({"warmup": 4}, "Warmup"),
-    ],
-)
-def test_refusals(options, words):
-    with pytest.raises(ValueError) as error:
-        DGC(**options)
-    assert words in str(error.value)
 
 
 def test_decay_without_parameters_is_refused():

@@ -86,17 +86,3 @@ def test_the_published_threshold():
     assert kinds(1000) == ["AllReduce", "AllReduce", "Broadcast"]
     assert kinds(1001) == ["AllReduce"]
     assert [s.kind for s in trace(SSGD(collective="auto"), [("w", (9,))], topology)] == ["AllReduce"]
-
-
-@pytest.mark.parametrize(
-    "collective", ["ring", "", None, 3, "threshold:", "threshold:-1", "threshold:nan", "threshold:inf"]
-)
-def test_unknown_ways_are_refused(collective):
-    with pytest.raises(ValueError, match="'flat', 'three_phase', 'torus', 'auto' or 'threshold:<MB>'"):
-        SSGD(collective=collective)
-
-
-@pytest.mark.parametrize("method", [SSGD, Cast, ACP])
-def test_rank_order_is_flat(method):
-    with pytest.raises(ValueError, match="rank order"):
-        method(deterministic=True, collective="torus")

@@ -9,8 +9,7 @@ from thinwire.core.methods import hitopk
 from thinwire.core.methods.hitopk import HiTopK
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
-from thinwire.core.program import Bucket, LocalWorld, Plan, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program import LocalWorld, Plan, Topology
 from thinwire.core.program.ops import CROSS, NODE
 from thinwire.core.program.trace import trace
 
@@ -103,8 +102,9 @@ def test_bytes_by_scope(nodes, ranks):
     assert sum(step.sent_bytes for step in half if step.scope is CROSS) == (nodes - 1) * (4 * kept + -(-kept // 2) * 4)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("nodes,ranks", [(2, 2), (4, 1), (2, 3), (1, 4)])
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "bad"), [(2, 2, torch.nan), (4, 1, torch.inf), (2, 3, -torch.inf), (1, 4, torch.nan)]
+)
 def test_one_bad_element_stops_the_step_everywhere(nodes, ranks, bad):
     size, shapes = nodes * ranks, {"w": (12, 9), "b": (5,)}
     world = LocalWorld(size, ranks)  # a bucket each: one of them is clean
@@ -126,29 +126,6 @@ def test_a_node_of_fp16_gradients_does_not_overflow():
     torch.testing.assert_close(out[0]["w"], value)
 
 
-def test_the_loss_scale_is_not_in_the_residual():
-    found = []
-    for scale in (None, 1024.0):
-        topology = Topology(4, 2)
-        states = [State(rank, topology) for rank in range(4)]
-        for step in range(4):
-            gradients = draw(step, {"w": (9, 7)}, 4, torch.float32)
-            buckets = [
-                Bucket(
-                    0,
-                    [Slot("w", (9, 7), g["w"] * (scale or 1.0), torch.float32, torch.device("cpu"))],
-                    scale=None if scale is None else torch.tensor(scale),
-                )
-                for g in gradients
-            ]
-            run_lockstep([HiTopK(0.1).reduce(b, s) for b, s in zip(buckets, states)], topology)
-            for state in states:
-                state.end_step()
-        found.append(([s.residuals["w"] for s in states], buckets[0].slots[0].result / (scale or 1.0)))
-    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0]))
-    assert torch.equal(found[0][1], found[1][1])
-
-
 def test_each_rank_keeps_its_shard_alone():
     world = LocalWorld(6, 3, plan=[["w", "b"]])
     world.step(HiTopK(0.1), draw(0, {"w": (12, 9), "b": (5,)}, 6))
@@ -157,16 +134,6 @@ def test_each_rank_keeps_its_shard_alone():
     assert [r["w"].shape for r in world.residuals() if "w" in r] == [(12, 9)] * 6
 
 
-def test_refusals():
+def test_uneven_nodes_are_refused():
     with pytest.raises(ValueError, match="use TopK, which works with any layout"):
         LocalWorld(5, [3, 2]).step(HiTopK(0.1), draw(0, {"w": (4, 4)}, 5))
-    for options, words in (
-        ({"density": 0}, "above 0 and at most 1"),
-        ({"density": 1.1}, "above 0 and at most 1"),
-        ({"density": 0.1, "select": "most"}, "select='most' is unknown"),
-        ({"density": 0.1, "select_options": {"rounds": 3}}, "rounds"),
-        ({"density": 0.1, "value_dtype": "int8"}, "'fp32', 'fp16', 'bf16'|'fp32', 'bf16', 'fp16'"),
-        ({"density": 0.1, "fusion": "optimal"}, "no price for two levels"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=words):
-            HiTopK(**options)

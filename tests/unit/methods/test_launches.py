@@ -13,7 +13,7 @@ from thinwire.core.methods.qsgd import QSGD
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.terngrad import TernGrad
 from thinwire.core.program import Bucket, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 
 RANKS = 4
 # Of one rank with all seven tensors in one bucket, and in the three buckets of PLAN.

@@ -45,7 +45,7 @@ def test_every_method_is_priced():
 
 
 @pytest.mark.parametrize("method", EVERY + MORE, ids=label)
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_one_number_per_segment(method, ranks):
     for shapes in SHAPES:
         for phase in range(method.phases):

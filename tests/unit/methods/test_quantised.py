@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from worlds import PLAN, SHAPES, draw, label, mean
+from worlds import PLAN, SHAPES, draw, label
 
 from thinwire import OneBit
 from thinwire.core.kernels.seeding import noise
@@ -11,8 +11,7 @@ from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.qsgd import QSGD
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.terngrad import TernGrad
-from thinwire.core.program import Bucket, LocalWorld, Slot, State, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program import LocalWorld, Topology
 from thinwire.core.program.trace import trace
 
 UNBIASED = [QSGD(), QSGD(bits=2, block=64, norm="l2"), QSGD(bits=8, seed=3), TernGrad(clip=None)]
@@ -92,8 +91,7 @@ def test_terngrad_sums_codes_of_the_shared_scale(method):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("n", [1, 7, 64, 667])
+@pytest.mark.parametrize(("ranks", "n"), [(1, 64), (2, 667), (3, 1), (3, 64), (5, 7), (8, 7), (8, 667)])
 def test_few_bits_in_two_steps(bits, ranks, n):
     method, world = Cast(f"int{bits}", block=16), LocalWorld(ranks)
     owed = [np.zeros(n) for _ in range(ranks)]
@@ -123,38 +121,15 @@ def test_few_bits_in_two_steps(bits, ranks, n):
             np.testing.assert_allclose(world.residuals()[rank]["w"].numpy(), owed[rank], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_nothing_is_lost_but_late_in_few_bits(bits, ranks):
-    """Mean of gradients and residuals before = what is applied + mean of the residuals after, on every step."""
-    world, owed = LocalWorld(ranks), 0
-    for step in range(6):
-        gradients = draw(step, {"w": (33, 21)}, ranks)
-        applied = world.step(Cast(f"int{bits}", block=32), gradients)[0]["w"]
-        after = sum(r["w"] for r in world.residuals()) / ranks
-        torch.testing.assert_close(mean(gradients)["w"] + owed, applied + after, rtol=1e-12, atol=1e-12)
-        owed = after
-
-
-@pytest.mark.parametrize(("bits", "most", "growth"), [(4, 0.6, 1.5), (2, 5.0, 1.5)])
+@pytest.mark.parametrize(("bits", "most", "growth"), [(8, 0.03, 1.3), (4, 0.6, 1.5), (2, 5.0, 1.5)])
 def test_residuals_of_few_bits_stay_small(bits, most, growth):
     world, gradients = LocalWorld(4), draw(0, {"w": (60, 50)}, 4)
     norms, longest = [], max(float(g["w"].norm()) for g in gradients)
-    for _ in range(300):
+    for _ in range(200):
         world.step(Cast(f"int{bits}"), gradients)
         norms.append(max(float(r["w"].norm()) for r in world.residuals()))
     assert max(norms) <= most * longest
     assert max(norms[100:]) <= growth * max(norms[:100])
-
-
-def test_int8_residuals_stay_small():
-    world, gradients = LocalWorld(4), draw(0, {"w": (60, 50)}, 4)
-    norms = []
-    for _ in range(300):
-        world.step(Cast("int8"), gradients)
-        norms.append(max(r["w"].norm() for r in world.residuals()))
-    assert max(norms) <= 0.06 * mean(gradients)["w"].norm()
-    assert max(norms[100:]) <= 1.3 * max(norms[:100])
 
 
 def test_one_bit_is_sign_sgd_with_two_levels():
@@ -243,8 +218,10 @@ def test_steps_and_names_draw_anew(method):
 
 
 @pytest.mark.parametrize("method", ALL, ids=label)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [(1, torch.float32), (2, torch.float64), (3, torch.bfloat16), (5, torch.float16), (8, torch.float32)],
+)
 def test_all_ranks_agree_and_are_near_the_mean(method, ranks, dtype):
     world, gradients = LocalWorld(ranks, plan=PLAN), draw(0, ranks=ranks, dtype=dtype)
     gradients[-1]["w"] = None if ranks > 1 else gradients[-1]["w"]
@@ -265,26 +242,6 @@ def test_all_ranks_agree_and_are_near_the_mean(method, ranks, dtype):
         assert (error <= 3.1 * largest + 1e-6).all()  # a level of two bits and "l2" is the whole norm
         if largest == 0:
             assert (out[0][name] == 0).all()
-
-
-@pytest.mark.parametrize("method", ALL, ids=label)
-def test_a_loss_scale_changes_nothing(method):
-    outs = []
-    for scale in (None, torch.tensor(1024.0)):
-        states = [State(rank, Topology(2)) for rank in range(2)]
-        buckets = []
-        for rank in range(2):
-            g = draw(rank, {"w": (12, 9)}, dtype=torch.float32)[0]["w"]
-            value = g if scale is None else g * scale
-            slot = Slot("w", (12, 9), value, torch.float32, value.device)
-            buckets.append(Bucket(0, [slot], scale=scale))
-        run_lockstep([method.reduce(b, s) for b, s in zip(buckets, states)], Topology(2))
-        for state in states:
-            assert state.end_step()
-        result = buckets[0].slots[0].result
-        outs.append((result if scale is None else result / scale, states[1].residuals.get("w", torch.zeros(()))))
-    assert torch.equal(outs[0][0], outs[1][0])
-    assert torch.equal(outs[0][1], outs[1][1])
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -331,7 +288,7 @@ def test_payload():
     assert Cast().payload(shapes, 0) == [105, 3, 1, 0]
 
 
-# --- options ------------------------------------------------------------------------------------------------------
+# --- ends of the range --------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_of_one_element_or_one_value_is_not_clamped_away():
@@ -349,37 +306,3 @@ def test_too_many_ranks_for_int8_sums():
             call()
     extreme = LocalWorld(127).step(TernGrad(), [{"w": torch.tensor([1.0, -1.0])}] * 127)
     torch.testing.assert_close(extreme[0]["w"], torch.tensor([1.0, -1.0]))
-
-
-def test_what_is_kept():
-    assert Cast("int8").has_residual
-    assert not Cast("int8").cheap_pack
-    assert not Cast().has_residual
-    assert not any(method.has_residual for method in UNBIASED)
-    assert OneBit().has_residual
-
-
-@pytest.mark.parametrize(
-    "make,words",
-    [
-        (lambda: QSGD(bits=3), "bits=3 is unknown; use one of 2, 4, 8"),
-        (lambda: QSGD(block=0), "block=0 must be a whole number of at least 8"),
-        (lambda: QSGD(block=12), "block=12 must be a multiple of 8"),
-        (lambda: QSGD(norm="l1"), "norm='l1' is unknown"),
-        (lambda: QSGD(seed=-1), "seed=-1"),
-        (lambda: QSGD(fusion="some"), "fusion='some' is unknown"),
-        (lambda: TernGrad(clip=0), "clip=0 must be a number of standard deviations above 0, or None"),
-        (lambda: TernGrad(clip=float("nan")), "clip=nan"),
-        (lambda: TernGrad(clip=True), "clip=True"),
-        (lambda: Cast("int3"), "dtype='int3' is unknown"),
-        (lambda: Cast("int2", collective="torus"), "int2 has its own two-step exchange"),
-        (lambda: Cast("int8", block=12), "block=12 must be a multiple of 8"),
-        (lambda: Cast("int8", deterministic=True), "deterministic=True is not possible with int8"),
-        (lambda: Cast("int8", decoupled=True), "leave out decoupled=True"),
-        (lambda: OneBit(levels=1), "OneBit is SignSGD with levels=2: for levels=1 use SignSGD"),
-    ],
-)
-def test_refusals(make, words):
-    with pytest.raises(ValueError) as error:
-        make()
-    assert words in str(error.value)

@@ -53,15 +53,3 @@ def test_bytes():
     (step,) = trace(SignSGD(), list(shapes.items()), Topology(4))
     assert step.message_bytes == 12 + 29
     assert SignSGD().payload([(30, 7), (5,), (), (0, 2)], 0) == [8, 2, 2, 0]
-
-
-def test_refusals():
-    for options, words in (
-        ({"vote": "majority"}, "error_feedback=False"),
-        ({"vote": "majority", "error_feedback": False, "levels": 2}, "levels=2"),
-        ({"vote": "most"}, "vote='most' is unknown"),
-        ({"levels": 3}, "levels=3 is unknown"),
-        ({"error_feedback": 1}, "True or False"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            SignSGD(**options)

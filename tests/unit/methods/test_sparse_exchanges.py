@@ -11,20 +11,17 @@ from worlds import draw, label, mean
 from thinwire import GTopK, OkTopk
 from thinwire.core.kernels.pairs import by_index, contains, merge_pairs, pack, unpack
 from thinwire.core.kernels.select import keep_count, top_k
-from thinwire.core.methods.base import all_finite
-from thinwire.core.methods.feedback import accumulate_flat, stage_flat
+from thinwire.core.methods.base import accumulate_flat, all_finite, stage_flat
 from thinwire.core.methods.regions import regions
-from thinwire.core.methods.sparse import deliver
-from thinwire.core.methods.sparse_prices import EXCHANGES, assumed_cheapest, messages, seconds
+from thinwire.core.methods.sparse import EXCHANGES, assumed_cheapest, deliver, messages, seconds
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs, assumed_compute
-from thinwire.core.pricing.measured import Measured
-from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.pricing.plans import Measured, PlanTensor, make_plan
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.core.program import AllGather, LocalWorld, Plan, PlanBucket, Topology
 from thinwire.predict.timeline import simulate
 
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12)
+SIZES = (1, 2, 3, 4, 7, 8, 12)
 METHODS = [TopK(0.05), GTopK(0.05), OkTopk(0.05), OkTopk(0.05, capacity=1.0), OkTopk(0.3, value_dtype="bf16")]
 
 
@@ -93,9 +90,15 @@ def test_density_one_is_the_average(exchange, size):
     torch.testing.assert_close(world.step(method, gradients)[0]["w"], mean(gradients)["w"])
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("bad", [[torch.inf], [-torch.inf], [torch.nan], [torch.inf, -torch.inf]])
-@pytest.mark.parametrize("select", ["exact", "threshold"])
+@pytest.mark.parametrize(
+    ("size", "bad", "select"),
+    [
+        (2, [torch.inf, -torch.inf], "exact"),
+        (3, [-torch.inf], "threshold"),
+        (5, [torch.nan], "threshold"),
+        (8, [torch.inf], "exact"),
+    ],
+)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_one_bad_element_reaches_all_and_moves_nothing(exchange, select, bad, size):
     method, world = TopK(0.1, exchange=exchange, select=select), LocalWorld(size)
@@ -205,9 +208,3 @@ def test_a_plan_that_has_decided_is_what_runs():
     got = LocalWorld(8, plan=plan).step(TopK(0.1, exchange="auto"), gradients)[0]
     assert torch.equal(got["a"], LocalWorld(8).step(OkTopk(0.1), gradients)[0]["a"])
     assert torch.equal(got["b"], LocalWorld(8).step(GTopK(0.1), gradients)[0]["b"])
-
-
-@pytest.mark.parametrize("made", [GTopK, OkTopk])
-def test_a_name_is_one_exchange(made):
-    with pytest.raises(ValueError, match="for exchange='allgather' use TopK"):
-        made(0.1, exchange="allgather")

@@ -248,11 +248,11 @@ def test_fp16_momentum_would_underflow():
         ({"momentum": 0.0, "nesterov": True}, "nesterov=True needs a momentum"),
         ({"clamp": (1.0, 0.5)}, "lower number first"),
         ({"clamp": 3}, "lowest, highest"),
-        ({"momentum_holds": "gradient"}, "'update', 'scaled_gradient'"),
-        ({"skip": "2d"}, "'1d', 'all', None"),
+        ({"momentum_holds": "gradient"}, "one of update, scaled_gradient"),
+        ({"skip": "2d"}, "one of 1d, all, None"),
         ({"skip_lr_scale": -1}, "skip_lr_scale"),
-        ({"parallel": "machine"}, "None, 'auto', 'node', 'world'"),
-        ({"partition": "random"}, "'cost', 'contiguous'"),
+        ({"parallel": "machine"}, "one of None, auto, node, world"),
+        ({"partition": "random"}, "one of cost, contiguous"),
     ],
 )
 def test_bad_options(options, words):

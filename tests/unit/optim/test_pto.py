@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rounding import of_sums
 from thinwire.core.program import NODE, WORLD, Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.systems.optim.pto import TrustRatios, decide, split
 from thinwire.systems.optim.ratios import Layers, Rule, norms, replicated, trust_ratios
 

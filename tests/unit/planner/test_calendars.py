@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.core.pricing.calendars import calendar, exposed, layers
+from thinwire.core.pricing.periods import calendar, exposed, layers
 
 TIMES = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 ROOM = st.lists(st.integers(0, 20), min_size=1, max_size=4)

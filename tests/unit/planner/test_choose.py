@@ -20,11 +20,10 @@ from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
 from thinwire.core.pricing.profiles import ModelProfile, builtin
 from thinwire.core.program import AllReduce, Method, Topology
+from thinwire.core.words import milliseconds as ms
 from thinwire.predict import choose as planner
 from thinwire.predict.choose import DEVICES, Ranking
-from thinwire.predict.choose.rank import ms
-from thinwire.predict.choose.spread import UNCERTAINTY, spread_costs
-from thinwire.predict.choose.ties import as_soon, simplest
+from thinwire.predict.choose.rank import UNCERTAINTY, as_soon, simplest, spread_costs
 from thinwire.predict.choose.worth import UNKNOWN, MeasuredWorth, Worth, read_worth, shipped, worth_from
 from thinwire.predict.timeline import bound_by, simulate
 from thinwire.predict.timeline.local_steps import Periodic

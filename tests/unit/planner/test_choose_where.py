@@ -12,6 +12,7 @@ from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Topology
+from thinwire.core.records import plain
 from thinwire.predict import choose as planner
 from thinwire.predict.choose import DEVICES, Map, explain, knee
 from thinwire.predict.choose.worth import Worth
@@ -128,7 +129,7 @@ def test_the_map_is_choose_cell_by_cell():
 def test_the_map_as_json():
     found = map_of(CANDIDATES, RESNET, (1e9,), (4, 8), costs=prices, ranks_per_node=4, lossy=False)
     data = json.loads(found.to_json())
-    assert data == found.to_data()
+    assert data == plain(found)
     assert data["bits_per_second"] == [1e9]
     assert data["workers"] == [4, 8]
     assert set(data["cells"][0][1]) == {

@@ -1,4 +1,3 @@
-import doctest
 import heapq
 import itertools
 import random
@@ -6,8 +5,7 @@ import random
 import pytest
 from random_nets import KINDS, exchange, net, sort_seconds
 
-from thinwire.core.pricing import clock
-from thinwire.core.pricing.clock import finish
+from thinwire.core.pricing.merge import finish
 
 
 def event_simulation(groups, sizes, seconds, exchange_seconds, select_seconds, side_stream):
@@ -57,23 +55,3 @@ def test_it_is_what_an_event_simulator_finds(form):
 
 def test_no_tensors_take_no_time():
     assert finish([], [], [], lambda d: 1.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    "groups, message",
-    [
-        ([[0], []], r"groups\[1\] is empty"),
-        ([[0], [2, 1]], r"groups\[1\] holds 2 where 1"),
-        ([[0], [1]], "cover 2 tensors"),
-        ([[0, 1, 2, 3]], "cover 4 tensors"),
-    ],
-)
-def test_bad_groups_are_named(groups, message):
-    with pytest.raises(ValueError, match=message):
-        finish(groups, [1, 1, 1], [0.0] * 3, lambda d: 0.0)
-
-
-def test_the_example_runs():
-    result = doctest.testmod(clock)
-    assert result.attempted
-    assert not result.failed

@@ -1,16 +1,14 @@
-import doctest
 import json
-import math
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_nets import KINDS, SHAPE_FILE, brute_force, exchange, log_uniform, net, resnet50, sort_seconds
 
-from thinwire.core.pricing.clock import finish
-from thinwire.core.pricing.merge import Merge, dense, fuse, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
+from thinwire.core.pricing import optimal
+from thinwire.core.pricing.merge import Merge, finish, fuse, greedy_mgwfbp, greedy_omgs
+from thinwire.core.pricing.optimal import optimal_dense, optimal_sparse
 
 RELATIVE = 1e-12
 
@@ -192,12 +190,10 @@ def test_many_tensors_are_joined_and_say_so():
 
 
 def test_joining_costs_little(monkeypatch):
-    from thinwire.core.pricing.merge import sparse
-
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][3])
     exact = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
-    monkeypatch.setattr(sparse, "EXACT_UP_TO", 100)
-    monkeypatch.setattr(sparse, "JOINED_TO", 64)
+    monkeypatch.setattr(optimal, "EXACT_UP_TO", 100)
+    monkeypatch.setattr(optimal, "JOINED_TO", 64)
     joined = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
     assert exact.exact
     assert not joined.exact
@@ -205,68 +201,9 @@ def test_joining_costs_little(monkeypatch):
 
 
 def test_too_narrow_a_frontier_is_admitted(monkeypatch):
-    from thinwire.core.pricing.merge import sparse
-
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][0])
-    monkeypatch.setattr(sparse, "WIDEST", 3)
+    monkeypatch.setattr(optimal, "WIDEST", 3)
     assert not optimal_sparse(n.sizes, n.seconds, sort_seconds, price).exact
-
-
-def rules(sizes, seconds, price=lambda d: 1.0, select=lambda d: 1.0, **options):
-    """Every rule on the same arguments; only the exact ones take options."""
-    yield lambda: optimal_dense(sizes, seconds, price, **options)
-    yield lambda: optimal_sparse(sizes, seconds, select, price, **options)
-    if not options:
-        yield lambda: greedy_mgwfbp(sizes, seconds, price)
-        yield lambda: greedy_omgs(sizes, seconds, select, price)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (([1, 2], [0.0]), "backward_seconds has 1 entries where sizes has 2"),
-        (([1, -2], [0.0, 0.0]), r"sizes\[1\]"),
-        (([1, 2.5], [0.0, 0.0]), r"sizes\[1\]"),
-        (([1, 2], [0.0, math.nan]), r"backward_seconds\[1\]"),
-        (([1, 2], [math.inf, 0.0]), r"backward_seconds\[0\]"),
-        (([1, 2], [0.0, -1e-9]), r"backward_seconds\[1\]"),
-    ],
-)
-def test_bad_lists_are_named(arguments, message):
-    for rule in rules(*arguments):
-        with pytest.raises(ValueError, match=message):
-            rule()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_bad_prices_are_named(bad):
-    for rule in rules([1, 2], [0.0, 0.0], price=lambda d: bad if d == 2 else 1.0):
-        with pytest.raises(ValueError, match=r"(allreduce|exchange)_seconds\(2\)"):
-            rule()
-    for rule in [optimal_sparse, greedy_omgs]:
-        with pytest.raises(ValueError, match=r"select_seconds\(3\)"):
-            rule([1, 2], [0.0, 0.0], lambda d: bad if d == 3 else 1.0, lambda d: 5.0)
-
-
-@pytest.mark.parametrize("options, message", [({"breaks": [2]}, "breaks: 2"), ({"max_elements": -1}, "max_elements")])
-def test_bad_limits_are_named(options, message):
-    for rule in rules([1, 2], [0.0, 0.0], **options):
-        with pytest.raises(ValueError, match=message):
-            rule()
-    with pytest.raises(ValueError, match="startup_seconds"):
-        greedy_omgs([1], [0.0], lambda d: 0.0, lambda d: 0.0, startup_seconds=math.nan)
-
-
-def test_no_tensors_no_groups():
-    for rule in rules([], []):
-        merge = rule()
-        assert merge.groups == []
-        assert merge.finish_seconds == 0.0
-
-
-def test_numpy_numbers_are_fine():
-    for rule in rules(np.array([3, 4]), np.array([0.1, 0.2], dtype=np.float32)):
-        assert json.loads(rule().to_json())["groups"]
 
 
 @settings(deadline=None, max_examples=60)
@@ -293,17 +230,3 @@ def test_json_keeps_the_merge_and_equal_inputs_give_equal_plans(tensors, a, b, s
         assert read.hash == merge.hash == again.hash
         assert hash(read) == hash(merge)
     assert Merge([[0]], 1.0, "optimal", True).hash != Merge([[0]], 1.0, "mgwfbp", True).hash
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"groups": [["a"]], "finish_seconds": 0, "rule": "", "exact": true}']
-)
-def test_other_text_is_no_merge(text):
-    with pytest.raises(ValueError, match="not a thinwire merge"):
-        Merge.from_json(text)
-
-
-def test_the_example_runs():
-    result = doctest.testmod(dense)
-    assert result.attempted
-    assert not result.failed

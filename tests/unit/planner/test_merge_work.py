@@ -6,7 +6,7 @@ import pytest
 from random_nets import net, resnet50, sort_seconds
 
 from thinwire.core.pricing.costs import Linear, Table
-from thinwire.core.pricing.merge import optimal_dense, optimal_sparse
+from thinwire.core.pricing.optimal import optimal_dense, optimal_sparse
 
 pytestmark = pytest.mark.slow
 

@@ -50,26 +50,3 @@ def test_ends_of_the_range():
     assert place([2.0, 2.0], 2, [2.0, 2.0]).owner == (0, 1)  # at equal cost it is sent
     assert place([], 3) == Placement((), 0.0)
     assert place([7.0] * 4, 4).owner == (0, 1, 2, 3)  # ties: lower index, lower worker
-
-
-def test_json():
-    found = place([3.0, 1.0, 2.0], 2, [0.0, 5.0, 0.0])
-    assert Placement.from_json(found.to_json()) == found
-    assert Placement.from_json(found.to_json()).hash == found.hash != place([1.0], 2).hash
-    with pytest.raises(ValueError, match="not a thinwire placement"):
-        Placement.from_json("{}")
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (([1.0], 0), "workers must be at least 1"),
-        (([-1.0], 2), r"costs\[0\] must be finite and not negative"),
-        (([float("nan")], 2), r"costs\[0\]"),
-        (([1.0, 2.0], 2, [1.0]), "communicate_seconds has 1 entries where costs has 2"),
-        (([1.0], 2, [float("inf")]), r"communicate_seconds\[0\]"),
-    ],
-)
-def test_refusals(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        place(*arguments)

@@ -9,9 +9,8 @@ from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
-from thinwire.core.pricing.plans import PlanTensor, default_fusion, make_plan
+from thinwire.core.pricing.plans import PlanTensor, balanced, by_size, default_fusion, make_plan
 from thinwire.core.pricing.profiles import builtin
-from thinwire.core.pricing.sizes import balanced, by_size
 from thinwire.engine.controller.planning import make_plan as engine_plan
 from thinwire.engine.parameters import Managed
 from thinwire.predict.timeline.simulate import plan_of

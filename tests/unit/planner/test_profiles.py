@@ -1,12 +1,10 @@
-import doctest
-import importlib
 import json
 
 import pytest
 from random_nets import SHAPE_FILE
 
 from thinwire.core.methods.topk import TopK
-from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, ModuleTime, TensorTime, builtin
+from thinwire.core.pricing.profiles import BUILTIN, builtin
 from thinwire.predict.timeline.simulate import plan_of
 
 # Elements, tensors, forward GFLOPs of one image (or of one token, without attention), as widely published.
@@ -64,40 +62,3 @@ def test_a_topk_plan_keeps_embeddings_and_vectors_dense():
     dense = {name for bucket in plan.phases[0] if bucket.dense for name in bucket.names}
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.bias"} <= dense
     assert "transformer.h.0.mlp.c_fc.weight" not in dense
-
-
-def test_json_keeps_the_profile():
-    profile = builtin("gpt2")
-    read = ModelProfile.from_json(profile.to_json())
-    assert read == profile
-    assert read.hash == profile.hash
-    assert hash(read) == hash(profile)
-    for text in ("", "{}", '{"name": "x", "tensors": [1]}'):
-        with pytest.raises(ValueError, match="not a thinwire profile"):
-            ModelProfile.from_json(text)
-
-
-def test_bad_profiles_and_options_are_named():
-    tensor = TensorTime("a.weight", (2, 3), 0.1)
-    for make, message in (
-        (lambda: ModelProfile("m", (tensor, tensor), 1.0), "twice"),
-        (lambda: ModelProfile("m", (TensorTime("a", (1,), -1.0),), 1.0), r"tensors\[0\]"),
-        (lambda: ModelProfile("m", (tensor,), 1.0, (ModuleTime("a", float("nan")),)), r"modules\[0\]"),
-        (lambda: ModelProfile("m", (tensor,), -1.0), "forward_seconds"),
-        (lambda: ModelProfile("m", (tensor,), 1.0, (), 0), "dtype_bytes"),
-        (lambda: ModelProfile("m", (tensor,), 1.0, provenance="guess"), "provenance"),
-        (lambda: builtin("resnet5"), "resnet5"),
-        (lambda: builtin("resnet50", sequence_length=3), "sequence_length"),
-        (lambda: builtin("gpt2", sequence_length=1025), "sequence_length"),
-        (lambda: builtin("gpt2", batch_size=0), "batch_size"),
-        (lambda: builtin("gpt2", device_flops=0.0), "device_flops"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
-
-
-def test_the_example_runs():
-    # By name through the module table: the package also exports a function called builtin.
-    result = doctest.testmod(importlib.import_module("thinwire.core.pricing.profiles.builtin"))
-    assert result.attempted
-    assert not result.failed

@@ -4,7 +4,7 @@ import random
 import pytest
 from random_nets import log_uniform, net, sort_seconds
 
-from thinwire.core.pricing.ratios import Ratios, lags
+from thinwire.core.pricing.ratios import lags
 
 BANDWIDTHS = (1e7, 1e8, 1e9, 1e10, 1e11, 1e12)  # bytes per second
 
@@ -90,41 +90,3 @@ def test_exposed_seconds_are_for_the_last_layer():
     assert tight.kept[0] == loose.kept[0]
     assert tight.kept[1] < loose.kept[1]
     assert loose.finish_seconds <= 0.02 + sort_seconds(10**6) * 2 + 0.05 + 1e-12
-
-
-def test_json_keeps_the_ratios():
-    made = lags([1000, 20, 0], [1e-3, 1e-3, 0.0], sort_seconds, *prices(1e7))
-    read = Ratios.from_json(made.to_json())
-    assert read == made
-    assert read.hash == made.hash
-    assert made.kept[2] == 0
-    assert lags([], [], sort_seconds, *prices(1e7)) == Ratios([], [], 0.0)
-    for text in ("", "{}", '{"kept": [1], "dense": [], "finish_seconds": 0}'):
-        with pytest.raises(ValueError, match="not thinwire ratios"):
-            Ratios.from_json(text)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"max_ratio": 0.5}, "max_ratio"),
-        ({"max_ratio": math.nan}, "max_ratio"),
-        ({"exposed_seconds": -1.0}, "exposed_seconds"),
-        ({"select_seconds": lambda d: math.nan}, r"select_seconds\(1000\)"),
-        ({"exchange_seconds": lambda k: -1.0}, r"exchange_seconds\(1000\)"),
-        ({"allreduce_seconds": lambda d: math.inf}, r"allreduce_seconds\(1000\)"),
-        ({"backward_seconds": []}, "backward_seconds has 0"),
-        ({"sizes": [-1]}, r"sizes\[0\]"),
-    ],
-)
-def test_bad_inputs_are_named(options, message):
-    gather, reduce = prices(1e7)
-    arguments = {
-        "sizes": [1000],
-        "backward_seconds": [0.0],
-        "select_seconds": sort_seconds,
-        "exchange_seconds": gather,
-        "allreduce_seconds": reduce,
-    }
-    with pytest.raises(ValueError, match=message):
-        lags(**{**arguments, **options})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.core.pricing.sizes import by_size, gain_of_overlap, needed_soon, started_early
+from thinwire.core.pricing.plans import by_size, gain_of_overlap, needed_soon, started_early
 
 SIZES = st.lists(st.sampled_from([0, 1, 3, 40, 64, 100, 250]), max_size=40)
 

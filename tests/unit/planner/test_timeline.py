@@ -17,8 +17,8 @@ from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
-from thinwire.core.pricing.clock import finish
 from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
+from thinwire.core.pricing.merge import finish
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime, builtin
 from thinwire.core.program import Plan, Topology
 from thinwire.core.program.trace import trace

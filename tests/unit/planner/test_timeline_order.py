@@ -12,7 +12,7 @@ from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.core.program import CROSS, NODE, WORLD, AllReduce, Plan, Topology
 from thinwire.engine.executors.runner import Runner
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.order import Wave
+from thinwire.predict.timeline.machine import Wave
 from thinwire.predict.timeline.programs import Hop, ProgramPart
 
 

@@ -22,7 +22,7 @@ from thinwire.core.program import (
     ReduceScatter,
     Topology,
 )
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 
 LAYOUTS = [(1, None), (3, None), (4, 2), (6, 3), (5, [2, 3]), (6, [1, 3, 2])]
 

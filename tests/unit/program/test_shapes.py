@@ -8,8 +8,7 @@ import torch
 from thinwire.core.methods.registry import classes, needed
 from thinwire.core.program import Topology
 from thinwire.core.program import trace as traces
-from thinwire.core.program.shapes import ShapesAlone
-from thinwire.core.program.trace import trace
+from thinwire.core.program.trace import ShapesAlone, trace
 
 
 def made(*shape, dtype=torch.float32):

@@ -3,6 +3,7 @@ import json
 import pytest
 import report_files as results
 
+from thinwire.core.records import plain
 from thinwire.predict.choose import Entry, Map, Ranking
 from thinwire.predict.choose.grid import Cell
 from thinwire.tools.report import read_files
@@ -112,7 +113,7 @@ def test_what_plan_writes_holds_both_and_the_question(tmp_path):
     ranking = Ranking("net", 2, tuple(entries), entries[0], entries[0], "stay with ssgd", (("acp", "no price"),))
     cell = Cell("ssgd", "ssgd", 0.5, 0.5, 0.5, "compute bounds it")
     question = {"device": "cpu", "bits_per_second": 1e9, "latency_seconds": 5e-5, "network": "assumed"}
-    answer = {"question": question, "ranking": ranking.to_data(), "map": Map((1e9,), (2,), ((cell,),)).to_data()}
+    answer = {"question": question, "ranking": ranking.to_data(), "map": plain(Map((1e9,), (2,), ((cell,),)))}
     inputs = read_files(results.write(tmp_path, a=answer))
     (ranked,), (found,) = inputs.rankings, inputs.maps
     assert ranked.sentence == "stay with ssgd"

@@ -4,7 +4,7 @@ from supernet_nets import dots, shaken, tiny
 from torch import nn
 
 from thinwire.core.program import Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.engine.executors.alone import run_alone
 from thinwire.systems.supernet.stereo import calibrate, evaluate
 from thinwire.systems.supernet.stereo.calibrate import active_norms

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from supernet_nets import tiny
 
 from thinwire.core.program import Topology
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.engine.executors.alone import run_alone
 from thinwire.systems.supernet import Evolution, Infeasible, Space, SubNet, search
 from thinwire.systems.supernet.search import crossed, mutated

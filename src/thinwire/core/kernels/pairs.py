@@ -15,7 +15,6 @@ def wire_dtype(wire: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def message_bytes(k: int, dtype: torch.dtype) -> int:
-    """Return the length of a message of k pairs."""
     return _value_bytes(k, dtype) + 4 * k
 
 
@@ -51,7 +50,6 @@ def add_pairs(out: Tensor, values: Tensor, indices: Tensor) -> Tensor:
 
 
 def by_index(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pairs in ascending order of their indices."""
     if indices.device.type == "meta":
         return values, indices
     indices, order = torch.sort(indices)

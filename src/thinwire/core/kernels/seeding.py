@@ -9,7 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.upload import upload
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host tensor on ``device``; to CUDA in the current stream's order, without waiting."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def seed_of(*words: object) -> int:

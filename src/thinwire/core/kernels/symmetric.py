@@ -1,24 +1,32 @@
-"""Symmetric matrices as one row of their upper triangle: half the bytes in a message or a checkpoint."""
+"""Symmetric matrices: packed as one row of their upper triangle, and inverted under damping.
+
+Packed, they are half the bytes in a message or a checkpoint.
+
+If a factorisation fails, it is tried again at the next *level*, on which ranks can agree: 0, the plain factorisation; 1
+to 3, ten, a hundred and a thousand times the damping; 4, fp64 on the CPU with the original damping; ``FAILED``, nothing
+helped and the caller keeps what it had. Level 4 exists because CUDA's factorisations have failed, or returned wrong
+results, on ill-conditioned input (pytorch issues 94772, 105359). No factor is overwritten: damping goes into a copy.
+
+``first_inverse`` and ``first_eigen`` report whether level 0 succeeded as a tensor on the device, so one host read
+covers many factors.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 
 def packed_size(d: int) -> int:
-    """Return the number of elements in the upper triangle of a ``d x d`` matrix, including the diagonal."""
     return d * (d + 1) // 2
 
 
 def side_of(size: int) -> int:
-    """Return the ``d`` whose ``packed_size`` is ``size``.
-
-    Raises:
-        ValueError: no triangle has that many elements.
-    """
+    """Return the ``d`` whose ``packed_size`` is ``size``."""
     d = (math.isqrt(8 * size + 1) - 1) // 2
     if packed_size(d) != size:
         raise ValueError(f"{size} elements are not the upper triangle of a square matrix")
@@ -46,11 +54,7 @@ def pack_upper(matrix: Tensor, *, tolerance: float | None = None) -> Tensor:
 
 
 def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
-    """Return the symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed.
-
-    Raises:
-        ValueError: that many elements are no triangle, or not that of ``d``.
-    """
+    """Return the symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed."""
     side = side_of(packed.numel())
     if d is not None and d != side:
         raise ValueError(f"{packed.numel()} elements are the triangle of {side} x {side}, not of {d} x {d}")
@@ -59,3 +63,114 @@ def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
         rows = [matrix[i, i:] for i in range(side)]
         torch._foreach_copy_(rows, list(packed.split(list(range(side, 0, -1)))))
     return matrix + matrix.triu(1).mT
+
+
+_Found = TypeVar("_Found")
+
+ON_CPU, FAILED = 4, 5
+"""The level of fp64 on the CPU, and the level that means giving up."""
+
+
+def first_inverse(factor: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Do level 0 of ``damped_inverse``; return the inverse, and 0-dim bool success. ``damping`` may be 0-dim fp64."""
+    damped = factor.clone()
+    damped.diagonal().add_(damping)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    inverse = torch.cholesky_inverse(lower)
+    return inverse, (info == 0) & inverse.isfinite().all()
+
+
+def first_eigen(factor: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Do level 0 of ``damped_eigen``; return the result, and 0-dim bool success.
+
+    Raises:
+        torch.linalg.LinAlgError: some back ends raise where others report failure.
+    """
+    finite = factor.isfinite().all()
+    values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0.0))  # on NaN, LAPACK may raise or never return
+    return (vectors, values.clamp(min=0)), finite & values.isfinite().all() & vectors.isfinite().all()
+
+
+def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tensor, int]:
+    """Return ``(factor + damping I)^-1`` by Cholesky.
+
+    Returns:
+        The inverse ``[d, d]`` (zeros if all levels failed), and the level that succeeded.
+    """
+
+    def attempt(level: int) -> Tensor | None:
+        if level == ON_CPU:
+            found = _cholesky(factor.detach().to("cpu", torch.float64), damping)
+            return None if found is None else found.to(factor.device, factor.dtype)
+        return _cholesky(factor, damping * 10.0**level)
+
+    found, level = _climb(attempt, range(least, FAILED))
+    return torch.zeros_like(factor) if found is None else found, level
+
+
+def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
+    """Return eigenvectors and eigenvalues, negative ones set to 0; damping is added when they are used.
+
+    Returns:
+        Vectors ``[d, d]`` (columns), values ``[d]`` (zeros if all levels failed), and the level that succeeded.
+    """
+
+    def attempt(level: int) -> tuple[Tensor, Tensor] | None:
+        if level == ON_CPU:
+            found = _eigh(factor.detach().to("cpu", torch.float64))
+            return None if found is None else tuple(x.to(factor.device, factor.dtype) for x in found)  # type: ignore[return-value]
+        return _eigh(factor)
+
+    found, level = _climb(attempt, [n for n in (0, ON_CPU) if n >= least])
+    if found is None:
+        return torch.zeros_like(factor), torch.zeros_like(factor[0]), level
+    return *found, level
+
+
+def pi_ratio(a: Tensor, g: Tensor) -> Tensor:
+    """Return ``sqrt((tr A / d_A) / (tr G / d_G))``, 0-dim: how Martens and Grosse (2015, section 6.3) split damping.
+
+    It is 1 if a trace is 0.
+    """
+    mean_a, mean_g = a.diagonal().mean(), g.diagonal().mean()
+    ratio = (mean_a / mean_g).sqrt()
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
+
+
+def precondition(gradient: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> Tensor:
+    """Return ``G^-1 gradient A^-1``: ``[d_G, d_A]`` -> the same."""
+    return g_inverse @ gradient @ a_inverse
+
+
+def precondition_eigen(gradient: Tensor, a: tuple[Tensor, Tensor], g: tuple[Tensor, Tensor], damping: float) -> Tensor:
+    """Return ``(A kron G + damping I)^-1 vec(gradient)`` from both factors' eigenvectors and eigenvalues.
+
+    Args:
+        gradient: ``[d_G, d_A]``.
+        a, g: vectors and values of A and of G, as returned by ``damped_eigen``.
+        damping: added to the products of eigenvalues, above 0.
+    """
+    (a_vectors, a_values), (g_vectors, g_values) = a, g
+    rotated = (g_vectors.mT @ gradient @ a_vectors) / (torch.outer(g_values, a_values) + damping)
+    return g_vectors @ rotated @ a_vectors.mT
+
+
+def _climb(attempt: Callable[[int], _Found | None], levels: Iterable[int]) -> tuple[_Found | None, int]:
+    for level in levels:
+        try:
+            found = attempt(level)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # some back ends raise where others say so
+            continue
+        if found is not None:
+            return found, level
+    return None, FAILED
+
+
+def _cholesky(factor: Tensor, damping: float) -> Tensor | None:
+    inverse, good = first_inverse(factor, damping)
+    return inverse if bool(good) else None
+
+
+def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
+    found, good = first_eigen(factor)
+    return found if bool(good) else None

@@ -21,12 +21,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import peel_left, peel_right, project_left, project_right
-from thinwire.core.kernels.orthogonal import orthogonalise_all
-from thinwire.core.methods.base import all_finite, all_reduce, average_flat, poison
+from thinwire.core.kernels.lowrank import orthogonalise_all, peel_left, peel_right, project_left, project_right
+from thinwire.core.methods.base import accumulate, all_finite, all_reduce, average_flat, poison
 from thinwire.core.methods.decoupling import Decoupling, average_decoupled, check_decoupling, decoupled_sum
 from thinwire.core.methods.exchanges import check_collective
-from thinwire.core.methods.feedback import accumulate
 from thinwire.core.methods.lowrank import LowRank, common, pack, unpack, verify_bases, write_product
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.core.pricing.costs import Costs

@@ -1,16 +1,24 @@
-"""What methods share: the all-reduce in its two forms, the dense average, verdicts, option checks."""
+"""What methods share: the sum over ranks, the dense average, error feedback, verdicts, option checks.
+
+Error feedback: what a lossy method did not send is kept, in gradient units, and added to the next gradient. E <- A -
+(what *this rank* sent, decoded), A = M + E. Then mean A = G + mean E holds at every step (G: what is applied), so
+nothing is lost, only delayed. Residuals are kept per parameter name, in fp32, without the loss scale.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.core.methods.exchanges import all_reduce_by, padded
+from thinwire.core.checks import check_count
+from thinwire.core.methods.exchanges import over_nodes, padded
 from thinwire.core.pricing.merge import Merge
-from thinwire.core.program import AllGather, Bucket, ReduceScatter, Slot, State, working_dtype
+from thinwire.core.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State, working_dtype
+from thinwire.core.program.bucket import LARGE
 
 
 def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
@@ -28,37 +36,21 @@ def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
         raise ValueError(f"fusion={fusion!r} must be a positive number of MiB or one of {', '.join(words)}")
 
 
-def check_count(name: str, value: Any, least: int = 0) -> None:
-    """Raise ``ValueError`` unless an option is a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ``ValueError`` unless an option is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ``ValueError`` unless an option is one of a few values."""
-    if isinstance(value, bool) or value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
-
-
 def all_reduce(
     x: Tensor, state: State, *, deterministic: bool, collective: str = "flat"
 ) -> Generator[Any, Tensor, Tensor]:
     """Sum over the world. ``deterministic=True``: in rank order, by reduce-scatter and all-gather. Owns ``x``.
 
-    ``collective``: otherwise, the sub-program of :mod:`~thinwire.methods.exchanges` to use.
+    ``collective``: otherwise, one of ``CHOICES`` in :mod:`~thinwire.methods.exchanges`.
     """
-    if not deterministic:
-        return (yield from all_reduce_by(collective, x, state))
-    size = x.numel()
-    shard = yield ReduceScatter(padded(x, state.size))
-    everyone = yield AllGather(shard)
-    return everyone.reshape(-1)[:size].view(x.shape)
+    if deterministic:
+        size = x.numel()
+        shard = yield ReduceScatter(padded(x, state.size))
+        everyone = yield AllGather(shard)
+        return everyone.reshape(-1)[:size].view(x.shape)
+    if collective != "flat" and (sums := over_nodes(collective, x.numel(), state.topology)):
+        return (yield from sums(x, state))
+    return (yield AllReduce(x))
 
 
 def all_finite(x: Tensor) -> Tensor:
@@ -109,3 +101,82 @@ def average_flat(
     if watch:
         state.verdict(all_finite(total))
     bucket.write(total)
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Density warm-up: stage e of s keeps ``rho ** ((e + 1) / (s + 1))``, then rho.
+
+    Args:
+        steps_per_stage: synchronised steps per stage.
+        stages: number of stages.
+    """
+
+    steps_per_stage: int
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        check_count("steps_per_stage", self.steps_per_stage, 1)
+        check_count("stages", self.stages, 1)
+
+    def density(self, rho: float, step: int) -> float:
+        """Return the density at a step.
+
+        Example:
+            >>> [round(Warmup(10).density(0.001, step), 4) for step in (0, 10, 20, 30, 40)]
+            [0.2512, 0.0631, 0.0158, 0.004, 0.001]
+        """
+        stage = step // self.steps_per_stage
+        return float(rho ** ((stage + 1) / (self.stages + 1))) if stage < self.stages else rho
+
+
+def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
+    """Return A = M + E of one parameter, in one pass: contiguous, in its shape, working dtype, unscaled.
+
+    The program may edit it and stage it as the next residual: it shares no memory with ``.grad`` or E.
+    """
+    residual = state.residual(slot)
+    if out is None:
+        out = state.spare([slot]).view(slot.shape)
+    if out.device.type == "meta":
+        return out
+    if slot.value is None:
+        return out.copy_(residual)
+    if slot.scale is None:
+        return torch.add(residual, slot.value, out=out)
+    return torch.addcdiv(residual, slot.value.to(residual.dtype), slot.scale.to(residual.dtype), out=out)
+
+
+def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]) -> None:
+    """Compute A = M + E of some parameters, into memory of their shapes.
+
+    One call serves all; on a CPU, large ones are done separately, in one pass instead of two.
+    """
+    together = []
+    for slot, piece in zip(slots, pieces):
+        if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= LARGE):
+            accumulate(slot, state, piece)
+        else:
+            together.append((slot, piece, slot.value))
+    if together:
+        sums = [piece for _, piece, _ in together]
+        torch._foreach_copy_(sums, [value for _, _, value in together])
+        scale = together[0][0].scale
+        if scale is not None:
+            torch._foreach_div_(sums, scale)
+        torch._foreach_add_(sums, [state.residual(slot) for slot, _, _ in together])
+
+
+def accumulate_flat(bucket: Bucket, state: State, size: int | None = None) -> Tensor:
+    """Return A = M + E of a whole bucket, 1-D, padded with zeros to ``size`` elements."""
+    out = state.spare(bucket.slots, size=size)
+    accumulate_all(bucket.slots, state, bucket.split(out[: bucket.numel]))
+    if out.numel() > bucket.numel:
+        out[bucket.numel :].zero_()
+    return out
+
+
+def stage_flat(bucket: Bucket, state: State, residual: Tensor) -> None:
+    """Stage the residuals of a whole bucket (1-D; the state keeps views of it)."""
+    for slot, piece in zip(bucket.slots, bucket.split(residual)):
+        state.stage(slot.name, residual=piece)

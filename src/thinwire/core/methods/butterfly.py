@@ -70,7 +70,6 @@ def _merged(pairs: Pairs, other: Pairs, marks: Tensor) -> tuple[Pairs, Tensor]:
 
 
 def _found(marks: Tensor, k: int) -> Tensor:
-    """Return which of 0 to k - 1 are among the marks."""
     found = torch.zeros(k + 1, dtype=torch.bool, device=marks.device)
     return found.scatter_(0, torch.where(marks < 0, k, marks), True)[:k]
 

@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from thinwire.core.checks import check_count, check_flag
 from thinwire.core.methods import two_step
 from thinwire.core.methods.base import all_reduce as sum_over_ranks
-from thinwire.core.methods.base import check_count, check_flag, check_fusion
+from thinwire.core.methods.base import check_fusion
 from thinwire.core.methods.decoupling import Decoupling, check_decoupling, decoupled_sum
 from thinwire.core.methods.exchanges import check_collective
 from thinwire.core.methods.prices import COPY, IN_PLACE, Prices, elements

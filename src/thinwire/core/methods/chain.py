@@ -82,7 +82,6 @@ def _with_schedule(method: Method, plain: SSGD) -> Method:
 
 
 def _with_wire(sparse: Method, cast: Cast) -> Method:
-    """Return the sparse method with 16-bit values."""
     wire = _WIRES[cast.dtype]  # type: ignore[index]
     if sparse.value_dtype not in ("fp32", wire):  # type: ignore[attr-defined]
         raise ValueError(f"{sparse!r} is cast to {wire} a second time: give one value_dtype")

@@ -27,7 +27,8 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.core.methods.base import all_finite, check_flag
+from thinwire.core.checks import check_flag
+from thinwire.core.methods.base import all_finite
 from thinwire.core.methods.exchanges import padded as padded_copy
 from thinwire.core.program import AllGather, Bucket, Method, NextForward, ReduceScatter, State
 
@@ -53,13 +54,7 @@ class Decoupling:
 
 
 def check_decoupling(method: Decoupling, *, residual: bool = False, collective: str = "flat") -> None:
-    """Raise ``ValueError`` unless the options are compatible; lists of names become tuples.
-
-    Args:
-        method: the method to check.
-        residual: whether it keeps error feedback.
-        collective: how it sums over the ranks.
-    """
+    """Raise ``ValueError`` unless the options are compatible; lists of names become tuples."""
     check_flag("decoupled", method.decoupled)
     check_flag("check_finite", method.check_finite)
     check_flag("poison_stale", method.poison_stale)
@@ -78,7 +73,6 @@ def check_decoupling(method: Decoupling, *, residual: bool = False, collective: 
 
 
 def deferring(method: Method) -> Decoupling | None:
-    """Return the method if it is decoupled, else None."""
     return method if isinstance(method, Decoupling) and method.decoupled else None
 
 

@@ -28,10 +28,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_flag, check_number
 from thinwire.core.kernels.pairs import wire_dtype
 from thinwire.core.kernels.select import keep_count
-from thinwire.core.methods.base import all_finite, check_flag, check_fusion, poison
-from thinwire.core.methods.feedback import Warmup
+from thinwire.core.methods.base import Warmup, all_finite, check_fusion, poison
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, LINE_PASSES, Prices, elements
 from thinwire.core.methods.sparse import (
     all_gather_pairs,
@@ -40,9 +40,9 @@ from thinwire.core.methods.sparse import (
     check_size,
     choose,
     message_units,
+    segments,
     stays_dense,
 )
-from thinwire.core.methods.sparse_prices import segments
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import AllReduce, Bucket, Method, Program, Slot, State, Topology, working_dtype
 
@@ -91,10 +91,10 @@ class DGC(Method):
 
     def __post_init__(self) -> None:
         check_options(self.density, self.select, self.value_dtype, self.warmup)
-        _check_range("momentum", self.momentum, 0.0, 1.0)
-        _check_range("weight_decay", self.weight_decay, 0.0)
+        check_number("momentum", self.momentum, least=0, below=1)
+        check_number("weight_decay", self.weight_decay, least=0)
         if self.clip is not None:
-            _check_range("clip", self.clip, 0.0)
+            check_number("clip", self.clip, least=0)
             if self.clip == 0:
                 raise ValueError("clip=0 would erase every gradient; None does not clip")
         check_flag("nesterov", self.nesterov)
@@ -206,7 +206,6 @@ class DGC(Method):
         self._deliver(bucket, update.mul_(poison(finite, 1.0, m.dtype)), state)
 
     def _push(self, old: Tensor, g: Tensor, out: Tensor) -> None:
-        """Compute the new momentum: mu m + g, or Nesterov's mu (m + g)."""
         if self.nesterov:
             torch.add(old, g, out=out).mul_(self.momentum)
         else:
@@ -221,7 +220,6 @@ class DGC(Method):
         return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
     def _deliver(self, bucket: Bucket, update: Tensor, state: State) -> None:
-        """Write the update, and the decay with its own momentum."""
         if self.weight_decay:
             for slot, piece in zip(bucket.slots, bucket.split(update)):
                 out = state.spare([slot], _DECAY).view(slot.shape)
@@ -238,9 +236,3 @@ def _weight(slot: Slot) -> Tensor:
     if slot.weight is None:
         raise ValueError("weight_decay needs the parameters, which are not available here: use DGC(weight_decay=0)")
     return slot.weight.detach().to(working_dtype(slot.dtype))
-
-
-def _check_range(name: str, value: Any, low: float, below: float = float("inf")) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
-        limit = "" if below == float("inf") else f" and below {below:g}"
-        raise ValueError(f"{name}={value!r} must be a number of at least {low:g}{limit}")

@@ -1,4 +1,4 @@
-"""Three ways to sum over all ranks, as sub-programs: ``total = yield from torus(x, state)``.
+"""Two ways to sum over nodes, as sub-programs: ``total = yield from torus(x, state)``; both own ``x``.
 
 Papers: the three-phase all-reduce of Jia et al.: Highly scalable deep learning training system, arXiv 1807.11205; the
 2-D torus of Mikami et al., arXiv 1811.05233. With M bytes and m nodes of n ranks that share one network card, the flat
@@ -6,7 +6,7 @@ ring sends 2 (mn - 1) / mn M through each card. The torus sends 2 (m - 1) / m M,
 the same, from one rank of each node.
 
 Differences from the papers: the language has no reduce-to-one, so phase one is an all-reduce, of which only the
-leader's copy is used; with one node, or one rank on each node, all three are the flat all-reduce.
+leader's copy is used; with one node, or one rank on each node, the sum is one all-reduce over all ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,8 @@ Exchange = Generator[Any, Tensor, Tensor]
 _THRESHOLD = "threshold:"
 
 
-def flat(x: Tensor, state: State) -> Exchange:
-    """Sum over the world. Owns ``x``, as the others do; any shape."""
-    return (yield AllReduce(x))
-
-
 def three_phase(x: Tensor, state: State) -> Exchange:
     """Sum in the node, then over the nodes' first ranks; then broadcast in the node."""
-    if one_level(state.topology):
-        return (yield from flat(x, state))
     x = yield AllReduce(x, NODE)
     if state.topology.local_rank(state.rank) == 0:
         x = yield AllReduce(x, CROSS)
@@ -45,8 +38,6 @@ def torus(x: Tensor, state: State) -> Exchange:
         ValueError: the nodes hold different numbers of ranks.
     """
     topology, size, shape = state.topology, x.numel(), x.shape
-    if one_level(topology):
-        return (yield from flat(x, state))
     if not topology.uniform:
         raise ValueError(
             f"the torus needs the same number of ranks on every node, not {list(topology.layout)}: "
@@ -69,11 +60,8 @@ def padded(x: Tensor, ranks: int) -> Tensor:
     return torch.cat([x, x.new_zeros(missing)]) if missing else x
 
 
-COLLECTIVES: dict[str, Callable[[Tensor, State], Exchange]] = {
-    "flat": flat,
-    "three_phase": three_phase,
-    "torus": torus,
-}
+CHOICES = ("flat", "three_phase", "torus")
+"""The sub-programs of a sum, by name; "flat" is one all-reduce."""
 
 
 def check_collective(collective: Any, *, deterministic: bool = False) -> None:
@@ -81,9 +69,9 @@ def check_collective(collective: Any, *, deterministic: bool = False) -> None:
 
     ``deterministic``: whether the sum must be in rank order, which a hierarchy does not keep.
     """
-    known = isinstance(collective, str) and (collective in COLLECTIVES or collective == "auto")
+    known = isinstance(collective, str) and (collective in CHOICES or collective == "auto")
     if not known and not (isinstance(collective, str) and _limit_bytes(collective) is not None):
-        names = ", ".join(map(repr, COLLECTIVES))
+        names = ", ".join(map(repr, CHOICES))
         raise ValueError(f"collective={collective!r} is unknown; use one of {names}, 'auto' or 'threshold:<MB>'")
     if deterministic and collective != "flat":
         raise ValueError(f'deterministic=True adds in rank order, which collective={collective!r} does not: use "flat"')
@@ -101,9 +89,12 @@ def collective_of(collective: str, size: int) -> str:
     return "flat" if collective == "auto" else collective
 
 
-def all_reduce_by(collective: str, x: Tensor, state: State) -> Exchange:
-    """Sum over the world by the named sub-program. Owns ``x``."""
-    return (yield from COLLECTIVES[collective_of(collective, x.numel())](x, state))
+def over_nodes(collective: str, size: int, topology: Topology) -> Callable[[Tensor, State], Exchange] | None:
+    """Return the sub-program by which to sum ``size`` elements; None: one all-reduce does it."""
+    way = collective_of(collective, size)
+    if way == "flat" or one_level(topology):
+        return None
+    return torus if way == "torus" else three_phase
 
 
 def _limit_bytes(collective: str) -> float | None:

@@ -11,11 +11,16 @@ card, and twice (n - 1) / n of the dense bytes inside the node.
 Differences from the paper: E is in units of the sum, not divided by the number of ranks (equivalent); selection is
 exact by default; received pairs are added and never overwrite one another; the rounding error of 16-bit values stays in
 E; a rejected step leaves E unchanged, bit for bit. With one node it is the plain average, with one rank per node Top-k.
+
+Each rank has residuals for its shard alone, kept as slices of the parameters. After a change of plan, or from a
+checkpoint of another number of ranks, a slice may no longer be in this rank's shard. Then it is added to this rank's
+gradient, and the node's sum takes it to the rank whose shard it is now. This needs no exchange of its own, and nothing
+is lost. (A 16-bit gradient rounds it, once.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +33,6 @@ from thinwire.core.kernels.select import keep_count, top_k
 from thinwire.core.methods.base import all_finite, check_fusion, poison
 from thinwire.core.methods.exchanges import padded
 from thinwire.core.methods.prices import COPY, FINITE, IN_PLACE, LINE_PASSES, READ, WRITE, Prices, elements
-from thinwire.core.methods.shards import cuts, in_place, with_debts
 from thinwire.core.methods.sparse import check_options, message_units, stays_dense
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import (
@@ -40,10 +44,46 @@ from thinwire.core.program import (
     Method,
     Program,
     ReduceScatter,
+    Slot,
     State,
     Topology,
     working_dtype,
 )
+
+
+def cuts(bucket: Bucket, begin: int, end: int) -> Iterator[tuple[Slot, int, int, int]]:
+    """Yield the parts of [begin, end) of a bucket by slot: (slot, place after ``begin``, place in the slot, length)."""
+    start = 0
+    for slot in bucket.slots:
+        low, high = max(begin, start), min(end, start + slot.numel)
+        if low < high:
+            yield slot, low - begin, low - start, high - low
+        start += slot.numel
+
+
+def in_place(state: State, slot: Slot, inside: int, length: int) -> Tensor | None:
+    """Return the committed residual if it is of exactly this part of the slot."""
+    found = state.slice_of(slot.name)
+    return found[1] if found is not None and (found[0], found[1].numel()) == (inside, length) else None
+
+
+def with_debts(bucket: Bucket, state: State, begin: int, end: int) -> Tensor:
+    """Return ``bucket.flat`` plus this rank's residuals outside [begin, end), from an older plan or a checkpoint.
+
+    The node's sum takes such a residual to the rank whose shard it is now; none of it stays here.
+    """
+    flat, start = bucket.flat, 0
+    mine = {slot.name: (inside, length) for slot, _, inside, length in cuts(bucket, begin, end)}
+    for slot in bucket.slots:
+        found = state.slice_of(slot.name)
+        if found is not None and found[1].numel() and (found[0], found[1].numel()) != mine.get(slot.name):
+            offset, owed = found
+            owed = owed if bucket.scale is None else owed * bucket.scale
+            flat[start + offset : start + offset + owed.numel()].add_(owed)
+            if slot.name not in mine:
+                state.stage_slice(slot.name, 0, owed.new_empty(0))
+        start += slot.numel
+    return flat
 
 
 @dataclass(frozen=True)
@@ -160,11 +200,7 @@ class HiTopK(Method):
 
 
 def _grid(topology: Topology) -> tuple[int, int]:
-    """Return the number of nodes, and of ranks on each.
-
-    Raises:
-        ValueError: the nodes hold different numbers of ranks.
-    """
+    """Return the number of nodes, and of ranks on each."""
     if not topology.uniform:
         raise ValueError(
             f"HiTopK needs the same number of ranks on every node, not {list(topology.layout)}: use "

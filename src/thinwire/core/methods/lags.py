@@ -1,8 +1,8 @@
 """LAGS-SGD: Top-k per layer; each layer is as dense as the network can hide behind backward.
 
 Paper: Shi et al.: Layer-wise adaptive gradient sparsification for distributed deep learning with convergence
-guarantees, arXiv 1911.08727. The numbers of entries to keep come from ``planner.ratios.lags`` once times are measured,
-equal on all ranks; before that every layer sends one element in ``max_ratio``.
+guarantees, arXiv 1911.08727. The numbers of entries to keep come from ``core.pricing.ratios.lags`` once times are
+measured, equal on all ranks; before that every layer sends one element in ``max_ratio``.
 
 Differences from the paper: a layer's budget is the time until the next gradient is ready, by the planner's clocks; a
 layer whose all-reduce is hidden is sent dense, without loss; the numbers are part of the plan.
@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from thinwire.core.checks import check_choice, check_flag, check_number
 from thinwire.core.kernels.pairs import WIRES
-from thinwire.core.methods.base import all_finite, check_choice, check_flag, poison
-from thinwire.core.methods.feedback import accumulate_flat, stage_flat
+from thinwire.core.methods.base import accumulate_flat, all_finite, poison, stage_flat
 from thinwire.core.methods.sparse import message_units
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs
@@ -50,10 +50,8 @@ class LAGS(Method):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("max_ratio", 1), ("exposed_seconds", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
-                raise ValueError(f"{name}={value!r} must be a number of at least {least}")
+        check_number("max_ratio", self.max_ratio, least=1)
+        check_number("exposed_seconds", self.exposed_seconds, least=0)
         check_choice("fusion", self.fusion, ("none",))
         check_choice("value_dtype", self.value_dtype, tuple(WIRES))
         check_flag("error_feedback", self.error_feedback)

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import rebuild
-from thinwire.core.kernels.orthogonal import fingerprint, orthogonalise
+from thinwire.core.checks import check_choice, check_count, check_flag, check_number
+from thinwire.core.kernels.lowrank import fingerprint, orthogonalise, rebuild
 from thinwire.core.kernels.seeding import normal
-from thinwire.core.methods.base import check_choice, check_count, check_flag, check_fusion, own_memory
+from thinwire.core.methods.base import check_fusion, own_memory
 from thinwire.core.methods.prices import elements
 from thinwire.core.program import AllGather, Broadcast, Bucket, Method, Slot, State, working_dtype
 
@@ -44,11 +44,10 @@ class LowRank(Method):
     def __post_init__(self) -> None:
         check_count("rank", self.rank, 1)
         check_choice("compress", self.compress, ("paying", "matrices"))
-        if isinstance(self.min_rate, bool) or not isinstance(self.min_rate, (int, float)) or not self.min_rate >= 0:
-            raise ValueError(f"min_rate={self.min_rate!r} must be a number of at least 0")
+        check_number("min_rate", self.min_rate, least=0)
         check_flag("error_feedback", self.error_feedback)
-        check_count("seed", self.seed)
-        check_count("verify_every", self.verify_every)
+        check_count("seed", self.seed, 0)
+        check_count("verify_every", self.verify_every, 0)
         check_fusion(self.fusion)
         check_flag("deterministic", self.deterministic)
         check_flag("bases_from_first", self.bases_from_first)

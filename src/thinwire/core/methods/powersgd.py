@@ -21,10 +21,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import project_left, project_right, subtract
-from thinwire.core.kernels.orthogonal import orthogonalise_all
-from thinwire.core.methods.base import all_finite, all_reduce, average_flat, poison
-from thinwire.core.methods.feedback import accumulate
+from thinwire.core.kernels.lowrank import orthogonalise_all, project_left, project_right, subtract
+from thinwire.core.methods.base import accumulate, all_finite, all_reduce, average_flat, poison
 from thinwire.core.methods.lowrank import LowRank, common, pack, unpack, verify_bases, write_product
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.core.pricing.costs import Costs

@@ -1,4 +1,4 @@
-"""Price a program's compute by the curves of ``planner.costs``: helpers of ``Method.compute_seconds``.
+"""Price a program's compute by the curves of ``core.pricing.costs``: helpers of ``Method.compute_seconds``.
 
 The unit is the *pass*: each element of a tensor is read once or written once, as in the program's code for fp32
 gradients without a loss scale. What a cache saves is in the measured rate, not in the count. Work on scalars, and work
@@ -26,39 +26,24 @@ DRAW = 8.0  # a quarter of a 64-bit draw takes as long as that many passes, on a
 
 
 def elements(shapes: Iterable[Sequence[int]]) -> int:
-    """Return the number of elements of all tensors together."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 class Prices:
-    """Seconds of the operations that programs consist of.
-
-    Args:
-        costs: with those of the curves "memory", "select", "multiply" and "orthogonalise" that are used.
-        ranks: number of ranks in the world.
-        topology: of these ranks, for sums that depend on it.
-    """
+    """Seconds of the operations that programs consist of."""
 
     def __init__(self, costs: Costs, ranks: int, topology: Topology | None = None) -> None:
         self._costs, self._ranks, self._topology = costs, ranks, topology
 
     def passes(self, count: float, size: float, itemsize: int = 4) -> float:
-        """Return seconds of that many passes over ``size`` elements."""
         moved = count * size * itemsize
         return self._costs.compute_seconds("memory", moved) if moved else 0.0
 
     def select(self, size: int) -> float:
-        """Return seconds to find the largest of ``size`` elements."""
         return self._costs.compute_seconds("select", size)
 
     def product(self, n: int, m: int, rank: int, passes: float, products: int = 1) -> float:
-        """Return seconds of products of an n x m matrix with a thin one: the slowest of memory, few columns, FLOPs.
-
-        Args:
-            n, m, rank: of the matrices.
-            passes: over the n x m elements.
-            products: of 2 n m rank FLOPs each.
-        """
+        """Return seconds of products of an n x m matrix with a thin one: the slowest of memory, few columns, FLOPs."""
         flops = 2.0 * n * m * rank * products
         few = self._costs.compute["thin"](n * m) * products if "thin" in self._costs.compute else 0.0
         return max(self.passes(passes, n * m), few, self._costs.compute_seconds("multiply", flops))

@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from thinwire.core.checks import check_choice, check_count
 from thinwire.core.kernels.quantise import BITS, decode_sum, encode, packed_bytes
-from thinwire.core.methods.base import all_finite, check_choice, check_count, check_fusion, poison, split_message
+from thinwire.core.methods.base import all_finite, check_fusion, poison, split_message
 from thinwire.core.methods.prices import AT_RANDOM, DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs
@@ -31,7 +32,6 @@ from thinwire.core.program import AllGather, Bucket, Method, Program, State, Top
 
 
 def check_block(block: Any) -> None:
-    """Raise ``ValueError`` unless ``block`` is a positive multiple of 8."""
     check_count("block", block, 8)
     if block % 8:
         raise ValueError(f"block={block!r} must be a multiple of 8, so that blocks begin at whole bytes")
@@ -62,7 +62,7 @@ class QSGD(Method):
         check_choice("bits", self.bits, BITS)
         check_block(self.block)
         check_choice("norm", self.norm, ("max", "l2"))
-        check_count("seed", self.seed)
+        check_count("seed", self.seed, 0)
         check_fusion(self.fusion)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:

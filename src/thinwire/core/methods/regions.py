@@ -35,7 +35,6 @@ Pairs = tuple[Tensor, Tensor]
 
 
 def capacity_of(k: int, ranks: int, capacity: float) -> int:
-    """Return the number of pairs in a box."""
     return min(k, math.ceil(capacity * k / ranks))
 
 

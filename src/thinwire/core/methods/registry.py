@@ -88,7 +88,6 @@ METHODS: dict[str, str | Preset] = {
 
 
 def class_of(name: str) -> type[Method]:
-    """Return the class of a registered name."""
     row = METHODS[name]
     return _subclass(row, name) if isinstance(row, Preset) else _load(row)
 
@@ -99,12 +98,10 @@ def public() -> dict[str, str]:
 
 
 def classes() -> dict[str, type[Method]]:
-    """Return all registered classes by name."""
     return {name: class_of(name) for name in METHODS}
 
 
 def needed(cls: type[Method]) -> list[str]:
-    """Return the options that must be given."""
     missing = dataclasses.MISSING
     return [name for name, field in _fields(cls).items() if field.default is field.default_factory is missing]
 

@@ -12,24 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.seeding import fill_noise
-from thinwire.core.kernels.upload import upload
-from thinwire.core.methods.feedback import accumulate_all
+from thinwire.core.kernels.seeding import fill_noise, upload
+from thinwire.core.methods.base import accumulate_all
 from thinwire.core.program import Bucket, Slot, State, working_dtype
 from thinwire.core.program.bucket import deliver
 
 
 class Rows:
-    """The place of each tensor of a bucket in the matrix.
-
-    Args:
-        slots: the bucket's.
-        width: elements in a row, a multiple of 8.
-
-    Attributes:
-        slots: those that have elements.
-        count: total number of rows.
-    """
+    """The place of each tensor of a bucket in the matrix."""
 
     def __init__(self, slots: Sequence[Slot], width: int) -> None:
         self.slots = [slot for slot in slots if slot.numel]
@@ -48,7 +38,6 @@ class Rows:
 
     @functools.cached_property
     def sizes(self) -> Tensor:
-        """Number of elements of each tensor, int64."""
         return upload(torch.tensor([slot.numel for slot in self.slots]), self.slots[0].device)
 
     @functools.cached_property
@@ -88,7 +77,6 @@ class Rows:
         return x if first.scale is None else x.div_(first.scale)
 
     def accumulate(self, state: State) -> Tensor:
-        """Return A = M + E in the layout of ``gradients``."""
         x = state.spare(self.slots, size=self.count * self.width)
         if x.device.type != "meta":
             self._clear(x)
@@ -96,7 +84,6 @@ class Rows:
         return x
 
     def stage(self, state: State, residual: Tensor) -> None:
-        """Stage the residuals; the state keeps views."""
         for slot, piece in zip(self.slots, self._shaped(residual)):
             state.stage(slot.name, residual=piece)
 
@@ -111,7 +98,6 @@ class Rows:
         return x
 
     def write(self, x: Tensor) -> None:
-        """Deliver all averages: the counterpart of ``gradients``."""
         scale = self.slots[0].scale
         deliver(self.slots, self._shaped(x if scale is None else x * scale))
 
@@ -125,7 +111,6 @@ class Rows:
         return [part.view(slot.shape) for slot, part in zip(self.slots, self.cut(x))]
 
     def _clear(self, x: Tensor) -> None:
-        """Write zeros where there is no element."""
         gaps = [part[slot.numel :] for slot, part in zip(self.slots, self._whole(x)) if part.numel() > slot.numel]
         if gaps:
             torch._foreach_zero_(gaps)

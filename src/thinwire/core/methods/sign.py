@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.bits import add_values, pack_bits, pack_signs
-from thinwire.core.methods.base import all_finite, check_choice, check_flag, check_fusion, poison, split_message
+from thinwire.core.checks import check_choice, check_flag
+from thinwire.core.kernels.quantise import add_values, pack_bits, pack_signs
+from thinwire.core.methods.base import all_finite, check_fusion, poison, split_message
 from thinwire.core.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs

@@ -21,7 +21,6 @@ class EightBits(Method):
     loss: ClassVar[str] = "rounded to 8 bits"
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Do an all-to-all and an all-gather of codes."""
         if bucket.numel:
             yield from two_step(bucket, state, 8, _BLOCK, feedback=False)
 

@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_count, check_number
 from thinwire.core.kernels.quantise import magnitudes, ternary
-from thinwire.core.methods.base import all_finite, check_count, check_fusion, poison
+from thinwire.core.methods.base import all_finite, check_fusion, poison
 from thinwire.core.methods.prices import COPY, DRAW, IN_PLACE, READ, TERNARY, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs
@@ -50,10 +51,9 @@ class TernGrad(Method):
     fusion: Any = "auto"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
-        if self.clip is not None and not (number and 0 < self.clip < float("inf")):
-            raise ValueError(f"clip={self.clip!r} must be a number of standard deviations above 0, or None")
-        check_count("seed", self.seed)
+        if self.clip is not None:
+            check_number("clip", self.clip, above=0)
+        check_count("seed", self.seed, 0)
         check_fusion(self.fusion)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:

@@ -20,23 +20,26 @@ from typing import Any, ClassVar
 
 import torch
 
+from thinwire.core.checks import check_choice, check_flag, check_number
 from thinwire.core.kernels.pairs import wire_dtype
 from thinwire.core.kernels.select import keep_count
-from thinwire.core.methods.base import all_finite, check_choice, check_flag, check_fusion
+from thinwire.core.methods.base import Warmup, accumulate_flat, all_finite, check_fusion, stage_flat
 from thinwire.core.methods.butterfly import butterfly
-from thinwire.core.methods.feedback import Warmup, accumulate_flat, stage_flat
 from thinwire.core.methods.prices import Prices, elements
 from thinwire.core.methods.regions import by_region, capacity_of
 from thinwire.core.methods.sparse import (
+    EXCHANGES,
     all_gather_pairs,
+    assumed_cheapest,
+    cheapest,
     check_options,
     check_size,
     choose,
     deliver,
     message_units,
+    segments,
     stays_dense,
 )
-from thinwire.core.methods.sparse_prices import EXCHANGES, assumed_cheapest, cheapest, segments
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import Bucket, Method, Program, State, Topology
 
@@ -83,9 +86,7 @@ class TopK(Method):
             )
         check_flag("error_feedback", self.error_feedback)
         check_fusion(self.fusion, sparse=True)
-        capacity = self.capacity
-        if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 1 <= capacity < math.inf:
-            raise ValueError(f"capacity={capacity!r} must be a number of at least 1")
+        check_number("capacity", self.capacity, least=1)
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 

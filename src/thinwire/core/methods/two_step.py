@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.quantise import decode_sum, encode, encode_means
-from thinwire.core.methods.base import all_finite, poison, split_message
-from thinwire.core.methods.feedback import accumulate_flat, stage_flat
+from thinwire.core.methods.base import accumulate_flat, all_finite, poison, split_message, stage_flat
 from thinwire.core.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, ERROR, IN_PLACE, MEANS, Prices
 from thinwire.core.program import AllGather, AllToAll, Bucket, Program, State
 
@@ -46,7 +45,6 @@ class Code:
 
     @property
     def chunk(self) -> int:
-        """Number of elements in a message."""
         return self.blocks * self.size
 
     def encode(self, a: Tensor) -> Tensor:
@@ -95,7 +93,6 @@ def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: b
 
 
 def _padded(bucket: Bucket, size: int) -> Tensor:
-    """Return the bucket's gradients, unscaled, padded with zeros."""
     gradient = bucket.gradient()
     return torch.nn.functional.pad(gradient, (0, size - gradient.numel()))
 

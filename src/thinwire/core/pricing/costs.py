@@ -1,20 +1,190 @@
-"""Costs of exchanges and compute on this cluster: measured curves, and formulas for what was not measured."""
+"""Costs of exchanges and compute on this cluster: measured curves, and formulas for what was not measured.
+
+The formulas are those of rings, of Gloo's algorithms and of NCCL's trees: a cost is ``startups * a + copies * bytes *
+b``, with a = seconds per message on the link and b = seconds per byte. ``bytes`` is the size of ONE rank's message as
+``program.trace`` gives it: for AllReduce the tensor, for ReduceScatter the whole [W*k] input, for AllToAll the whole
+[W, ...] input, for AllGather the part that this rank contributes.
+"""
 
 from __future__ import annotations
 
-import json
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar, Literal, TypeAlias, get_args
 
-from thinwire.core.pricing.checks import Hashed, check_number
-from thinwire.core.pricing.curves import Curve, Linear, RingOrTree, Table, curve_from_data, curve_to_data
-from thinwire.core.pricing.formulas import KINDS, copies, startups, tree
+from thinwire.core.checks import check_number
 from thinwire.core.program.ops import Scope
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 
-__all__ = ["Costs", "Key", "Linear", "Table", "assumed_compute"]
+KINDS = ("AllReduce", "ReduceScatter", "AllGather", "AllToAll", "Broadcast", "Exchange")
+"""The operations that can be priced, named as in ``program.ops``."""
+
+
+def startups(kind: str, members: int) -> int:
+    """Return the number of messages that are sent one after the other."""
+    others = members - 1
+    if kind == "AllReduce":
+        return 2 * others
+    if kind in ("ReduceScatter", "AllGather", "AllToAll"):
+        return others
+    if kind == "Broadcast":  # a binomial tree
+        return math.ceil(math.log2(members))
+    if kind == "Exchange":
+        return min(1, others)
+    raise ValueError(f"{kind!r} is not an operation; use one of {', '.join(KINDS)}")
+
+
+def copies(kind: str, members: int, sharing: int = 1) -> float:
+    """Return how many times the message's bytes cross the busiest link.
+
+    Args:
+        kind: the operation.
+        members: ranks that take part.
+        sharing: ranks that share one network card. A ring has one edge that leaves each machine, however many ranks the
+            machine has. In an all-to-all, every pair of ranks on two machines sends across, and all pairs of one
+            machine use the same card.
+    """
+    others = members - 1
+    if kind == "AllReduce":
+        return 2 * others / members
+    if kind == "ReduceScatter":
+        return others / members
+    if kind == "AllToAll":
+        if members <= sharing:  # all on one machine
+            return others / members
+        return sharing * (members - sharing) / members
+    if kind == "AllGather":
+        return others
+    if kind == "Broadcast":
+        return math.ceil(math.log2(members))
+    if kind == "Exchange":
+        return min(1, others)
+    raise ValueError(f"{kind!r} is not an operation; use one of {', '.join(KINDS)}")
+
+
+def tree(a: float, b: float, members: int) -> tuple[float, float]:
+    """Return start-up seconds and seconds per byte of an all-reduce along trees that share the links: up, then down.
+
+    Every rank sends the message twice, once on the way up and once on the way down, cut into pieces that are pipelined
+    (:class:`~thinwire.core.pricing.costs.RingOrTree`).
+    """
+    return 2 * math.ceil(math.log2(members)) * a, 2 * b
+
+
+Provenance: TypeAlias = Literal["measured here", "measured elsewhere", "assumed"]
+
+
+def check_provenance(provenance: str) -> None:
+    if provenance not in get_args(Provenance):
+        raise ValueError(f"provenance={provenance!r} is unknown; use one of {', '.join(get_args(Provenance))}")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A start-up time plus a rate.
+
+    Attributes:
+        startup_seconds: time of a message of any size.
+        seconds_per_byte: time of one byte. (Compute curves may count elements or FLOPs instead: ``Costs.compute``.)
+        provenance: where the numbers come from.
+        source: provenance in free text.
+    """
+
+    startup_seconds: float
+    seconds_per_byte: float
+    provenance: Provenance = "assumed"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_number("startup_seconds", self.startup_seconds, least=0)
+        check_number("seconds_per_byte", self.seconds_per_byte, least=0)
+        check_provenance(self.provenance)
+
+    def __call__(self, size: float) -> float:
+        return self.startup_seconds + self.seconds_per_byte * size
+
+    def stretched(self, startup: float, rest: float, source: str) -> Linear:
+        """Return a guess: the start-up times one factor, the rest times another."""
+        return Linear(self.startup_seconds * startup, self.seconds_per_byte * rest, "assumed", source)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured points with straight lines between them: constant below the first, the last slope beyond the last.
+
+    Attributes:
+        points: (bytes, seconds), bytes ascending.
+        provenance: where the numbers come from.
+        source: provenance in free text.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    provenance: Provenance = "assumed"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", tuple((float(x), float(y)) for x, y in self.points))
+        if not self.points:
+            raise ValueError("points must not be empty")
+        for i, (size, seconds) in enumerate(self.points):
+            check_number(f"points[{i}] bytes", size, least=0)
+            check_number(f"points[{i}] seconds", seconds, least=0)
+            if i and size <= self.points[i - 1][0]:
+                raise ValueError(f"points[{i}]: bytes must ascend, {size:g} follows {self.points[i - 1][0]:g}")
+        check_provenance(self.provenance)
+
+    def __call__(self, size: float) -> float:
+        points = self.points
+        if size <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        i = min(bisect.bisect_left(points, (size,)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        if size > x1:  # a falling last segment is noise; extrapolated, it would become negative
+            return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (size - x1)
+        return y0 + (y1 - y0) * ((size - x0) / (x1 - x0))
+
+    def stretched(self, startup: float, rest: float, source: str) -> Table:
+        """Return a guess: the first point's time, as start-up, times one factor, the rest times another."""
+        first = self.points[0][1]
+        points = tuple((x, max(0.0, first * startup + (y - first) * rest)) for x, y in self.points)
+        return Table(points, "assumed", source)
+
+
+@dataclass(frozen=True)
+class RingOrTree:
+    """The cheaper of ring and tree, between which NCCL chooses by size.
+
+    A tree passes pieces on. With pieces of n bytes, S bytes to send and D steps from the leaves to the root and back,
+    there are D + S / n steps, each with a start-up and a piece. With the best n they take (sqrt(D a) + sqrt(S b))^2.
+
+    Attributes:
+        ring: cost of the whole ring.
+        tree: start-ups along the tree and time per byte, as if nothing had to wait for a piece.
+    """
+
+    ring: Linear
+    tree: Linear
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.ring.provenance
+
+    @property
+    def source(self) -> str:
+        return self.ring.source
+
+    def __call__(self, size: float) -> float:
+        rest = self.tree.seconds_per_byte * size
+        return min(self.ring(size), (math.sqrt(self.tree.startup_seconds) + math.sqrt(rest)) ** 2)
+
+    def stretched(self, startup: float, rest: float, source: str) -> RingOrTree:
+        return RingOrTree(self.ring.stretched(startup, rest, source), self.tree.stretched(startup, rest, source))
+
+
+Curve: TypeAlias = Linear | Table | RingOrTree
+
 
 Key = tuple[str, str, int]
 """(operation, scope, members), for example ("AllReduce", "world", 16)."""
@@ -24,17 +194,19 @@ _NOTHING = Linear(0.0, 0.0, "assumed", "a group of one sends nothing")
 
 
 @dataclass(frozen=True)
-class Costs(Hashed):
+class Costs(Record):
     """Cost curves by name. Plain data that is printed, hashed, broadcast and pinned.
 
     Attributes:
         exchanges: (operation, scope, members) -> seconds as a function of one rank's message bytes, see
-            ``planner.formulas``.
+            :func:`copies`.
         compute: name -> seconds. "select": of fp32 elements; "memory": of bytes read or written; "multiply" and
             "orthogonalise": of FLOPs; "thin": a product with few columns, of the large matrix's elements; other names
             as defined by whoever writes them. Read ``seconds_per_byte`` accordingly.
         cpu_share: operation -> CPU seconds, by message bytes, that are taken from compute (Gloo); absent: none.
     """
+
+    called: ClassVar[str] = "thinwire costs"
 
     exchanges: Mapping[Key, Curve]
     compute: Mapping[str, Curve] = field(default_factory=dict)
@@ -158,8 +330,8 @@ class Costs(Hashed):
                 raise ValueError(f"{name} must be positive, not {value}")
         if not 0 < efficiency <= 1:
             raise ValueError(f"efficiency must be in (0, 1], not {efficiency}")
-        check_number("latency_seconds", latency_seconds)
-        check_number("node_latency_seconds", node_latency_seconds)
+        check_number("latency_seconds", latency_seconds, least=0)
+        check_number("node_latency_seconds", node_latency_seconds, least=0)
         if workers < 1 or ranks_per_node < 1 or workers % ranks_per_node:
             raise ValueError(f"{workers} workers cannot be placed {ranks_per_node} per node")
         outer, inner = 8 / (bits_per_second * efficiency), 8 / node_bits_per_second
@@ -184,32 +356,6 @@ class Costs(Hashed):
                 both = trees and kind == "AllReduce"
                 exchanges[kind, scope, members] = RingOrTree(ring, along) if both else ring
         return cls(exchanges, assumed_compute() if compute is None else compute, cpu_share or {})
-
-    def to_json(self) -> str:
-        """Return the costs as JSON text."""
-        exchanges = [[*key, curve_to_data(curve)] for key, curve in self.exchanges.items()]
-        compute = {name: curve_to_data(curve) for name, curve in self.compute.items()}
-        cpu_share = {kind: curve_to_data(curve) for kind, curve in self.cpu_share.items()}
-        return json.dumps({"exchanges": exchanges, "compute": compute, "cpu_share": cpu_share})
-
-    @classmethod
-    def from_json(cls, text: str) -> Costs:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text holds no costs.
-        """
-        try:
-            data: Any = json.loads(text)
-            exchanges = {(str(k), str(s), int(m)): curve_from_data(curve) for k, s, m, curve in data["exchanges"]}
-            compute = {str(name): curve_from_data(curve) for name, curve in data["compute"].items()}
-            shares = {str(kind): curve_from_data(curve) for kind, curve in data["cpu_share"].items()}
-            lines = {kind: curve for kind, curve in shares.items() if isinstance(curve, Linear)}
-            if len(lines) < len(shares):
-                raise ValueError("a CPU share must be a line")
-            return cls(exchanges, compute, lines)
-        except UNREADABLE as error:
-            raise ValueError(f"these are not thinwire costs: {error}") from error
 
 
 def assumed_compute(memory_bytes_per_second: float = 10e9, flops: float = 1e11) -> dict[str, Curve]:

@@ -8,17 +8,13 @@ forever.
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program.ops import Scope
 from thinwire.core.program.topology import Topology
 from thinwire.core.program.trace import TracedExchange
-from thinwire.core.records import UNREADABLE
 
 WAYS = ("flat", "three_phase", "torus")
 """The sub-programs of ``methods.exchanges``."""
@@ -26,78 +22,30 @@ WAYS = ("flat", "three_phase", "torus")
 SMALLEST, LARGEST = 1 << 10, 1 << 28
 
 
-@dataclass(frozen=True)
 class CollectiveTable:
-    """Table from message bytes to sub-program.
+    """Message bytes -> the cheapest sub-program.
 
-    Attributes:
-        entries: (smallest message in bytes, sub-program), ascending; the first begins at 0.
-        provenance: the worst provenance among the costs used.
+    ``entries``: (smallest message in bytes, sub-program), ascending, at powers of two, with the crossovers between them
+    to the byte.
     """
 
-    entries: tuple[tuple[int, str], ...]
-    provenance: str = "assumed"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "entries", tuple((int(start), str(way)) for start, way in self.entries))
-        starts = [start for start, _ in self.entries]
-        if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-            raise ValueError(f"entries must begin at 0 bytes and ascend, not {starts}")
-        for _, way in self.entries:
-            if way not in WAYS:
-                raise ValueError(f"{way!r} is not a way to sum; use one of {', '.join(WAYS)}")
-
-    def choice(self, message_bytes: int) -> str:
-        """Return the sub-program for a message.
-
-        Example:
-            >>> table = CollectiveTable(((0, "three_phase"), (65536, "torus")))
-            >>> table.choice(1000), table.choice(65536)
-            ('three_phase', 'torus')
-        """
-        return self.entries[bisect.bisect_right([start for start, _ in self.entries], message_bytes) - 1][1]
-
-    @classmethod
-    def of(cls, costs: Costs, topology: Topology, smallest: int = SMALLEST, largest: int = LARGEST) -> CollectiveTable:
-        """Find the cheapest way for every size: at powers of two, with the crossovers between them to the byte."""
-
+    def __init__(self, costs: Costs, topology: Topology, smallest: int = SMALLEST, largest: int = LARGEST) -> None:
         def best(size: int) -> str:
             return min(ways(topology), key=lambda way: way_seconds(way, size, costs, topology))
 
         sizes = [1 << power for power in range(smallest.bit_length() - 1, largest.bit_length())]
-        entries = [(0, best(sizes[0]))]
+        self.entries = [(0, best(sizes[0]))]
         for low, high in pairwise(sizes):
-            while best(high) != entries[-1][1]:
+            while best(high) != self.entries[-1][1]:
                 a, b = low, high  # the first size after low whose choice differs
                 while b - a > 1:
                     middle = (a + b) // 2
-                    a, b = (a, middle) if best(middle) != entries[-1][1] else (middle, b)
-                entries.append((b, best(b)))
+                    a, b = (a, middle) if best(middle) != self.entries[-1][1] else (middle, b)
+                self.entries.append((b, best(b)))
                 low = b
-        found = {
-            costs.lookup(kind, scope, n).provenance
-            for way in ways(topology)
-            for kind, scope, n, _, _ in _hops(way, topology)
-        }
-        order = ("assumed", "measured elsewhere", "measured here")
-        return cls(tuple(entries), min(found, key=order.index, default="assumed"))
 
-    def to_json(self) -> str:
-        """Return the table as JSON text."""
-        return json.dumps({"entries": [list(entry) for entry in self.entries], "provenance": self.provenance})
-
-    @classmethod
-    def from_json(cls, text: str) -> CollectiveTable:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text holds no table.
-        """
-        try:
-            data: Any = json.loads(text)
-            return cls(tuple((start, way) for start, way in data["entries"]), str(data["provenance"]))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a table of collectives: {error}") from error
+    def choice(self, message_bytes: int) -> str:
+        return self.entries[bisect.bisect_right([start for start, _ in self.entries], message_bytes) - 1][1]
 
 
 def ways(topology: Topology) -> tuple[str, ...]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from thinwire.core.pricing.checks import Hashed, check_seconds
-from thinwire.core.records import UNREADABLE
+from thinwire.core.checks import check_seconds
+from thinwire.core.records import Record
 
 
 @dataclass(frozen=True)
-class Placement(Hashed):
+class Placement(Record):
     """Who does what. Plain data that is printed, hashed, compared across ranks and pinned.
 
     Attributes:
@@ -21,29 +20,14 @@ class Placement(Hashed):
         makespan: when the last worker is done, in the unit of the costs; sending is not included.
     """
 
+    called: ClassVar[str] = "a thinwire placement"
+
     owner: tuple[int, ...]
     makespan: float
 
     def items(self, worker: int) -> tuple[int, ...]:
         """Return the items that a worker does, in order: its own and those that all workers do."""
         return tuple(i for i, owner in enumerate(self.owner) if owner in (worker, -1))
-
-    def to_json(self) -> str:
-        """Return the placement as JSON text."""
-        return json.dumps({"owner": self.owner, "makespan": self.makespan})
-
-    @classmethod
-    def from_json(cls, text: str) -> Placement:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a placement.
-        """
-        try:
-            data: Any = json.loads(text)
-            return cls(tuple(int(i) for i in data["owner"]), float(data["makespan"]))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a thinwire placement: {error}") from error
 
 
 def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[float] | None = None) -> Placement:

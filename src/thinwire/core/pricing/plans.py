@@ -5,13 +5,219 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from thinwire.core.pricing.hierarchy import CollectiveTable
-from thinwire.core.pricing.measured import RULES, BucketIndices, Measured, cut, hidden_seconds, rule_of
-from thinwire.core.pricing.merge import Merge
-from thinwire.core.pricing.sizes import balanced, by_size, needed_soon, started_early
-from thinwire.core.program import Method, Plan, PlanBucket
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.hierarchy import CollectiveTable, crossing_shares, way_seconds, ways
+from thinwire.core.pricing.merge import Merge, fuse, greedy_mgwfbp, greedy_omgs
+from thinwire.core.pricing.optimal import optimal_dense, optimal_sparse
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.pricing.ratios import lags
+from thinwire.core.program import Method, Plan, PlanBucket, Scope, Topology
+from thinwire.core.program.trace import steady_step, trace
+
+_LAUNCH_SECONDS = 4e-3
+"""What one more bucket adds to a step on Gloo if every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
+With spare cores it is less. The total is flat around its minimum, so one value serves both cases.
+"""
+_MIN_TAIL = 1 / 16  # of the limit
+_SMALL = 1 / 8  # of the limit: a bucket whose exchange nothing hides
+_FEW = 4  # with fewer buckets than this, one more costs more than it gains
+
+
+def balanced(sizes: Sequence[float], seconds: float) -> float:
+    """Return the bucket limit on Gloo for plain averages of which overlap can hide ``seconds``; unit as in ``sizes``.
+
+    n buckets cost n launches. Of the time that could be hidden, 1 / n is exposed, or the last bucket's share if that is
+    more. The sum is smallest at n = sqrt(seconds / launch). Layers are not split, so a limit of total / n can give up
+    to 2n buckets; the number of buckets is what counts (19 instead of the 11 wanted took 4 % of a step of 4 ranks on 2
+    cores).
+    """
+    total, wanted = sum(sizes), max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS))
+
+    def cost(limit: float) -> float:
+        groups = by_size(sizes, limit)
+        exposed = max(1 / len(groups), sum(sizes[i] for i in groups[-1]) / total)
+        return len(groups) / wanted + wanted * exposed
+
+    return min((total / wanted * 2 ** (k / 8) for k in range(-8, 9)), key=cost) if total else math.inf
+
+
+def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: float) -> Callable[[float], float]:
+    """Return a function: bytes -> seconds of an all-reduce that backward can hide, at most the backward time.
+
+    On a slow network, more buckets than this calls for gain nothing, and each of their ring steps waits in the queues.
+    """
+    return lambda size: min(all_reduce(size), backward_seconds)
+
+
+def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None) -> list[list[int]]:
+    """Fuse like :func:`~thinwire.core.pricing.merge`, but put a small remainder into the bucket that follows.
+
+    If the last tensor of a bucket is a bias, the bucket would have to wait for it until the layer's weight arrives,
+    which belongs to the next bucket. A bias between two weights that each fill a bucket would be a message of its own,
+    which takes as many ring steps as a large one.
+
+    Args:
+        sizes: message sizes of the tensors, in order of arrival, in any unit.
+        limit: in the same unit; a small remainder (up to a sixteenth of it) may exceed it. 0 means one bucket per
+            tensor.
+        first: the limit of the first bucket.
+
+    Example:
+        >>> by_size([32, 1, 40, 1, 40, 1, 40, 1], 42)
+        [[0], [1, 2], [3, 4], [5, 6, 7]]
+    """
+    return fuse(sizes, limit, first=first, min_tail=_MIN_TAIL * limit)
+
+
+def started_early(groups: list[list[int]], sizes: Sequence[float], limit: float) -> list[list[int]]:
+    """Split a small bucket off the first one, so that the link has work early."""
+    if len(groups) < _FEW:
+        return groups
+    first = groups[0]
+    cut = by_size([sizes[i] for i in first], limit, first=_SMALL * limit)
+    return [[first[i] for i in group] for group in cut] + groups[1:]
+
+
+def needed_soon(sizes: Sequence[float], limit: float) -> list[list[int]]:
+    """Return buckets for a decoupled method: the last one is small, since nothing hides its exchange."""
+    last = len(sizes) - 1
+    return [[last - i for i in group][::-1] for group in fuse(sizes[::-1], limit, first=_SMALL * limit)][::-1]
+
+
+RULES = ("optimal", "mgwfbp", "omgs", "lags", "tune")
+"""Rules that need a measurement; "tune" begins at the optimum."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements that such a rule uses."""
+
+    profile: ModelProfile
+    costs: Costs
+    topology: Topology
+    side_stream: bool = False
+
+
+@dataclass(frozen=True)
+class BucketIndices:
+    """Indices of one bucket, and how many elements a sparse method keeps of it (0: as its density says)."""
+
+    indices: list[int]
+    kept: int = 0
+
+
+def rule_of(method: Method) -> Any:
+    """Return the fusion rule of a method: a word, a number of MiB, or a ``Merge``."""
+    return method.fusion_rule or method.fusion
+
+
+def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
+    """Return a function: bytes -> seconds of one all-reduce over all ranks."""
+    return lambda size: costs.seconds("AllReduce", Scope.WORLD, topology.world_size, round(size))
+
+
+def hidden_seconds(profile: ModelProfile, costs: Costs, topology: Topology) -> Callable[[float], float]:
+    """Return a function: bytes -> all-reduce seconds that backward can hide, for plans that follow the network."""
+    return gain_of_overlap(all_reduce_seconds(costs, topology), sum(t.backward_seconds for t in profile.tensors))
+
+
+def needs_measurement(method: Method) -> bool:
+    """Return whether the method's plan depends on measured times."""
+    rule = rule_of(method)
+    return (isinstance(rule, str) and rule in RULES) or method.collective == "auto"
+
+
+def cut(
+    rule: str,
+    method: Method,
+    sizes: list[int],
+    payload: Sequence[int],
+    seconds: Sequence[float],
+    itemsize: int,
+    measured: Measured,
+    phase: int,
+) -> list[BucketIndices]:
+    """Cut tensors into buckets."""
+    if rule == "lags":
+        return _layers(method, sizes, seconds, measured)
+    if method.selects:
+        merge = _sparse(rule, method, sizes, seconds, measured, phase)
+    else:
+        price = _exchange(method, max(sizes, default=1), measured, phase)
+        merger = greedy_mgwfbp if rule == "mgwfbp" else optimal_dense
+        merge = merger(list(payload), list(seconds), lambda n: price(itemsize * n))
+    return [BucketIndices(group) for group in merge.groups]
+
+
+def _sparse(
+    rule: str, method: Method, sizes: list[int], seconds: Sequence[float], measured: Measured, phase: int
+) -> Merge:
+    price = _exchange(method, max(sizes, default=1), measured, phase)
+
+    @cache
+    def exchange(n: int) -> float:
+        return price(4 * method.payload([(n,)], phase)[0])
+
+    @cache
+    def select(n: int) -> float:
+        return _first_segment(method, n, measured, phase)
+
+    if rule == "omgs":
+        return greedy_omgs(sizes, list(seconds), select, exchange)
+    return optimal_sparse(sizes, list(seconds), select, exchange, side_stream=measured.side_stream)
+
+
+def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: Measured) -> list[BucketIndices]:
+    """Apply LAGS: one bucket per layer, with the number of elements kept of each."""
+    world, costs = measured.topology.world_size, measured.costs
+    all_reduce = all_reduce_seconds(costs, measured.topology)
+
+    def exchange(kept: int) -> float:
+        return costs.seconds("AllGather", Scope.WORLD, world, 8 * kept)
+
+    ratios = lags(
+        sizes,
+        list(seconds),
+        lambda n: _first_segment(method, n, measured, 0),
+        exchange,
+        lambda n: all_reduce(4 * n),
+        method.max_ratio,
+        exposed_seconds=method.exposed_seconds,
+        side_stream=measured.side_stream,
+    )
+    return [BucketIndices([i], kept) for i, kept in enumerate(ratios.kept)]
+
+
+def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:
+    """Return a function: bytes of a message -> seconds of its exchanges, of the kinds that the program yields."""
+    topology, costs = measured.topology, measured.costs
+    if method.collective == "auto":
+        return lambda size: min(way_seconds(way, size, costs, topology) for way in ways(topology))
+    first, beside = (
+        [s for s in trace(method, [("x", (size,))], topology, rank=r, step=steady_step(method, phase)) if s.scope]
+        for r in (0, 1 if topology.layout[0] > 1 else 0)
+    )
+    largest = max((s.message_bytes for s in first), default=1) or 1
+    crossing = crossing_shares(first, beside, topology.layout[0])
+    hops = [
+        (s.kind, s.scope, len(topology.members(s.scope, 0)), s.message_bytes / largest, share)
+        for s, share in zip(first, crossing)
+        if s.scope
+    ]
+
+    def price(message_bytes: int) -> float:
+        return sum(costs.seconds(kind, scope, n, message_bytes * part, share) for kind, scope, n, part, share in hops)
+
+    return price
+
+
+def _first_segment(method: Method, size: int, measured: Measured, phase: int) -> float:
+    seconds = method.compute_seconds([(size,)], phase, measured.topology, measured.costs) if size else None
+    return seconds[0] if seconds else 0.0
+
 
 _MIB = 1 << 20
 _LOW_RANK_BYTES = 256 << 10
@@ -38,7 +244,6 @@ class PlanTensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -75,7 +280,7 @@ def make_plan(
         backend: backend of the process group, for the defaults.
         measured: for the rules that need it; None: these fuse by size for the time being.
         all_reduce: for ``fusion="auto"``: bytes -> seconds of an all-reduce over all ranks that backward can hide
-            (:func:`~thinwire.core.pricing.sizes.gain_of_overlap`); None: derived from ``measured``, or fixed sizes if
+            (:func:`~thinwire.core.pricing.plans.gain_of_overlap`); None: derived from ``measured``, or fixed sizes if
             that is None too.
 
     Raises:
@@ -93,7 +298,7 @@ def make_plan(
         all_reduce = hidden_seconds(measured.profile, measured.costs, measured.topology)
     table = None  # how sums are routed, if that depends on measurements
     if measured is not None and method.collective == "auto":
-        table = CollectiveTable.of(measured.costs, measured.topology)
+        table = CollectiveTable(measured.costs, measured.topology)
     phases = []
     for phase in range(method.phases):
         buckets: list[tuple[int, PlanBucket]] = []

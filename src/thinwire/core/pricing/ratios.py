@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from thinwire.core.pricing.checks import Hashed, Price, check_number, check_seconds, check_sizes, priced
-from thinwire.core.records import UNREADABLE
+from thinwire.core.checks import check_number, check_seconds, check_sizes
+from thinwire.core.pricing.merge import Price, priced
+from thinwire.core.records import Record
 
 
 @dataclass(frozen=True)
-class Ratios(Hashed):
+class Ratios(Record):
     """Kept elements per layer, in backward order. Part of the plan: a different count on one rank breaks the exchange.
 
     Attributes:
@@ -21,6 +21,8 @@ class Ratios(Hashed):
         finish_seconds: end of the last message, from the start of backward.
     """
 
+    called: ClassVar[str] = "thinwire ratios"
+
     kept: list[int]
     dense: list[bool]
     finish_seconds: float
@@ -28,25 +30,9 @@ class Ratios(Hashed):
     def __hash__(self) -> int:
         return hash(self.to_json())
 
-    def to_json(self) -> str:
-        """Return the ratios as JSON text."""
-        return json.dumps({"kept": self.kept, "dense": self.dense, "finish_seconds": self.finish_seconds})
-
-    @classmethod
-    def from_json(cls, text: str) -> Ratios:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text holds no ratios.
-        """
-        try:
-            data: Any = json.loads(text)
-            kept, dense = [int(k) for k in data["kept"]], [bool(d) for d in data["dense"]]
-            if len(kept) != len(dense):
-                raise ValueError("kept and dense differ in length")
-            return cls(kept, dense, float(data["finish_seconds"]))
-        except UNREADABLE as error:
-            raise ValueError(f"these are not thinwire ratios: {error}") from error
+    def __post_init__(self) -> None:
+        if len(self.kept) != len(self.dense):
+            raise ValueError("kept and dense differ in length")
 
 
 def lags(
@@ -84,7 +70,7 @@ def lags(
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))
     check_number("max_ratio", max_ratio, least=1)
-    check_number("exposed_seconds", exposed_seconds)
+    check_number("exposed_seconds", exposed_seconds, least=0)
     compute = link = selected = 0.0
     kept: list[int] = []
     dense: list[bool] = []

@@ -4,8 +4,7 @@ Not here: real communication (core/collectives/, engine/), and particular method
 """
 
 from thinwire.core.program.bucket import Bucket, Slot, working_dtype
-from thinwire.core.program.local_world import LocalWorld
-from thinwire.core.program.lockstep import OrderError
+from thinwire.core.program.local_world import LocalWorld, OrderError
 from thinwire.core.program.method import Method
 from thinwire.core.program.ops import (
     CROSS,

@@ -1,18 +1,25 @@
-"""The ops: one dataclass per collective, and ``NextForward``.
+"""The ops, their bytes, and how a program is run: one dataclass per collective, and ``NextForward``.
 
 A program yields an op and receives its result. An op *owns* its tensor: the code that runs the program may overwrite it
 (an all-reduce works in place), so a program that still needs the values sends a copy. Every rank of the group must
 yield the same kind of op with the same dtype and size, in the same order.
+
+Bytes are counted as in ring algorithms: each rank sends 2(W-1)/W of an all-reduced buffer, (W-1)/W of a scattered one,
+and its gathered message W-1 times. A broadcast is counted as its mean over the ranks.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Scope(enum.Enum):
@@ -88,3 +95,66 @@ Op = Collective | NextForward
 """What a program yields."""
 Program = Generator[Op, Any, Any]
 """A program: it yields ops, receives their results, and may return a value."""
+
+
+_nothing = nullcontext()
+_DEVICES = ("cpu", "cuda")
+
+
+def own_modes() -> AbstractContextManager[Any]:
+    """Return a context without autocast (which would make products in 16 bits), without inference mode (whose tensors
+    no later step may change), and outside the transforms of torch.func and export (whose tensors have no memory). Grad
+    mode stays, except that it is on where inference mode was.
+    """
+    casts = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    traced = fake or torch._C._functorch.peek_interpreter_stack() is not None
+    if not casts and not torch.is_inference_mode_enabled() and not traced:
+        return _nothing
+    stack = ExitStack()
+    if traced:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes() if fake else _nothing)
+    stack.enter_context(torch.inference_mode(False))
+    for device in casts:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+@dataclass(frozen=True, eq=False)
+class Paused:
+    """A program at its ``NextForward``: ``shard`` is what it received last, ``rounds`` how many ops it has issued."""
+
+    program: Program
+    shard: Any
+    pause: NextForward
+    rounds: dict[Scope, int] = field(default_factory=dict)
+
+
+def drive(program: Program, answer: Callable[[Op], Any], *, pause: bool = False) -> Any:
+    """Run a program to its end, or with ``pause`` to its ``NextForward``."""
+    value: Any = None
+    with own_modes():
+        while True:
+            try:
+                op = program.send(value)
+            except StopIteration as end:
+                return end.value
+            if pause and isinstance(op, NextForward):
+                return Paused(program, value, op)
+            value = answer(op)
+
+
+def sent_bytes(op: Collective, members: int) -> int:
+    """Return the bytes that one rank sends for ``op`` in a group of ``members`` ranks (rounded to the nearest byte)."""
+    size = op.tensor.numel() * op.tensor.element_size()
+    others = members - 1
+    if isinstance(op, AllReduce):
+        return round(2 * others * size / members)
+    if isinstance(op, (ReduceScatter, AllToAll, Broadcast)):
+        return round(others * size / members)
+    if isinstance(op, AllGather):
+        return others * size
+    if isinstance(op, Exchange):
+        return 0 if op.peer is None else size
+    raise TypeError(f"no formula for {type(op).__name__}")

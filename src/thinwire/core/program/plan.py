@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 
 if TYPE_CHECKING:
     from thinwire.core.program.method import Method
@@ -46,13 +45,16 @@ class PlanBucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """Buckets in launch order, one list per phase of the method.
 
     Attributes:
         phases: ``phases[step % len(phases)]`` is the list in force.
         rule: how it was made, for people.
     """
+
+    called: ClassVar[str] = "a thinwire plan"
+    alone: ClassVar[bool] = False  # `thinwire plan --out` tells more
 
     phases: tuple[tuple[PlanBucket, ...], ...]
     rule: str = field(default="given", compare=False)
@@ -81,49 +83,6 @@ class Plan:
                     f"the plan does not fit the model: missing {missing or 'nothing'}, unknown {extra or 'nothing'}"
                     + ("" if missing or extra else ", some names appear twice")
                 )
-
-    def to_json(self) -> str:
-        """Return the plan as JSON text."""
-        phases = [
-            [
-                {
-                    "names": list(b.names),
-                    "dense": b.dense,
-                    "kept": b.kept,
-                    "collective": b.collective,
-                    "exchange": b.exchange,
-                }
-                for b in phase
-            ]
-            for phase in self.phases
-        ]
-        return json.dumps({"phases": phases, "rule": self.rule})
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a plan.
-        """
-        try:
-            data: Any = json.loads(text)
-            phases = tuple(
-                tuple(
-                    PlanBucket(
-                        tuple(b["names"]),
-                        bool(b["dense"]),
-                        int(b.get("kept", 0)),
-                        str(b.get("collective", "")),
-                        str(b.get("exchange", "")),
-                    )
-                    for b in phase
-                )
-                for phase in data["phases"]
-            )
-            return cls(phases, str(data.get("rule", "given")))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a thinwire plan: {error}") from error
 
     @property
     def hash(self) -> str:

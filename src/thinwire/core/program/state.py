@@ -37,35 +37,34 @@ def extend(part: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 
 
 @dataclass
-class _Changes:
-    """New state that is not in force."""
+class _Kept:
+    """State in force, or new state that is not yet."""
 
     residuals: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    offsets: dict[str, int] = dataclasses.field(default_factory=dict)
+    offsets: dict[str, int] = dataclasses.field(default_factory=dict)  # of residuals that are slices: where they begin
     fields: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
     locals: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.residuals or self.fields or self.locals)
 
+    @property
+    def kinds(self) -> tuple[dict[Any, Any], ...]:
+        return self.residuals, self.offsets, self.fields, self.locals
+
     def clear(self) -> None:
-        for kind in (self.residuals, self.offsets, self.fields, self.locals):
+        for kind in self.kinds:
             kind.clear()
 
-    def update(self, other: _Changes) -> None:
-        self.residuals.update(other.residuals)
-        self.offsets.update(other.offsets)
-        self.fields.update(other.fields)
-        self.locals.update(other.locals)
+    def update(self, other: _Kept) -> None:
+        for kind, more in zip(self.kinds, other.kinds):
+            kind.update(more)
 
-    def pop(self, names: Container[str]) -> _Changes:
-        """Remove and return what is there for these parameters."""
-        return _Changes(
-            {name: self.residuals.pop(name) for name in [*self.residuals] if name in names},
-            {name: self.offsets.pop(name) for name in [*self.offsets] if name in names},
-            {key: self.fields.pop(key) for key in [*self.fields] if key[1] in names},
-            {key: self.locals.pop(key) for key in [*self.locals] if key[1] in names},
-        )
+    def pop(self, names: Container[str]) -> _Kept:
+        found = _Kept()
+        for kind, taken in zip(self.kinds, found.kinds):
+            taken.update({key: kind.pop(key) for key in [*kind] if (key if isinstance(key, str) else key[1]) in names})
+        return found
 
 
 class State:
@@ -91,11 +90,9 @@ class State:
         self.lr: float | None = None
         self.start = self.dropped = 0
         self._committed = False  # whether something of the last step was
-        self.residuals: dict[str, Tensor] = {}
-        self.offsets: dict[str, int] = {}  # for residuals that are slices of a parameter: where they begin
-        self.fields: dict[Key, Tensor] = {}
-        self.locals: dict[Key, Tensor] = {}
-        self._staged, self._pending = _Changes(), _Changes()
+        self._kept, self._staged, self._pending = _Kept(), _Kept(), _Kept()
+        self.residuals, self.offsets = self._kept.residuals, self._kept.offsets
+        self.fields, self.locals = self._kept.fields, self._kept.locals
         self._spare: dict[tuple[str, tuple[str, ...]], tuple[int, list[Tensor]]] = {}
         self._verdicts: list[Tensor] = []
 
@@ -220,12 +217,11 @@ class State:
             return
         flag, staged = self.accepted(), self._staged
         if flag is not None:
-            for name, new in staged.residuals.items():
-                old = self.residuals.get(name)
-                staged.residuals[name] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
-            for key, new in staged.locals.items():
-                old = self.locals.get(key)
-                staged.locals[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
+            own: list[tuple[dict[Any, Tensor], dict[Any, Tensor]]] = [(staged.residuals, self.residuals)]
+            for kind, held in [*own, (staged.locals, self.locals)]:
+                for key, new in kind.items():
+                    old = held.get(key)
+                    kind[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
             for key, new in staged.fields.items():
                 old = self.fields.get(key)
                 # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
@@ -234,18 +230,13 @@ class State:
         self._next_step()
 
     def _accept(self, hold: bool) -> None:
-        self._staged.pop(self.held)
+        if self.held:
+            self._staged.pop(self.held)
         if hold:
             self._committed = False
             self._pending.update(self._staged)
         else:
-            self._force(self._staged)
-
-    def _force(self, changes: _Changes) -> None:
-        self.residuals.update(changes.residuals)
-        self.offsets.update(changes.offsets)
-        self.fields.update(changes.fields)
-        self.locals.update(changes.locals)
+            self._kept.update(self._staged)
 
     @property
     def pending(self) -> bool:
@@ -256,7 +247,7 @@ class State:
         """Put the pending state of these parameters in force."""
         ready = self._pending.pop(names)
         self._committed = self._committed or bool(ready)
-        self._force(ready)
+        self._kept.update(ready)
 
     def drop_pending(self) -> None:
         """Drop what is pending, because the gradients that it was held back from were dropped."""
@@ -309,10 +300,11 @@ class State:
         self._spare.clear()
         self.restored = True
         self.step, self.dropped = int(snapshot["step"]), int(snapshot.get("dropped", 0))
-        self.residuals = {name: value.clone() for name, value in snapshot["residual"].items()}
-        self.offsets = dict(snapshot.get("offset", {}))
-        self.fields = _by_key(snapshot["shared"])
-        self.locals = _by_key(snapshot.get("local", {}))
+        residuals = {name: value.clone() for name, value in snapshot["residual"].items()}
+        fields, own = _by_key(snapshot["shared"]), _by_key(snapshot.get("local", {}))
+        found = _Kept(residuals, dict(snapshot.get("offset", {})), fields, own)
+        self._kept.clear()
+        self._kept.update(found)
 
 
 def _zeros(slot: Slot) -> Tensor:

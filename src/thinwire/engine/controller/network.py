@@ -64,7 +64,7 @@ class NetworkPrices:
         """Look for remembered costs, and begin to measure what is missing, in so many pieces (calls of ``advance``)."""
         if self.costs is not None:
             return
-        from thinwire.predict.measure.sockets import card
+        from thinwire.predict.measure.network import card
 
         if (watch := self._comm.executor.watch) is not None:
             watch.clear()

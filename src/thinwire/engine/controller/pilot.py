@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from thinwire.core.collectives.lanes import Lane
+from thinwire.core.collectives.exchange import Lane
 from thinwire.core.methods.registry import method as named
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime
@@ -30,7 +30,7 @@ from thinwire.engine.ranks.agreement import gather_bytes
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.predict.choose.worth import WorthOf
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.predict.tune import FusionTuner, distinct, grid
 
 SETTLE_STEPS, PROFILE_STEPS, WATCH_STEPS = 2, 8, 100

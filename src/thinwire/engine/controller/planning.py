@@ -15,19 +15,15 @@ from thinwire.core.methods.registry import lossy_candidates
 from thinwire.core.methods.registry import method as named
 from thinwire.core.pricing import plans
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import Measured, needs_measurement
-from thinwire.core.pricing.plans import follows_network
+from thinwire.core.pricing.plans import Measured, follows_network, gain_of_overlap, needs_measurement
 from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.pricing.sizes import gain_of_overlap
 from thinwire.core.program import Method, Plan, Topology
 from thinwire.core.program.trace import TracedExchange, trace
 from thinwire.engine.local.settings import local_settings
 from thinwire.engine.parameters import Managed, gradient_dtype
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.predict.choose.rank import LOSSY_GAIN, SimulatedMethod
-from thinwire.predict.choose.resolved import resolved
-from thinwire.predict.choose.ties import as_soon, simplest
-from thinwire.predict.choose.worth import EXACT, WorthOf
+from thinwire.predict.choose.rank import LOSSY_GAIN, SimulatedMethod, as_soon, simplest
+from thinwire.predict.choose.worth import EXACT, WorthOf, resolved
 from thinwire.predict.timeline import Timeline, simulate
 
 Named = tuple[str, dict[str, Any]]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.program.drive import Paused, drive
-from thinwire.core.program.ops import AllGather, NextForward, Op, Program
+from thinwire.core.program.ops import AllGather, NextForward, Op, Paused, Program, drive
 from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder
 
 

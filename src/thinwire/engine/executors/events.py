@@ -21,7 +21,7 @@ import torch
 from torch.autograd import profiler
 
 from thinwire.core.program.ops import Program, Scope
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.predict.timeline import Event
 
 MakeProgram = Callable[[int], Program]

@@ -14,8 +14,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thinwire.core.program.drive import Paused
-from thinwire.core.program.ops import Collective, NextForward, Program, Scope
+from thinwire.core.program.ops import Collective, NextForward, Paused, Program, Scope
 
 Issue = Callable[[Collective, Scope, int, int], None]
 """(op, scope, round, bucket): start it; later call ``Runner.completed(bucket, result)``."""

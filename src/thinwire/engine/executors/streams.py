@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.program.drive import Paused, drive
-from thinwire.core.program.ops import NextForward, Op, Program
+from thinwire.core.program.ops import NextForward, Op, Paused, Program, drive
 from thinwire.core.program.plan import SIDE_STREAMS
 from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder, issued, profiling, span
 from thinwire.engine.executors.threads import Issuer

@@ -19,12 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd import profiler
 
-from thinwire.core.collectives.lanes import Lanes
-from thinwire.core.collectives.ledger import Ledger
-from thinwire.core.collectives.transport import Pending, issue
-from thinwire.core.program.drive import Paused
-from thinwire.core.program.modes import own_modes
-from thinwire.core.program.ops import Collective, Scope
+from thinwire.core.collectives.exchange import Lanes, Ledger, Pending, issue
+from thinwire.core.program.ops import Collective, Paused, Scope, own_modes
 from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder, issued, span
 from thinwire.engine.executors.runner import Runner
 from thinwire.engine.ranks.agreement import OrderWatch

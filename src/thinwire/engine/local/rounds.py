@@ -24,8 +24,7 @@ from torch import Tensor
 
 from thinwire.core.methods.base import all_finite
 from thinwire.core.methods.start import exact_method, start_method
-from thinwire.core.pricing.calendars import calendar, cut, layers
-from thinwire.core.pricing.periods import steps_late
+from thinwire.core.pricing.periods import calendar, cut, layers, steps_late
 from thinwire.core.program import (
     CROSS,
     NODE,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.methods.base import check_choice, check_count
+from thinwire.core.checks import check_choice, check_count
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import method as of_registry
 from thinwire.core.methods.registry import resolve
@@ -48,7 +48,7 @@ class Nesterov:
             raise ValueError(f"Nesterov: lr={self.lr!r} must be above 0")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"Nesterov: momentum={self.momentum!r} must be at least 0 and below 1")
-        check_count("Nesterov: ramp_rounds", self.ramp_rounds)
+        check_count("Nesterov: ramp_rounds", self.ramp_rounds, 0)
 
     def momentum_at(self, round_: int) -> float:
         return self.momentum * min(1.0, round_ / self.ramp_rounds) if self.ramp_rounds else self.momentum
@@ -141,7 +141,7 @@ class Local:
                 f'sync_every={self.sync_every!r} must be a whole number of at least 1, "auto" or thinwire.QSR(alpha)'
             )
         check_count("sync_every_max", self.sync_every_max, least=2)
-        check_count("warmup_steps", self.warmup_steps)
+        check_count("warmup_steps", self.warmup_steps, 0)
         check_count("fragments", self.fragments, least=1)
         check_choice("schedule", self.schedule, ("strided", "dream"))
         if self.fragment_sync_delay == "least":
@@ -156,7 +156,7 @@ class Local:
                     "give a number"
                 )
         else:
-            check_count("fragment_sync_delay", self.fragment_sync_delay)
+            check_count("fragment_sync_delay", self.fragment_sync_delay, 0)
             self._check_delay(self.fragment_sync_delay)
         object.__setattr__(self, "moments", dict(self.moments))
         for name, rounds in self.moments.items():

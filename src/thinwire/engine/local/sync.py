@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.program import Method, State, Topology
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.times import CalendarTimes, RoundTimes

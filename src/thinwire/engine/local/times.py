@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from thinwire.core.pricing.calendars import LONGER, exposed, nanoseconds
-from thinwire.core.pricing.periods import best_period, mean_step, up_to
+from thinwire.core.pricing.periods import LONGER, best_period, exposed, mean_step, nanoseconds, up_to
+from thinwire.core.words import milliseconds as ms
 from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.services import Services
-from thinwire.predict.choose.rank import ms
 from thinwire.predict.choose.worth import period_worth, shipped
 
 _MEASURED = 3  # periods of a kind; the first does not count: it opens connections, or merges what was sent before it

@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.core.collectives.ledger import Ledger
-from thinwire.core.memory import shares_memory
+from thinwire.core.collectives.exchange import Ledger
+from thinwire.core.collectives.sockets import shares_memory
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import AllReduce, Broadcast, Program, Scope, Topology, working_dtype
-from thinwire.core.program.lockstep import run_lockstep
+from thinwire.core.program.local_world import run_lockstep
 from thinwire.core.program.trace import depths
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local

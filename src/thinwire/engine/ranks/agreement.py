@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.lanes import Lane
-from thinwire.core.collectives.transport import all_gather_flat
-from thinwire.core.memory import memory_of, shares_memory
+from thinwire.core.collectives.exchange import Lane, all_gather_flat
+from thinwire.core.collectives.sockets import memory_of, shares_memory
 from thinwire.core.program import Collective, Scope, Topology
 
 _CHUNK_BYTES = 16 << 20

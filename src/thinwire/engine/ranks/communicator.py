@@ -20,16 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from thinwire.core.collectives.backends import backend_for, backend_of_new, backends_to_ask_for
-from thinwire.core.collectives.bounded import seconds_of
-from thinwire.core.collectives.lanes import Lane, Lanes
-from thinwire.core.collectives.ledger import Ledger
-from thinwire.core.collectives.transport import Pending, all_gather_flat, issue, pairwise
-from thinwire.core.kernels.orthogonal import arithmetic
+from thinwire.core.collectives.exchange import Lane, Lanes, Ledger, Pending, all_gather_flat, issue, pairwise
+from thinwire.core.collectives.groups import backend_for, backend_of_new, backends_to_ask_for, seconds_of
+from thinwire.core.kernels.lowrank import arithmetic
 from thinwire.core.program import Method, NextForward, Program, Scope, Topology
-from thinwire.core.program.drive import drive
-from thinwire.core.program.modes import own_modes
-from thinwire.core.program.ops import AllGather, Broadcast, Op
+from thinwire.core.program.ops import AllGather, Broadcast, Op, drive, own_modes
 from thinwire.core.program.trace import TracedExchange, depths
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
 from thinwire.engine.executors.events import Failure, typical
@@ -44,7 +39,7 @@ from thinwire.engine.ranks.agreement import (
     gather_bytes,
 )
 from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks, in_words, refused
-from thinwire.predict.measure.cores import place, spare_places
+from thinwire.predict.measure.machine import place, spare_places
 
 if TYPE_CHECKING:
     from thinwire.predict.measure.gradual import GradualProbe

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.core.collectives.bounded import bounded
+from thinwire.core.collectives.groups import bounded
 
 WAIT_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0

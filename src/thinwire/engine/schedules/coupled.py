@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.kernels.upload import upload
+from thinwire.core.kernels.seeding import upload
 from thinwire.core.methods.exchanges import padded
 from thinwire.core.program import Method
 from thinwire.core.program.bucket import Slot, used_by_nobody

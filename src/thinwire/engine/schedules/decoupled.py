@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.kernels.upload import upload
+from thinwire.core.kernels.seeding import upload
 from thinwire.core.methods.base import all_finite
 from thinwire.core.methods.decoupling import Decoupling
 from thinwire.core.program import Bucket
 from thinwire.core.program.bucket import used_by_nobody
-from thinwire.core.program.drive import Paused
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import Paused, own_modes
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.hooks import ModuleHook, current_task
 from thinwire.engine.parameters import Managed, gradient_dtype

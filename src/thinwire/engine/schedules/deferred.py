@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.program import Method
-from thinwire.core.program.drive import Paused
+from thinwire.core.program.ops import Paused
 from thinwire.engine.buckets import Memory
 from thinwire.engine.parameters import gradient_dtype
 

@@ -5,11 +5,10 @@ The methods are passed in, but for the two dense ones; prices belong to core/pri
 
 from thinwire.predict.choose.devices import DEVICES, DeviceSpec
 from thinwire.predict.choose.explain import ExplainedBucket, explain
-from thinwire.predict.choose.grid import Map, map_of
-from thinwire.predict.choose.knee import knee
+from thinwire.predict.choose.grid import Map, knee, map_of
 from thinwire.predict.choose.rank import choose
-from thinwire.predict.choose.resolved import resolved
 from thinwire.predict.choose.result import Entry, Ranking
+from thinwire.predict.choose.worth import resolved
 
 __all__ = [
     "DEVICES",

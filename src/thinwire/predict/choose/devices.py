@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.core.pricing.costs import assumed_compute
-from thinwire.core.pricing.curves import Curve, Linear
+from thinwire.core.pricing.costs import Curve, Linear, assumed_compute
 
 EFFICIENCY = 0.2
 """Share of the peak FLOP/s that training and the methods' products sustain."""

@@ -1,19 +1,18 @@
-"""Which method wins where: a grid over link rates and numbers of workers."""
+"""Which method wins where: a grid over link rates and workers, and the workers from which on a method stops scaling."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.program import Topology
-from thinwire.core.records import UNREADABLE
+from thinwire.core.program import Method, Topology
+from thinwire.core.records import Record
 from thinwire.predict.choose.rank import Candidates, judge, price, without_startups
-from thinwire.predict.choose.worth import WorthOf
-from thinwire.predict.timeline import bound_by
+from thinwire.predict.choose.worth import WorthOf, resolved
+from thinwire.predict.timeline import bound_by, simulate
 
 BITS_PER_SECOND = (1e8, 1e9, 1e10, 2.5e10, 1e11)
 WORKERS = (2, 4, 8, 16, 32, 64)
@@ -41,34 +40,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Map:
+class Map(Record):
     """``cells[i][j]`` belongs to ``bits_per_second[i]`` and ``workers[j]``."""
+
+    called: ClassVar[str] = "a thinwire map"
 
     bits_per_second: tuple[float, ...]
     workers: tuple[int, ...]
     cells: tuple[tuple[Cell, ...], ...]
-
-    def to_data(self) -> dict[str, Any]:
-        """Return the map as data that JSON can hold."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
-
-    def to_json(self) -> str:
-        """Return the map as JSON text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Map:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text holds no map.
-        """
-        try:
-            data: Any = json.loads(text)
-            cells = tuple(tuple(Cell(**cell) for cell in row) for row in data["cells"])
-            return cls(tuple(map(float, data["bits_per_second"])), tuple(map(int, data["workers"])), cells)
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a thinwire map: {error}") from error
 
 
 def map_of(
@@ -120,3 +99,75 @@ def map_of(
             on_cell(i * len(clusters) + len(row), len(bits_per_second) * len(clusters))
         rows.append(tuple(row))
     return Map(tuple(map(float, bits_per_second)), tuple(workers), tuple(rows))
+
+
+Prices: TypeAlias = Costs | Callable[[Topology], Costs]
+"""Costs, scaled by the formulas to other numbers of ranks, or a function that returns them."""
+
+
+def knee(
+    method: Method,
+    model_profile: ModelProfile,
+    costs: Prices,
+    *,
+    ranks_per_node: int = 1,
+    backend: str = "gloo",
+    shared_compute: bool = True,
+    efficiency: float = 0.8,
+    most: int = 4096,
+    worth: WorthOf | None = None,
+) -> int | None:
+    """Find the smallest number of workers whose efficiency lies below a limit.
+
+    Efficiency is t(1) / t(P): forward and backward alone over the predicted step, with the same batch per rank.
+    Machines are whole: the answer is a multiple of ``ranks_per_node``. It is found by doubling, then bisection, which
+    assumes that efficiency falls with P.
+
+    Args:
+        method: simulated at each number of workers, with its default buckets.
+        model_profile: of the model.
+        costs: costs of exchanges and compute, or a function of the topology.
+        ranks_per_node: ranks of each machine.
+        backend: see ``simulate``.
+        shared_compute: see ``simulate``.
+        efficiency: the limit, in (0, 1].
+        most: largest number of workers to try.
+        worth: see ``choose``; used to find a period for local steps without one.
+
+    Returns:
+        The number; None if efficiency stays above the limit up to ``most``.
+
+    Raises:
+        ValueError: a number out of range.
+        LookupError: a price is missing.
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency must be in (0, 1], not {efficiency}")
+    if ranks_per_node < 1 or most < ranks_per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node} must be from 1 to most={most}")
+    alone = model_profile.forward_seconds + sum(model_profile.backward_seconds)
+
+    def bends(nodes: int) -> bool:
+        workers = nodes * ranks_per_node
+        if workers == 1:
+            return False
+        topology = Topology(workers, ranks_per_node)
+        priced = costs if isinstance(costs, Costs) else costs(topology)
+        where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
+        ran = resolved(method, model_profile, topology, priced, worth=worth, **where)
+        step = simulate(ran, model_profile, topology, priced, **where).step_seconds
+        return alone < efficiency * step
+
+    last = most // ranks_per_node
+    good, bad = 0, 1
+    while not bends(bad):
+        if bad == last:
+            return None
+        good, bad = bad, min(2 * bad, last)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if bends(middle):
+            bad = middle
+        else:
+            good = middle
+    return bad * ranks_per_node

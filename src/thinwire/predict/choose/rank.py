@@ -1,25 +1,127 @@
-"""Simulate every candidate, rank them by time to a loss, and recommend one; the answer may be dense."""
+"""Simulate every candidate, rank them by time to a loss, and recommend one; the answer may be dense.
+
+Among methods that reach a loss equally soon, the simpler one is taken, by the same rule for predicted and raced times.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.ssgd import SSGD
-from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.costs import KINDS, Costs, Provenance
 from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.program import Method, Topology
-from thinwire.predict.choose.resolved import resolved
+from thinwire.core.program import Method, Scope, Topology
+from thinwire.core.words import milliseconds
 from thinwire.predict.choose.result import Entry, Ranking
-from thinwire.predict.choose.spread import measured_share, spread_costs, spread_profile
-from thinwire.predict.choose.ties import as_soon, simplest
-from thinwire.predict.choose.worth import Worth, WorthOf, shipped
+from thinwire.predict.choose.worth import Worth, WorthOf, resolved, shipped
 from thinwire.predict.timeline import Timeline, bound_by, simulate
-from thinwire.predict.timeline.bottleneck import network_free
 from thinwire.predict.timeline.local_steps import Periodic
+from thinwire.predict.timeline.programs import Place
+from thinwire.predict.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event, union_seconds
+from thinwire.predict.timeline.simulate import network_free
+
+TIE = 0.10
+"""Relative delay in time to a loss, by the median and the maximum, up to which a method counts as equally fast."""
+
+
+class Rival(Protocol):
+    """A method, and when it reaches a loss."""
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds: minimum, median and maximum over seeds; infinite if a seed did not reach the loss."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether workers train apart between exchanges."""
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes sent per step."""
+
+
+_Rival = TypeVar("_Rival", bound=Rival)
+
+
+def overlap(one: Rival, other: Rival) -> bool:
+    return one.times[0] <= other.times[2] and other.times[0] <= one.times[2]
+
+
+def as_soon(one: Rival, first: Rival) -> bool:
+    """Return whether the seeds overlap with those of ``first``, and median and maximum are at most 10 % later."""
+    return overlap(one, first) and all(a <= (1 + TIE) * b for a, b in zip(one.times[1:], first.times[1:]))
+
+
+def simplest(first: _Rival, tied: Sequence[_Rival]) -> _Rival:
+    """Among methods as fast as ``first``, prefer those that keep workers together, then the one that sends the most."""
+    return min((first, *tied), key=lambda one: (one.apart, -one.bytes_sent))
+
+
+UNCERTAINTY: Mapping[Provenance, float] = {"measured here": 0.10, "measured elsewhere": 0.25, "assumed": 0.40}
+"""Relative error of a price, by its provenance: rules of thumb, not confidence intervals."""
+
+
+def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:
+    """Return all prices at one end of their uncertainty: -1 cheap, 1 expensive.
+
+    Curves are looked up first, so that curves scaled from another group size count as assumed.
+    """
+    exchanges = {}
+    for scope, members in Place(topology).members.items():
+        for kind in KINDS if members > 1 else ():
+            curve = costs.lookup(kind, scope, members)
+            factor = 1 + sign * UNCERTAINTY[curve.provenance]
+            exchanges[kind, scope.value, members] = curve.stretched(factor, factor, "end of a band")
+    compute = {}
+    for name, curve in costs.compute.items():
+        factor = 1 + sign * UNCERTAINTY[curve.provenance]
+        compute[name] = curve.stretched(factor, factor, "end of a band")
+    shares = {}
+    for kind, line in costs.cpu_share.items():
+        factor = 1 + sign * UNCERTAINTY[line.provenance]
+        shares[kind] = line.stretched(factor, factor, "end of a band")
+    return replace(costs, exchanges=exchanges, compute=compute, cpu_share=shares)
+
+
+def spread_profile(profile: ModelProfile, sign: int) -> ModelProfile:
+    return profile.scaled(1 + sign * UNCERTAINTY[profile.provenance])
+
+
+def measured_share(timeline: Timeline, profile: ModelProfile, topology: Topology, costs: Costs) -> float:
+    """Return the fraction of the step whose price was measured here.
+
+    Each moment counts once: for forward and backward if they run, otherwise for the methods' own work, otherwise for
+    the exchange in flight. Method work counts as measured if every compute curve was measured.
+    """
+    members = Place(topology).members
+    method = bool(costs.compute) and all(c.provenance == "measured here" for c in costs.compute.values())
+    taken = all(line.provenance == "measured here" for line in costs.cpu_share.values())
+
+    def measured(event: Event) -> bool:
+        if event.lane == COMPUTE:
+            return profile.provenance == "measured here"
+        if event.lane == METHOD:
+            return taken if event.name == EXCHANGE_CPU else method
+        scope = Scope(event.lane.removeprefix("link "))
+        return costs.lookup(event.name, scope, members[scope]).provenance == "measured here"
+
+    ranks: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    for event in timeline.events:
+        place = {COMPUTE: 0, METHOD: 1}.get(event.lane, 2)
+        ranks.setdefault((place, measured(event)), []).append((event.start_seconds, event.end_seconds))
+    covered: list[tuple[float, float]] = []
+    share = before = 0.0
+    for (_, counts), intervals in sorted(ranks.items()):  # unmeasured ones first
+        covered += intervals
+        after = union_seconds(covered)
+        share += (after - before) if counts else 0.0
+        before = after
+    return share / before if before else 0.0
+
 
 Candidates = Sequence[tuple[str, Method]]
 """(label, method) pairs."""
@@ -33,8 +135,6 @@ LOSSY_GAIN = 0.10
 
 @dataclass(frozen=True)
 class SimulatedMethod:
-    """One candidate, simulated."""
-
     label: str
     method: Method
     timeline: Timeline
@@ -42,12 +142,10 @@ class SimulatedMethod:
 
     @property
     def exact(self) -> bool:
-        """Whether the result is the plain average."""
         return self.method.exact
 
     @property
     def dense(self) -> bool:
-        """Whether it is S-SGD or its 16-bit form."""
         return _dense(self.method)
 
     @property
@@ -60,7 +158,6 @@ class SimulatedMethod:
 
     @property
     def apart(self) -> bool:
-        """Whether workers train apart between exchanges."""
         return isinstance(self.method, Periodic)
 
     @property
@@ -105,7 +202,7 @@ def choose(
     Dense fp32 and dense 16-bit are always priced, requested or not. A lossy method is recommended only if it reaches a
     loss more than 10 % sooner than the fastest dense form, with the most steps that it has needed anywhere, and would
     still do so if start-ups of messages cost nothing; otherwise sending less gains nothing. Among lossy methods that
-    are equally fast, the simpler one is recommended, see ``ties.py``. Among the dense forms, 16 bits are recommended
+    are equally fast, the simpler one is recommended (:func:`simplest`). Among the dense forms, 16 bits are recommended
     only if they gain 5 %.
 
     The band is the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
@@ -227,7 +324,7 @@ def judge(
         said = (
             alone
             if topology.world_size == 1
-            else f"{best_exact.label}: {ms(best_exact.seconds)}, lossy methods not considered"
+            else f"{best_exact.label}: {milliseconds(best_exact.seconds)}, lossy methods not considered"
         )
         return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
@@ -238,9 +335,9 @@ def judge(
         other = (
             "no other method was asked for" if not lossies else "what a step is worth is not known for any other method"
         )
-        return Recommendation(kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, {other}")
+        return Recommendation(kept, best_exact, dense, f"{kept.label}: {milliseconds(kept.seconds)}, {other}")
     first = rivals[0]
-    pair = f"{ms(dense.seconds)} against {_told(first)}"
+    pair = f"{milliseconds(dense.seconds)} against {_told(first)}"
     if first.loss_seconds >= dense.seconds:
         return Recommendation(kept, best_exact, dense, f"dense is faster here: {pair} ({dense.label}, {first.label})")
     sooner = [p for p in rivals if p.most_loss_seconds < (1 - LOSSY_GAIN) * dense.seconds]
@@ -256,18 +353,18 @@ def judge(
         )
         return Recommendation(kept, best_exact, dense, said)
     simple = simplest(rival, [p for p in sooner if as_soon(p, rival) and bytes_alone(p) < limit])
-    said = f"{simple.label} is faster here: {_told(simple)} against {ms(dense.seconds)} for dense ({dense.label})"
+    against = f"{milliseconds(dense.seconds)} for dense ({dense.label})"
+    said = f"{simple.label} is faster here: {_told(simple)} against {against}"
     if simple is not rival:
         said += f"; {rival.label} is as fast, {_told(rival)}, but less simple"
     return Recommendation(simple, best_exact, dense, said)
 
 
 def _told(point: SimulatedMethod) -> str:
-    return f"{ms(point.seconds)} x {point.worth.middle:.2f} steps"
+    return f"{milliseconds(point.seconds)} x {point.worth.middle:.2f} steps"
 
 
 def _ratio(reference: float, point: SimulatedMethod) -> float | None:
-    """Return how many times sooner than dense fp32 the method reaches the loss."""
     if not point.worth.known:
         return None
     return reference / point.loss_seconds if point.loss_seconds else 1.0
@@ -284,14 +381,7 @@ def _best_exact(points: Sequence[SimulatedMethod]) -> SimulatedMethod:
     return plain if (1 - GAIN) * plain.seconds <= fastest.seconds else fastest
 
 
-def ms(seconds: float) -> str:
-    """Format seconds as milliseconds."""
-    value = seconds * 1e3
-    return f"{value:.0f} ms" if value >= 99.95 else f"{value:.1f} ms" if value >= 9.995 else f"{value:.2f} ms"
-
-
 def plain_options(method: Method) -> dict[str, Any]:
-    """Return the options as data that JSON can hold."""
     return {
         name: value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in method.options().items()
@@ -299,7 +389,6 @@ def plain_options(method: Method) -> dict[str, Any]:
 
 
 def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
-    """Check the candidates and add missing dense forms."""
     complete: list[tuple[str, Method]] = []
     for i, (label, method) in enumerate(candidates):
         if not isinstance(method, Method):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from thinwire.core.pricing.checks import Hashed
-from thinwire.core.records import UNREADABLE
-from thinwire.predict.timeline.bottleneck import Bound
+from thinwire.core.records import UNREADABLE, Record, made, plain
+from thinwire.predict.timeline.simulate import Bound
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Ranking(Hashed):
+class Ranking(Record):
     """All candidates in order, and the conclusions.
 
     Attributes:
@@ -107,23 +106,15 @@ class Ranking(Hashed):
 
     def to_data(self) -> dict[str, Any]:
         """Return the ranking as data that JSON can hold."""
-        return {
-            "model": self.model,
-            "workers": self.workers,
-            "best": self.best.label,
-            "best_exact": self.best_exact.label,
-            "sentence": self.sentence,
-            "measured_share": self.measured_share,
-            "entries": [asdict(entry) for entry in self.entries],
-            "left_out": [list(pair) for pair in self.left_out],
-        }
+        best = {"best": self.best.label, "best_exact": self.best_exact.label}
+        return {**plain(self), **best, "measured_share": self.measured_share}
 
     def to_json(self) -> str:
         """Return the ranking as JSON text."""
         return json.dumps(self.to_data())
 
     @classmethod
-    def from_json(cls, text: str) -> Ranking:
+    def from_json(cls, text: str | bytes) -> Ranking:
         """Read back what ``to_json`` wrote.
 
         Raises:
@@ -131,16 +122,9 @@ class Ranking(Hashed):
         """
         try:
             data: Any = json.loads(text)
-            entries = {e["label"]: Entry(**{f.name: e[f.name] for f in fields(Entry)}) for e in data["entries"]}
-            return cls(
-                str(data["model"]),
-                int(data["workers"]),
-                tuple(entries.values()),
-                entries[data["best"]],
-                entries[data["best_exact"]],
-                str(data["sentence"]),
-                tuple((str(label), str(reason)) for label, reason in data["left_out"]),
-            )
+            del data["measured_share"]
+            entries = {entry["label"]: entry for entry in data["entries"]}
+            return made(cls, {**data, **{name: entries[data[name]] for name in ("best", "best_exact")}})
         except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire ranking: {error}") from error
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from thinwire.core.methods.cast import Cast
-from thinwire.core.pricing.periods import EVERY
-from thinwire.core.program import Method
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.periods import EVERY, best_period, up_to
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
+from thinwire.predict.timeline import simulate
 from thinwire.predict.timeline.local_steps import Periodic
+from thinwire.predict.timeline.simulate import network_free
 
 TABLE = Path(__file__).with_name("worth.json")
 
@@ -107,12 +111,7 @@ def _covers(value: Any, least: Any) -> bool:
 
 
 def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
-    """Return a look-up of the row that holds for a method: nearest in ranks, then in size, then in what it sends.
-
-    Args:
-        rows: the table.
-        by: how the source of the result begins.
-    """
+    """Return a look-up of the row that holds for a method: nearest in ranks, then in size, then in what it sends."""
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
         if method.exact or workers == 1:
@@ -173,5 +172,31 @@ def _rows(data: Any) -> tuple[MeasuredWorth, ...]:
 
 @cache
 def shipped() -> WorthOf:
-    """Return the table in the package."""
     return worth_from(_rows(json.loads(TABLE.read_text(encoding="utf-8"))))
+
+
+def resolved(
+    method: Method,
+    model_profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    *,
+    worth: WorthOf | None = None,
+    **where: Any,
+) -> Method:
+    """Return the method, with period and delay chosen if it is local steps without; ``where``: as in ``simulate``."""
+    if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
+        return method
+    step = model_profile.forward_seconds + sum(model_profile.backward_seconds)
+    waited = replace(method, every=1, delay=0)
+
+    def round_seconds(prices: Costs) -> float:
+        return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
+
+    round_, compute = round_seconds(costs), 0.0
+    if where.get("shared_compute", True):
+        compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
+    steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size)
+    periods = up_to(method.most) if method.every is None else (method.every,)
+    every, delay = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
+    return replace(method, every=every, delay=delay)

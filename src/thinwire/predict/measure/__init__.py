@@ -5,7 +5,6 @@ Decisions belong to core/pricing/.
 
 from thinwire.predict.measure.probe import probe
 from thinwire.predict.measure.profile_model import profile_model
-from thinwire.predict.measure.result import ProbeResult
-from thinwire.predict.measure.verdict import verdict
+from thinwire.predict.measure.result import ProbeResult, verdict
 
 __all__ = ["ProbeResult", "probe", "profile_model", "verdict"]

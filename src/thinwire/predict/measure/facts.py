@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from thinwire.core.records import UNREADABLE, made
 
 
 @dataclass(frozen=True)
@@ -107,16 +108,10 @@ class Facts:
         Raises:
             ValueError: it holds no facts.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        found = {key: value for key, value in data.items() if key in known}
         try:
-            found["interfaces"] = tuple(_made(Interface, one) for one in found.get("interfaces", ()))
-            found["hostname"] = _made(Name, found["hostname"])
-            found["master"] = _made(Name, found["master"]) if found.get("master") else None
-            facts: Facts = _made(cls, found)
-        except (KeyError, TypeError, AttributeError) as error:
+            return made(cls, {field.name: data[field.name] for field in fields(cls) if field.name in data})
+        except UNREADABLE as error:
             raise ValueError(f"this is not the output of `thinwire doctor --json`: {error}") from None
-        return facts
 
     def interface(self, name: str | None) -> Interface | None:
         """Return the interface with that name."""
@@ -127,8 +122,3 @@ class Facts:
         if address.startswith("127."):
             return next((one for one in self.interfaces if one.kind == "loopback"), None)
         return next((one for one in self.interfaces if address in one.addresses), None)
-
-
-def _made(kind: type[Any], data: Mapping[str, Any]) -> Any:
-    """Build a dataclass from plain data: lists become tuples."""
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})

@@ -13,16 +13,12 @@ from dataclasses import replace
 
 import torch
 
-from thinwire.core.collectives.lanes import Lanes
-from thinwire.core.pricing.costs import Costs, Key
-from thinwire.core.pricing.curves import Curve, Table
-from thinwire.core.pricing.formulas import KINDS, copies
+from thinwire.core.collectives.exchange import Lanes
+from thinwire.core.pricing.costs import KINDS, Costs, Curve, Key, Table, copies
 from thinwire.core.program.ops import Scope
 from thinwire.core.program.topology import Topology
-from thinwire.predict.measure.fit import Point, never_falling
-from thinwire.predict.measure.probe import source_of
-from thinwire.predict.measure.probe_run import ProbeRun, message_sizes
-from thinwire.predict.measure.wire import ExchangeTimer
+from thinwire.predict.measure.probe import ExchangeTimer, ProbeRun, message_sizes, source_of
+from thinwire.predict.measure.result import Point, never_falling
 
 _LARGEST, _REPEATS = 4 << 20, 5
 _ELEMENTS = 1 << 20
@@ -35,14 +31,6 @@ _OVER = object()
 
 class GradualProbe:
     """A probe during training. All ranks call every method together, between two steps.
-
-    Args:
-        lanes: the ranks' lanes, including those of their buckets.
-        topology: topology of the ranks.
-        rank: this rank.
-        device: device of the messages.
-        backend: "gloo" or "nccl".
-        mesh_only: see ``Lanes.get``.
 
     Attributes:
         checked: number of exchanges that ``check`` has timed.
@@ -65,7 +53,6 @@ class GradualProbe:
 
     @property
     def measured(self) -> int:
-        """Number of exchanges timed for curves."""
         return self._run.exchanged
 
     def check(self, costs: Costs) -> float:

@@ -1,26 +1,87 @@
-"""The cost of selection, orthogonalisation, thin products and memory passes on this device, by size.
+"""Seconds of compute on this device, by size: selection, orthogonalisation, products, memory passes, inversions.
 
 Tensors come from a pool larger than the caches, and so do the outputs of sums, as in a training step.
+
+Inversions and decompositions are measured from the packed triangle and, for inverses, back to one, as K-FAC keeps
+factors and sends inverses: at a side of 512, packing and unpacking take half as long again as the inversion.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from functools import partial
+from itertools import count, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import project_right, rebuild
-from thinwire.core.kernels.orthogonal import orthogonalise
+from thinwire.core.kernels.lowrank import orthogonalise, project_right, rebuild
 from thinwire.core.kernels.select import keep_count, top_k
-from thinwire.predict.measure.fit import Point
-from thinwire.predict.measure.timing import Clock, median_seconds
+from thinwire.core.kernels.symmetric import damped_eigen, damped_inverse, pack_upper, unpack_upper
+from thinwire.core.pricing.costs import Provenance, Table
+from thinwire.predict.measure.result import Point, never_falling
+
+Clock = Callable[[], float]
+
+
+class Stopwatch:
+    """Marks moments in the order of a device's work: with CUDA events, or with a clock elsewhere."""
+
+    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+        self._device = device
+        self._clock = clock
+        self._events = device.type == "cuda" and clock is time.perf_counter
+
+    def mark(self) -> Any:
+        """Mark this moment without waiting for the device."""
+        if not self._events:
+            return self._clock()
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+
+    def settle(self) -> None:
+        if self._events:
+            torch.cuda.synchronize(self._device)
+
+    def between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end) / 1e3 if self._events else end - start)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_seconds(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    seconds: float,
+    least: int = 3,
+    most: int = 15,
+    queued: int = 1,
+    clock: Clock = time.perf_counter,
+) -> float:
+    """Return the median duration of a call after one untimed call, repeated for about that many seconds."""
+    call()
+    settle(device)
+    times: list[float] = []
+    began = clock()
+    while len(times) < least or (len(times) < most and clock() - began < seconds):
+        start = clock()
+        for _ in range(queued):
+            call()
+        settle(device)
+        times.append((clock() - start) / queued)
+    return statistics.median(times)
+
 
 KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
-"""The curves, named as in ``planner.Costs.compute``."""
+"""The curves, named as in ``Costs.compute``."""
 DENSITY = 0.01
 LEAST_CALLS = 3
 _QUEUED = 8
@@ -143,3 +204,71 @@ def _products(pool: Tensor, side: int, rank: int) -> Callable[[], None]:
         rebuild(thin, project_right(piece().view(side, side), thin), piece().view(side, side))
 
     return call
+
+
+KINDS = ("inverse", "eigen")
+"""The curves, named as in ``Costs.compute``."""
+_SMALLEST = 64
+_BETWEEN = 4  # interpolation points in each doubling
+
+
+def sides(largest: int) -> list[int]:
+    """Return 64, 128, ... up to the first that is at least ``largest``."""
+    if largest < 1:
+        raise ValueError(f"largest={largest} must be the side of a matrix, at least 1")
+    return [_SMALLEST << n for n in range(max(0, math.ceil(math.log2(largest / _SMALLEST))) + 1)]
+
+
+def inversion_points(
+    kind: str,
+    device: torch.device,
+    *,
+    largest: int = 4096,
+    seconds: float = 5.0,
+    clock: Clock = time.perf_counter,
+    on_point: Callable[[int], None] = lambda d: None,
+) -> list[Point]:
+    """Return (side, seconds) at each of ``sides(largest)``, always the same sides however long they take.
+
+    Args:
+        kind: "inverse" or "eigen".
+        device: device to measure.
+        largest: largest side to cover.
+        seconds: total time; a side that would not fit is estimated as the previous one times eight.
+        on_point: called with each side before it is measured.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
+    began, found = clock(), list[Point]()
+    for d in sides(largest):
+        expected = 8 * found[-1][1] if found else 0.0
+        left = seconds - (clock() - began)
+        if found and 2 * expected > left:
+            found.append((d, expected))
+            continue
+        on_point(d)
+        draw = torch.Generator(device).manual_seed(d)
+        rows = torch.randn(2 * d, d, device=device, generator=draw)
+        packed = pack_upper(rows.mT @ rows / (2 * d))
+        call = partial(_inverted if kind == "inverse" else _decomposed, packed)
+        found.append((d, median_seconds(call, device, seconds=left / 8, least=1, most=7, clock=clock)))
+    return found
+
+
+def _inverted(packed: Tensor) -> Tensor:
+    return pack_upper(damped_inverse(unpack_upper(packed), 1e-2)[0])
+
+
+def _decomposed(packed: Tensor) -> Tensor:
+    return damped_eigen(unpack_upper(packed))[0]
+
+
+def curve(points: Sequence[Point], provenance: Provenance, source: str) -> Table:
+    """Return a table over the side, linear in the logarithms of both: with points between, and one beyond by d^3."""
+    known = never_falling([(float(d), s) for d, s in points])
+    rising = [*known, (2 * known[-1][0], 8 * known[-1][1])]
+    dense: list[tuple[float, float]] = []
+    for (d0, s0), (d1, s1) in pairwise(rising):
+        steps = [n / _BETWEEN for n in range(_BETWEEN)]
+        dense += [(d0 * (d1 / d0) ** t, s0 * (s1 / s0) ** t if s0 > 0 else s0 + t * (s1 - s0)) for t in steps]
+    return Table((*dense, rising[-1]), provenance, source)

@@ -3,16 +3,88 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thinwire.core.pricing.costs import Costs, Key
-from thinwire.core.pricing.curves import Curve, Linear, Table, curve_from_data, curve_to_data
-from thinwire.core.pricing.formulas import KINDS
+from thinwire.core.pricing.costs import KINDS, Costs, Curve, Key, Linear, Table
 from thinwire.core.program.ops import Scope
-from thinwire.core.records import UNREADABLE
-from thinwire.predict.measure.fit import LinearFit, continued, fit_line, never_falling
+from thinwire.core.records import UNREADABLE, made, plain
+from thinwire.core.words import duration, rate, size
+
+Point = tuple[float, float]
+"""(bytes, seconds)."""
+
+_TINY = 1e-9
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """A start-up time plus a rate, and how well they describe the points."""
+
+    startup_seconds: float
+    seconds_per_byte: float
+    residuals: tuple[float, ...]
+
+    @property
+    def worst(self) -> float:
+        return max(map(abs, self.residuals), default=0.0)
+
+    def __call__(self, size: float) -> float:
+        return self.startup_seconds + self.seconds_per_byte * size
+
+
+def fit_line(points: Sequence[Point]) -> LinearFit:
+    """Fit a line through measured points; neither its start-up nor its rate is negative.
+
+    Least squares weighted by 1 / seconds, a compromise between absolute errors (small messages would not count) and
+    relative ones (a kink among small messages would distort the rate of large ones).
+    """
+    if not points:
+        raise ValueError("a line needs at least one point")
+    xs = [float(x) for x, _ in points]
+    ys = [max(float(y), _TINY) for _, y in points]
+    ws = [1 / y for y in ys]
+    total = sum(ws)
+    x_mean = sum(w * x for w, x in zip(ws, xs)) / total
+    y_mean = sum(w * y for w, y in zip(ws, ys)) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, x in zip(ws, xs))
+    slope = sum(w * (x - x_mean) * (y - y_mean) for w, x, y in zip(ws, xs, ys)) / spread if spread else 0.0
+    start = y_mean - slope * x_mean
+    if slope < 0:
+        start, slope = y_mean, 0.0
+    elif start < 0:
+        start, slope = 0.0, sum(w * x * y for w, x, y in zip(ws, xs, ys)) / sum(w * x * x for w, x in zip(ws, xs))
+    return LinearFit(start, slope, tuple((y - start - slope * x) / y for x, y in zip(xs, ys)))
+
+
+def never_falling(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Return the points in ascending order without falling costs: falling points are noise, replaced by their mean.
+
+    Upward kinks are kept.
+    """
+    pools: list[tuple[float, float, int]] = []  # mean bytes, mean seconds, points
+    for x, y in sorted(points):
+        pools.append((x, y, 1))
+        while len(pools) > 1 and pools[-2][1] >= pools[-1][1]:
+            (x1, y1, n1), (x2, y2, n2) = pools[-2:]
+            n = n1 + n2
+            pools[-2:] = [((x1 * n1 + x2 * n2) / n, (y1 * n1 + y2 * n2) / n, n)]
+    return tuple((x, y) for x, y, _ in pools)
+
+
+def continued(points: Sequence[Point], factor: float = 4.0) -> tuple[Point, ...]:
+    """Return the points plus one far beyond, on the slope over the last factor of sizes; two points are too noisy.
+
+    A table extrapolates from its last two points.
+    """
+    x_end, y_end = points[-1]
+    x_from, y_from = next((p for p in reversed(points) if p[0] * factor <= x_end), points[0])
+    if x_from == x_end:
+        return tuple(points)
+    slope = (y_end - y_from) / (x_end - x_from)
+    return (*points, (factor * x_end, y_end + slope * (factor - 1) * x_end))
+
 
 _SCOPES = [scope.value for scope in Scope]
 _BUS = {"AllReduce": 2.0, "ReduceScatter": 1.0, "AllGather": 1.0, "AllToAll": 1.0}
@@ -26,7 +98,7 @@ class Measurement:
         kind: the operation.
         scope: "world", "node" or "cross".
         members: ranks of the group.
-        bytes: size of one rank's message, as ``planner.formulas`` counts it.
+        bytes: size of one rank's message, as ``core.pricing.costs`` counts it.
         seconds: median over repeats, on the slowest rank.
         repeats: number of timed repeats.
         cpu_seconds: CPU time of the process, on the rank that used most; None if the device does the work.
@@ -124,20 +196,9 @@ class ProbeResult:
 
     def to_json(self) -> str:
         """Return everything, including costs and fitted lines, as JSON text."""
+        found = {name: plain(value) for name, value in vars(self).items() if name != "measurements"}
         lines = [[*key, asdict(line)] for key, line in self.lines.items()]
-        data = {
-            "source": self.source,
-            "backend": self.backend,
-            "layout": list(self.layout),
-            "seconds": self.seconds,
-            "flow_bits_per_second": self.flow_bits_per_second,
-            "rows": self.rows(),
-            "dropped": [list(d) for d in self.dropped],
-            "lines": lines,
-            "compute": {name: curve_to_data(curve) for name, curve in self.compute.items()},
-            "costs": json.loads(self.costs.to_json()),
-        }
-        return json.dumps(data)
+        return json.dumps({**found, "rows": self.rows(), "lines": lines, "costs": plain(self.costs)})
 
     @classmethod
     def from_json(cls, text: str) -> ProbeResult:
@@ -148,19 +209,91 @@ class ProbeResult:
         """
         try:
             data: Any = json.loads(text)
-            rows = tuple(Measurement(**{name: row[name] for name in _FIELDS}) for row in data["rows"])
-            return cls(
-                str(data["source"]),
-                str(data["backend"]),
-                tuple(int(n) for n in data["layout"]),
-                rows,
-                tuple((str(k), str(s), int(m), int(b)) for k, s, m, b in data["dropped"]),
-                None if data["flow_bits_per_second"] is None else float(data["flow_bits_per_second"]),
-                {str(name): curve_from_data(curve) for name, curve in data["compute"].items()},
-                float(data["seconds"]),
-            )
+            rows = [{name: row[name] for name in _FIELDS} for row in data["rows"]]
+            own = {name: data[name] for name in cls.__dataclass_fields__ if name != "measurements"}
+            return made(cls, {**own, "measurements": rows})
         except UNREADABLE as error:
             raise ValueError(f"this is not the result of a thinwire probe: {error}") from error
 
 
 _FIELDS = tuple(Measurement.__dataclass_fields__)
+
+
+_FALLS = 0.7  # of the best bus bandwidth
+_BENT = 0.25  # of a measured time
+_AMOUNTS = {"select": 1e6, "memory": 1e7, "multiply": 1e7, "orthogonalise": 1e6}
+_COUNTS = 64 << 10  # bytes: below this, a large relative error is a small absolute one
+
+
+def verdict(result: ProbeResult) -> list[str]:
+    """Describe the all-reduce in one line, then anything unusual: a kink, a slow collective, sizes left out."""
+    said: list[str] = []
+    series = result.series
+    for key, row in series.items():
+        if key[0] != "AllReduce":
+            continue
+        line, last = result.lines[key], row[-1]
+        said.append(
+            f"all-reduce over {_group(key[1], key[2])}: start-up {duration(line.startup_seconds)}, bus bandwidth "
+            f"{rate(last.busbw)} at {size(last.bytes)}"
+        )
+        best = max(row, key=lambda m: m.busbw)
+        if last.busbw < _FALLS * best.busbw:
+            said.append(
+                f"its bus bandwidth falls from {rate(best.busbw)} at {size(best.bytes)} to {rate(last.busbw)} at "
+                f"{size(last.bytes)}: large buckets cost more than they save"
+            )
+        flow = result.flow_bits_per_second
+        if flow and key[1] == "world" and last.busbw * 8 < _FALLS * flow:
+            said.append(
+                f"one flow alone carries {rate(flow / 8)}, the all-reduce {last.busbw * 8 / flow:.0%} of it: "
+                "processors or start-ups hold it back, not the link's rate"
+            )
+    bent = [key for key in series if line_error(result, key) > _BENT]
+    if bent:
+        names = ", ".join(dict.fromkeys(key[0] for key in bent))
+        said.append(f"no straight line fits {names}: the planner uses the measured table")
+    said = [*said, *_left_out(result)] or [
+        "one rank only: nothing is exchanged; probe with at least two to measure exchanges"
+    ]
+    return [*said, _compute(result)] if set(_AMOUNTS) <= set(result.compute) else said
+
+
+def _compute(result: ProbeResult) -> str:
+    """Return a few figures of the compute curves, each at the size of a bucket of a few MiB."""
+    seconds = {name: result.compute[name](amount) for name, amount in _AMOUNTS.items()}
+    rates = [_AMOUNTS[name] / 1e9 / seconds[name] for name in ("memory", "multiply", "orthogonalise")]
+    return (
+        f"compute, all ranks at once: selection from a million elements {duration(seconds['select'])}, "
+        f"memory {rates[0]:.3g} GB/s, thin products {rates[1]:.3g} GFLOP/s, orthogonalisation {rates[2]:.3g} GFLOP/s"
+    )
+
+
+def line_error(result: ProbeResult, key: Key) -> float:
+    """Return the largest relative error of the straight line, from 64 KiB on."""
+    pairs = zip(result.series[key], result.lines[key].residuals)
+    return max((abs(off) for m, off in pairs if m.bytes >= _COUNTS), default=0.0)
+
+
+def _left_out(result: ProbeResult) -> list[str]:
+    largest = {key: row[-1].bytes for key, row in result.series.items()}
+    beyond: dict[int, list[str]] = {}
+    between = 0
+    for kind, scope, members, count in result.dropped:
+        top = largest.get((kind, scope, members), 0)
+        if count < top:
+            between += 1
+        elif f"{kind} ({scope})" not in beyond.setdefault(top, []):
+            beyond[top].append(f"{kind} ({scope})")
+    said = [
+        f"there was not enough time above {size(top)} for {', '.join(names)}: extrapolated"
+        for top, names in sorted(beyond.items())
+    ]
+    total = between + len(result.measurements)
+    return said + (
+        [f"there was not enough time for {between} of {total} points between others: interpolated"] if between else []
+    )
+
+
+def _group(scope: str, members: int) -> str:
+    return {"world": f"{members} ranks", "node": f"{members} ranks of a machine"}.get(scope, f"{members} machines")

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.core.events import tell_event
-from thinwire.predict.measure.probe import probe
-from thinwire.predict.measure.probe_run import Progress
+from thinwire.predict.measure.probe import Progress, probe
 from thinwire.predict.measure.result import ProbeResult
 
 _TIMEOUT = timedelta(seconds=120)
@@ -21,14 +20,7 @@ _TIMEOUT = timedelta(seconds=120)
 def join_and_probe(
     *, backend: str, largest_bytes: int, seconds: float, on_progress: Progress = lambda done, text: None
 ) -> tuple[int, ProbeResult]:
-    """Join torchrun's ranks, probe, leave. Return this rank's number and the result.
-
-    Args:
-        backend: "gloo", "nccl", or "auto": NCCL if each rank of this machine has a GPU of its own.
-        largest_bytes: see ``probe``.
-        seconds: see ``probe``.
-        on_progress: see ``probe``.
-    """
+    """Join torchrun's ranks, probe, leave. Return this rank's number and the result."""
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if backend == "auto":
         ready = torch.cuda.device_count() >= here and torch.cuda.is_available() and dist.is_nccl_available()

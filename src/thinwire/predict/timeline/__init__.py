@@ -1,10 +1,6 @@
-"""The timeline simulator: runs a method's own programs on shapes alone, with prices, in the engine's order.
+"""The timeline simulator: runs a method's own programs on shapes alone, with prices, in the engine's order."""
 
-Prices belong to planner/costs and the methods, real runs to engine/, decisions to planner/choose.
-"""
-
-from thinwire.predict.timeline.bottleneck import bound_by
 from thinwire.predict.timeline.result import LANES, Event, Timeline, write_trace
-from thinwire.predict.timeline.simulate import simulate
+from thinwire.predict.timeline.simulate import bound_by, simulate
 
 __all__ = ["LANES", "Event", "Timeline", "bound_by", "simulate", "write_trace"]

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from thinwire.core.pricing.calendars import LONGER, calendar, layers, nanoseconds
-from thinwire.core.pricing.periods import LONGEST, steps_late
+from thinwire.core.pricing.periods import LONGER, LONGEST, calendar, layers, nanoseconds, steps_late
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Bucket, Method, Plan, Program, State
 from thinwire.core.program.plan import PlanBucket
@@ -22,7 +21,7 @@ class Periodic(Method):
 
     Args:
         codec: carries the weights, or their changes.
-        every: steps between two rounds; None: ``planner.choose.resolved`` chooses.
+        every: steps between two rounds; None: ``choose.resolved`` chooses.
         delay: steps that run while a round is in flight; "full": all but one; "auto": chosen with ``every``.
         most: largest number of steps between two rounds, if ``every`` is None.
         outer: an outer optimizer is applied to the mean change.
@@ -40,11 +39,9 @@ class Periodic(Method):
     schedule: str = "strided"
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Return the codec's own program."""
         yield from self.codec.reduce(bucket, state)
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """Return what the codec says."""
         return self.codec.dense(name, shape, embedding)
 
     @property
@@ -55,7 +52,7 @@ class Periodic(Method):
             ValueError: the period has not been chosen yet.
         """
         if self.every is None or self.delay == "auto":
-            raise ValueError("local steps without a period: planner.choose.resolved chooses one")
+            raise ValueError("local steps without a period: choose.resolved chooses one")
         return steps_late(self.delay, self.every)
 
     @property
@@ -74,8 +71,6 @@ class Periodic(Method):
 
 
 def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
-    """Split every bucket into one per fragment."""
-
     def cut(bucket: PlanBucket) -> list[PlanBucket]:
         names: dict[int, list[str]] = {}
         for name in bucket.names:
@@ -87,15 +82,7 @@ def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
 
 @dataclass(frozen=True)
 class Period:
-    """A simulated period, or one step of it if its layers are sent by a calendar.
-
-    Attributes:
-        every: number of steps.
-        seconds: time of all steps.
-        exposed_seconds: time of communication in which nothing is computed.
-        events: events of all steps.
-        bytes_sent: bytes sent by this rank.
-    """
+    """A simulated period, or one step of it if its layers are sent by a calendar."""
 
     every: int
     seconds: float
@@ -118,14 +105,6 @@ def simulate_period(
 
     With a calendar, what is sent after a step starts with the next one, and is priced as merged at the end of that
     step.
-
-    Args:
-        method: sets how often, and what runs meanwhile.
-        profile: profile of the model.
-        parts: the programs of the round.
-        buckets: the buckets of these programs.
-        shared, streams: as in ``Machine``.
-        optimizer_seconds: time of a whole update.
     """
     backward = sum(t.backward_seconds for t in profile.tensors)
     step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thinwire.core.pricing.checks import check_seconds
+from thinwire.core.checks import check_seconds
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.hierarchy import crossing_shares
 from thinwire.core.pricing.profiles import ModelProfile

@@ -89,11 +89,6 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 def to_chrome_trace(events: Sequence[Event], rank: int = 0, label: str = "predicted") -> dict[str, Any]:
     """Return one rank's events as plain data; as JSON, Perfetto and chrome://tracing open them.
 
-    Args:
-        events: events of a timeline; lanes beyond ``LANES`` come after these.
-        rank: the process number.
-        label: the process name.
-
     Example:
         >>> trace = to_chrome_trace([Event("AllReduce", "link world", 0.5, 0.25, 3, 1000)])
         >>> trace["traceEvents"][-1]["ts"], trace["traceEvents"][-1]["dur"]

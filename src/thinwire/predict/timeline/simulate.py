@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
+from thinwire.core.checks import check_number
 from thinwire.core.methods.ssgd import SSGD
-from thinwire.core.pricing.checks import check_number
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.measured import hidden_seconds
-from thinwire.core.pricing.plans import PlanTensor, make_plan
-from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.program import Method, Plan, Topology
+from thinwire.core.pricing.plans import PlanTensor, hidden_seconds, make_plan
+from thinwire.core.pricing.profiles import ModelProfile, ModuleTime
+from thinwire.core.program import Method, Plan, PlanBucket, Topology
 from thinwire.core.program.plan import SIDE_STREAMS
 from thinwire.predict.timeline.local_steps import Period, Periodic, in_fragments, simulate_period
-from thinwire.predict.timeline.machine import Machine
+from thinwire.predict.timeline.machine import ComputeTask, Machine
 from thinwire.predict.timeline.programs import Place, ProgramPart, parts_of
 from thinwire.predict.timeline.result import Event, Timeline, exposed_seconds
-from thinwire.predict.timeline.tasks import tasks_of
 
 
 def simulate(
@@ -62,7 +62,7 @@ def simulate(
         LookupError: the costs lack a curve.
     """
     factor = _slowest(slowdown, topology)
-    check_number("optimizer_seconds", optimizer_seconds)
+    check_number("optimizer_seconds", optimizer_seconds, least=0)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     if backend not in ("gloo", "nccl"):
@@ -131,7 +131,6 @@ def plan_of(
 
 
 def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
-    """Return the same events, shifted by ``start``."""
     return [replace(e, start_seconds=e.start_seconds + start) for e in events] if start else events
 
 
@@ -153,7 +152,7 @@ def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:
     if not isinstance(slowdown, (int, float)) and len(factors) != topology.world_size:
         raise ValueError(f"slowdown has {len(factors)} entries for {topology.world_size} ranks")
     for i, value in enumerate(factors):
-        check_number(f"slowdown[{i}]", value)
+        check_number(f"slowdown[{i}]", value, least=0)
     return float(max(factors))
 
 
@@ -162,3 +161,135 @@ def _slowed(part: ProgramPart, factor: float) -> ProgramPart:
         return part
     hops = tuple(replace(hop, cpu_seconds=hop.cpu_seconds * factor) for hop in part.hops)
     return ProgramPart(part.bucket, tuple(seconds * factor for seconds in part.segments), hops)
+
+
+@dataclass(frozen=True)
+class StepTasks:
+    """The compute stream's tasks, and the deferred parts in the order in which their layers are needed."""
+
+    tasks: list[ComputeTask]
+    deferred: list[ProgramPart]
+
+
+def tasks_of(
+    profile: ModelProfile,
+    buckets: Sequence[PlanBucket],
+    deferring: Set[int],
+    buckets_before: Sequence[PlanBucket],
+    deferred: Sequence[ProgramPart],
+    optimizer_seconds: float,
+) -> StepTasks:
+    """Lay out one step."""
+    modules = _modules(profile)
+    size_of = {tensor.name: tensor.size for tensor in profile.tensors}
+    total = max(1, profile.elements)
+
+    def update_seconds(bucket: PlanBucket) -> float:
+        return optimizer_seconds * sum(size_of[name] for name in bucket.names) / total
+
+    need = _first_need(profile, modules)
+    wanted = sorted(deferred, key=lambda p: (min(need[name] for name in buckets_before[p.bucket].names), -p.bucket))
+    tasks: list[ComputeTask] = []
+    position = 0
+    for number, module in enumerate(modules):
+        while position < len(wanted):
+            bucket = wanted[position].bucket
+            if min(need[name] for name in buckets_before[bucket].names) > number:
+                break
+            tasks.append(ComputeTask("optimizer", update_seconds(buckets_before[bucket]), bucket, needs=position))
+            position += 1
+        tasks.append(ComputeTask(f"forward {module.name}", module.forward_seconds))
+    tasks += _backward(profile, buckets)
+    later = sum(update_seconds(buckets[b]) for b in deferring)
+    owed = optimizer_seconds if not deferring else max(0.0, optimizer_seconds - later)
+    tasks.append(ComputeTask("optimizer", owed, last=True))
+    return StepTasks(tasks, list(wanted))
+
+
+def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[ComputeTask]:
+    """Return one task per gradient; the task that fills a bucket starts its program."""
+    bucket_of = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
+    left = Counter(bucket_of.values())
+    tasks = []
+    for tensor in profile.tensors:
+        bucket = bucket_of[tensor.name]
+        left[bucket] -= 1
+        completes = None if left[bucket] else bucket
+        tasks.append(ComputeTask(f"backward {tensor.name}", tensor.backward_seconds, bucket, completes=completes))
+    return tasks
+
+
+def _modules(profile: ModelProfile) -> list[ModuleTime]:
+    """Return the modules in forward order; their seconds add up to the profile's forward pass.
+
+    If the profile has no modules: the owners of the tensors, the last gradient's first, in proportion to their backward
+    seconds.
+    """
+    modules = list(profile.modules)
+    if not modules:
+        weights: dict[str, float] = {}
+        for tensor in reversed(profile.tensors):
+            weights[tensor.module] = weights.get(tensor.module, 0.0) + tensor.backward_seconds
+        modules = [ModuleTime(name, weight) for name, weight in weights.items()] or [ModuleTime("model", 0.0)]
+    total = sum(module.forward_seconds for module in modules)
+    if total > 0:
+        return [ModuleTime(m.name, m.forward_seconds / total * profile.forward_seconds) for m in modules]
+    return [ModuleTime(m.name, profile.forward_seconds / len(modules)) for m in modules]
+
+
+def _first_need(profile: ModelProfile, modules: Sequence[ModuleTime]) -> dict[str, int]:
+    """Map each tensor to the index of the module that needs it: its owner, else the nearest enclosing one, else 0."""
+    places: dict[str, int] = {}
+    for place, module in enumerate(modules):
+        places.setdefault(module.name, place)
+    need = {}
+    for tensor in profile.tensors:
+        owner = tensor.module
+        while owner and owner not in places:
+            owner = owner.rpartition(".")[0]
+        need[tensor.name] = places.get(owner, 0)
+    return need
+
+
+Bound: TypeAlias = Literal["compute", "network bandwidth", "network latency", "method compute"]
+
+
+def bound_by(
+    method: Method,
+    model_profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    *,
+    plan: Plan | None = None,
+    backend: str = "gloo",
+    optimizer_seconds: float = 0.0,
+    **options: Any,
+) -> Bound:
+    """Return the resource whose removal shortens the step most; arguments as in ``simulate``, the plan stays the same.
+
+    "compute" is forward, backward and optimizer; "method compute" is the methods' segments. CPU time of the exchanges
+    counts as network: its rate as bandwidth, its start-up as latency.
+    """
+    plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
+
+    def seconds(profile: ModelProfile, priced: Costs, update: float) -> float:
+        where = {"plan": plan, "backend": backend, "optimizer_seconds": update, **options}
+        return simulate(method, profile, topology, priced, **where).step_seconds
+
+    free = {name: curve.stretched(0, 0, "free") for name, curve in costs.compute.items()}
+    without: dict[Bound, float] = {
+        "compute": seconds(model_profile.scaled(0.0), costs, 0.0),
+        "network bandwidth": seconds(model_profile, network_free(costs, startup=1, rest=0), optimizer_seconds),
+        "network latency": seconds(model_profile, network_free(costs, startup=0, rest=1), optimizer_seconds),
+        "method compute": seconds(model_profile, replace(costs, compute=free), optimizer_seconds),
+    }
+    return min(without, key=lambda name: without[name])
+
+
+def network_free(costs: Costs, *, startup: int, rest: int) -> Costs:
+    """Return the same costs with the network's start-ups or rates made free."""
+    return replace(
+        costs,
+        exchanges={key: curve.stretched(startup, rest, "made free") for key, curve in costs.exchanges.items()},
+        cpu_share={kind: line.stretched(startup, rest, "made free") for kind, line in costs.cpu_share.items()},
+    )

@@ -133,7 +133,7 @@ def calibrate(
     from rich.console import Console
 
     from thinwire.core.pricing.costs import Costs
-    from thinwire.predict.measure.inversion import KINDS, curve, inversion_points, sides
+    from thinwire.predict.measure.kernels import KINDS, curve, inversion_points, sides
 
     check_output("--out", out)
     if not seconds > 0:

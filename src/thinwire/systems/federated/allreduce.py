@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.bounded import bounded, seconds_of
-from thinwire.core.collectives.topology import topology_of
-from thinwire.core.kernels.orthogonal import basis_hash
+from thinwire.core.collectives.groups import bounded, seconds_of, topology_of
+from thinwire.core.kernels.lowrank import basis_hash
 from thinwire.core.program import AllReduce, Program
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.systems.federated import files

@@ -28,8 +28,7 @@ from thinwire.core.program import (
     State,
     Topology,
 )
-from thinwire.core.program.drive import drive
-from thinwire.core.program.ops import Op
+from thinwire.core.program.ops import Op, drive
 from thinwire.engine.executors.alone import result_alone
 from thinwire.systems.federated.aggregator import RoundProgram
 from thinwire.systems.federated.client import ClientContext, ClientResult

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.hooks import current_task
 from thinwire.engine.source import BackwardEnd
-from thinwire.predict.measure.timing import Stopwatch
+from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.systems.kfac.layers import Preconditioned
 from thinwire.systems.kfac.sums import LayerSums
 

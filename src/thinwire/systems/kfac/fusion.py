@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.merge import fuse, greedy_mgwfbp, optimal_dense
+from thinwire.core.pricing.merge import fuse, greedy_mgwfbp
+from thinwire.core.pricing.optimal import optimal_dense
 from thinwire.core.program import WORLD
 from thinwire.systems.kfac.plan import FactorLayer
 from thinwire.systems.kfac.times import LayerTimes

@@ -15,18 +15,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.inverse import (
+from thinwire.core.kernels.seeding import upload
+from thinwire.core.kernels.symmetric import (
     FAILED,
     damped_eigen,
     damped_inverse,
     first_eigen,
     first_inverse,
+    pack_upper,
     pi_ratio,
     precondition,
     precondition_eigen,
+    unpack_upper,
 )
-from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
-from thinwire.core.kernels.upload import upload
 from thinwire.core.pricing.placement import place
 from thinwire.core.program import NODE, WORLD, AllGather, Bucket, Program, Slot, State
 from thinwire.engine.session import Channel

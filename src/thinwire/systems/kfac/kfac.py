@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.core.methods.decoupling import deferring
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import State
-from thinwire.core.program.modes import own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.executors.alone import run_alone
 from thinwire.engine.session import Channel
 from thinwire.engine.state.scaler import loss_scale, still_scaled

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import WORLD, AllGather, Program
 from thinwire.engine.sync import GradientSync
-from thinwire.predict.measure.inversion import curve, inversion_points, sides
+from thinwire.predict.measure.kernels import curve, inversion_points, sides
 from thinwire.systems.kfac.capture import Capture
 from thinwire.systems.kfac.plan import FactorLayer
 from thinwire.systems.kfac.prices import curve_name

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.core.methods.base import check_choice, check_count
+from thinwire.core.checks import check_choice, check_count
 from thinwire.systems.kfac.factors import SCALINGS, TOKENS
 from thinwire.systems.kfac.scheduled import Damping, Interval, check_positive, interval_at
 

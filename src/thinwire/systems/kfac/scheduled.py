@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from thinwire.core.methods.base import check_count
+from thinwire.core.checks import check_count
 
 Damping = float | Callable[[int], float]
 Interval = int | Callable[[int], int]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.pricing.profiles.kronecker import kronecker_shapes
+from thinwire.core.pricing.profiles import ModelProfile, kronecker_shapes
 from thinwire.systems.kfac.plan import FactorLayer
 
 

@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import Tensor
 
-from thinwire.core.memory import memory_of
+from thinwire.core.collectives.sockets import memory_of
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import PairError
 from thinwire.systems.link.hello import Badge

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.methods.base import check_choice, check_flag
+from thinwire.core.checks import check_choice, check_flag
 from thinwire.systems.optim.base import GroupTensors, LayerWise, check_number
 from thinwire.systems.optim.pto import NormShardingOptions
 from thinwire.systems.optim.ratios import Layers, Rule

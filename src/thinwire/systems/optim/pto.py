@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.methods.base import check_choice
+from thinwire.core.checks import check_choice
 from thinwire.core.methods.decoupling import deferring
 from thinwire.core.pricing.placement import Placement, place
 from thinwire.core.program import WORLD, AllGather, Program, Scope
 from thinwire.engine.sync import GradientSync
-from thinwire.predict.measure.timing import Stopwatch, median_seconds
+from thinwire.predict.measure.kernels import Stopwatch, median_seconds
 from thinwire.systems.optim.ratios import Layers, replicated, trust_ratios
 
 logger = logging.getLogger("thinwire")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from thinwire.core.pricing.checks import check_number
+from thinwire.core.checks import check_number
 
 BACKWARD_SHARE = 2 / 3
 """Share of a step that a good all-reduce can hide behind (assumed)."""
@@ -23,7 +23,7 @@ def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
 
 def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
     """Return the time of a ring all-reduce over the nodes' network cards, without the work inside a node."""
-    check_number("bits_per_second", bits_per_second)
+    check_number("bits_per_second", bits_per_second, least=0)
     return 2 * (nodes - 1) * (model_bytes * 8 / nodes / bits_per_second + latency_seconds)
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.memory import shares_memory
+from thinwire.core.collectives.sockets import shares_memory
 
 _KEPT = 0.9
 

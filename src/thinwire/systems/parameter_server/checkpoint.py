@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_count
 from thinwire.core.durable import CheckpointDirectory, read_file, write_file
-from thinwire.core.methods.base import check_count
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.slices import slices
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.predict.measure.batches import Loss
+from thinwire.predict.measure.profile_model import Loss
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.submit import LocalSteps, Submission
 

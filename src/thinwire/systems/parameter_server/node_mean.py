@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.program import AllReduce, Broadcast, Program
-from thinwire.predict.measure.batches import Batches, Loss, numbered
+from thinwire.predict.measure.profile_model import Batches, Loss, numbered
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.local_work import local_gradient
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.core.collectives.backends import backends_to_ask_for
+from thinwire.core.collectives.groups import backends_to_ask_for
 from thinwire.engine.attach import attach
-from thinwire.predict.measure.batches import Batches, Loss
+from thinwire.predict.measure.profile_model import Batches, Loss
 from thinwire.systems.link.meeting import split_address
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server.node import Node

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-from thinwire.core.methods.base import check_count
+from thinwire.core.checks import check_count
 from thinwire.core.records import UNREADABLE
 from thinwire.systems.parameter_server.staleness import ALPHAS, LR_SCALES, NORMS, UNBOUNDED
 from thinwire.systems.parameter_server.submit import Gradient, LocalSteps, Submission

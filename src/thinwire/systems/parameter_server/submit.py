@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from thinwire.core.methods.base import check_count
+from thinwire.core.checks import check_count
 
 INNER = ("adamw", "sgd")
 

@@ -9,7 +9,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from thinwire.core.pricing.checks import check_number
+from thinwire.core.checks import check_number
 
 
 class VirtualTime:
@@ -32,7 +32,7 @@ class VirtualTime:
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Schedule an action that many seconds from now."""
-        check_number("seconds", seconds)
+        check_number("seconds", seconds, least=0)
         heapq.heappush(self._events, (self.now + seconds, self._made, action))
         self._made += 1
 
@@ -64,7 +64,7 @@ class Card:
 
     def __init__(self, bits_per_second: float | None) -> None:
         if bits_per_second is not None:
-            check_number("bits_per_second", bits_per_second)
+            check_number("bits_per_second", bits_per_second, least=0)
             if not bits_per_second:
                 raise ValueError("bits_per_second must be above 0; None is no limit")
         self.bits_per_second = bits_per_second
@@ -102,7 +102,7 @@ class VirtualChannel:
         small_bytes: int = 1500,
         behind: VirtualChannel | None = None,
     ) -> None:
-        check_number("latency_seconds", latency_seconds)
+        check_number("latency_seconds", latency_seconds, least=0)
         self._time, self._source, self._target = time, source, target
         self._latency, self._jitter, self._small, self._behind = latency_seconds, jitter, small_bytes, behind
         self._last = 0.0

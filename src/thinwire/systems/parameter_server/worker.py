@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from thinwire.predict.measure.batches import Batches, Loss, numbered
+from thinwire.predict.measure.profile_model import Batches, Loss, numbered
 from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import Badge
 from thinwire.systems.link.meeting import Meeting

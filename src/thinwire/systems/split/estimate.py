@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.core.pricing.checks import check_number
+from thinwire.core.checks import check_number
 from thinwire.systems.split.codecs import Visit
 from thinwire.systems.split.frames import HEADER_BYTES
 from thinwire.systems.split.plan import SplitPlan
@@ -179,7 +179,7 @@ class Link:
         for name in ("up", "down"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a rate above 0, in bits per second")
-        check_number("latency_seconds", self.latency_seconds)
+        check_number("latency_seconds", self.latency_seconds, least=0)
 
     def seconds(self, message: Crossing) -> float:
         """Return the seconds from the first byte that leaves to the last that arrives."""

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from thinwire.core.collectives.backends import backends_to_ask_for
+from thinwire.core.collectives.groups import backends_to_ask_for
 
 DEVICES = ("cpu", "cuda")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from thinwire.predict.choose.ties import TIE, as_soon, overlap, simplest
+from thinwire.predict.choose.rank import TIE, as_soon, overlap, simplest
 from thinwire.tools.bench.finish import Finish
 from thinwire.tools.bench.halving import BASE
 from thinwire.tools.bench.race import spoken_for

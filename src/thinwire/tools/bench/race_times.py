@@ -13,7 +13,7 @@ from typing import Any
 
 from thinwire.core.methods.registry import METHODS, method
 from thinwire.engine.local.settings import named_local
-from thinwire.predict.measure.timing import settle
+from thinwire.predict.measure.kernels import settle
 from thinwire.tools.bench.device import names_of_cards
 from thinwire.tools.bench.finish import Pace, pace_of
 from thinwire.tools.bench.functions import told

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from thinwire.core.collectives.topology import topology_of
+from thinwire.core.collectives.groups import topology_of
 from thinwire.core.events import tell_event
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
@@ -135,10 +135,10 @@ class Predictor:
         """Return the seconds of a thinwire row's step; ``compute`` is the row without exchange."""
         from thinwire.core.methods.registry import METHODS
         from thinwire.core.methods.registry import method as named
-        from thinwire.core.pricing.measured import Measured
+        from thinwire.core.pricing.plans import Measured
         from thinwire.engine.controller.planning import price_plan
         from thinwire.engine.parameters import managed_parameters
-        from thinwire.predict.measure.cores import spare_cores
+        from thinwire.predict.measure.machine import spare_cores
 
         if row.kind not in METHODS or not compute.step_seconds:
             return None

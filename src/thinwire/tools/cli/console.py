@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,12 +153,12 @@ def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
     """Watch the load during a measurement with that many processes; warn on stderr if the machine was too busy."""
     from rich.console import Console
 
-    from thinwire.predict.measure.load import LoadWatch
+    from thinwire.predict.measure.machine import LoadWatch
 
     watch, seen = LoadWatch(), Watched()
     yield seen
     load = watch.load()
     if load is not None:
-        seen.record = load.as_dict()
+        seen.record = asdict(load)
         if said := load.sentence(processes):
             Console(stderr=True, quiet=quiet).print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)

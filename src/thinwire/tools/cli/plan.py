@@ -98,6 +98,7 @@ def _answer(
     """Rank, print results as they come, write the files. Return what JSON shows."""
     from dataclasses import asdict
 
+    from thinwire.core.records import plain
     from thinwire.predict.choose import choose
     from thinwire.tools.cli.plan_tables import ddp_answer, ddp_sentence, ranking_table, sentences
 
@@ -116,7 +117,7 @@ def _answer(
         groups = _explain(question, ranking, console)
         answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
     if map:
-        answer["map"] = _map(question, console, lossy).to_data()
+        answer["map"] = plain(_map(question, console, lossy))
     if trace is not None or out is not None:
         _write(question, ranking, answer, trace, out)
         for path in filter(None, (trace, out)):

@@ -41,9 +41,9 @@ def probe(
     """Measure every collective over message sizes: under torchrun on its network, otherwise in the lab."""
     from rich.console import Console
 
+    from thinwire.core.words import rate
     from thinwire.predict.measure import verdict
-    from thinwire.predict.measure.probe_run import message_sizes
-    from thinwire.predict.measure.verdict import rate
+    from thinwire.predict.measure.probe import message_sizes
 
     if backend not in ("auto", "gloo", "nccl"):
         raise ValueError(f"backend {backend!r} is unknown; use auto, gloo or nccl")
@@ -120,7 +120,8 @@ def _in_lab(
 
 def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
     """Return one line per operation of a group; bandwidths are those of the largest measured message."""
-    from thinwire.predict.measure.verdict import duration, line_error, size
+    from thinwire.core.words import duration, size
+    from thinwire.predict.measure.result import line_error
 
     costs, lines = result.costs, result.lines
     series = {key: row for key, row in result.series.items() if key[1:] == group}

@@ -143,7 +143,7 @@ def main() -> None:
 
 def profile_table(profile: ModelProfile) -> Table:
     """Return the modules that take the longest, in forward order."""
-    from thinwire.predict.measure.verdict import duration
+    from thinwire.core.words import duration
 
     forward = {m.name: m.forward_seconds for m in profile.modules}
     backward, elements = dict.fromkeys(forward, 0.0), dict.fromkeys(forward, 0)
@@ -166,7 +166,7 @@ def profile_table(profile: ModelProfile) -> Table:
 
 def profile_sentences(profile: ModelProfile) -> list[str]:
     """Say what the figures mean for an exchange."""
-    from thinwire.predict.measure.verdict import rate
+    from thinwire.core.words import rate
 
     backward, count = sum(profile.backward_seconds), profile.elements * profile.dtype_bytes
     said = [f"{len(profile.tensors)} gradients, {count / 1e6:.1f} MB a step"]

@@ -4,7 +4,7 @@ Measurements of the network belong to ``predict/measure/probe.py``, printing to 
 """
 
 from thinwire.predict.measure.facts import Facts, Interface, Name
-from thinwire.predict.measure.sockets import Choice
+from thinwire.predict.measure.network import Choice
 from thinwire.tools.doctor.collect_facts import collect_facts
 from thinwire.tools.doctor.judge import Diagnosis, judge
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.predict.measure import network
-from thinwire.predict.measure.cores import usable_cores
 from thinwire.predict.measure.facts import Facts
+from thinwire.predict.measure.machine import usable_cores
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _VARIABLES = (*_TORCHRUN, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thinwire.predict.measure.facts import Facts, Interface
-from thinwire.predict.measure.sockets import Choice
+from thinwire.predict.measure.network import Choice
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 """Training cannot start or work; it works worse than it could, or fails on several machines; good to know."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thinwire.predict.measure.facts import Facts
-from thinwire.predict.measure.sockets import Choice, gloo_choice, nccl_choice
+from thinwire.predict.measure.network import Choice, gloo_choice, nccl_choice
 from thinwire.tools.doctor.environment import environment, launch, nodes_of
 from thinwire.tools.doctor.findings import ERROR, NOTE, WARNING, Finding, Setting
 from thinwire.tools.doctor.quality import quality

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thinwire.predict.measure.sockets import is_loopback
+from thinwire.predict.measure.network import is_loopback
 from thinwire.tools.doctor.findings import ERROR, NOTE, WARNING, Finding, Setting
 
 _SLOW_LOOKUP = 1.0  # seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from thinwire.predict.measure.verdict import duration, rate
+from thinwire.core.words import duration, rate
 
 __all__ = ["bits", "duration", "factor", "hover", "megabytes", "plain", "short"]
 

@@ -39,7 +39,6 @@ def keep_count(d: int, rho: float) -> int:
 
 
 def options_of(algorithm: str) -> tuple[str, ...]:
-    """Return the names of an algorithm's options."""
     parameters = signature(ALGORITHMS[algorithm]).parameters.values()
     return tuple(p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY)
 

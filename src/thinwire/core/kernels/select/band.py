@@ -32,13 +32,11 @@ class Band:
         self.low: Number = field.number(0.0)
 
     def tried(self, threshold: Number, count: Number) -> None:
-        """Record the count at a threshold."""
         self.high = pick((count <= self.k) & (threshold < self.high), threshold, self.high)
         self.low = pick((count > self.k) & (threshold > self.low), threshold, self.low)
 
 
 def check_window(window: str) -> None:
-    """Raise ``ValueError`` for an unknown window."""
     if window not in WINDOWS:
         raise ValueError(f'window={window!r} is unknown; use "circular" or "line"')
 

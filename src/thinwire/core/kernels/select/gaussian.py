@@ -27,11 +27,7 @@ def gaussian(
     """Return indices of k entries.
 
     Args:
-        x: 1-D.
-        k: 1..d.
-        generator: for the window.
         rounds: corrections of the threshold: halved if fewer than 2k/3 entries reach it, x1.5 if more than 4k/3 do.
-        window: see ``band``.
     """
     if rounds < 0:
         raise ValueError(f"rounds={rounds} must not be negative")

@@ -9,12 +9,14 @@ This follows no paper; it is the usual radix selection. fp64 has 63 bits and tak
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels.select.band import Band, check_window, take
 from thinwire.core.kernels.select.magnitudes import Magnitudes, Number
-from thinwire.core.kernels.triton import require, serves
 
 _DIGITS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -34,11 +36,7 @@ def histogram(
     """Return indices of k entries: exact except for the choice among equal magnitudes.
 
     Args:
-        x: 1-D.
-        k: 1..d.
-        generator: for the window.
         passes: number of digits to look at; None: all.
-        window: see ``band``.
         engine: what counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
     """
     field = Magnitudes(x, k)
@@ -48,7 +46,7 @@ def histogram(
     if engine not in ENGINES:
         raise ValueError(f'engine={engine!r} is unknown; use "auto", "torch" or "triton"')
     if engine == "triton":
-        require()
+        require_triton()
     check_window(window)
     return take(field, search(field, digits[:passes], engine), generator, window)
 
@@ -84,10 +82,10 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str
     keys = _KEYS[field.dtype]
     if not field.host:
         (a,) = field.pieces()
-        if keys == torch.int32 and (engine == "triton" or (engine == "auto" and serves(a))):
-            from thinwire.core.kernels.triton import select  # imported late because it is optional
+        if keys == torch.int32 and (engine == "triton" or (engine == "auto" and triton_serves(a))):
+            from thinwire.core.kernels import triton_select  # imported late because it is optional
 
-            return select.digits(a.view(keys), prefix, shift, bits)
+            return triton_select.digits(a.view(keys), prefix, shift, bits)
         return digits(a.view(keys), prefix, shift, bits)
     first, low = shift == sum(_DIGITS[field.dtype]), _edge(field, prefix, shift)
     if not first:
@@ -111,11 +109,23 @@ def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
         prefix: 0-dim.
         shift: number of bits below the prefix.
         bits: number of bits in the digit.
-
-    Returns:
-        int64 ``[2 ** bits]``.
     """
     bins = 1 << bits
     digit = torch.where((keys >> shift) == prefix, (keys >> (shift - bits)) & (bins - 1), bins)
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=keys.device)
     return counts.scatter_add_(0, digit.long(), torch.ones_like(digit, dtype=torch.int64))[:bins]
+
+
+@cache
+def triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def triton_serves(x: Tensor) -> bool:
+    """Return whether to use the kernels for a tensor if the user has not chosen."""
+    return x.is_cuda and triton_installed()
+
+
+def require_triton() -> None:
+    if find_spec("triton") is None:
+        raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')

@@ -25,7 +25,6 @@ FEW = 4  # entries in question are kept separately once they are at most a quart
 
 
 def on_host(x: Tensor) -> bool:
-    """Return whether tensor values may be read in Python."""
     return x.device.type == "cpu"
 
 
@@ -54,12 +53,7 @@ def at_least(x: Tensor, threshold: float, limit: int | None = None) -> Tensor | 
 
 
 class Magnitudes:
-    """Counts over |x| for thresholds; fp32 (fp64 for fp64).
-
-    Args:
-        x: 1-D, not empty.
-        k: number of entries to look for.
-    """
+    """Counts over |x| for thresholds; fp32 (fp64 for fp64)."""
 
     def __init__(self, x: Tensor, k: int) -> None:
         self.x, self.k, self.size = x, k, x.numel()
@@ -116,7 +110,6 @@ class Magnitudes:
         return self._few[found] if threshold >= self._floor and self._few is not None else found
 
     def mean_and_top(self) -> tuple[Number, Number]:
-        """Return mean and maximum of the magnitudes."""
         if not self.host:
             a = self._few_values
             return a.mean(dtype=torch.float64), a.max().double()
@@ -127,7 +120,6 @@ class Magnitudes:
         return total / self.size if math.isfinite(total) else self.largest, top
 
     def lowest(self) -> Number:
-        """Return the smallest magnitude."""
         found = torch.stack([a.nan_to_num(nan=self.largest, posinf=self.largest).amin() for a in self.pieces()])
         return float(found.amin()) if self.host else found.amin().double()
 

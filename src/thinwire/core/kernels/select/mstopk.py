@@ -32,12 +32,8 @@ def mstopk(
     """Return indices of k entries.
 
     Args:
-        x: 1-D.
-        k: 1..d.
-        generator: for the window.
         samplings: the most counts; 30 can resolve one outlier of 1e9 times the rest.
         base: where the search begins: "mean", "min" or "zero"; "auto": the mean, or zero if fewer than k reach it.
-        window: see ``band``.
     """
     if samplings < 1:
         raise ValueError(f"samplings={samplings} must be at least 1")

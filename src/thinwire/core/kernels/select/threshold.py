@@ -29,8 +29,6 @@ def threshold(
     """Return indices of k entries.
 
     Args:
-        x: 1-D.
-        k: 1..d.
         generator: for the sample's start and the window.
         sample: share of the entries that is sampled; at least 2 d / k entries are.
         rounds: the most changes of the threshold.
@@ -98,7 +96,6 @@ def _smaller(a: Number, b: Number) -> Number:
 
 
 def _next(field: Magnitudes, t: Number) -> Number:
-    """Return the next number above a threshold."""
     here = t.to(field.dtype) if isinstance(t, Tensor) else torch.tensor(t, dtype=field.dtype)
     after = torch.nextafter(here, torch.full_like(here, math.inf))
     return float(after) if field.host else after.double()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.records import UNREADABLE
-from thinwire.predict.measure.timing import settle
+from thinwire.predict.measure.kernels import settle
 from thinwire.systems.supernet.space import SubNet
 from thinwire.systems.supernet.stereo.cost_volume import correlation, soft_argmax
 from thinwire.systems.supernet.stereo.network import ElasticStereo, check_size

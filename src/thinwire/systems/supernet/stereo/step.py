@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.core.collectives.backends import backend_for
+from thinwire.core.collectives.groups import backend_for
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import AllReduce, Method, Plan, Program

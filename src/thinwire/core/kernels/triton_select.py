@@ -1,4 +1,4 @@
-"""The histogram of a radix selection in one pass over memory, where torch's scatter needs several.
+"""In Triton, for CUDA: the histogram of a radix selection in one pass over memory, where torch's scatter needs several.
 
 Twin: ``kernels.select.histogram.digits``; equal bit for bit. No host read, no atomic that decides an order.
 """
@@ -20,7 +20,6 @@ BLOCK_TURNS = 8  # blocks that one program of the histogram counts before it add
 def digits_kernel(  # type: ignore[no-untyped-def]
     keys, prefix, counts, size, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr
 ):
-    """Count the digits of the keys that begin with the prefix."""
     BINS: tl.constexpr = 1 << BITS
     wanted = tl.load(prefix).to(tl.int32)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * TURNS)

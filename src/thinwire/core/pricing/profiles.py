@@ -1,11 +1,176 @@
-"""Well-known models by name, with compute seconds derived from FLOPs, for questions before anything is measured."""
+"""Models as numbers: tensors in backward order with their backward seconds, by name or from a file.
+
+The seconds of well-known models are derived from FLOPs, for questions before anything is measured.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from thinwire.core.pricing.profiles.layers import FlopsEstimate, Layer, convolution, estimate, linear, norm
-from thinwire.core.pricing.profiles.profile import ModelProfile
+from thinwire.core.checks import check_count, check_number
+from thinwire.core.pricing.costs import Provenance, check_provenance
+from thinwire.core.records import Record
+
+
+@dataclass(frozen=True)
+class TensorTime:
+    """One parameter, and the backward seconds from the previous gradient to this one.
+
+    ``kind``: class of the module that owns it ("Embedding"), if known: some methods keep some kinds dense.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    backward_seconds: float
+    kind: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """The module that owns it."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """One module, in forward order, and its own forward seconds."""
+
+    name: str
+    forward_seconds: float
+
+
+@dataclass(frozen=True)
+class ModelProfile(Record):
+    """A model as numbers, for one batch size and device.
+
+    Attributes:
+        name: name of the model.
+        tensors: in backward order: the gradient that is ready first comes first.
+        forward_seconds: the whole forward pass; may exceed the sum over modules.
+        modules: in forward order; a tensor belongs to the module whose name its own name begins with.
+        dtype_bytes: bytes of one gradient element.
+        provenance: where the seconds come from.
+        source: provenance in free text.
+    """
+
+    called: ClassVar[str] = "a thinwire profile"
+    alone: ClassVar[bool] = False  # `thinwire profile` tells more
+
+    name: str
+    tensors: tuple[TensorTime, ...]
+    forward_seconds: float
+    modules: tuple[ModuleTime, ...] = ()
+    dtype_bytes: int = 4
+    provenance: Provenance = "assumed"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_provenance(self.provenance)
+        check_number("forward_seconds", self.forward_seconds, least=0)
+        if self.dtype_bytes < 1:
+            raise ValueError(f"dtype_bytes must be at least 1, not {self.dtype_bytes}")
+        for i, tensor in enumerate(self.tensors):
+            check_number(f"tensors[{i}].backward_seconds", tensor.backward_seconds, least=0)
+        for i, module in enumerate(self.modules):
+            check_number(f"modules[{i}].forward_seconds", module.forward_seconds, least=0)
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise ValueError("tensors: a name appears twice")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements per tensor, in backward order, as the merge rules need them."""
+        return [tensor.size for tensor in self.tensors]
+
+    @property
+    def backward_seconds(self) -> list[float]:
+        """Seconds per tensor, in backward order, as the merge rules need them."""
+        return [tensor.backward_seconds for tensor in self.tensors]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole model."""
+        return sum(self.sizes)
+
+    def scaled(self, factor: float) -> ModelProfile:
+        """Return the same model on a device that takes ``factor`` times as long."""
+        check_number("factor", factor, least=0)
+        tensors = tuple(replace(t, backward_seconds=t.backward_seconds * factor) for t in self.tensors)
+        modules = tuple(replace(m, forward_seconds=m.forward_seconds * factor) for m in self.modules)
+        source = f"{self.source}, scaled by {factor:g}".lstrip(", ")
+        return replace(
+            self,
+            tensors=tensors,
+            modules=modules,
+            forward_seconds=self.forward_seconds * factor,
+            provenance="assumed",
+            source=source,
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module in forward order.
+
+    Attributes:
+        name: name in the model.
+        flops: forward FLOPs of one sample.
+        parameters: (short name, shape) in order of registration; none for attention cores and tied heads.
+        kind: class of the module, if it matters to a method.
+    """
+
+    name: str
+    flops: float
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    kind: str = ""
+
+
+def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
+    """Return a fully connected layer with bias, applied at that many positions of a sample."""
+    parameters = (("weight", (outputs, inputs)), ("bias", (outputs,)))
+    return Layer(name, 2.0 * inputs * outputs * positions, parameters)
+
+
+def convolution(name: str, inputs: int, outputs: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
+    """Return a square convolution whose output is ``side`` x ``side``."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = (("weight", (outputs, inputs, kernel, kernel)),)
+    if bias:
+        parameters += (("bias", (outputs,)),)
+    return Layer(name, 2.0 * inputs * outputs * kernel**2 * side**2, parameters)
+
+
+def norm(name: str, channels: int, positions: int) -> Layer:
+    """Return batch or layer normalisation: two vectors; 8 FLOPs per element, a guess."""
+    return Layer(name, 8.0 * channels * positions, (("weight", (channels,)), ("bias", (channels,))))
+
+
+def estimate(name: str, layers: Sequence[Layer], batch_size: int, device_flops: float) -> ModelProfile:
+    """Build a profile whose compute time is FLOPs over the device's rate; backward costs twice as much as forward.
+
+    The gradients of one module arrive together: the parameter registered last carries the module's time, the others
+    none. The first layer needs no gradient of its input. The time of modules without parameters is added to the next
+    gradient.
+    """
+    check_count("batch_size", batch_size)
+    check_number("device_flops", device_flops, above=0)
+    rate = device_flops / batch_size
+    tensors: list[TensorTime] = []
+    waiting = 0.0
+    for position, layer in reversed(list(enumerate(layers))):
+        waiting += layer.flops / rate * (2 if position else 1)
+        for short, shape in reversed(layer.parameters):
+            tensors.append(TensorTime(f"{layer.name}.{short}", shape, waiting, layer.kind))
+            waiting = 0.0
+    modules = tuple(ModuleTime(layer.name, layer.flops / rate) for layer in layers)
+    source = f"FLOPs of the layers, {batch_size} samples at {device_flops / 1e12:g} TFLOP/s"
+    return ModelProfile(name, tuple(tensors), sum(m.forward_seconds for m in modules), modules, 4, "assumed", source)
+
 
 # Name: samples per rank (as in the papers' scripts, if they set it), positions per sample, layers.
 _MODELS: dict[str, tuple[int, int, Callable[[int], list[Layer]]]] = {
@@ -51,8 +216,7 @@ def builtin(
         if not positions or not 1 <= sequence_length <= most:
             raise ValueError(f"sequence_length={sequence_length} does not fit {name}")
         positions = sequence_length
-    how = FlopsEstimate(usual if batch_size is None else batch_size, device_flops)
-    return estimate(name, layers(positions), how, "FLOPs of the layers")
+    return estimate(name, layers(positions), usual if batch_size is None else batch_size, device_flops)
 
 
 def densenet(blocks: Sequence[int]) -> list[Layer]:
@@ -76,7 +240,6 @@ def densenet(blocks: Sequence[int]) -> list[Layer]:
 
 
 def vgg16() -> list[Layer]:
-    """Return the layers of VGG-16 without normalisation."""
     layers: list[Layer] = []
     inputs, side, place = 3, 224, 0
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -175,3 +338,19 @@ def _product(name: str, inputs: int, outputs: int, positions: int) -> Layer:
     """Return a fully connected layer that stores its matrix as inputs x outputs."""
     parameters = (("weight", (inputs, outputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)
+
+
+def kronecker_shapes(profile: ModelProfile) -> list[tuple[str, int, int]]:
+    """Return (module, d_A, d_G) in order of registration: weights with two or four dimensions; not embeddings.
+
+    Args:
+        profile: its tensors are named ``<module>.weight`` and ``<module>.bias``; a bias adds a row to A.
+    """
+    biased = {tensor.module for tensor in profile.tensors if tensor.name.endswith(".bias")}
+    found = []
+    for tensor in reversed(profile.tensors):
+        matrix = tensor.name.endswith(".weight") and len(tensor.shape) in (2, 4)
+        if matrix and not tensor.kind.startswith("Embedding"):
+            rows = tensor.shape[0]
+            found.append((tensor.module, tensor.size // rows + (tensor.module in biased), rows))
+    return found

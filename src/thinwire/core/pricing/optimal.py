@@ -1,4 +1,4 @@
-"""The fastest grouping if selection costs time too: a dynamic programme over Pareto frontiers.
+"""The fastest groupings, by dynamic programmes that are exact for any cost function: dense, and with selection.
 
 Paper: Shi et al.: Communication-efficient distributed deep learning with merged gradient sparsification on GPUs
 (OMGS-SGD), INFOCOM 2020.
@@ -7,20 +7,165 @@ Differences from the paper: this is the exact optimum under the paper's own cost
 (``greedy_omgs``) misses; that rule also decides on the first two layers that backward yields, which the authors' code
 never separates; costs are measured at start for any number of workers; a message holds values and indices together;
 selection runs alongside backward if a core or a stream is free.
+
+With selection, a prefix has a Pareto frontier of two clocks.
 """
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.core.pricing.checks import Price, check_breaks, check_number, check_seconds, check_sizes, priced_row
-from thinwire.core.pricing.clock import finish
-from thinwire.core.pricing.merge.cuts import Cuts, cuts
-from thinwire.core.pricing.merge.result import Merge
+from thinwire.core.checks import check_number, check_seconds, check_sizes
+from thinwire.core.pricing.merge import Merge, Price, finish
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Allowed borders between groups, with the sums up to each border.
+
+    Attributes:
+        at: tensor indices of the borders, from 0 to the number of tensors.
+        elements: elements before each border.
+        backward: backward seconds before each border.
+        earliest: for a group that ends at border j, the first border at which it may begin.
+    """
+
+    at: list[int]
+    elements: list[int]
+    backward: list[float]
+    earliest: list[int]
+
+    def groups(self, borders: Sequence[int]) -> list[list[int]]:
+        return [list(range(self.at[i], self.at[j])) for i, j in pairwise(borders)]
+
+
+def check_breaks(breaks: Collection[int], count: int) -> list[int]:
+    for position in breaks:
+        if not 0 <= position < count:
+            raise ValueError(f"breaks: {position} is out of range for {count} tensors")
+    return sorted(set(breaks))
+
+
+def priced_row(name: str, price: Price, sizes: Sequence[int]) -> NDArray[np.float64]:
+    """Return the seconds that ``price`` gives for many sizes: called once per size, checked together."""
+    row = np.array([price(size) for size in sizes], dtype=np.float64)
+    bad = ~(np.isfinite(row) & (row >= 0))
+    if bad.any():
+        i = int(bad.argmax())
+        raise ValueError(f"{name}({sizes[i]}) must be finite and not negative, got {row[i]}")
+    return row
+
+
+def cuts(
+    sizes: list[int],
+    seconds: list[float],
+    breaks: Sequence[int],
+    max_elements: int | None,
+    at_most: int | None = None,
+) -> Cuts:
+    """Return the borders between tensors; with ``at_most``, join the smallest neighbours until that many are left."""
+    at = list(range(len(sizes) + 1))
+    if at_most is not None and len(sizes) > at_most:
+        at = _join(sizes, set(breaks), max_elements, at_most)
+    elements = [0, *accumulate(sizes)]
+    backward = [0.0, *accumulate(seconds)]
+    elements, backward = [elements[i] for i in at], [backward[i] for i in at]
+    earliest = [0]
+    for j in range(1, len(at)):
+        first = earliest[-1]
+        if max_elements is not None:  # a single tensor above the cap is a group of its own
+            first = max(first, min(j - 1, bisect.bisect_left(elements, elements[j] - max_elements)))
+        k = bisect.bisect_left(breaks, at[j])
+        if k:
+            first = max(first, bisect.bisect_left(at, breaks[k - 1]))
+        earliest.append(first)
+    return Cuts(at, elements, backward, earliest)
+
+
+def _join(sizes: list[int], breaks: set[int], max_elements: int | None, at_most: int) -> list[int]:
+    """Return the borders left after repeatedly joining the pair of neighbours with the fewest elements."""
+    count = len(sizes)
+    size, before, after = list(sizes), list(range(-1, count - 1)), list(range(1, count + 1))
+    alive = [True] * count
+    heap = [(sizes[i] + sizes[i + 1], i, i + 1) for i in range(count - 1) if i + 1 not in breaks]
+    heapq.heapify(heap)
+    left = count
+    while heap and left > at_most:
+        total, i, j = heapq.heappop(heap)
+        stale = not (alive[i] and alive[j]) or after[i] != j or size[i] + size[j] != total
+        if stale or (max_elements is not None and total > max_elements):
+            continue
+        alive[j] = False  # j now belongs to i
+        size[i], after[i] = total, after[j]
+        left -= 1
+        if after[i] < count:
+            before[after[i]] = i
+            if after[i] not in breaks:
+                heapq.heappush(heap, (total + size[after[i]], i, after[i]))
+        if before[i] >= 0 and i not in breaks:
+            heapq.heappush(heap, (size[before[i]] + total, before[i], i))
+    return [*(i for i in range(count) if alive[i]), count]
+
+
+def optimal_dense(
+    sizes: Sequence[int],
+    backward_seconds: Sequence[float],
+    allreduce_seconds: Price,
+    *,
+    breaks: Collection[int] = (),
+    max_elements: int | None = None,
+) -> Merge:
+    """Group tensors so that the last all-reduce ends as early as possible.
+
+    The end of a prefix depends on its grouping only through the link, since grouping does not move the backward pass.
+    So one number per prefix is enough, and the time is O(L^2).
+
+    Args:
+        sizes: elements per tensor, in backward order.
+        backward_seconds: backward time of each tensor, from the previous gradient to this one.
+        allreduce_seconds: all-reduce time of a group, by its elements; need not be monotone.
+        breaks: indices that must open a group (another dtype, device or rule).
+        max_elements: largest number of elements in a group, unless it is a single tensor.
+
+    Returns:
+        The merge; among equal ones, the one whose last group is longest, at every step backwards.
+
+    Raises:
+        ValueError: invalid sizes, times, breaks or cap, or a callable that returns an invalid time.
+
+    Example:
+        >>> optimal_dense([8, 1, 1], [1.0, 1.0, 1.0], lambda d: 1.0 + d / 4).groups
+        [[0], [1, 2]]
+    """
+    sizes = check_sizes(sizes)
+    seconds = check_seconds(backward_seconds, len(sizes))
+    borders = check_breaks(breaks, len(sizes))
+    if max_elements is not None:
+        check_number("max_elements", max_elements, least=0)
+    if not sizes:
+        return Merge([], 0.0, "optimal", True)
+    table = cuts(sizes, seconds, borders, max_elements)
+    ends = np.zeros(len(sizes) + 1)
+    begins = [0] * (len(sizes) + 1)
+    for j in range(1, len(sizes) + 1):
+        first, total = table.earliest[j], table.elements[j]
+        row = priced_row("allreduce_seconds", allreduce_seconds, [total - d for d in table.elements[first:j]])
+        row += np.maximum(ends[first:j], table.backward[j])
+        best = int(row.argmin())  # the first: the longest last group
+        ends[j], begins[j] = row[best], first + best
+    chosen = [len(sizes)]
+    while chosen[-1]:
+        chosen.append(begins[chosen[-1]])
+    groups = table.groups(chosen[::-1])
+    return Merge(groups, finish(groups, sizes, seconds, allreduce_seconds), "optimal", True)
+
 
 EXACT_UP_TO = 512
 """With more tensors than this, the smallest neighbours are joined first, until JOINED_TO are left."""
@@ -69,7 +214,7 @@ def optimal_sparse(
     seconds = check_seconds(backward_seconds, len(sizes))
     borders = check_breaks(breaks, len(sizes))
     if max_elements is not None:
-        check_number("max_elements", max_elements)
+        check_number("max_elements", max_elements, least=0)
     if not sizes:
         return Merge([], 0.0, "optimal", True)
     joined = len(sizes) > EXACT_UP_TO
@@ -157,7 +302,6 @@ class _Problem:
 
 
 def _borders(border: _Ints, parent: _Ints, state: int, last: int) -> list[int]:
-    """Return the borders of a plan, followed back from its last state."""
     chosen = [last]
     while state >= 0:
         chosen.append(int(border[state]))

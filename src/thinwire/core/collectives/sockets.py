@@ -1,4 +1,4 @@
-"""One TCP connection between two ranks: messages one after another, each way, without headers.
+"""The connections of two ranks: messages one after another, each way, without headers; and the thread that moves them.
 
 Only the tensors' bytes are sent. Both sides post the same messages in the same order, so the n-th message that one side
 sends is the n-th that the other receives. Bytes that arrive before their receive is posted wait in the kernel. So the
@@ -8,6 +8,7 @@ transfer continues even while this process is not scheduled, whereas Gloo does a
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -15,16 +16,176 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from thinwire.core.collectives.countdown_work import CountdownWork
-from thinwire.core.memory import memory_of
 from thinwire.core.sockets import not_for_children
 
-if TYPE_CHECKING:
-    from thinwire.core.collectives.socket_loop import SocketLoop
+_PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8})  # numpy's too
+
+
+def memory_of(x: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, which they keep alive.
+
+    Slicing them costs less than slicing a tensor.
+    """
+    if x.dtype in _PLAIN and x.numel():
+        return memoryview(x.detach().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
+    return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def shares_memory(x: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, by ``expand``: it cannot be written to in place."""
+    return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride()))
+
+
+class CountdownWork:
+    """Ends when all its parts have, or with the first one's error.
+
+    Args:
+        parts: number of messages.
+        last: called by the thread that moves the last byte, before anyone is told of the end; an error in it becomes
+            the work's error.
+        failed: called with an error.
+    """
+
+    def __init__(
+        self, parts: int, last: Callable[[], None] | None = None, failed: Callable[[RuntimeError], None] | None = None
+    ) -> None:
+        self._left, self._last, self._failed = parts, last, failed
+        self._lock, self._gate = threading.Lock(), threading.Lock()
+        self._gate.acquire()  # waiting means acquiring it; much cheaper to make than an Event
+        self._ended = False
+        self._error: RuntimeError | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def part_ended(self) -> None:
+        """Count one more message that has arrived, or has been handed to the kernel."""
+        with self._lock:
+            self._left -= 1
+            if self._left or self._ended:
+                return
+        error = None
+        if self._last is not None:
+            try:
+                self._last()
+            except Exception as caught:  # the loop's thread must survive it, and waiting threads must get it
+                error = (
+                    caught if isinstance(caught, RuntimeError) else RuntimeError(f"{type(caught).__name__}: {caught}")
+                )
+        self._end(error)
+
+    def fail(self, error: RuntimeError) -> None:
+        """End the work with an error: one part will never end."""
+        self._end(error)
+
+    def _end(self, error: RuntimeError | None) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._error, self._ended = error, True
+            self._gate.release()
+            callbacks, self._callbacks = self._callbacks, []
+        if error is not None and self._failed is not None:
+            self._failed(error)
+        for callback in callbacks:
+            with contextlib.suppress(RuntimeError):
+                callback()
+
+    def wait(self) -> None:
+        """Wait until the work has ended. Raise the error of the first part that failed."""
+        with self._gate:
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call back, from another thread or at once, when the work has ended or failed."""
+        with self._lock:
+            if not self._ended:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+_CHECK_SECONDS = 0.25
+_process_loop: SocketLoop | None = None
+_lock = threading.Lock()
+
+
+class SocketLoop:
+    """Watches sockets and calls their streams when there is data, or room to send."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self.streams: dict[int, Stream] = {}
+        self.gone: set[int] = set()  # file descriptors closed since the last poll, which may be in use again
+        threading.Thread(target=self._loop, name="thinwire-sockets", daemon=True).start()
+
+    def add(self, stream: Stream) -> None:
+        self.streams[stream.number] = stream
+        self._epoll.register(stream.number, 0)
+
+    def watch(self, stream: Stream, events: int) -> None:
+        """Set what the stream waits for from now on, as epoll's event mask."""
+        self._epoll.modify(stream.number, events)
+
+    def remove(self, stream: Stream) -> None:
+        if self.streams.pop(stream.number, None) is not None:
+            self.gone.add(stream.number)
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(stream.number)
+
+    def _loop(self) -> None:
+        checked = time.monotonic()
+        with torch.no_grad():
+            while True:
+                self.gone.clear()
+                for number, happened in self._epoll.poll(_CHECK_SECONDS):
+                    stream = self.streams.get(number)
+                    if stream is None or number in self.gone:
+                        continue
+                    try:
+                        self._serve(stream, happened)
+                    except Exception as error:  # an error of one stream must not affect the others
+                        stream.fail(error)
+                if (now := time.monotonic()) - checked >= _CHECK_SECONDS:
+                    checked = now
+                    for stream in list(self.streams.values()):
+                        try:
+                            stream.check(now)
+                        except Exception as error:
+                            stream.fail(error)
+
+    @staticmethod
+    def _serve(stream: Stream, happened: int) -> None:
+        if happened & select.EPOLLIN:
+            stream.on_data()
+        if happened & select.EPOLLOUT:
+            stream.on_room()
+        if happened & (select.EPOLLHUP | select.EPOLLERR):
+            stream.hung_up()
+
+
+def socket_loop() -> SocketLoop:
+    global _process_loop
+    with _lock:
+        _process_loop = _process_loop or SocketLoop()
+        return _process_loop
+
+
+def _after_fork() -> None:
+    """Reset the loop in a forked child: it lacks the parent's thread, and must not unregister the shared sockets."""
+    global _process_loop, _lock
+    if _process_loop is not None:
+        _process_loop.streams.clear()
+    _process_loop, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 _CLOSED = "the other side has closed it"
 _WAKE_BYTES = 1 << 20  # bytes, or the rest of a message, for which a receiver is woken; half as many cost 3 %
@@ -86,7 +247,6 @@ class Stream:
         return False
 
     def on_room(self) -> None:
-        """Send what the kernel accepts."""
         self._move(self._out, self.socket.send)
 
     def on_data(self) -> None:
@@ -134,7 +294,6 @@ class Stream:
         self._lost(ConnectionResetError(_CLOSED))
 
     def fail(self, error: Exception) -> None:
-        """End the stream because of an error while its bytes were moved."""
         self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:

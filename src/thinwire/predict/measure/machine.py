@@ -1,11 +1,46 @@
-"""Whether a measurement on this machine was disturbed: the machine's load, and CPU time taken away. Linux only."""
+"""This machine: the cores that this process may use, and whether its load disturbed a measurement (Linux only)."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import asdict, dataclass
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and network namespaces of a machine
+
+
+def usable_cores() -> int:
+    """Return the number of cores that the scheduler may give to this process."""
+    return len(_cores())
+
+
+def spare_cores(ranks: int) -> bool:
+    """Return whether the communicator threads of that many ranks on this machine have cores of their own."""
+    return spare_places([place()] * ranks, 0)
+
+
+def place() -> bytes:
+    """Identify the machine of this process and the cores that it may use, for :func:`spare_places`."""
+    machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+    return json.dumps([machine, _cores()]).encode()
+
+
+def spare_places(places: Sequence[bytes], rank: int) -> bool:
+    """Return whether the ranks that really share this rank's cores, on whatever node, have spare cores for threads."""
+    rows = [json.loads(text) for text in places]
+    machine, mine = rows[rank]
+    together = [set(cores) for name, cores in rows if name == machine and not set(cores).isdisjoint(mine)]
+    return len(set.union(*together)) >= 2 * len(together)
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
 
 _BUSY = 0.75  # of the cores: other processes that run or wait for a core
 _STOLEN = 0.02  # of the CPU's time
@@ -35,26 +70,18 @@ class Load:
         """Return one line if the figures are not to be trusted, else ""; ``own``: number of measured processes."""
         said = []
         if self.before > _BUSY * self.cores:
-            said.append(f"load average {self.before:.1f} on {_cores(self.cores)} before the start")
+            said.append(f"load average {self.before:.1f} on {_counted(self.cores)} before the start")
         elif self.after > own + _BUSY * self.cores:
-            said.append(f"load average {self.after:.1f} on {_cores(self.cores)} at the end, {own} of it our own")
+            said.append(f"load average {self.after:.1f} on {_counted(self.cores)} at the end, {own} of it our own")
         if self.stolen > _STOLEN:
             said.append(f"{self.stolen:.0%} of the CPU's time went to other guests of its host")
         if self.throttled > _THROTTLED * self.periods:
             said.append(f"held back by its control group in {self.throttled} of {self.periods} periods")
         return f"this machine is overloaded: {'; '.join(said)}: figures are too high and scattered" if said else ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
 
 class LoadWatch:
-    """Observes the load from its creation until ``load`` is called.
-
-    Args:
-        root: where /proc and /sys are.
-    """
+    """Observes the load from its creation until ``load`` is called."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -77,7 +104,6 @@ class LoadWatch:
         return float(words[0]) if words else None
 
     def _cpu_times(self) -> tuple[int, int]:
-        """Return stolen and total time, in the kernel's ticks."""
         ticks = [int(word) for word in self._words("proc/stat")[1:9]]  # of all cores: the first line
         return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
 
@@ -96,5 +122,5 @@ class LoadWatch:
             return []
 
 
-def _cores(count: int) -> str:
+def _counted(count: int) -> str:
     return f"{count} core{'' if count == 1 else 's'}"
