@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-
 from thinwire.bench.models.registry import build_model
 from thinwire.methods.registry import method as named
 from thinwire.program import Bucket, Method, Program, Slot, State, Topology
