@@ -24,12 +24,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.core.methods.registry import method as named
-from thinwire.core.pricing.merge import fuse
-from thinwire.core.pricing.profiles import builtin
-from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology
-from thinwire.core.program.local_world import run_lockstep
-from thinwire.tools.bench.models.registry import build_model
+try:
+    from thinwire.core.methods.registry import method as named
+    from thinwire.core.pricing.merge import fuse
+    from thinwire.core.pricing.profiles import builtin
+    from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology
+    from thinwire.core.program.local_world import run_lockstep
+    from thinwire.tools.bench.models.registry import build_model
+except ImportError:  # the commits that are compared with
+    from thinwire.bench.models.registry import build_model
+    from thinwire.methods.registry import method as named
+    from thinwire.planner.merge import fuse
+    from thinwire.planner.profiles import builtin
+    from thinwire.program import Bucket, Method, Program, Slot, State, Topology
+    from thinwire.program.lockstep import run_lockstep
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "encode_time.json"
