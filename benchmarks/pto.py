@@ -27,8 +27,7 @@ import thinwire as tw
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import WORLD, AllReduce, Program
 from thinwire.systems.optim import LARS, TrustRatios
-from thinwire.systems.optim.pto import decide, split
-from thinwire.systems.optim.ratios import Layers, Rule, replicated
+from thinwire.systems.optim.pto import Layers, Rule, decide, replicated, split
 
 MODELS = ("resnet50", "bert-base", "vgg16")
 

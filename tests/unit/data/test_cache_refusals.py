@@ -10,7 +10,7 @@ from cache_sources import Digits, cached, scale
 from PIL import Image
 
 from thinwire.systems.data import CachedDataset
-from thinwire.systems.data.memory import budget, room
+from thinwire.systems.data.levels import budget, room
 
 NAMED = {"dataset_id": "digits", "version": 1, "memory_bytes": 8 << 20}
 

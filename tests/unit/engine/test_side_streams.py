@@ -8,8 +8,8 @@ from torch import nn
 
 from thinwire.core.program import PlanBucket
 from thinwire.engine.memory import Memory
+from thinwire.systems.kfac.factors import LayerSums
 from thinwire.systems.kfac.layers import find_layers
-from thinwire.systems.kfac.sums import LayerSums
 
 
 class OnCard(torch.Tensor):

@@ -8,9 +8,8 @@ from layers_by_hand import conv_factors, mlp, run_once
 from torch import nn
 
 from thinwire.core.kernels.symmetric import unpack_upper
-from thinwire.systems.kfac.factors import input_rows
+from thinwire.systems.kfac.factors import LayerSums, input_rows
 from thinwire.systems.kfac.layers import find_layers
-from thinwire.systems.kfac.sums import LayerSums
 
 
 def factors_of(module, x, g, scaling="reference", tokens="expand", parts=1):

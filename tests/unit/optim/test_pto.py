@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from rounding import of_sums
 from thinwire.core.program import NODE, WORLD, Topology
 from thinwire.core.program.lockstep import run_lockstep
-from thinwire.systems.optim.pto import TrustRatios, decide, split
-from thinwire.systems.optim.ratios import Layers, Rule, norms, replicated, trust_ratios
+from thinwire.systems.optim.pto import Layers, Rule, TrustRatios, decide, norms, replicated, split, trust_ratios
 
 RULES = [Rule(0.001, 0.0001), Rule(), Rule(0.02, 0.1, 1e-3, (1e-5, 0.5))]
 

@@ -13,7 +13,7 @@ import thinwire as tw
 from thinwire.systems.optim import LARS
 from thinwire.systems.supernet import ActiveReduce, ActiveSet
 from thinwire.systems.supernet.operators import ElasticBatchNorm
-from thinwire.systems.supernet.semantics import InactiveWeights
+from thinwire.systems.supernet.reduce import InactiveWeights
 from thinwire.systems.supernet.stereo import ElasticStereo
 
 

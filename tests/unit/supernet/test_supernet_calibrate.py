@@ -7,8 +7,7 @@ from thinwire.core.program import Topology
 from thinwire.core.program.lockstep import run_lockstep
 from thinwire.engine.executors.alone import run_alone
 from thinwire.systems.supernet.stereo import calibrate, evaluate
-from thinwire.systems.supernet.stereo.calibrate import active_norms
-from thinwire.systems.supernet.stereo.fitness import Calibrated, constant_guess
+from thinwire.systems.supernet.stereo.evaluation import Calibrated, active_norms, constant_guess
 
 
 def statistics(net):

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems.supernet.stereo import RandomDots, StereoFiles, batches, pad, random_dot_pair
-from thinwire.systems.supernet.stereo.files import coloured
-from thinwire.systems.supernet.stereo.pairs import Shuffled, normalise
-from thinwire.systems.supernet.stereo.readers import read_disparity, read_list, read_pfm
-from thinwire.systems.supernet.stereo.refinement import warp
+from thinwire.systems.supernet.stereo.data import Shuffled, coloured, normalise, read_disparity, read_list, read_pfm
+from thinwire.systems.supernet.stereo.layers import warp
 
 Image = pytest.importorskip("PIL.Image")
 

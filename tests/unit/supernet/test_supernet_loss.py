@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from thinwire.systems.supernet.stereo import measure, pyramid_loss
-from thinwire.systems.supernet.stereo.loss import weights
-from thinwire.systems.supernet.stereo.metrics import Metrics
+from thinwire.systems.supernet.stereo.evaluation import Metrics
+from thinwire.systems.supernet.stereo.training import weights
 
 
 def test_weights_are_those_of_the_coarsest_maps():

@@ -6,8 +6,8 @@ from supernet_nets import dots, tiny
 
 from thinwire.engine.state import checkpoint
 from thinwire.systems.supernet.stereo import Phase, RandomDots, SupernetTrainer, batches, short, shrink
-from thinwire.systems.supernet.stereo.fitness import Calibrated, constant_guess
-from thinwire.systems.supernet.stereo.step import adam
+from thinwire.systems.supernet.stereo.evaluation import Calibrated, constant_guess
+from thinwire.systems.supernet.stereo.training import adam
 
 DATA = RandomDots(12, 24, 48, 9)
 

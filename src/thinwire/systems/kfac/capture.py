@@ -13,44 +13,26 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.core.program.modes import own_modes
 from thinwire.engine.backward_end import BackwardEnd, current_task
 from thinwire.predict.measure.timing import Stopwatch
+from thinwire.systems.kfac.factors import LayerSums
 from thinwire.systems.kfac.layers import Preconditioned
-from thinwire.systems.kfac.sums import LayerSums
+
+if TYPE_CHECKING:
+    from thinwire.systems.kfac.kfac import KFAC
 
 logger = logging.getLogger("thinwire")
 
 A, G = 0, 1
 """The two sides of a layer."""
 _MEASURED = 1  # the round that is timed; the first is slower
-
-
-class CaptureListener(Protocol):
-    """The object that the hooks query and notify."""
-
-    def due(self) -> bool:
-        """Return whether statistics of this pass are wanted."""
-
-    def last_pass(self) -> bool:
-        """Return whether the current pass is the last of its step."""
-
-    def begin_round(self) -> None:
-        """Note that the first captured forward of a step begins."""
-
-    def complete(self, layer: int, side: int) -> None:
-        """Note that a statistic is complete."""
-
-    def end_round(self) -> None:
-        """Note that the last backward of a step is over: all statistics are complete now."""
-
-    def loss_scale(self) -> Tensor | None:
-        """Return the factor by which the loss was multiplied."""
 
 
 class _Calls:
@@ -76,7 +58,7 @@ class Capture:
         layers: those to precondition. watched: for each, whether this rank needs its statistics.
         scaling, tokens: see :mod:`~thinwire.kfac.factors`.
         sampled: take gradients in ``sample``, not those of the loss.
-        listener: see :class:`CaptureListener`.
+        listener: the preconditioner, asked what is wanted and told what is complete.
     """
 
     def __init__(
@@ -88,7 +70,7 @@ class Capture:
         tokens: str,
         *,
         sampled: bool,
-        listener: CaptureListener,
+        listener: KFAC,
     ) -> None:
         self._layers, self._sampled, self._listener = layers, sampled, listener
         self.sums = [LayerSums(layer, scaling, tokens) for layer in layers]
@@ -236,3 +218,32 @@ class Capture:
             torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
         finally:
             self._sampling = False
+
+
+DISTRIBUTIONS = ("categorical", "gaussian")
+
+
+def sampled_loss(outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> Tensor:
+    """Return the mean negative log-likelihood of targets sampled from the model (Martens and Grosse 2015, section 5).
+
+    Args:
+        outputs: "categorical": logits, classes last, ``[..., classes]``; the mean is over all other dimensions.
+            "gaussian": means with unit variance, ``[B, ...]``; half the squared error, summed over each example, mean
+            over examples.
+        distribution: one of ``DISTRIBUTIONS``.
+        generator: for the sampling; every rank needs its own, or the global one seeded differently on each rank.
+
+    Raises:
+        ValueError: the distribution is unknown.
+    """
+    if distribution == "categorical":
+        logits = (
+            outputs.reshape(-1, outputs.shape[-1]).float() if outputs.dtype.itemsize < 4 else outputs.flatten(0, -2)
+        )
+        probabilities = logits.detach().softmax(-1)
+        targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+        return F.cross_entropy(logits, targets)
+    if distribution == "gaussian":
+        noise = torch.empty_like(outputs).normal_(generator=generator)
+        return 0.5 * (outputs - (outputs.detach() + noise)).square().sum() / outputs.shape[0]
+    raise ValueError(f"distribution={distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")

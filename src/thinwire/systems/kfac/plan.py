@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from thinwire.core.kernels.symmetric import packed_size
 from thinwire.core.program import CROSS, NODE, WORLD, Scope, Topology
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 
 TRANSPORTS = ("broadcast", "owner_fused", "allgather")
 """How inverses are sent: one message per inverse, one per owner, or one for all."""
@@ -28,7 +26,6 @@ class FactorLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its factors."""
         return torch.float64 if self.itemsize == 8 else torch.float32
 
     def packed(self, side: int) -> int:
@@ -45,8 +42,8 @@ class InverseMessage:
 
 
 @dataclass(frozen=True)
-class KFACPlan:
-    """Everything about K-FAC that ranks must agree on.
+class KFACPlan(Record):
+    """Everything about K-FAC that ranks must agree on; ``to_json`` and ``from_json`` keep it in a file.
 
     Attributes:
         layers: in forward order.
@@ -61,6 +58,8 @@ class KFACPlan:
         transport: one of ``TRANSPORTS``.
         wire_dtype: of the statistics, "fp32" (as they are) or "bf16".
     """
+
+    called: ClassVar[str] = "a K-FAC plan"
 
     layers: tuple[FactorLayer, ...]
     world_size: int
@@ -108,18 +107,13 @@ class KFACPlan:
         items = [i for i, owner in enumerate(self.owners) if owner >= 0 and owner // self.workers == group]
         if self.workers == 1 or not items:
             return ()
-        itemsizes = sorted({self.layers[i // 2].itemsize for i in items})
         if self.transport == "broadcast":
             return tuple(InverseMessage(self.owners[i], (i,)) for i in items)
-        made = []
-        for itemsize in itemsizes:  # each message has one dtype
-            alike = [i for i in items if self.layers[i // 2].itemsize == itemsize]
-            if self.transport == "allgather":
-                made.append(InverseMessage(None, tuple(alike)))
-                continue
-            for owner in sorted({self.owners[i] for i in alike}):
-                made.append(InverseMessage(owner, tuple(i for i in alike if self.owners[i] == owner)))
-        return tuple(made)
+        made: dict[tuple[int, int], list[int]] = {}
+        for i in items:  # each message has one dtype
+            owner = -1 if self.transport == "allgather" else self.owners[i]
+            made.setdefault((self.layers[i // 2].itemsize, owner), []).append(i)
+        return tuple(InverseMessage(None if o < 0 else o, tuple(made[size, o])) for size, o in sorted(made))
 
     def returns(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Return (group, its layers) for each message of preconditioned gradients to the other groups."""
@@ -152,35 +146,6 @@ class KFACPlan:
             wrong.append(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if wrong:
             raise ValueError(f"the K-FAC plan does not fit: {'; '.join(wrong)}")
-
-    def to_json(self) -> str:
-        """Return the plan as JSON text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> KFACPlan:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a K-FAC plan.
-        """
-        try:
-            data: Any = json.loads(text)
-            data = {field.name: data[field.name] for field in fields(cls)}
-            data["layers"] = tuple(
-                FactorLayer(str(x["name"]), int(x["d_a"]), int(x["d_g"]), int(x["itemsize"])) for x in data["layers"]
-            )
-            for name in ("a_buckets", "g_buckets"):
-                data[name] = tuple(tuple(int(i) for i in bucket) for bucket in data[name])
-            data["owners"] = tuple(int(owner) for owner in data["owners"])
-            return cls(**data)
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a K-FAC plan: {error}") from error
-
-    @property
-    def hash(self) -> str:
-        """A short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -16,8 +16,7 @@ from thinwire.core.program import WORLD
 from thinwire.predict.timeline.machine import ComputeTask, Machine
 from thinwire.predict.timeline.programs import Hop, ProgramPart
 from thinwire.systems.kfac.plan import KFACPlan
-from thinwire.systems.kfac.prices import inversion_cost
-from thinwire.systems.kfac.times import LayerTimes
+from thinwire.systems.kfac.prices import LayerTimes, inversion_cost
 
 
 @dataclass(frozen=True)

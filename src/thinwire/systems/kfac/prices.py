@@ -1,22 +1,20 @@
-"""The cost of the parts of a K-FAC step, in seconds, from the planner's costs."""
+"""What the parts of a K-FAC step cost, in seconds: inversions and their messages, and when factors are ready."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.core.kernels.symmetric import packed_size
 from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.profiles import ModelProfile
+from thinwire.core.pricing.profiles.kronecker import kronecker_shapes
 from thinwire.core.program import WORLD
-from thinwire.systems.kfac.plan import KFACPlan
-
-INVERSE, EIGEN = "inverse", "eigen"
-"""Curves of ``Costs.compute``: seconds of one inversion or eigendecomposition, by the side of the matrix."""
+from thinwire.systems.kfac.plan import FactorLayer, KFACPlan
 
 
 def curve_name(method: str) -> str:
-    """Return which of the two curves a method needs."""
-    return EIGEN if method == "eigen" else INVERSE
+    """Return which of two curves of ``Costs.compute`` a method needs: seconds by the side of the matrix."""
+    return "eigen" if method == "eigen" else "inverse"
 
 
 def inversion_seconds(costs: Costs, method: str, d: int) -> float:
@@ -24,12 +22,7 @@ def inversion_seconds(costs: Costs, method: str, d: int) -> float:
     name = curve_name(method)
     if name in costs.compute:
         return costs.compute_seconds(name, d)
-    return 2e-5 + costs.compute_seconds("multiply", d**3 * (10 if name == EIGEN else 1))
-
-
-def message_elements(method: str, d: int) -> int:
-    """Return the elements sent for one inverse, including its level."""
-    return (d * d + d if method == "eigen" else packed_size(d)) + 1
+    return 2e-5 + costs.compute_seconds("multiply", d**3 * (10 if name == "eigen" else 1))
 
 
 @dataclass(frozen=True)
@@ -73,3 +66,66 @@ def _loads(plan: KFACPlan, items: Sequence[int], amounts: Sequence[float]) -> di
     for item, amount in zip(items, amounts):
         loads[plan.owners[item]] = loads.get(plan.owners[item], 0.0) + amount
     return loads
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds, one entry per layer, in the order of the layers.
+
+    Attributes:
+        a_steps: from the previous layer's A being ready, in forward order, to this one's: the work between, and this
+            factor.
+        g_steps: the same for G, in backward order.
+        a_factor, g_factor: the share of these for computing the factor itself.
+        a_order, g_order: the layers in the order in which their A, and their G, become ready.
+    """
+
+    a_steps: tuple[float, ...]
+    g_steps: tuple[float, ...]
+    a_factor: tuple[float, ...]
+    g_factor: tuple[float, ...]
+    a_order: tuple[int, ...]
+    g_order: tuple[int, ...]
+
+    @classmethod
+    def unknown(cls, layers: int) -> LayerTimes:
+        """Return times in which everything is ready at once, in the order of the layers."""
+        nothing, order = (0.0,) * layers, tuple(range(layers))
+        return cls(nothing, nothing, nothing, nothing, order, order[::-1])
+
+    @classmethod
+    def of_profile(cls, profile: ModelProfile, layers: Sequence[FactorLayer]) -> LayerTimes:
+        """Return the times from a model's profile. A factor takes d_A/d_G, or d_G/d_A, of its layer's forward time.
+
+        The layer multiplies rows of d_A by a d_A x d_G matrix; A multiplies these rows by one another.
+        """
+        forward = {module.name: module.forward_seconds for module in profile.modules}
+        place = {layer.name: i for i, layer in enumerate(layers)}
+        own = [forward.get(layer.name, 0.0) for layer in layers]
+        a_factor = tuple(t * layer.d_a / layer.d_g for t, layer in zip(own, layers))
+        g_factor = tuple(t * layer.d_g / layer.d_a for t, layer in zip(own, layers))
+        a_steps, a_order, waiting = [0.0] * len(layers), [], 0.0
+        for module in profile.modules:
+            if module.name in place:
+                i = place.pop(module.name)
+                a_order.append(i)
+                a_steps[i], waiting = waiting + a_factor[i], 0.0
+            waiting += module.forward_seconds
+        a_order += place.values()
+        place = {layer.name: i for i, layer in enumerate(layers)}
+        g_steps, g_order, waiting = [0.0] * len(layers), [], 0.0
+        # G is ready before its layer's own backward, which begins with the layer's first tensor
+        for tensor in profile.tensors:
+            if tensor.module in place:
+                i = place.pop(tensor.module)
+                g_order.append(i)
+                g_steps[i], waiting = waiting + g_factor[i], 0.0
+            waiting += tensor.backward_seconds
+        g_order += place.values()
+        return cls(tuple(a_steps), tuple(g_steps), a_factor, g_factor, tuple(a_order), tuple(g_order))
+
+
+def layers_of(profile: ModelProfile, *, max_dim: int = 8192) -> tuple[FactorLayer, ...]:
+    """Return the layers of a profile that K-FAC can precondition, in order of registration."""
+    shapes = kronecker_shapes(profile)
+    return tuple(FactorLayer(name, d_a, d_g) for name, d_a, d_g in shapes if max(d_a, d_g) <= max_dim)

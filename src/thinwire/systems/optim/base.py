@@ -16,8 +16,7 @@ from thinwire.core.methods.base import check_choice
 from thinwire.core.program import working_dtype
 from thinwire.engine.state.scaler import refuse_scaled
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.optim.pto import NormSharding, NormShardingOptions, ParallelStats
-from thinwire.systems.optim.ratios import Layers, replicated
+from thinwire.systems.optim.pto import Layers, NormSharding, NormShardingOptions, ParallelStats, replicated
 
 logger = logging.getLogger("thinwire")
 

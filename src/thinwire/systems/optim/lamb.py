@@ -12,8 +12,7 @@ from thinwire.core.methods.base import check_flag
 from thinwire.core.methods.decoupling import deferring
 from thinwire.engine.sync import GradientSync
 from thinwire.systems.optim.base import GroupTensors, LayerWise, check_number
-from thinwire.systems.optim.pto import NormShardingOptions
-from thinwire.systems.optim.ratios import Layers, norms
+from thinwire.systems.optim.pto import Layers, NormShardingOptions, norms
 
 
 class LAMB(LayerWise):

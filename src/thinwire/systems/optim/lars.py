@@ -11,8 +11,7 @@ from torch import Tensor
 
 from thinwire.core.methods.base import check_choice, check_flag
 from thinwire.systems.optim.base import GroupTensors, LayerWise, check_number
-from thinwire.systems.optim.pto import NormShardingOptions
-from thinwire.systems.optim.ratios import Layers, Rule
+from thinwire.systems.optim.pto import Layers, NormShardingOptions, Rule
 
 logger = logging.getLogger("thinwire")
 

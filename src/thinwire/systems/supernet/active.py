@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
+from thinwire.core.program import Bucket, Slot, State
 from thinwire.systems.supernet.operators import Rect
 
 Bounds = tuple[tuple[int, int], ...]
@@ -103,3 +105,115 @@ class ActiveSet:
             if rect is not None:
                 count[rect] += 1
         return count
+
+
+def pack(bucket: Bucket, active: ActiveSet, buffer: Tensor | None = None) -> Bucket | None:
+    """Return a bucket of the active rectangles, in the bucket's order, each row-major; None if there are none.
+
+    Args:
+        bucket: with whole gradients; not changed.
+        active: the rectangles to cut out.
+        buffer: memory for the message, of at least the bucket's size.
+    """
+    slots = []
+    for slot in bucket.slots:
+        rect = active.rect(slot.name)
+        if rect is None:
+            continue
+        shape = [s.stop - s.start for s in rect]
+        value = None if slot.value is None else slot.value[rect]
+        weight = None if slot.weight is None else slot.weight.detach()[rect]
+        slots.append(Slot(slot.name, shape, value, slot.dtype, slot.device, weight))
+    return Bucket(bucket.index, slots, scale=bucket.scale, buffer=buffer) if slots else None
+
+
+def unpack(packed: Bucket | None, bucket: Bucket, active: ActiveSet, everyone: Sequence[ActiveSet] = ()) -> None:
+    """Deliver the results of a packed bucket; everything outside the rectangles becomes exactly zero.
+
+    A parameter that no rank uses keeps a zero gradient or none.
+
+    Args:
+        packed: after the inner method; None: there was nothing to send.
+        bucket: the whole bucket, to which results are delivered.
+        everyone: each rank's set, to divide elements by the number of ranks that use them instead of all ranks.
+    """
+    made = {} if packed is None else {slot.name: slot for slot in packed.slots}
+    for slot in bucket.slots:
+        rect = active.rect(slot.name)
+        if rect is None:
+            if slot.value is not None:
+                slot.result = slot.value.zero_()
+            continue
+        result = made[slot.name].result
+        assert result is not None
+        if active.whole(slot.name):
+            whole = (
+                slot.value if slot.value is not None else torch.empty(slot.shape, dtype=slot.dtype, device=slot.device)
+            )
+            whole.copy_(result)
+        else:
+            inner = result.clone() if slot.value is not None else result  # it may be a view of the gradient
+            whole = slot.value.zero_() if slot.value is not None else _zeros(slot)
+            whole[rect] = inner
+        if everyone:
+            whole *= len(everyone) / active.participants(everyone, slot.name, whole).clamp_min_(1)
+        slot.result = whole
+
+
+def _zeros(slot: Slot) -> Tensor:
+    return torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
+
+
+class PackedState(State):
+    """The state of a packed bucket: active parts of residuals and momenta are cut out, and staged back into the whole.
+
+    State of inactive elements is not sent, decayed or changed.
+
+    Args:
+        whole: the state of the whole parameters. active: what is cut out. slots: the whole slots, by name.
+    """
+
+    def __init__(self, whole: State, active: ActiveSet, slots: Mapping[str, Slot]) -> None:
+        super().__init__(whole.rank, whole.topology)
+        self.step, self.lr = whole.step, whole.lr
+        self._whole, self._active, self._slots = whole, active, slots
+
+    def residual(self, slot: Slot) -> Tensor:
+        """Return a copy of the active part of this rank's residual."""
+        if slot.name not in self.residuals:
+            owed = self._whole.residual(self._slots[slot.name])
+            self.residuals[slot.name] = owed[self._active.rect(slot.name)].contiguous()
+        return self.residuals[slot.name]
+
+    def local(self, field: str, slot: Slot) -> Tensor:
+        """Return a copy of the active part of a local field."""
+        key = (field, slot.name)
+        if key not in self.locals:
+            held = self._whole.local(field, self._slots[slot.name])
+            self.locals[key] = held[self._active.rect(slot.name)].contiguous()
+        return self.locals[key]
+
+    def stage(
+        self,
+        name: str,
+        residual: Tensor | None = None,
+        shared: Mapping[str, Tensor] | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Stage the whole tensors, in which only the active part is new."""
+        if shared:
+            raise RuntimeError(f"shared state of {name} cannot be packed")
+        rect, slot = self._active.rect(name), self._slots[name]
+        staged = None
+        if residual is not None:
+            staged = self._whole.residual(slot).clone()
+            staged[rect] = residual.view(staged[rect].shape)
+        fields = {}
+        for field, value in (local or {}).items():
+            fields[field] = self._whole.local(field, slot).clone()
+            fields[field][rect] = value.view(fields[field][rect].shape)
+        self._whole.stage(name, residual=staged, local=fields)
+
+    def verdict(self, flag: Tensor) -> None:
+        """Pass the verdict on to the whole state."""
+        self._whole.verdict(flag)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from thinwire.core.records import UNREADABLE
 from thinwire.predict.measure.timing import settle
 from thinwire.systems.supernet.space import SubNet
-from thinwire.systems.supernet.stereo.cost_volume import correlation, soft_argmax
+from thinwire.systems.supernet.stereo.layers import correlation, soft_argmax
 from thinwire.systems.supernet.stereo.network import ElasticStereo, check_size
 
 Progress = Callable[[int, int], None]
