@@ -19,20 +19,28 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_number(
-    name: str, value: Any, *, least: float | None = None, above: float | None = None, most: float = math.inf
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> float:
-    """Return a finite number of at least ``least``, greater than ``above`` and at most ``most``.
+    """Return a finite number of at least ``least``, greater than ``above``, at most ``most`` and less than ``below``.
 
     Raises:
         ValueError: it is something else.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if number and (least is None or value >= least) and (above is None or value > above) and value <= most:
+    high = number and (least is None or value >= least) and (above is None or value > above)
+    if high and value <= most and value < below:
         return float(value)
     limits = [
         *([f"at least {least:g}"] if least is not None else []),
         *([f"above {above:g}"] if above is not None else []),
         *([f"at most {most:g}"] if most < math.inf else []),
+        *([f"below {below:g}"] if below < math.inf else []),
     ]
     raise ValueError(f"{name}={value!r} must be {' and '.join(['a finite number', *limits])}")
 

@@ -99,7 +99,7 @@ def test_bf16_parameters_follow_an_fp32_run():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0 must be a number of at least 0 and below 1"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0 must be a finite number and at least 0 and below 1"),
         ({"betas": 0.9}, "two numbers"),
         ({"eps": -1e-8}, "eps"),
         ({"max_grad_norm": 0.0}, "None not to clip"),

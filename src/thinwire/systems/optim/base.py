@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,23 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_number
 from thinwire.core.methods.base import check_choice
 from thinwire.core.program import working_dtype
 from thinwire.engine.state.scaler import refuse_scaled
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.optim.pto import Layers, NormSharding, NormShardingOptions, ParallelStats, replicated
-
-logger = logging.getLogger("thinwire")
-
-SKIPS = ("1d", "all", None)
-
-
-def check_number(name: str, value: Any, below: float = math.inf) -> None:
-    """Raise ``ValueError`` unless an option is a finite number of at least 0, and below a limit."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < below:
-        limit = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name}={value!r} must be a number of at least 0{limit}")
+from thinwire.systems.optim.pto import Layers, NormSharding, ParallelStats
 
 
 @dataclass
@@ -75,21 +62,16 @@ class GroupTensors:
 class LayerWise(torch.optim.Optimizer, abc.ABC):
     """An optimizer whose step sizes depend on norms of whole tensors."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], share: NormShardingOptions, scaler: Any) -> None:
-        self._begin(share, scaler)
+    def __init__(self, params: Any, defaults: dict[str, Any], sharing: NormSharding, scaler: Any) -> None:
+        self._sharing, self._scaler = sharing, scaler
         super().__init__(params, defaults)
         self.register_step_pre_hook(_before_step)
-
-    def _begin(self, share: NormShardingOptions, scaler: Any) -> None:
-        self._share, self._scaler = share, scaler
-        self._sharing: NormSharding | None = None
-        self._told = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer; it belongs to no scaler and no ranks."""
         super().__setstate__(state)
-        if "_share" not in self.__dict__:
-            self._begin(NormShardingOptions(), None)
+        if "_sharing" not in self.__dict__:
+            self._sharing, self._scaler = NormSharding(), None
             self.register_step_pre_hook(_before_step)
 
     # --- groups ----------------------------------------------------------------------------------------------------
@@ -104,9 +86,9 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
-            check_number("lr", group["lr"])
-            check_number("weight_decay", group["weight_decay"])
-            check_choice("skip", group["skip"], SKIPS)
+            for name in ("lr", "weight_decay"):
+                check_number(name, group[name], least=0)
+            check_choice("skip", group["skip"], ("1d", "all", None))
             self.check_group(group)
             for p in group["params"]:
                 _check_dtype(type(self).__name__, p)
@@ -147,23 +129,11 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         with torch.no_grad():
             works = [work for work in map(self._work, self.param_groups) if work.parameters]
             layers = self.prepare(works)
-            ratios = iter(self._ratios([some for some in layers if len(some)]))
+            ratios = iter(self._sharing.ratios([some for some in layers if len(some)]))
             for work, some in zip(works, layers):
                 self.update(work, next(ratios) if len(some) else None)
                 self._write_back(work)
         return loss
-
-    def _ratios(self, blocks: list[Layers]) -> list[Tensor]:
-        if self._sharing is not None:
-            return self._sharing.ratios(blocks)
-        if self._share.parallel is not None and not self._told:
-            self._told = True
-            logger.warning(
-                "thinwire: parallel=%r has no effect without ranks: call thinwire.attach(model, optimizer, ...), on "
-                "more than one rank",
-                self._share.parallel,
-            )
-        return replicated(blocks)
 
     def _work(self, group: dict[str, Any]) -> GroupTensors:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -220,28 +190,24 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         Raises:
             ValueError: something here needs whole gradients, and the method delivers them in parts.
         """
-        sharing = self._share.among(sync)
+        self._sharing.attach(sync)
         handle = _Attached(self, self._scaler)
-        self._sharing = sharing
         if scaler is not None:
             self._scaler = scaler
         return handle
 
     def stats(self) -> ParallelStats:
         """Return how the norms are shared among ranks, and why."""
-        if self._sharing is not None:
-            return self._sharing.stats()
-        return ParallelStats(asked=self._share.parallel)
+        return self._sharing.stats
 
 
 class _Attached:
-    """Detaches an optimizer from a GradientSync."""
-
     def __init__(self, optimizer: LayerWise, scaler: Any) -> None:
         self._optimizer, self._scaler = optimizer, scaler
 
     def remove(self) -> None:
-        self._optimizer._sharing, self._optimizer._scaler = None, self._scaler
+        self._optimizer._sharing.detach()
+        self._optimizer._scaler = self._scaler
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_number
 from thinwire.core.methods.base import check_flag
 from thinwire.core.methods.decoupling import deferring
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.optim.base import GroupTensors, LayerWise, check_number
-from thinwire.systems.optim.pto import Layers, NormShardingOptions, norms
+from thinwire.systems.optim.base import GroupTensors, LayerWise
+from thinwire.systems.optim.pto import Layers, NormSharding, norms
 
 
 class LAMB(LayerWise):
@@ -71,20 +72,14 @@ class LAMB(LayerWise):
         scaler: Any = None,
     ) -> None:
         if max_grad_norm is not None:
-            check_number("max_grad_norm", max_grad_norm)
+            check_number("max_grad_norm", max_grad_norm, least=0)
             if not max_grad_norm:
                 raise ValueError("max_grad_norm=0 would stop training: give a norm above 0, or None not to clip")
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-            "adapt_all": adapt_all,
-            "skip": skip,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, NormShardingOptions(parallel, partition), scaler)
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm,
+            "adapt_all": adapt_all, "skip": skip, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, NormSharding(parallel, partition), scaler)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ``ValueError`` if an option is out of range."""
@@ -92,8 +87,8 @@ class LAMB(LayerWise):
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas={betas!r} must be two numbers")
         for i, beta in enumerate(betas):
-            check_number(f"betas[{i}]", beta, below=1.0)
-        check_number("eps", group["eps"])
+            check_number(f"betas[{i}]", beta, least=0, below=1)
+        check_number("eps", group["eps"], least=0)
         check_flag("adapt_all", group["adapt_all"])
         limits = {g["max_grad_norm"] for g in self.param_groups}
         if len(limits) > 1:
