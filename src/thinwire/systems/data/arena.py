@@ -153,13 +153,7 @@ def table_bytes(slots: int) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """The header.
-
-    Attributes:
-        slots: slots of the table; fixed.
-        used: bytes of the file reserved for values, or before them.
-        allocated: bytes of the file for which the file system has promised space.
-    """
+    """The file's first bytes: slots of the table (fixed); bytes reserved for values or before them, and promised."""
 
     slots: int
     used: int
@@ -167,11 +161,7 @@ class Header:
 
     @classmethod
     def read(cls, table: mmap.mmap | bytes) -> Header:
-        """Read the header from the beginning of the file.
-
-        Raises:
-            ValueError: it is not a header.
-        """
+        """Read it from the beginning of the file; ``ValueError``: that is no header."""
         if len(table) < HEADER:
             raise ValueError("too short")
         magic, layout, slots = _FIXED.unpack_from(table, 0)
@@ -183,26 +173,9 @@ class Header:
             raise ValueError("its sizes contradict one another")
         return cls(slots, used, allocated)
 
-    @staticmethod
-    def store_used(table: mmap.mmap, value: int) -> None:
-        """Store the value; the header's lock must be held."""
-        store(table, _USED_AT, value, 8)
-
-    @staticmethod
-    def store_allocated(table: mmap.mmap, value: int) -> None:
-        """Store the value after the space is reserved; the header's lock must be held."""
-        store(table, _ALLOCATED_AT, value, 8)
-
 
 def open_file(path: Path, slots: int) -> tuple[int, Header]:
-    """Open an arena's file, or create it. If several processes try, one creates it.
-
-    Returns:
-        (descriptor, header).
-
-    Raises:
-        FileNotFoundError, PermissionError: for the folder or the file, with its path.
-    """
+    """Open an arena's file, or create it: (descriptor, header). If several processes try, one creates it."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the cache's directory {path.parent} does not exist")
     with _only_one(path.with_suffix(".lock")):
@@ -411,8 +384,8 @@ class Arena:
                     if error.errno in _NO_SPACE:
                         return None
                     raise
-                Header.store_allocated(self.table, wanted)
-            Header.store_used(self.table, end)
+                store(self.table, _ALLOCATED_AT, wanted, 8)  # after the space is reserved
+            store(self.table, _USED_AT, end, 8)
             return start
 
     def _recheck(self, index: int) -> bytes | None:

@@ -48,15 +48,7 @@ def prefix_id_of(prefix: object, given: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """What all samples of a cache have in common.
-
-    Attributes:
-        dataset_id: name of the data set.
-        version: version of its content.
-        prefix_id: the deterministic transforms.
-        stored_size: size to which the prefix resizes; None if it does not.
-        dtypes: dtypes of the stored values.
-    """
+    """What all samples of a cache have in common: data, prefix, the size to which it resizes, the stored dtypes."""
 
     dataset_id: str
     version: str
@@ -97,11 +89,7 @@ def fingerprint_of(source: Any, index: int) -> Any:
 class Keys:
     """The keys of a source's samples, remembered by this process.
 
-    Args:
-        source: source of the fingerprints.
-        identity: what all samples share.
-        samples: number of samples.
-        verify: "first": a fingerprint is read when this process first uses the sample; "always": at each use.
+    ``verify``: "first": a fingerprint is read when this process first uses the sample; "always": at each use.
     """
 
     def __init__(self, source: Any, identity: Identity, samples: int, verify: str) -> None:

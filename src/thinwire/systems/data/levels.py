@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from thinwire.systems.data.arena import Arena, CacheStats, table_bytes
+from thinwire.core.checks import check_choice
+from thinwire.systems.data.arena import Arena, table_bytes
 from thinwire.systems.data.values import pack, size_of, unpack
 
 _SHARE, _AUTO_SHARE = 0.9, 0.5
@@ -22,12 +23,7 @@ _SHARE, _AUTO_SHARE = 0.9, 0.5
 def room(directory: Path, root: Path = Path("/")) -> dict[str, int]:
     """Return the free bytes by their limit: memory, the control group, the file system of ``directory``.
 
-    Args:
-        directory: folder of the arena.
-        root: folder under which ``proc`` and ``sys`` are read.
-
-    Raises:
-        OSError: not on Linux.
+    ``root``: the folder with ``proc`` and ``sys``.
     """
     bounds = {}
     table = root / "proc/meminfo"
@@ -49,13 +45,9 @@ def budget(memory_bytes: int | str, directory: Path, held: int, root: Path = Pat
     """Return the size of an arena in bytes.
 
     Args:
-        memory_bytes: requested bytes, or "auto": half of what is free.
+        memory_bytes: requested bytes, at most nine tenths of what is free; "auto": half of that.
         directory: folder of the arena.
         held: bytes that it already holds, from an earlier run or another rank; they count as free.
-        root: see :func:`room`.
-
-    Raises:
-        ValueError: more than nine tenths of what is free, or not a positive number.
     """
     bounds = {what: free + held for what, free in room(directory, root).items()}
     tightest = min(bounds, key=lambda what: bounds[what])
@@ -171,60 +163,46 @@ class Levels:
 
     Args:
         prefix: raw sample -> value.
-        path: path of the arena's file.
-        slots: number of slots of a new arena.
-        limit: size limit of the arena's file in bytes.
-        disk: the second level; None: there is none.
+        memory_bytes, directory, name: of the arena's file.
+        capacity: samples that its table can name.
+        disk: folder of the second level; None: there is none.
         check: "first" or "always": how often a process compares a value's checksum.
+
+    Raises:
+        ValueError: a budget too large for the machine or too small for the table, or an unknown ``check``.
+        FileNotFoundError, PermissionError: for ``directory``.
     """
 
     def __init__(
-        self, prefix: Callable[[Any], Any], path: Path, slots: int, limit: int, disk: DiskStore | None, check: str
-    ) -> None:
-        self.prefix, self.path, self.slots, self.limit, self.disk, self.check = prefix, path, slots, limit, disk, check
-        self._arena: Arena | None = Arena.open(path, slots, limit)
-        self._closed = False
-
-    @classmethod
-    def within(
-        cls,
+        self,
+        prefix: Callable[[Any], Any],
         memory_bytes: int | str,
         directory: str | Path,
         name: str,
-        prefix: Callable[[Any], Any],
         *,
         capacity: int,
-        disk: DiskStore | None = None,
-        check: str = "first",
-    ) -> Levels:
-        """Create levels with an arena for that many samples, within a budget.
-
-        Raises:
-            ValueError: a budget too large for the machine or too small for the table, or an unknown ``check``.
-            FileNotFoundError, PermissionError: for ``directory``.
-        """
-        if check not in ("first", "always"):
-            raise ValueError(f'check={check!r} must be "first" or "always"')
-        path = Path(directory) / f"{name}.arena"
-        limit = budget(memory_bytes, path.parent, path.stat().st_blocks * 512 if path.exists() else 0)
-        slots = max(16, 3 * capacity // 2)
-        if limit <= table_bytes(slots):
+        check: str,
+        disk: str | Path | None = None,
+    ) -> None:
+        check_choice("check", check, ("first", "always"))
+        self.prefix, self.check, self.path = prefix, check, Path(directory) / f"{name}.arena"
+        held = self.path.stat().st_blocks * 512 if self.path.exists() else 0
+        self.limit = budget(memory_bytes, self.path.parent, held)
+        self.slots = max(16, 3 * capacity // 2)
+        if self.limit <= table_bytes(self.slots):
             raise ValueError(
-                f"memory_bytes={limit} leaves no room for samples: the table for {capacity} of them alone takes "
-                f"{table_bytes(slots)} bytes"
+                f"memory_bytes={self.limit} leaves no room for samples: the table for {capacity} of them alone takes "
+                f"{table_bytes(self.slots)} bytes"
             )
-        return cls(prefix, path, slots, limit, disk, check)
+        self.disk = None if disk is None else DiskStore(disk)
+        self._arena: Arena | None = Arena.open(self.path, self.slots, self.limit)
+        self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arena": None}
 
     @property
     def arena(self) -> Arena:
-        """This process's arena.
-
-        Raises:
-            ValueError: after :meth:`close`.
-        """
         if self._arena is None:
             if self._closed:
                 raise ValueError("this cache is closed: make a new CachedDataset")
@@ -232,13 +210,9 @@ class Levels:
         return self._arena
 
     def value(self, key: bytes, raw_key: bytes, read: Read, *, store: bool = True) -> Any:
-        """Return the prefix value of a sample.
+        """Return the prefix value of a sample, by its key and that of the sample as the source gives it.
 
-        Args:
-            key: key of the value.
-            raw_key: key of the sample as the source gives it.
-            read: reads it from the source.
-            store: False for a sample of another node's part, which is not kept here.
+        ``read``: reads it from the source; ``store``: False for a sample of another node's part, not kept here.
         """
         arena = self.arena
         if store:
@@ -266,10 +240,6 @@ class Levels:
             disk.put(raw_key, pack(raw))
         self.arena.counters.add(reads_source=1, bytes_source=size_of(raw))
         return raw
-
-    def stats(self) -> CacheStats:
-        """Return the counters of all processes on this machine."""
-        return self.arena.counters.total()
 
     def close(self, *, delete: bool = False) -> None:
         """Release the arena; ``delete``: also remove its file."""

@@ -15,13 +15,7 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True)
 class InputTime:
-    """One pass over one loader.
-
-    Attributes:
-        batches: number of batches.
-        wait_seconds: time waiting for them.
-        step_seconds: time of the steps.
-    """
+    """One pass over one loader: its batches, the time spent waiting for them, and that of the steps."""
 
     batches: int
     wait_seconds: float
