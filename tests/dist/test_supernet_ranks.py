@@ -180,7 +180,7 @@ def _calibrated(rank, size):
     sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
     pairs = RandomDots(16, 24, 48, 9)
     sync.services.run(calibrate(net, net.space.largest, batches(pairs, 2, rank, size)))
-    score = lambda n: -float(int(n.key, 16) % 1000)  # noqa: E731
+    score = lambda n: -float(int(n.hash, 16) % 1000)  # noqa: E731
     cost = lambda n: float(sum(k for stage in n.stages for k, _ in stage))  # noqa: E731
     found = sync.services.run(search(net.space, score, 20.0, cost, cost, Evolution(6, 3), rank=rank, world=size))
     sync.close()

@@ -32,7 +32,7 @@ def cost(net):
 
 def quality(net):
     """Without a pattern, but the same everywhere."""
-    return random.Random(net.key).random() + 0.02 * cost(net)
+    return random.Random(net.hash).random() + 0.02 * cost(net)
 
 
 def find(space, limit, evolution=None, measured=cost, fitness=quality, **kw):

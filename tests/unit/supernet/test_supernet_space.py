@@ -16,7 +16,7 @@ def test_samples_are_in_the_space_and_survive_json(seed):
     net = space.sample(random.Random(seed))
     space.check(net)
     assert SubNet.from_json(net.to_json()) == net
-    assert SubNet.from_json(net.to_json()).key == net.key
+    assert SubNet.from_json(net.to_json()).hash == net.hash
 
 
 @given(st.floats(1, 2000))

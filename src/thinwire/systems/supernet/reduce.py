@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_choice
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
 from thinwire.core.program.trace import memory
@@ -75,8 +76,7 @@ class ActiveReduce(Method):
         inner = self.inner
         if not isinstance(inner, Method):
             raise TypeError(f"inner={inner!r} must be a method, such as thinwire.SSGD()")
-        if self.divisor not in ("world", "participants"):
-            raise ValueError(f'divisor={self.divisor!r} must be "world" or "participants"')
+        check_choice("divisor", self.divisor, ("world", "participants"))
         if self.divisor == "participants" and not inner.exact:
             raise ValueError(f'divisor="participants" needs an exact method, not {inner.name}')
         whole = memory(inner, [("weight", (64, 64))], Topology(2), rank=0, dtype=torch.float32)
@@ -127,7 +127,6 @@ class ActiveReduce(Method):
         return buffers[key]
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """Return what the inner method returns."""
         return self.inner.dense(name, shape, embedding)
 
     def dense_method(self) -> Method:
@@ -136,34 +135,21 @@ class ActiveReduce(Method):
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Return the inner method's payload for the whole network."""
         return self.inner.payload(shapes, phase)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
     ) -> list[float] | None:
-        """Return the inner method's seconds for the whole network."""
         return self.inner.compute_seconds(shapes, phase, topology, costs)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check as the inner method does."""
         self.inner.check_optimizer(optimizer)
 
     def options(self) -> Mapping[str, Any]:
-        """Return the inner method and its options."""
         return {"inner": self.inner.name, "divisor": self.divisor, **self.inner.options()}
 
 
-SEMANTICS = ("skip", "zero")
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-
-
-def check_semantics(semantics: str) -> None:
-    """Raise ``ValueError`` unless it is "skip" or "zero"."""
-    if semantics not in SEMANTICS:
-        raise ValueError(
-            f'semantics={semantics!r} must be "skip" (leave unused weights) or "zero" (as in the published code)'
-        )
 
 
 class InactiveWeights:
@@ -188,7 +174,7 @@ class InactiveWeights:
         current: Callable[[], ActiveSet | None],
         semantics: str = "skip",
     ) -> None:
-        check_semantics(semantics)
+        check_choice("semantics", semantics, ("skip", "zero"))
         self._names = {id(p): name for name, p in net.named_parameters()}
         self._current, self._skip = current, semantics == "skip"
         self._saved: list[tuple[Tensor, Any, Tensor, dict[str, Tensor]]] = []

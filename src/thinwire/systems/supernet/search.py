@@ -169,7 +169,7 @@ def search(
 
 
 def _order(c: Candidate) -> tuple[float, float, str]:
-    return -c.fitness, c.predicted_ms, c.sub_net.key
+    return -c.fitness, c.predicted_ms, c.sub_net.hash
 
 
 def _scored(nets: Sequence[SubNet], fitness: Fitness, rank: int, world: int, device: torch.device) -> Program:

@@ -6,13 +6,11 @@ number of blocks of every stage, and the number of scales.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 
 Block = tuple[int, int]
 """(kernel size, expansion ratio) of one block."""
@@ -30,13 +28,15 @@ def round8(width: float) -> int:
 
 
 @dataclass(frozen=True)
-class SubNet:
+class SubNet(Record):
     """One sub-network; hashable. It has no genes for skipped blocks, so equal networks compare equal.
 
     Attributes:
         stages: ``stages[s][b]`` is (kernel, expand) of block b of stage s; there are as many stages as scales.
         refine: (width, depth) of the refinement, if the space makes it elastic; else None.
     """
+
+    called: ClassVar[str] = "a sub-network of `thinwire supernet`"
 
     stages: tuple[tuple[Block, ...], ...]
     refine: tuple[int, int] | None = None
@@ -49,29 +49,6 @@ class SubNet:
     def depths(self) -> tuple[int, ...]:
         """Number of blocks of each stage."""
         return tuple(map(len, self.stages))
-
-    def to_json(self) -> str:
-        return json.dumps({"stages": self.stages, "refine": self.refine})
-
-    @classmethod
-    def from_json(cls, text: str) -> SubNet:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a sub-network.
-        """
-        try:
-            data: Any = json.loads(text)
-            stages = tuple(tuple((int(k), int(e)) for k, e in stage) for stage in data["stages"])
-            refine = data.get("refine")
-            return cls(stages, None if refine is None else (int(refine[0]), int(refine[1])))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a sub-network of `thinwire supernet`: {error}") from error
-
-    @property
-    def key(self) -> str:
-        """A short digest, the same on all machines."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         stages = " ".join("".join(f"k{k}e{e}," for k, e in stage).rstrip(",") for stage in self.stages)

@@ -6,18 +6,17 @@ sum is corrected by one factor, found on whole networks; its error is part of th
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 from thinwire.predict.measure.timing import settle
 from thinwire.systems.supernet.space import SubNet
 from thinwire.systems.supernet.stereo.layers import correlation, soft_argmax
@@ -35,7 +34,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class LatencyTable:
+class LatencyTable(Record):
     """Milliseconds of all parts on one device for one image size, one pair at a time.
 
     Attributes:
@@ -44,7 +43,10 @@ class LatencyTable:
         aggregation: volumes, aggregation and disparity, by number of scales.
         refinement: by "width.depth", or "whole".
         factor: by which sums are multiplied. error: largest relative error of a whole network after that.
+        load: of the machine meanwhile, which the command adds.
     """
+
+    called: ClassVar[str] = "a latency table of thinwire supernet"
 
     device: str
     size: tuple[int, int]
@@ -57,6 +59,7 @@ class LatencyTable:
     refinement: Mapping[str, Timing]
     factor: float = 1.0
     error: float = 0.0
+    load: Any = None
 
     def predict(self, net: SubNet) -> float:
         """Return the predicted milliseconds of a sub-network.
@@ -72,26 +75,6 @@ class LatencyTable:
         except KeyError as error:
             raise ValueError(f"the latency table has no entry {error}: it was made for another space") from None
         return self.factor * total
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> LatencyTable:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a latency table.
-        """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            data.pop("load", None)  # the machine's load, which the command adds
-            for name in ("blocks", "aggregation", "refinement"):
-                data[name] = {key: Timing(**value) for key, value in data[name].items()}
-            data["size"] = tuple(data["size"])
-            return cls(**data)
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a latency table of thinwire supernet: {error}") from error
 
 
 @torch.no_grad()
@@ -176,7 +159,7 @@ def build_table(
         tick()
     factor = sum(m for m, _ in pairs) / sum(p for _, p in pairs)
     error = max(abs(factor * p - m) / m for m, p in pairs)
-    return LatencyTable(**{**table.__dict__, "factor": factor, "error": error})
+    return replace(table, factor=factor, error=error)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_choice, check_count
 from thinwire.core.collectives.backends import backend_for
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
@@ -117,11 +118,6 @@ def valid(truth: Tensor, max_disparity: float) -> Tensor:
     return truth.isfinite() & (truth > 0) & (truth < max_disparity)
 
 
-def weights(maps: int) -> list[float]:
-    """Return the weights of the maps, coarse to fine: 1/3, 2/3, then 1."""
-    return [(1 / 3, 2 / 3)[i] if i < 2 else 1.0 for i in range(maps)]
-
-
 def enlarged(disparity: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize ``[B, h, w]`` to ``[B, H, W]``, in pixels of the new size."""
     if tuple(disparity.shape[1:]) == size:
@@ -133,7 +129,7 @@ def enlarged(disparity: Tensor, size: tuple[int, int]) -> Tensor:
 def pyramid_loss(
     disparities: Sequence[Tensor], truth: Tensor, max_disparity: float, valid_total: Tensor | float | None = None
 ) -> Tensor:
-    """Return the weighted sum over maps of the mean smooth-L1 error over valid pixels.
+    """Return the sum over maps of the mean smooth-L1 error over valid pixels, weighted 1/3, 2/3, 1, 1, ...
 
     If no pixel is valid, it is 0 but *with* a graph, so that no rank skips its backward.
 
@@ -148,15 +144,12 @@ def pyramid_loss(
     goal = torch.where(mask, truth, 0.0)
     count = mask.sum() if valid_total is None else torch.as_tensor(valid_total, device=truth.device)
     total = torch.zeros((), dtype=disparities[0].dtype, device=truth.device)
-    for weight, disparity in zip(weights(len(disparities)), disparities):
+    for i, disparity in enumerate(disparities):
+        weight = (1 / 3, 2 / 3)[i] if i < 2 else 1.0
         size = (truth.shape[1], truth.shape[2])
         error = F.smooth_l1_loss(enlarged(disparity, size), goal.to(disparity.dtype), reduction="none")
         total = total + weight * torch.where(mask, error, 0.0).sum()
     return total / count.clamp_min(1)
-
-
-SAMPLING = ("shared", "per-rank")
-LOSS_OVER = ("rank", "world")
 
 
 def adam(net: nn.Module, lr: float, weight_decay: float = 1e-4) -> torch.optim.Adam:
@@ -233,10 +226,8 @@ class SupernetTrainer:
         seed: int = 0,
         overlap: bool = True,
     ) -> None:
-        if sampling not in SAMPLING:
-            raise ValueError(f'sampling={sampling!r} must be "shared" or "per-rank"')
-        if loss_over not in LOSS_OVER:
-            raise ValueError(f'loss_over={loss_over!r} must be "rank" or "world"')
+        check_choice("sampling", sampling, ("shared", "per-rank"))
+        check_choice("loss_over", loss_over, ("rank", "world"))
         if divisor == "participants" and sampling == "shared":
             raise ValueError('divisor="participants" is for sampling="per-rank": shared draws are used by every rank')
         for number in range(phase.sub_nets):
@@ -361,7 +352,6 @@ class ShrinkReport:
     world_size: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         return asdict(self)
 
 
@@ -371,17 +361,12 @@ def shrink(
     phases: Sequence[Phase],
     *,
     batch: int = 4,
-    method: Method | str = "active",
-    sampling: str = "shared",
-    divisor: str = "world",
-    semantics: str = "skip",
-    loss_over: str = "rank",
     seed: int = 0,
-    overlap: bool = True,
     weight_decay: float = 1e-4,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 50,
     on_step: Progress | None = None,
+    **options: Any,
 ) -> ShrinkReport:
     """Train all sub-networks of a network, on the ranks of the default process group if there is one.
 
@@ -393,19 +378,20 @@ def shrink(
         data: training pairs; every rank can read all of them and uses its share of each step's.
         phases: ``published(...)``, ``short(...)`` or others, see :mod:`~thinwire.supernet.stereo.training`.
         batch: pairs per rank and step.
-        method, sampling, divisor, semantics, loss_over, seed, overlap: see
-            :class:`~thinwire.supernet.stereo.SupernetTrainer`.
+        seed: for the draws and the order of pairs; the same on all ranks.
         weight_decay: L2 on weights, but not on BatchNorm or biases.
         checkpoint_dir: on a file system shared by all ranks; None: no checkpoints.
         checkpoint_every: steps between checkpoints; there is always one at the end of a phase.
         on_step: called after every step.
+        options: method, sampling, divisor, semantics, loss_over and overlap, as for
+            :class:`~thinwire.supernet.stereo.SupernetTrainer`.
 
     Raises:
         ValueError: options or sizes do not match.
         ScheduleMismatch: the ranks were given different seeds, phases or spaces.
     """
-    if batch < 1 or checkpoint_every < 1:
-        raise ValueError(f"batch={batch} and checkpoint_every={checkpoint_every} must be at least 1")
+    check_count("batch", batch)
+    check_count("checkpoint_every", checkpoint_every)
     if len({phase.name for phase in phases}) != len(phases):
         raise ValueError("every phase needs its own name")
     for phase in phases:
@@ -421,10 +407,7 @@ def shrink(
             continue
         if phase.sort:
             net.sort_channels()
-        trainer = SupernetTrainer(
-            net, phase, adam(net, phase.lr, weight_decay), method=method, sampling=sampling, divisor=divisor,
-            semantics=semantics, loss_over=loss_over, seed=seed, overlap=overlap,
-        )  # fmt: skip
+        trainer = SupernetTrainer(net, phase, adam(net, phase.lr, weight_decay), seed=seed, **options)
         try:
             world = trainer.sync.services.topology.world_size
             order = Shuffled(len(data), seed + i)
