@@ -385,11 +385,7 @@ _KINDS = {"dots": "pieces", "planes": "plane", "scenes": "scene"}
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parse ``48x96``: height, then width.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Parse ``48x96``: height, then width."""
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if found is None or "0" in found.groups():
         raise ValueError(f"--size {text}: give height x width, such as 48x96")
@@ -397,11 +393,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: int, seed: int) -> Pairs:
-    """Return synthetic pairs, or those of a list of files, cropped to the size.
-
-    Raises:
-        ValueError: neither a known kind nor a file.
-    """
+    """Return synthetic pairs, or those of a list of files, cropped to the size."""
     from thinwire.systems.supernet.stereo import RandomDots, StereoFiles
 
     if data in MADE_UP:
@@ -421,11 +413,7 @@ def parse_method(text: str) -> Method | str:
 
 
 def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> ElasticStereo:
-    """Build an untrained network of a named configuration.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Build an untrained network of a named configuration."""
     from dataclasses import replace
 
     from thinwire.systems.supernet import Space
@@ -444,11 +432,7 @@ def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> E
 
 
 def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, sub_nets: int) -> tuple[Phase, ...]:
-    """Return the published phases, for epochs of this many steps; or two short ones.
-
-    Raises:
-        ValueError: ``steps`` is not two numbers.
-    """
+    """Return the published phases, for epochs of this many steps; or two short ones."""
     from thinwire.systems.supernet.stereo import published, short
 
     if epoch is not None:
@@ -462,11 +446,7 @@ def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, 
 
 
 def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
-    """``largest``, ``smallest``, a file that search wrote, or four numbers k,d,e,S for all blocks.
-
-    Raises:
-        ValueError: none of these, or outside the network's space.
-    """
+    """``largest``, ``smallest``, a file that search wrote, or four numbers k,d,e,S for all blocks."""
     import json
 
     from thinwire.systems.supernet import SubNet

@@ -88,11 +88,6 @@ class CacheCounters:
 
     A process owns the row on whose byte it holds a lock. The kernel releases the lock when the process ends, for
     whatever reason, and the next process continues counting in that row: nothing is lost and no row is leaked.
-
-    Args:
-        file: descriptor of the file, for locks.
-        table: the mapped file.
-        base: byte where the rows begin.
     """
 
     def __init__(self, file: int, table: mmap.mmap, base: int) -> None:
@@ -105,11 +100,7 @@ class CacheCounters:
         self._mutex = threading.Lock()
 
     def add(self, **amounts: int) -> None:
-        """Add to this process's counters.
-
-        Raises:
-            RuntimeError: more processes than there are rows.
-        """
+        """Add to this process's counters."""
         with self._mutex:
             if self._row is None:
                 self._row = self._claim()

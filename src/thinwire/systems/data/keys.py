@@ -31,11 +31,7 @@ def digest(*parts: object) -> bytes:
 
 
 def prefix_id_of(prefix: object, given: str | None = None) -> str:
-    """Return the name of a prefix: what the user passed, else its repr.
-
-    Raises:
-        ValueError: the repr contains a memory address, which would differ in the next process.
-    """
+    """Return the name of a prefix: what the user passed, else its repr."""
     if given is not None:
         return given
     text = repr(prefix)
@@ -149,12 +145,7 @@ def check_prefix(source: Any, prefix: Callable[[Any], Any], indices: Sequence[in
 
 
 def check_source(source: Any, disk: object) -> None:
-    """Refuse sources that could lose data.
-
-    Raises:
-        TypeError: the source is not a map-style data set.
-        ValueError: a StreamingDataset that may delete its only copy.
-    """
+    """Refuse sources that could lose data."""
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
         raise TypeError(
             f"the source is a {type(source).__name__} without __getitem__ and __len__: use a map-style data set, or "

@@ -159,19 +159,7 @@ Read = Callable[[], Any]
 
 
 class Levels:
-    """The levels below a data set. When it is sent to another process, it opens the arena again there.
-
-    Args:
-        prefix: raw sample -> value.
-        memory_bytes, directory, name: of the arena's file.
-        capacity: samples that its table can name.
-        disk: folder of the second level; None: there is none.
-        check: "first" or "always": how often a process compares a value's checksum.
-
-    Raises:
-        ValueError: a budget too large for the machine or too small for the table, or an unknown ``check``.
-        FileNotFoundError, PermissionError: for ``directory``.
-    """
+    """The levels below a data set. When it is sent to another process, it opens the arena again there."""
 
     def __init__(
         self,

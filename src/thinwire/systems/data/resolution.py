@@ -44,7 +44,6 @@ class ResolutionSchedule(Record):
 
     @property
     def epochs(self) -> int:
-        """Total number of epochs."""
         return sum(stage.epochs for stage in self.stages)
 
     @property
@@ -53,11 +52,7 @@ class ResolutionSchedule(Record):
         return tuple(sum(stage.epochs for stage in self.stages[:i]) for i in range(1, len(self.stages)))
 
     def at(self, epoch: int) -> Stage:
-        """Return the stage of an epoch, counted from 0.
-
-        Raises:
-            ValueError: there is no such epoch.
-        """
+        """Return the stage of an epoch, counted from 0."""
         if not 0 <= epoch < self.epochs:
             raise ValueError(f"epoch {epoch} is not in this schedule of {self.epochs} epochs")
         return self.stages[sum(epoch >= change for change in self.changes)]

@@ -36,9 +36,6 @@ class StallSplit:
         """Return how much longer a pass takes than one over ``"synthetic"``; without that, the time spent waiting.
 
         Not all waiting is stall: the first batch of new workers takes time even if nothing is read.
-
-        Raises:
-            KeyError: no such loader.
         """
         own = self.passes[name]
         base = self.passes.get(SYNTHETIC)

@@ -15,11 +15,7 @@ _WHAT = "a sample can hold dicts with str keys, tuples, tensors, numpy arrays, b
 
 
 def require_safetensors() -> Any:
-    """Import and return the module ``safetensors.torch``.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Import and return the module ``safetensors.torch``."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -32,9 +28,6 @@ def pack(value: Any) -> bytes:
 
     Equal samples give equal bytes. Tensors are stored contiguous, without gradient, from any device; arrays in C order
     and this machine's byte order. Subclasses are refused, as they mean something that would be lost.
-
-    Raises:
-        TypeError: something in it cannot be stored; the message says where, and what can be stored.
     """
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_flatten(value, tensors, "sample"))
@@ -70,7 +63,6 @@ def size_of(value: Any) -> int:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in a sample, without its structure."""
     if isinstance(value, dict):
         for entry in value.values():
             yield from leaves(entry)

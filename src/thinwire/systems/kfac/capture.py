@@ -91,7 +91,6 @@ class Capture:
             self._handles.append(layer.module.register_forward_hook(partial(self._output, index)))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -173,7 +172,6 @@ class Capture:
 
     @property
     def measured(self) -> bool:
-        """Whether the timed round is over."""
         return self.rounds > _MEASURED
 
     def statistic(self, layer: int, side: int) -> Tensor:
@@ -232,9 +230,6 @@ def sampled_loss(outputs: Tensor, distribution: str, generator: torch.Generator 
             over examples.
         distribution: one of ``DISTRIBUTIONS``.
         generator: for the sampling; every rank needs its own, or the global one seeded differently on each rank.
-
-    Raises:
-        ValueError: the distribution is unknown.
     """
     if distribution == "categorical":
         logits = (

@@ -28,8 +28,23 @@ Decay = Callable[[Tensor], Tensor]
 """Updates so far (0-dim) -> the weight of the old average in the next update."""
 
 
+class _OnRows(Method):
+    exact: ClassVar[bool] = True
+    cheap_pack: ClassVar[bool] = True
+
+    def passes(self, topology: Topology) -> tuple[float, float]:
+        """Return how often the rows pass through memory before the exchange, to fill the bucket, and after it."""
+        return 2, 2
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        size = 4 * sum(map(math.prod, shapes))
+        return [costs.compute_seconds("memory", times * size) for times in self.passes(topology)]
+
+
 @dataclass(frozen=True)
-class FactorExchange(Method):
+class FactorExchange(_OnRows):
     """Average new statistics over the ranks that have one, and add them to the running averages.
 
     A slot is a packed statistic followed by its count: 1, or 0 if this rank did not see the layer. The new statistic is
@@ -42,14 +57,11 @@ class FactorExchange(Method):
     """
 
     name: ClassVar[str] = "factors"
-    exact: ClassVar[bool] = True
-    cheap_pack: ClassVar[bool] = True
 
     decay: Decay | None = None
     wire: torch.dtype | None = None
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Run one all-reduce."""
         flat = bucket.flat
         total = yield AllReduce(flat if self.wire is None else flat.to(self.wire))
         for slot, row in zip(bucket.slots, bucket.split(total.to(flat.dtype))):
@@ -68,16 +80,12 @@ class FactorExchange(Method):
         new = torch.where(usable, keep * old + (1 - keep) * mean, old)
         state.stage(name, shared={FACTOR: new, UPDATES: updates + usable.to(updates.dtype)})
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
-        """Return the seconds to fill the bucket (two passes over memory), and to update the averages (four)."""
-        size = 4 * sum(map(math.prod, shapes))
-        return [costs.compute_seconds("memory", 2 * size), costs.compute_seconds("memory", 4 * size)]
+    def passes(self, topology: Topology) -> tuple[float, float]:
+        return 2, 4  # the averages are read and written too
 
 
 @dataclass(frozen=True)
-class FromOwner(Method):
+class FromOwner(_OnRows):
     """Send one rank's rows to its whole group: inverses to the preconditioning ranks, or preconditioned gradients.
 
     Attributes:
@@ -86,26 +94,16 @@ class FromOwner(Method):
     """
 
     name: ClassVar[str] = "from_owner"
-    exact: ClassVar[bool] = True
-    cheap_pack: ClassVar[bool] = True
 
     owner: int = 0
     group: Scope = Scope.WORLD
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Run one broadcast."""
         bucket.write((yield Broadcast(bucket.flat, self.group, self.owner)))
-
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
-        """Return the seconds to fill the bucket, and to read it."""
-        size = 4 * sum(map(math.prod, shapes))
-        return [costs.compute_seconds("memory", 2 * size), costs.compute_seconds("memory", 2 * size)]
 
 
 @dataclass(frozen=True)
-class FromAll(Method):
+class FromAll(_OnRows):
     """Send every rank's rows to its whole group in one all-gather, padded to the longest message.
 
     Attributes:
@@ -114,14 +112,11 @@ class FromAll(Method):
     """
 
     name: ClassVar[str] = "from_all"
-    exact: ClassVar[bool] = True
-    cheap_pack: ClassVar[bool] = True
 
     owners: tuple[int, ...] = ()
     group: Scope = Scope.WORLD
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Run one all-gather."""
         members = state.topology.members(self.group, state.rank)
         place, lengths = members.index(state.rank), [0] * len(members)
         for slot, owner in zip(bucket.slots, self.owners, strict=True):
@@ -134,17 +129,8 @@ class FromAll(Method):
             slot.write(everyone[owner, offsets[owner] : offsets[owner] + slot.numel])
             offsets[owner] += slot.numel
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
-        """Return the seconds to fill the message, and to read all messages."""
-        size = 4 * sum(map(math.prod, shapes))
-        return [costs.compute_seconds("memory", 2 * size / topology.world_size), costs.compute_seconds("memory", size)]
-
-
-def constant_decay(weight: float) -> Decay:
-    """Return the same weight for every update; the first statistic is taken as it is."""
-    return lambda updates: torch.full_like(updates, weight)
+    def passes(self, topology: Topology) -> tuple[float, float]:
+        return 2 / topology.world_size, 1
 
 
 def warmup_decay(updates: Tensor) -> Tensor:
@@ -153,41 +139,19 @@ def warmup_decay(updates: Tensor) -> Tensor:
 
 
 def decay_of(decay: Any) -> Decay:
-    """Return a decay function from a number in [0, 1] or "warmup"."""
-    return warmup_decay if decay == "warmup" else constant_decay(float(decay))
-
-
-Statistic = Callable[[int, int], Tensor]
-"""(layer, 0 for A or 1 for G) -> its packed statistic followed by a count; called once per round."""
-
-
-@dataclass(frozen=True)
-class _Message:
-    side: int
-    layers: tuple[int, ...]
+    return warmup_decay if decay == "warmup" else lambda updates: torch.full_like(updates, float(decay))
 
 
 class FactorRounds:
-    """The exchanges of one rank.
+    """One exchange of statistics after another: which messages there are, when each may be sent, what they update.
 
-    Args:
-        plan: says which factors share a message.
-        channel: sends the messages.
-        state: holds the factors.
-        program: averages the statistics and updates the factors.
-        statistic: see ``Statistic``.
-        device: of the factors.
+    ``statistic``: (layer, 0 for A or 1 for G) -> its packed statistic followed by a count; called once per round.
     """
 
     def __init__(
-        self,
-        plan: KFACPlan,
-        channel: Channel,
-        state: State,
-        program: FactorExchange,
-        statistic: Statistic,
-        device: torch.device,
-    ) -> None:
+        self, plan: KFACPlan, channel: Channel, state: State, program: FactorExchange,
+        statistic: Callable[[int, int], Tensor], device: torch.device,
+    ) -> None:  # fmt: skip
         self._channel, self._state, self._program = channel, state, program
         self._statistic, self._device = statistic, device
         self.updates = 0
@@ -195,17 +159,16 @@ class FactorRounds:
         self.adopt(plan)
 
     def adopt(self, plan: KFACPlan) -> None:
-        """Switch to another plan, between two rounds."""
         self.plan = plan
-        self._messages = [_Message(side, b) for side, bs in ((0, plan.a_buckets), (1, plan.g_buckets)) for b in bs]
-        self._where = {(m.side, layer): i for i, m in enumerate(self._messages) for layer in m.layers}
+        self._messages = [(side, b) for side, bs in ((0, plan.a_buckets), (1, plan.g_buckets)) for b in bs]
+        self._where = {(side, layer): i for i, (side, layers) in enumerate(self._messages) for layer in layers}
         self._left: list[int] = []
 
     def begin(self) -> None:
         """Begin a captured pass. First finish a round that no step has used."""
         self.drain()
-        self._left = [len(message.layers) for message in self._messages]
-        names = [[self.plan.factor(2 * i + m.side) for i in m.layers] for m in self._messages]
+        self._left = [len(layers) for _, layers in self._messages]
+        names = [[self.plan.factor(2 * i + side) for i in layers] for side, layers in self._messages]
         self._channel.begin(names, self._make)
 
     def complete(self, layer: int, side: int) -> None:
@@ -233,8 +196,8 @@ class FactorRounds:
         self._channel.ready(index)
 
     def _make(self, index: int) -> Program:
-        message = self._messages[index]
-        return self._program.reduce(self._bucket(index, [(i, message.side) for i in message.layers]), self._state)
+        side, layers = self._messages[index]
+        return self._program.reduce(self._bucket(index, [(i, side) for i in layers]), self._state)
 
     def _bucket(self, index: int, factors: list[tuple[int, int]]) -> Bucket:
         slots = []

@@ -100,12 +100,7 @@ def gradient_scale(scaling: str, examples: int, rows: int) -> float:
 
 
 class LayerSums:
-    """Second moments of a layer's inputs and output gradients, and the numbers of rows and examples in them.
-
-    Args:
-        layer: the layer.
-        scaling, tokens: see :mod:`~thinwire.kfac.factors`.
-    """
+    """Second moments of a layer's inputs and output gradients, and the numbers of rows and examples in them."""
 
     def __init__(self, layer: Preconditioned, scaling: str, tokens: str) -> None:
         self._layer, self._scaling, self._tokens = layer, scaling, tokens
@@ -118,7 +113,6 @@ class LayerSums:
         self._sampled = False
 
     def new_pass(self) -> None:
-        """Note that another forward begins, with other examples."""
         self._examples += self._batch
         self._batch = 0
 
@@ -151,7 +145,6 @@ class LayerSums:
         self._rows[side] += rows.shape[0]
 
     def seen(self, side: int) -> bool:
-        """Return whether anything was added to A (0) or G (1)."""
         return self.moments[side] is not None
 
     def statistic(self, side: int) -> Tensor:

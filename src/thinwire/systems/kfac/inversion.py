@@ -40,13 +40,7 @@ Run = Callable[[Program], Tensor]
 
 
 class Inverses:
-    """The inverses that a rank holds, by factor.
-
-    Args:
-        plan: says who inverts what.
-        state: holds the factors.
-        rank: this rank.
-    """
+    """The inverses that a rank holds, by factor."""
 
     def __init__(self, plan: KFACPlan, state: State, rank: int) -> None:
         self.plan, self._state, self._rank = plan, state, rank
@@ -56,13 +50,7 @@ class Inverses:
         self._compared = False
 
     def update(self, damping: float, channel: Channel, run: Run) -> float:
-        """Invert all factors. All ranks must call this. Return the seconds spent waiting for others.
-
-        Args:
-            damping: lambda.
-            channel: for the inverses that are sent; its topology is the plan's.
-            run: runs a small program on all ranks, blocking.
-        """
+        """Invert all factors. All ranks must call this. Return the seconds spent waiting for others."""
         group = self._rank // self.plan.workers
         messages = self.plan.messages(group)
         rows: dict[int, Tensor] = {}
@@ -239,7 +227,6 @@ class Inverses:
     # --- using -----------------------------------------------------------------------------------------------------
 
     def ready(self, layer: int) -> bool:
-        """Return whether both inverses of a layer are available."""
         return all(self.plan.factor(2 * layer + side) in self.of for side in (0, 1))
 
     def apply(self, layer: int, gradient: Tensor, damping: float) -> Tensor:
@@ -259,15 +246,7 @@ def _gather(x: Tensor) -> Program:
 def preconditioned(
     gradients: Mapping[int, Tensor], inverses: Inverses, state: State, channel: Channel, damping: float
 ) -> tuple[dict[int, Tensor], float]:
-    """Return V of each layer, on every rank, and the seconds spent waiting for other ranks.
-
-    Args:
-        gradients: by layer, ``[d_G, d_A]``; the same layers on all ranks.
-        inverses: of the layers that this rank preconditions.
-        state: knows which rank this is.
-        channel: sends V to the other groups of ranks.
-        damping: lambda.
-    """
+    """Return V of each layer, on every rank, and the seconds spent waiting for other ranks."""
     plan = inverses.plan
     found: dict[int, Tensor] = {}
     sent = [(group, [i for i in layers if i in gradients]) for group, layers in plan.returns()]

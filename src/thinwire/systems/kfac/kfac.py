@@ -106,7 +106,7 @@ class KFAC:
         self._state = State(rank, first.topology)
         self._inverses = Inverses(first, self._state, rank)
         self._channel = self._open_channel()
-        self._tally = Tally()
+        self._tally = Tally(self._channel)
         mine = [self.plan.exchange or self.plan.mine(i, rank) for i in range(len(self._layers))]
         self._sampled = variant.fisher == "sampled"
         self._capture = Capture(
@@ -136,7 +136,6 @@ class KFAC:
             sync.services.companions["kfac"] = self
 
     def _facts(self) -> dict[str, Any]:
-        """Return the options on which the ranks must agree."""
         v = self._variant
         facts = {"scaling": v.scaling, "tokens": v.positions, "fisher": v.fisher, "factor_decay": v.factor_decay}
         return {**facts, **{name: self._every_at(name, 0) for name in self._every}, "kl_clip": self._kl_clip}
@@ -166,7 +165,6 @@ class KFAC:
         return self._count if self._ranks is None else self._ranks.services.state.step + self._shift
 
     def due(self) -> bool:
-        """Return whether statistics of this pass are wanted."""
         return self._blank or self.passes % self._every_at("factor_update_steps", self.passes) == 0
 
     def last_pass(self) -> bool:
@@ -174,17 +172,14 @@ class KFAC:
         return self._sync is not None and self._sync.services.synchronizing
 
     def begin_round(self) -> None:
-        """Note that the first captured forward of a step begins."""
         self._take_in()
         self._rounds.begin()
         self._wanting = self._sampled
 
     def complete(self, layer: int, side: int) -> None:
-        """Note that a statistic is complete."""
         self._rounds.complete(layer, side)
 
     def end_round(self) -> None:
-        """Note that the last backward of a step is over."""
         self._rounds.end()
 
     def loss_scale(self) -> Tensor | None:
@@ -243,29 +238,27 @@ class KFAC:
             self._next = (index // every + 1) * every
             self._invert(damping)
         if self._active:
-            self._precondition(damping)
+            self._tally.phase("returns", lambda: self._precondition(damping))
 
     def _take_in(self) -> None:
-        with self._tally.phase("factors", self._channel) as spent:
-            spent.waited = self._rounds.drain()
+        self._tally.phase("factors", self._rounds.drain)
         if self._blank:
             self._blank = self._rounds.blank()
 
     def _invert(self, damping: float) -> None:
-        with self._tally.phase("inverses", self._channel) as spent:
-            run = self._ranks.services.run if self._ranks is not None else run_alone
-            spent.waited = self._inverses.update(damping, self._channel, run)
+        run = self._ranks.services.run if self._ranks is not None else run_alone
+        self._tally.phase("inverses", lambda: self._inverses.update(damping, self._channel, run))
         self._tally.inverse_updates += 1
         self._active = True
 
-    def _precondition(self, damping: float) -> None:
-        with self._tally.phase("returns", self._channel) as spent:
-            gradients = {i: g for i, layer in enumerate(self._layers) if (g := layer.gradient()) is not None}
-            found, spent.waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
-            rates = learning_rates(self._optimizers, self._layers)
-            self._tally.clip = clip_factor(found, gradients, rates, self._kl_clip)
-            write(self._layers, found, self._tally.clip)
+    def _precondition(self, damping: float) -> float:
+        gradients = {i: g for i, layer in enumerate(self._layers) if (g := layer.gradient()) is not None}
+        found, waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
+        rates = learning_rates(self._optimizers, self._layers)
+        self._tally.clip = clip_factor(found, gradients, rates, self._kl_clip)
+        write(self._layers, found, self._tally.clip)
         self._tally.steps += 1
+        return waited
 
     def fisher_backward(self, outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> None:
         """With ``fisher="sampled"``: sample targets from the model's output, and take the statistics G from their loss.
@@ -290,9 +283,7 @@ class KFAC:
 
     def stats(self) -> KFACStats:
         levels = {name: level for name, level in self._inverses.levels.items() if level}
-        return self._tally.stats(
-            self.plan, factor_updates=self._rounds.updates, capture_seconds=self._capture.seconds, levels=levels
-        )
+        return self._tally.stats(self.plan, self._rounds.updates, self._capture.seconds, levels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. Not between micro-batches. The sync's state, and so its checkpoints, include it.

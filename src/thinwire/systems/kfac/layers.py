@@ -57,12 +57,6 @@ def find_layers(
     model: nn.Module, skip_layers: Sequence[str] = (), max_dim: int = 8192
 ) -> tuple[list[Preconditioned], list[str]]:
     """Return the layers to precondition, in order of registration, and a sentence for each kind that is left out.
-
-    Args:
-        model: the model to search.
-        skip_layers: names of modules to leave to the optimizer, with ``*`` and ``?``.
-        max_dim: layers with a larger factor are left out too.
-
     Raises:
         ValueError: a layer cannot be preconditioned, or no layer can; the message names it and ``skip_layers``.
     """

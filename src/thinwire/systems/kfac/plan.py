@@ -80,12 +80,10 @@ class KFACPlan(Record):
         return Topology(self.world_size, self.workers)
 
     def dim(self, item: int) -> int:
-        """Return the side of an item's matrix."""
         layer = self.layers[item // 2]
         return layer.d_g if item % 2 else layer.d_a
 
     def factor(self, item: int) -> str:
-        """Return an item's name: the layer's name, and which side."""
         return f"{self.layers[item // 2].name}/{'AG'[item % 2]}"
 
     def elements(self, item: int) -> int:
@@ -99,7 +97,6 @@ class KFACPlan(Record):
         return owner // self.workers if owner >= 0 and self.workers < self.world_size else 0
 
     def mine(self, layer: int, rank: int) -> bool:
-        """Return whether a rank preconditions a layer."""
         return self.workers == self.world_size or self.group_of(layer) == rank // self.workers
 
     def messages(self, group: int = 0) -> tuple[InverseMessage, ...]:

@@ -76,12 +76,6 @@ logger = logging.getLogger("thinwire")
 
 class Planning:
     """Makes the plans of one :class:`KFAC`, equal on all ranks; all take part, and the slowest rank's times count.
-
-    Args:
-        ranks: the sync; None: a single process.
-        shapes: of the layers.
-        variant, method: how a schedule is planned.
-
     Attributes:
         again: whether a second plan is still to be made.
     """
@@ -94,11 +88,7 @@ class Planning:
         self.again = variant.plan is None and ranks is not None and variant.prices_factors
 
     def first(self, device: torch.device, facts: Mapping[str, Any]) -> KFACPlan:
-        """Return the pinned plan, or one made from costs, measured if needed. Agree on it and on ``facts``.
-
-        Raises:
-            ValueError: the plan does not fit the model, or ranks disagree.
-        """
+        """Return the pinned plan, or one made from costs, measured if needed. Agree on it and on ``facts``."""
         ranks, variant = self._ranks, self._variant
         world = ranks.services.topology.world_size if ranks is not None else 1
         plan = variant.plan

@@ -49,17 +49,7 @@ class KFACPrediction:
 
 
 def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib: float = 4.0) -> KFACPrediction:
-    """Predict a plan for a model.
-
-    Args:
-        plan: for the ranks in question.
-        profile: of the model; its tensors are the gradients.
-        costs: of exchanges, of "multiply" and "memory", and of "inverse" or "eigen" if measured.
-        gradient_mib: size of a bucket of gradients.
-
-    Raises:
-        LookupError: the costs lack a curve.
-    """
+    """Predict a plan for a model."""
     times = LayerTimes.of_profile(profile, plan.layers)
     plain = _Passes(plan, costs, times, gradient_mib, factors=False).run(profile)
     whole = _Passes(plan, costs, times, gradient_mib, factors=True)
@@ -172,7 +162,6 @@ def _precondition_seconds(plan: KFACPlan, costs: Costs) -> float:
 
 
 def _return_seconds(plan: KFACPlan, costs: Costs) -> float:
-    """Return the seconds of one broadcast for each group's layers."""
     members = plan.world_size // plan.workers
     total = 0.0
     for _, layers in plan.returns():

@@ -27,8 +27,6 @@ def inversion_seconds(costs: Costs, method: str, d: int) -> float:
 
 @dataclass(frozen=True)
 class InversionCost:
-    """Seconds of an inverse update: computing on the busiest rank, and then sending."""
-
     compute_seconds: float
     send_seconds: float
 

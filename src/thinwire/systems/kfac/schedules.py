@@ -70,7 +70,6 @@ def make_plan(
 
 
 def _placed(plan: KFACPlan, variant: Variant, costs: Costs) -> KFACPlan:
-    """Return the plan with owners and transport."""
     name, world = variant.schedule.partition(":")[0], plan.world_size
     if name == "dkfac" or (world == 1):
         return plan
@@ -180,7 +179,6 @@ def one_direction(
 
 
 def _broken(groups: Sequence[Sequence[int]], breaks: Sequence[int]) -> list[list[int]]:
-    """Split groups wherever a new one must begin."""
     made: list[list[int]] = []
     for group in groups:
         for n, i in enumerate(group):

@@ -98,11 +98,7 @@ class Variant:
         return self.tokens or ("reduce" if self.scaling == "authors" else "expand")
 
     def workers(self, world: int) -> int:
-        """Return the number of ranks that precondition each layer.
-
-        Raises:
-            ValueError: KAISA's fraction does not match the number of ranks.
-        """
+        """Return the number of ranks that precondition each layer."""
         if self.schedule == "dp":
             return 1
         if not self.schedule.startswith("kaisa:"):

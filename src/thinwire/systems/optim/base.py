@@ -77,12 +77,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add and check a group, as in ``torch.optim``.
-
-        Raises:
-            ValueError: an option is out of range, parameters are on several devices, or only some of them are fp64.
-            TypeError: fp16, complex or integer parameters.
-        """
+        """Add and check a group, as in ``torch.optim``."""
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]

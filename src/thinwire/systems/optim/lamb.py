@@ -82,7 +82,6 @@ class LAMB(LayerWise):
         super().__init__(params, defaults, NormSharding(parallel, partition), scaler)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if an option is out of range."""
         betas = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas={betas!r} must be two numbers")
@@ -120,7 +119,6 @@ class LAMB(LayerWise):
         return found
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        """Update ``w`` of one group."""
         rate, chosen = work.group["lr"], set(work.chosen)
         if ratios is not None:
             rates = (ratios * -rate).unbind()

@@ -89,7 +89,6 @@ class LARS(LayerWise):
         self._warn_of_rates()
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if an option is out of range."""
         for name in ("trust_coefficient", "eps", "skip_lr_scale"):
             check_number(name, group[name], least=0)
         check_number("momentum", group["momentum"], least=0, below=1)
@@ -120,7 +119,6 @@ class LARS(LayerWise):
         )
 
     def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
-        """Return the layers; ratios are of weights and gradients."""
         found = []
         for work in works:
             group, part = work.group, work.part(work.adapted)
@@ -130,7 +128,6 @@ class LARS(LayerWise):
         return found
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        """Update ``v`` and ``w`` of one group."""
         group = work.group
         rate, sign = group["lr"], -1.0 if group["maximize"] else 1.0
         held = group["momentum_holds"] == "update"

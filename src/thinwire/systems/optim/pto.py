@@ -88,11 +88,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def trust_ratios(layers: Layers) -> Tensor:
-    """Return the ratio of each layer, ``[len(layers)]``, in their dtype. Zero norms are handled on the device.
-
-    Raises:
-        ValueError: there is no layer.
-    """
+    """Return the ratio of each layer, ``[len(layers)]``, in their dtype. Zero norms are handled on the device."""
     if not len(layers):
         raise ValueError("trust_ratios needs at least one layer")
     rule, count = layers.rule, len(layers)
@@ -105,7 +101,6 @@ def trust_ratios(layers: Layers) -> Tensor:
 
 
 def replicated(blocks: Sequence[Layers]) -> list[Tensor]:
-    """Return the ratios of several rules' layers, all computed on this rank."""
     return [trust_ratios(block) for block in blocks]
 
 
@@ -205,12 +200,7 @@ class TrustRatios:
 
 
 class NormSharding:
-    """The norms of one optimizer: shared over the ranks of a GradientSync once attached, else computed on every rank.
-
-    Args:
-        parallel: None, "auto", "node" or "world".
-        partition: "cost" or "contiguous".
-    """
+    """The norms of one optimizer: shared over the ranks of a GradientSync once attached, else all computed here."""
 
     def __init__(self, parallel: str | None = None, partition: str = "cost") -> None:
         check_choice("parallel", parallel, (None, "auto", "node", "world"))
@@ -220,7 +210,6 @@ class NormSharding:
         self.detach()
 
     def detach(self) -> None:
-        """Compute all norms here from now on."""
         self._sync: GradientSync | None = None
         self.stats = ParallelStats(self.parallel)
         self._scopes: dict[str, Scope] = {}
@@ -228,11 +217,7 @@ class NormSharding:
         self._programs: dict[tuple[str, tuple[int, ...]], TrustRatios] = {}
 
     def attach(self, sync: GradientSync) -> None:
-        """Share the norms among these ranks, if that was asked for.
-
-        Raises:
-            ValueError: gradients are delivered in parts, one bucket after the other.
-        """
+        """Share the norms among these ranks, if that was asked for."""
         if self.parallel is None:
             return
         options = deferring(method := sync.services.method)

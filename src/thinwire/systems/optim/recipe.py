@@ -78,7 +78,6 @@ class WarmupPoly(LRScheduler):
         super().__init__(optimizer)
 
     def rate(self, peak: float, step: int) -> float:
-        """Return the rate of a step; the first step is 0."""
         if step < self.warmup_steps:
             return self.start + (peak - self.start) * (step + 1) / self.warmup_steps
         gone = (min(step, self.total_steps) - self.warmup_steps) / (self.total_steps - self.warmup_steps)

@@ -31,11 +31,7 @@ class ActiveSet:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], rects: Mapping[str, Rect]) -> ActiveSet:
-        """Build a set from slices; every parameter must be named.
-
-        Raises:
-            ValueError: a parameter has no entry, or an entry names an unknown parameter.
-        """
+        """Build a set from slices; every parameter must be named."""
         if set(shapes) != set(rects):
             raise ValueError(f"rectangles and parameters differ: {sorted(set(shapes) ^ set(rects))[:3]}")
         bounds: dict[str, Bounds | None] = {}
@@ -47,7 +43,6 @@ class ActiveSet:
 
     @classmethod
     def full(cls, shapes: Mapping[str, tuple[int, ...]]) -> ActiveSet:
-        """Return the set of all elements of all parameters."""
         return cls(shapes, {name: tuple((0, n) for n in shape) for name, shape in shapes.items()})
 
     @classmethod
@@ -67,7 +62,6 @@ class ActiveSet:
 
     @property
     def elements(self) -> int:
-        """Number of elements in the rectangles."""
         return sum(prod(hi - lo for lo, hi in b) for b in self.bounds.values() if b is not None)
 
     @property
@@ -77,7 +71,6 @@ class ActiveSet:
 
     @property
     def is_full(self) -> bool:
-        """Whether the rectangles contain all elements."""
         return self.elements == sum(prod(shape) for shape in self.shapes.values())
 
     def rect(self, name: str) -> Rect:
@@ -86,7 +79,6 @@ class ActiveSet:
         return None if bounds is None else tuple(slice(lo, hi) for lo, hi in bounds)
 
     def whole(self, name: str) -> bool:
-        """Return whether the rectangle is the whole parameter."""
         bounds = self.bounds[name]
         return bounds is not None and all(b == (0, n) for b, n in zip(bounds, self.shapes[name]))
 
@@ -179,14 +171,12 @@ class PackedState(State):
         self._whole, self._active, self._slots = whole, active, slots
 
     def residual(self, slot: Slot) -> Tensor:
-        """Return a copy of the active part of this rank's residual."""
         if slot.name not in self.residuals:
             owed = self._whole.residual(self._slots[slot.name])
             self.residuals[slot.name] = owed[self._active.rect(slot.name)].contiguous()
         return self.residuals[slot.name]
 
     def local(self, field: str, slot: Slot) -> Tensor:
-        """Return a copy of the active part of a local field."""
         key = (field, slot.name)
         if key not in self.locals:
             held = self._whole.local(field, self._slots[slot.name])
@@ -215,5 +205,4 @@ class PackedState(State):
         self._whole.stage(name, residual=staged, local=fields)
 
     def verdict(self, flag: Tensor) -> None:
-        """Pass the verdict on to the whole state."""
         self._whole.verdict(flag)

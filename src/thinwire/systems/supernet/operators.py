@@ -37,7 +37,6 @@ class ElasticBatchNorm(nn.BatchNorm2d):
         )  # fmt: skip
 
     def cut(self, channels: int) -> nn.BatchNorm2d:
-        """Return a plain BatchNorm for the first channels."""
         plain = nn.BatchNorm2d(channels, self.eps, self.momentum)
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -50,7 +49,6 @@ class ElasticBatchNorm(nn.BatchNorm2d):
 
     @staticmethod
     def rectangles(channels: int) -> Mapping[str, Rect]:
-        """Return the used rectangle of each parameter."""
         return {"weight": (slice(0, channels),), "bias": (slice(0, channels),)}
 
 
@@ -79,7 +77,6 @@ class ElasticDepthwise(nn.Module):
         return weight
 
     def rectangles(self, size: int, channels: int) -> Mapping[str, Rect]:
-        """Return the used rectangles; a kernel smaller than K uses the centre of the next size below K."""
         largest = self.kernels[-1]
         seen = largest if size == largest else self.kernels[-2]
         edge = (largest - seen) // 2
@@ -115,7 +112,6 @@ class SqueezeExcite(nn.Module):
         return x * (F.relu6(s + 3) / 6)
 
     def cut(self, channels: int) -> SqueezeExcite:
-        """Return a plain copy for the first channels."""
         plain, q = SqueezeExcite(channels), round8(channels // 4)
         with torch.no_grad():
             plain.reduce.weight.copy_(self.reduce.weight[:q, :channels])
@@ -126,7 +122,6 @@ class SqueezeExcite(nn.Module):
 
     @staticmethod
     def rectangles(channels: int) -> Mapping[str, Rect]:
-        """Return the used rectangle of each parameter."""
         c, q, one = slice(0, channels), slice(0, round8(channels // 4)), slice(0, 1)
         return {"reduce.weight": (q, c, one, one), "reduce.bias": (q,), "expand.weight": (c, q, one, one),
                 "expand.bias": (c,)}  # fmt: skip
@@ -185,7 +180,6 @@ class ElasticMBConv(nn.Module):
         self.shortcut = stride == 1 and c_in == c_out
 
     def middle(self, expand: int) -> int:
-        """Return the number of middle channels for an expansion ratio."""
         return round8(self.c_in * expand)
 
     def forward(self, x: Tensor, kernel: int, expand: int) -> Tensor:
@@ -214,7 +208,6 @@ class ElasticMBConv(nn.Module):
         return plain
 
     def rectangles(self, kernel: int, expand: int) -> Mapping[str, Rect]:
-        """Return for each parameter the rectangle to which a pass with these values can give a gradient."""
         m, one = self.middle(expand), slice(0, 1)
         found: dict[str, Rect] = {
             "expand.weight": (slice(0, m), slice(0, self.c_in), one, one),

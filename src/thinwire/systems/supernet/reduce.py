@@ -107,7 +107,6 @@ class ActiveReduce(Method):
         self.announced.active, self.announced.everyone = active, tuple(everyone)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Pack, run the inner method, unpack."""
         active = self.announced.active
         if active is None or bucket.device.type == "meta":
             yield from self.inner.reduce(bucket, state)
@@ -184,7 +183,6 @@ class InactiveWeights:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

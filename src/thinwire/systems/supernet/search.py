@@ -47,7 +47,6 @@ class Candidate:
 
 
 def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the Pareto front: the candidates that no faster one equals or beats, fastest first."""
     found: list[Candidate] = []
     for c in sorted(candidates, key=lambda c: (c.predicted_ms, -c.fitness)):
         if not found or c.fitness > found[-1].fitness:
@@ -69,7 +68,6 @@ class SearchResult:
     archive: tuple[Candidate, ...]
 
     def pareto(self) -> list[Candidate]:
-        """Return the Pareto front of the archive, fastest first."""
         return pareto(self.archive)
 
 

@@ -45,7 +45,6 @@ def normalise(image: Tensor) -> Tensor:
 
 
 def collate(pairs: Pairs, indices: Sequence[int]) -> StereoBatch:
-    """Return these samples as one batch."""
     left, right, disparity = zip(*(pairs[i] for i in indices))
     return StereoBatch(torch.stack(left), torch.stack(right), torch.stack(disparity))
 
@@ -67,9 +66,6 @@ class Shuffled:
 
     It depends only on the arguments, so a resumed run continues where it was. Together, the ranks' batches of one step
     are the batch that a single rank would use if its batch were as large.
-
-    Args:
-        length: of the set. seed: for the permutations.
     """
 
     def __init__(self, length: int, seed: int) -> None:
@@ -189,8 +185,6 @@ class RandomDots:
 
 
 class _Draws:
-    """Random numbers from one generator."""
-
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
@@ -201,7 +195,6 @@ class _Draws:
         return low + (high - low) * float(self.uniform(1))
 
     def whole(self, low: int, high: int) -> int:
-        """Return an integer from low to high, both inclusive."""
         return int(torch.randint(low, high + 1, (1,), generator=self._generator))
 
 
@@ -285,9 +278,6 @@ def read_pfm(path: str | Path) -> Tensor:
     """Read a portable float map, the format of Scene Flow: ``[H, W]``, or ``[3, H, W]`` with colours.
 
     In the file, rows are stored from bottom to top; a negative scale means little-endian.
-
-    Raises:
-        ValueError: the file is not a PFM file, or it is incomplete.
     """
     data = Path(path).read_bytes()
     head = re.match(rb"(P[fF])\s+(\d+)\s+(\d+)\s+([-+.\deE]+)\s", data)
@@ -338,11 +328,7 @@ def read_disparity(path: str | Path, kind: str = "") -> Tensor:
 
 
 def read_list(path: str | Path) -> list[tuple[Path, Path, Path | None]]:
-    """Read a list of files: lines of ``left right [disparity]``, relative to the list; # begins a comment.
-
-    Raises:
-        ValueError: a line has another number of names, a file is missing, or the list is empty.
-    """
+    """Read a list of files: lines of ``left right [disparity]``, relative to the list; # begins a comment."""
     root, found = Path(path).parent, []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         names = line.split("#")[0].split()

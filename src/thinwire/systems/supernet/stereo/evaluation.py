@@ -45,7 +45,6 @@ class Metrics:
 
     @property
     def d1(self) -> float:
-        """Share of outliers."""
         return self.outliers / self.pixels if self.pixels else float("nan")
 
     @property
@@ -59,7 +58,6 @@ class Metrics:
 
     @classmethod
     def of(cls, vector: Tensor) -> Metrics:
-        """Build metrics from the result of ``vector``."""
         return cls(*vector.tolist())
 
     def __add__(self, other: Metrics) -> Metrics:
@@ -165,11 +163,9 @@ class Calibrated:
         self._net, self._calibration, self._held_out = net, calibration, held_out
 
     def __call__(self, sub_net: SubNet) -> float:
-        """Return minus the end-point error."""
         return -self.metrics(sub_net).epe
 
     def metrics(self, sub_net: SubNet) -> Metrics:
-        """Return all metrics of a sub-network."""
         run_alone(calibrate(self._net, sub_net, self._calibration))
         found: Metrics = run_alone(evaluate(self._net, sub_net, self._held_out))
         return found

@@ -41,14 +41,11 @@ def load_net(path: str | Path) -> ElasticStereo:
 
 
 class Finest(nn.Module):
-    """A plain network that returns only the last disparity."""
-
     def __init__(self, net: Stereo) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Compute ``[B, 3, H, W]`` twice -> ``[B, H, W]``, in pixels."""
         finest: Tensor = self.net(left, right)[-1]
         return finest
 

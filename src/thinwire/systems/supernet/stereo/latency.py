@@ -62,11 +62,7 @@ class LatencyTable(Record):
     load: Any = None
 
     def predict(self, net: SubNet) -> float:
-        """Return the predicted milliseconds of a sub-network.
-
-        Raises:
-            ValueError: the table was made for another space.
-        """
+        """Return the predicted milliseconds of a sub-network."""
         try:
             total = self.aggregation[str(net.scales)].p50
             total += self.refinement["whole" if net.refine is None else f"{net.refine[0]}.{net.refine[1]}"].p50
@@ -79,7 +75,6 @@ class LatencyTable(Record):
 
 @torch.no_grad()
 def time_call(call: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> Timing:
-    """Time a call ``repeats`` times, after ``warmup`` untimed calls."""
     for _ in range(warmup):
         call()
     settle(device)

@@ -235,7 +235,6 @@ class ElasticStereo(nn.Module):
         self.active = net
 
     def sample(self, rng: random.Random) -> SubNet:
-        """Draw a random sub-network of the space."""
         return self.space.sample(rng)
 
     def canonical(self, net: SubNet) -> SubNet:

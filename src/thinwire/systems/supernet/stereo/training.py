@@ -67,7 +67,6 @@ class Phase:
             raise ValueError(f"phase {self.name}: lr={self.lr!r} must be above 0")
 
     def draw(self, seed: int, step: int, number: int) -> SubNet:
-        """Draw a sub-network of a step."""
         return self.space.sample(random.Random(digest("draw", seed, self.name, step, number)))
 
     def rate(self, step: int) -> float:
@@ -109,7 +108,6 @@ def short(space: Space, large: int = 300, shrinking: int = 300, sub_nets: int = 
 
 
 def total(phases: Iterable[Phase]) -> int:
-    """Return the steps of all phases."""
     return sum(phase.steps for phase in phases)
 
 
@@ -250,11 +248,7 @@ class SupernetTrainer:
         return [self.phase.draw(self._seed, step, first + number) for number in range(count)]
 
     def step(self, batch: StereoBatch, step: int) -> SupernetStepReport:
-        """Train on this rank's batch.
-
-        Raises:
-            ScheduleMismatch: the ranks have drawn different sub-networks.
-        """
+        """Train on this rank's batch."""
         world = self.sync.services.topology.world_size
         nets = self.draws(step, self.sync.services.rank)
         if self._sampling == "shared":
