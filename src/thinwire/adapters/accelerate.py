@@ -15,8 +15,7 @@ from typing import Any, Literal, overload
 
 from torch.optim import Optimizer
 
-from thinwire.adapters.ddp_module import checked, register
-from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.adapters.ddp_module import checked, load_from, register, save_in
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_ddp import attach_local
 from thinwire.adapters.local_rank import LocalRank

@@ -8,6 +8,7 @@ which FSDP2 calls its hook, without waiting.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from thinwire.adapters import fsdp2_persistence as persistence
 from thinwire.adapters.ddp_layout import into_values, joined
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.traced import traced
@@ -28,23 +29,19 @@ from thinwire.engine.executors.streams import read_here
 from thinwire.engine.parameters import buffers_of
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
+from thinwire.engine.state.persistence import VERSION, blank, from_flat, frozen_since, name_of, to_flat, without
 from thinwire.engine.stats import BucketStats, Stats
+
+log = logging.getLogger("thinwire")
 
 
 class ReplicaSync:
     """The handle that :func:`thinwire.adapters.fsdp2.attach` returns.
 
     Residuals belong to this rank's shards, in the units of the reduce-scatter's result. DCP's ``Stateful``: they are
-    saved as tensors sharded like their parameters, under ``residual/<replica>/<name>``.
-
-    Args:
-        model: the root module.
-        groups: its FSDP2 modules.
-        method: method of the exchange.
-        comm: communicator over the replicas; None if there is only one replica.
-        scaler: the GradScaler in use, or None.
-        note: why another method runs than the requested one.
-        start: the first step at which the method runs; None: as the method says.
+    saved as tensors sharded like their parameters, one set per replica, under ``residual/<replica>/<name>``, so DCP can
+    reshard them for another number of shards. State that replicas share (factors) belongs to one shard's rows: with
+    another number of shards it is drawn again.
     """
 
     def __init__(
@@ -201,10 +198,6 @@ class ReplicaSync:
         return self._session.stats(self._note, buckets)
 
     @property
-    def session(self) -> Session:
-        return self._session
-
-    @property
     def state(self) -> State:
         """The method's state."""
         return self._session.state
@@ -215,8 +208,29 @@ class ReplicaSync:
         return {p.name: p for parts in self._parts for pieces, dense in parts if not dense for p in pieces}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this replica's residuals as DTensors, sharded like the parameters, and the rest. No collective."""
-        return persistence.to_state_dict(self)
+        """Return this replica's residuals as DTensors, sharded like the parameters, and the rest. No collective.
+
+        With zeros for what will be kept later: DCP fills only the keys that it is given.
+        """
+        session, pieces = self._session, self.pieces
+        local = [(name, piece.parameter.to_local()) for name, piece in pieces.items()]
+        flat = to_flat(session, blank(session.method, local, session.topology, session.rank), None)
+        flat["replicas"] = flat.pop("world_size")
+        del flat["rank"]
+        found: dict[str, Any] = {}
+        for key, value in flat.items():
+            kind, _, rest = key.partition("/")
+            if kind == "shared":
+                found[f"{self._shared_here()}{rest}"] = value
+            elif rest:  # of this replica
+                piece = pieces[name_of(key)]
+                found[key] = piece.sharded(value.to(piece.parameter.device))
+            else:
+                found[key] = value
+        return found
+
+    def _shared_here(self) -> str:
+        return f"shared/{dist.get_rank(self.shards)}of{dist.get_world_size(self.shards)}/"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``, as DCP has filled it: bit for bit on the same mesh.
@@ -224,7 +238,27 @@ class ReplicaSync:
         Raises:
             ValueError: it belongs to another method, or to another number of replicas.
         """
-        persistence.from_state_dict(self, state)
+        if state.get("version") != VERSION or "replicas" not in state:
+            raise ValueError(f"this is not the state of a thinwire ReplicaSync, version {VERSION}")
+        session, mine = self._session, self._shared_here()
+        old, new = int(state["replicas"]), session.state.size
+        if old != new and state["method"] == session.named.name:
+            raise ValueError(
+                f"the state is from {old} replicas, but now there are {new}: keep their number (that of the shards may "
+                "change), or start without this state (the residuals are then lost)"
+            )
+        flat: dict[str, Any] = {"world_size": old}
+        for key, value in state.items():
+            if key.startswith(mine):
+                flat["shared/" + key.removeprefix(mine)] = value
+            elif not key.startswith("shared/"):
+                flat[key] = value.to_local() if isinstance(value, DTensor) else value
+        flat = without(flat, frozen_since(self._model, self.pieces))
+        found = from_flat(session, flat, {name: piece.shape for name, piece in self.pieces.items()})
+        had = any(key.startswith("shared/") for key in state)
+        if had and not any(key.startswith(mine) and value.any() for key, value in state.items()) and int(state["step"]):
+            log.warning("thinwire: the shards are cut differently; factors are drawn again, residuals are kept")
+        session.state.restore(found)
 
     def close(self) -> None:
         """Remove the hooks and return the process groups. FSDP2 then averages over replicas itself again."""

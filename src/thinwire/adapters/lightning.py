@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from thinwire.adapters.ddp_module import chosen, register
-from thinwire.adapters.ddp_ranks import gathered_state
+from thinwire.adapters.ddp_module import chosen, gathered_state, register
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_ddp import attach_local
 from thinwire.adapters.local_rank import LocalRank

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.adapters.ddp_module import chosen, register
-from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.adapters.ddp_module import chosen, load_from, register, save_in
 from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.adapters.local_ddp import attach_local
 from thinwire.adapters.local_rank import LocalRank
