@@ -97,13 +97,6 @@ def test_a_network_made_of_numpy_numbers_survives_files(tmp_path):
         load_net(tmp_path / "other.pt")
 
 
-def test_files_from_before_the_package_was_renamed_load(tmp_path):
-    net = tiny()
-    torch.save({"format": "thinwire elastic 1", "config": net.config, "state": net.state_dict()}, tmp_path / "net.pt")
-    other = load_net(tmp_path / "net.pt")
-    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), other.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("segmented", [False, True])
 def test_sorting_channels_does_not_change_the_function(segmented):
     net = shaken(tiny(dtype=torch.float64)).eval()

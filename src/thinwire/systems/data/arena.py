@@ -38,15 +38,11 @@ class CacheStats:
     Subtract two of them for the time in between: ``dataset.stats() - before``.
 
     Attributes:
-        hits_memory: samples read from the arena.
-        hits_disk: samples read from local disk, decoded again.
-        reads_source: samples read from the source.
-        bytes_memory: bytes read from the arena.
-        bytes_disk: bytes read from local disk.
-        bytes_source: bytes of the samples from the source, counting only bytes, text, numbers and tensors.
+        hits_memory, hits_disk, reads_source: samples read from the arena; from local disk, and decoded again; from the
+            source.
+        bytes_memory, bytes_disk, bytes_source: their bytes; of the source's, only bytes, text, numbers and tensors.
         decode_nanoseconds: time spent in the prefix.
-        admitted: samples added to the arena.
-        refused: samples for which it had no room.
+        admitted, refused: samples added to the arena, and those for which it had no room.
     """
 
     hits_memory: int = 0

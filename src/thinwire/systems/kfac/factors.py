@@ -144,9 +144,6 @@ class LayerSums:
         self.moments[side] = moment if before is None else before.add_(moment)
         self._rows[side] += rows.shape[0]
 
-    def seen(self, side: int) -> bool:
-        return self.moments[side] is not None
-
     def statistic(self, side: int) -> Tensor:
         """Return A (0) or G (1), packed and followed by a one; zeros if nothing was added. Frees the sum."""
         moment, self.moments[side] = self.moments[side], None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from thinwire.core.pricing.costs import Costs
@@ -98,29 +98,26 @@ class LayerTimes:
         The layer multiplies rows of d_A by a d_A x d_G matrix; A multiplies these rows by one another.
         """
         forward = {module.name: module.forward_seconds for module in profile.modules}
-        place = {layer.name: i for i, layer in enumerate(layers)}
         own = [forward.get(layer.name, 0.0) for layer in layers]
         a_factor = tuple(t * layer.d_a / layer.d_g for t, layer in zip(own, layers))
         g_factor = tuple(t * layer.d_g / layer.d_a for t, layer in zip(own, layers))
-        a_steps, a_order, waiting = [0.0] * len(layers), [], 0.0
-        for module in profile.modules:
-            if module.name in place:
-                i = place.pop(module.name)
-                a_order.append(i)
-                a_steps[i], waiting = waiting + a_factor[i], 0.0
-            waiting += module.forward_seconds
-        a_order += place.values()
-        place = {layer.name: i for i, layer in enumerate(layers)}
-        g_steps, g_order, waiting = [0.0] * len(layers), [], 0.0
-        # G is ready before its layer's own backward, which begins with the layer's first tensor
-        for tensor in profile.tensors:
-            if tensor.module in place:
-                i = place.pop(tensor.module)
-                g_order.append(i)
-                g_steps[i], waiting = waiting + g_factor[i], 0.0
-            waiting += tensor.backward_seconds
-        g_order += place.values()
-        return cls(tuple(a_steps), tuple(g_steps), a_factor, g_factor, tuple(a_order), tuple(g_order))
+
+        def ready(
+            work: Iterable[tuple[str, float]], factor: Sequence[float]
+        ) -> tuple[tuple[float, ...], tuple[int, ...]]:
+            """A factor is ready before its layer's own work, which begins with the first entry of that name."""
+            place = {layer.name: i for i, layer in enumerate(layers)}
+            steps, order, waiting = [0.0] * len(layers), [], 0.0
+            for name, seconds in work:
+                if name in place:
+                    order.append(place.pop(name))
+                    steps[order[-1]], waiting = waiting + factor[order[-1]], 0.0
+                waiting += seconds
+            return tuple(steps), (*order, *place.values())
+
+        a_steps, a_order = ready([(x.name, x.forward_seconds) for x in profile.modules], a_factor)
+        g_steps, g_order = ready([(x.module, x.backward_seconds) for x in profile.tensors], g_factor)
+        return cls(a_steps, g_steps, a_factor, g_factor, a_order, g_order)
 
 
 def layers_of(profile: ModelProfile, *, max_dim: int = 8192) -> tuple[FactorLayer, ...]:

@@ -13,7 +13,6 @@ from thinwire.core.durable import read_file, write_whole
 from thinwire.systems.supernet.stereo.network import ElasticStereo, Stereo
 
 _FORMAT = "thinwire supernet 1"
-_READABLE = (_FORMAT, "thinwire elastic 1")
 
 
 def save_net(net: ElasticStereo, path: str | Path) -> None:
@@ -31,7 +30,7 @@ def load_net(path: str | Path) -> ElasticStereo:
         raise ValueError(f"there is no file {path}: thinwire supernet train writes net.pt, and search calibrated.pt")
     content = read_file(Path(path))
     try:
-        if content["format"] not in _READABLE:
+        if content["format"] != _FORMAT:
             raise KeyError(content["format"])
         net = ElasticStereo.from_config(content["config"])
         net.load_state_dict(content["state"])
