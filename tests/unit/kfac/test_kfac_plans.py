@@ -190,17 +190,6 @@ def test_times_of_a_profile_add_up():
 # --- what does not fit ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option, value, says", [
-    ("schedule", "spdkfac", "dkfac, mpd, spd"), ("schedule", "kaisa", "kaisa:<fraction>"),
-    ("planner", "best", "optimal, spd, fixed"), ("inverse_rule", "threshold", "threshold:<side>"),
-    ("inverse_weight", "d4", "cost, d, d2"), ("inverse_comm", "ring", "auto, broadcast"),
-    ("wire_dtype", "int8", "fp32, bf16"), ("schedule", None, "use one of"),
-])  # fmt: skip
-def test_unknown_words_list_the_choices(option, value, says):
-    with pytest.raises(ValueError, match=f"{option}=.*{says}"):
-        Variant(**{option: value})
-
-
 def test_fractions_and_plans_that_do_not_fit():
     with pytest.raises(ValueError, match="kaisa:1/6, kaisa:2/6, kaisa:3/6, kaisa:1"):
         make_plan(LAYERS, 6, Variant("kaisa:0.25"), linear(1e-5, 1e-9, 6))

@@ -3,12 +3,6 @@ import torch
 
 from thinwire.systems.supernet.stereo import measure, pyramid_loss
 from thinwire.systems.supernet.stereo.evaluation import Metrics
-from thinwire.systems.supernet.stereo.training import weights
-
-
-def test_weights_are_those_of_the_coarsest_maps():
-    assert weights(6) == [1 / 3, 2 / 3, 1, 1, 1, 1]
-    assert weights(4) == [1 / 3, 2 / 3, 1, 1]
 
 
 def test_loss_by_hand():
