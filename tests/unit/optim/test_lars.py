@@ -113,10 +113,9 @@ def test_foreach_is_a_loop_over_tensors(memory_format):
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "model_first"),
-    [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, False)],
-)
+@pytest.mark.parametrize("dtype, model_first", [
+    (torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, False),
+])  # fmt: skip
 def test_a_checkpoint_goes_on_bit_for_bit(dtype, model_first, tmp_path):
     weights, gradients = oracles.problem(6)
     options = {"weight_decay": 0.1, "momentum": 0.8, "clamp": (0.0, 1.0)}

@@ -96,8 +96,8 @@ def test_it_is_refused(call, says):
 @pytest.mark.parametrize("words, says", [
     ({"batch": 0}, "batch=0"), ({"checkpoint_every": 0}, "checkpoint_every=0"), ({"sampling": "each"}, "sampling"),
     ({"semantics": "leave"}, "semantics"), ({"loss_over": "all"}, "loss_over"),
-    ({"divisor": "participants"}, "per-rank"), ({"method": "dense", "divisor": "participants", "sampling": "per-rank"}, "divisor"),
-    ({"method": "powersgd"}, "powersgd"),
+    ({"divisor": "participants"}, "per-rank"), ({"method": "powersgd"}, "powersgd"),
+    ({"method": "dense", "divisor": "participants", "sampling": "per-rank"}, "divisor"),
 ])  # fmt: skip
 def test_options_of_training_that_are_refused_leave_nothing_attached(words, says):
     net = tiny()
