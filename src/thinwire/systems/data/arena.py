@@ -258,12 +258,9 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path, slots: int, limit: int) -> Arena:
-        """Return this process's arena at ``path``; create the file if it does not exist.
+        """Return this process's arena at ``path``; create the file, for that many keys, if it does not exist.
 
-        Args:
-            path: path of the file; its folder must exist.
-            slots: number of keys, if the file is created now.
-            limit: size of the whole file in bytes, above which this process adds nothing more.
+        ``limit``: size of the whole file in bytes, above which this process adds nothing more.
         """
         with _guard:
             arena = _arenas.get(path)
@@ -302,11 +299,7 @@ class Arena:
         return None
 
     def put(self, key: bytes, value: bytes) -> bool | None:
-        """Store a value.
-
-        Returns:
-            True: stored. False: no room, neither now nor later. None: the key was already there.
-        """
+        """Store a value. True: stored; False: no room, neither now nor later; None: the key was already there."""
         crc = zlib.crc32(value)
         with self._mutex:
             for index in self._probe(key):

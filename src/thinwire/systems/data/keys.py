@@ -116,16 +116,10 @@ class Keys:
 
 
 def check_prefix(source: Any, prefix: Callable[[Any], Any], indices: Sequence[int]) -> str:
-    """Run the prefix twice on a few samples, under different seeds of torch, numpy and random.
+    """Run the prefix twice on a few samples, under different seeds of torch, numpy and random, which are restored.
 
-    The three generators are restored afterwards.
-
-    Returns:
-        The dtypes of the first value, and torch's default dtype: part of the keys.
-
-    Raises:
-        ValueError: it returned two different values.
-        TypeError: its values cannot be stored.
+    Returns the dtypes of the first value, and torch's default dtype: part of the keys. ``ValueError``: it returned two
+    different values; ``TypeError``: they cannot be stored.
     """
     kinds = ""
     for index in indices:

@@ -42,12 +42,9 @@ def room(directory: Path, root: Path = Path("/")) -> dict[str, int]:
 
 
 def budget(memory_bytes: int | str, directory: Path, held: int, root: Path = Path("/")) -> int:
-    """Return the size of an arena in bytes.
+    """Return the size of an arena in bytes: as requested, at most nine tenths of what is free; "auto": half of that.
 
-    Args:
-        memory_bytes: requested bytes, at most nine tenths of what is free; "auto": half of that.
-        directory: folder of the arena.
-        held: bytes that it already holds, from an earlier run or another rank; they count as free.
+    Bytes that the arena holds already, from an earlier run or another rank, count as free.
     """
     bounds = {what: free + held for what, free in room(directory, root).items()}
     tightest = min(bounds, key=lambda what: bounds[what])

@@ -51,14 +51,10 @@ class _Calls:
 
 
 class Capture:
-    """The hooks of one model.
+    """The hooks of one model; ``watched``: for each layer, whether this rank needs its statistics.
 
-    Args:
-        model: its forward passes begin the passes that are captured.
-        layers: those to precondition. watched: for each, whether this rank needs its statistics.
-        scaling, tokens: see :mod:`~thinwire.kfac.factors`.
-        sampled: take gradients in ``sample``, not those of the loss.
-        listener: the preconditioner, asked what is wanted and told what is complete.
+    ``sampled``: take gradients in ``sample``, not those of the loss; ``listener``: is asked what is wanted, and told what
+    is complete.
     """
 
     def __init__(
@@ -224,12 +220,9 @@ DISTRIBUTIONS = ("categorical", "gaussian")
 def sampled_loss(outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> Tensor:
     """Return the mean negative log-likelihood of targets sampled from the model (Martens and Grosse 2015, section 5).
 
-    Args:
-        outputs: "categorical": logits, classes last, ``[..., classes]``; the mean is over all other dimensions.
-            "gaussian": means with unit variance, ``[B, ...]``; half the squared error, summed over each example, mean
-            over examples.
-        distribution: one of ``DISTRIBUTIONS``.
-        generator: for the sampling; every rank needs its own, or the global one seeded differently on each rank.
+    On average, its gradients give the true Fisher. "categorical": logits, classes last, ``[..., classes]``; the mean is
+    over all other dimensions. "gaussian": means with unit variance, ``[B, ...]``; half the squared error, summed over
+    each example, mean over examples. Every rank needs its own generator, or the global one seeded differently.
     """
     if distribution == "categorical":
         logits = (

@@ -88,9 +88,7 @@ class FactorExchange(_OnRows):
 class FromOwner(_OnRows):
     """Send one rank's rows to its whole group: inverses to the preconditioning ranks, or preconditioned gradients.
 
-    Attributes:
-        owner: position in the group of the rank that has the rows; the others' slots have no value.
-        group: WORLD, NODE or CROSS.
+    ``owner``: its position in the group; the others' slots have no value.
     """
 
     name: ClassVar[str] = "from_owner"
@@ -106,9 +104,7 @@ class FromOwner(_OnRows):
 class FromAll(_OnRows):
     """Send every rank's rows to its whole group in one all-gather, padded to the longest message.
 
-    Attributes:
-        owners: for each slot, the position of its owner in the group.
-        group: WORLD, NODE or CROSS.
+    ``owners``: for each slot, the position of its owner in the group.
     """
 
     name: ClassVar[str] = "from_all"

@@ -21,10 +21,8 @@ from thinwire.systems.kfac.layers import Preconditioned
 def input_rows(module: nn.Module, x: Tensor, tokens: str = "expand") -> Tensor:
     """Return the rows of *a* without the ones, ``[rows, d_A - b]``, in the working dtype.
 
-    Args:
-        module: ``nn.Linear`` or ``nn.Conv2d``.
-        x: its input: ``[B, ..., in]``, ``[in]``, or ``[B, cin, H, W]``, ``[cin, H, W]``.
-        tokens: for linear layers: "expand": one row per position; "reduce": one row per example, the mean.
+    ``x``: ``[B, ..., in]``, ``[in]``, or ``[B, cin, H, W]``, ``[cin, H, W]``. For linear layers, "expand": one row per
+    position; "reduce": one row per example, the mean.
     """
     x = x.detach().to(working_dtype(x.dtype))
     if isinstance(module, nn.Conv2d):
@@ -77,12 +75,10 @@ def second_moment(rows: Tensor, *, ones: bool) -> Tensor:
 
 
 def input_scale(scaling: str, examples: int, rows: int) -> float:
-    """Return the factor that turns ``sum a a'`` into A.
+    """Return the factor that turns ``sum a a'``, over ``rows`` = B T of B ``examples``, into A.
 
-    Args:
-        scaling: "reference": 1/B; "authors" (shyhuai/kfac_pytorch, lzhangbv/kfac_pytorch): that times 1/T^2; "kaisa"
-            (gpauloski/kfac-pytorch): that times 1/T^3.
-        examples: B. rows: B T.
+    "reference": 1/B; "authors" (shyhuai/kfac_pytorch, lzhangbv/kfac_pytorch): that times 1/T^2; "kaisa"
+    (gpauloski/kfac-pytorch): that times 1/T^3.
     """
     positions = rows / examples
     factor: float = {"reference": 1.0, "authors": positions**-2, "kaisa": positions**-3}[scaling]
@@ -123,12 +119,9 @@ class LayerSums:
         self._add(0, input_rows(module, x, self._tokens), ones=self._layer.bias is not None)
 
     def add_gradient(self, g: Tensor, scale: Tensor | None = None, *, sampled: bool = False) -> None:
-        """Add the gradient of a mean loss with respect to the layer's output.
+        """Add the gradient of a mean loss with respect to the layer's output; ``scale``: the loss scale contained.
 
-        Args:
-            g: in the shape of the layer's output.
-            scale: the loss scale contained in it.
-            sampled: the loss is the mean over this pass only, however the user scales the training loss.
+        ``sampled``: the loss is the mean over this pass only, however the user scales the training loss.
         """
         rows = gradient_rows(self._layer.module, g, self._tokens)
         if scale is not None:

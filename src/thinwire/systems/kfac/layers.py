@@ -16,13 +16,7 @@ from thinwire.systems.kfac.plan import FactorLayer
 
 @dataclass(frozen=True, eq=False)
 class Preconditioned:
-    """One layer to precondition.
-
-    Attributes:
-        name: of the module. module: ``nn.Linear`` or ``nn.Conv2d``.
-        bias: its bias if it is trained, else None.
-        shape: the sizes from which a plan is made.
-    """
+    """One Linear or Conv2d layer to precondition; ``bias``: if it is trained; ``shape``: from which a plan is made."""
 
     name: str
     module: nn.Module

@@ -21,13 +21,9 @@ _AWAY = 3.0  # times the initial loss counts as diverged
 
 @dataclass(frozen=True)
 class Trial:
-    """One run.
+    """One run of SGD with momentum 0.9, which makes the step; ``damping`` of K-FAC, None: plain SGD.
 
-    Attributes:
-        damping: None: plain SGD.
-        rate: learning rate of SGD with momentum 0.9, which makes the step.
-        steps, seconds, losses: at each evaluation, from the start on; the time of evaluation is not counted.
-        diverged: whether the run was ended because it diverged.
+    ``steps``, ``seconds``, ``losses``: at each evaluation, from the start on; the time of evaluation is not counted.
     """
 
     damping: float | None

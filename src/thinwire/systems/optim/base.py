@@ -177,13 +177,10 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- ranks and scaler ------------------------------------------------------------------------------------------
 
     def attached(self, sync: GradientSync, scaler: Any) -> _Attached:
-        """Take the ranks to share norms with, and the scaler in use; called by ``thinwire.attach``.
+        """Take the ranks to share norms with, and the scaler in use, until the handle that this returns is removed.
 
-        Returns:
-            A handle whose ``remove`` undoes it.
-
-        Raises:
-            ValueError: something here needs whole gradients, and the method delivers them in parts.
+        Called by ``thinwire.attach``. ``ValueError``: something here needs whole gradients, and the method delivers
+        them in parts.
         """
         self._sharing.attach(sync)
         handle = _Attached(self, self._scaler)

@@ -100,13 +100,7 @@ class ActiveSet:
 
 
 def pack(bucket: Bucket, active: ActiveSet, buffer: Tensor | None = None) -> Bucket | None:
-    """Return a bucket of the active rectangles, in the bucket's order, each row-major; None if there are none.
-
-    Args:
-        bucket: with whole gradients; not changed.
-        active: the rectangles to cut out.
-        buffer: memory for the message, of at least the bucket's size.
-    """
+    """Return a bucket of the active rectangles, in order, each row-major, in ``buffer``; None if there are none."""
     slots = []
     for slot in bucket.slots:
         rect = active.rect(slot.name)
@@ -120,14 +114,10 @@ def pack(bucket: Bucket, active: ActiveSet, buffer: Tensor | None = None) -> Buc
 
 
 def unpack(packed: Bucket | None, bucket: Bucket, active: ActiveSet, everyone: Sequence[ActiveSet] = ()) -> None:
-    """Deliver the results of a packed bucket; everything outside the rectangles becomes exactly zero.
+    """Deliver the results of a packed bucket (None: nothing was sent); outside the rectangles becomes exactly zero.
 
-    A parameter that no rank uses keeps a zero gradient or none.
-
-    Args:
-        packed: after the inner method; None: there was nothing to send.
-        bucket: the whole bucket, to which results are delivered.
-        everyone: each rank's set, to divide elements by the number of ranks that use them instead of all ranks.
+    A parameter that no rank uses keeps a zero gradient or none. ``everyone``: each rank's set, to divide elements by
+    the number of ranks that use them instead of all ranks.
     """
     made = {} if packed is None else {slot.name: slot for slot in packed.slots}
     for slot in bucket.slots:
@@ -159,10 +149,7 @@ def _zeros(slot: Slot) -> Tensor:
 class PackedState(State):
     """The state of a packed bucket: active parts of residuals and momenta are cut out, and staged back into the whole.
 
-    State of inactive elements is not sent, decayed or changed.
-
-    Args:
-        whole: the state of the whole parameters. active: what is cut out. slots: the whole slots, by name.
+    State of inactive elements is not sent, decayed or changed. ``slots``: the whole ones, by name.
     """
 
     def __init__(self, whole: State, active: ActiveSet, slots: Mapping[str, Slot]) -> None:

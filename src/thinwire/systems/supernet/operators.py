@@ -55,8 +55,7 @@ class ElasticBatchNorm(nn.BatchNorm2d):
 class ElasticDepthwise(nn.Module):
     """A depthwise kernel ``[M, 1, K, K]`` whose centres can be used as smaller kernels, each through its own map.
 
-    Args:
-        channels: M. kernels: the sizes, ascending; the last is K.
+    ``kernels``: the sizes, ascending; the last is K.
     """
 
     def __init__(self, channels: int, kernels: tuple[int, ...]) -> None:
@@ -128,12 +127,7 @@ class SqueezeExcite(nn.Module):
 
 
 class MBConv(nn.Module):
-    """A plain block.
-
-    Args:
-        c_in, middle, c_out: channels. kernel: size of the depthwise convolution, which also has the stride.
-        excite: whether it has squeeze-and-excitation.
-    """
+    """A plain block; the depthwise convolution has the stride."""
 
     def __init__(self, c_in: int, middle: int, c_out: int, kernel: int, stride: int, excite: bool) -> None:
         super().__init__()
@@ -157,12 +151,7 @@ class MBConv(nn.Module):
 
 
 class ElasticMBConv(nn.Module):
-    """A block with variable kernel size and width.
-
-    Args:
-        c_in, c_out: channels, fixed. kernels, expands: the allowed values, ascending.
-        stride: of the depthwise convolution. excite: whether it has squeeze-and-excitation.
-    """
+    """A block with variable kernel size and width: the allowed values are ascending."""
 
     def __init__(
         self, c_in: int, c_out: int, kernels: tuple[int, ...], expands: tuple[int, ...], stride: int, excite: bool

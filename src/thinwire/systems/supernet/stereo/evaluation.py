@@ -152,9 +152,7 @@ def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]
 class Calibrated:
     """Calling it returns minus the end-point error in pixels: the higher the better.
 
-    Args:
-        net: afterwards it has the statistics of the last call.
-        calibration: training batches for the statistics. held_out: batches for the error.
+    The network then has the statistics of the last call, computed on the batches for calibration.
     """
 
     def __init__(self, net: ElasticStereo, calibration: Sequence[StereoBatch], held_out: Sequence[StereoBatch]) -> None:

@@ -91,14 +91,9 @@ class DeformConv(nn.Module):
 
 
 def correlation(left: Tensor, right: Tensor, disparities: int) -> Tensor:
-    """Return how well each pixel matches the pixel ``d`` columns further left in the other view.
+    """Return how well each pixel of features ``[B, C, H, W]`` matches the one d columns further left in the other view.
 
-    Args:
-        left, right: features ``[B, C, H, W]``.
-        disparities: d is from 0 to this, exclusive.
-
-    Returns:
-        ``[B, disparities, H, W]``: the mean over channels of ``left[x] * right[x - d]``; 0 if ``x < d``.
+    ``[B, disparities, H, W]``: the mean over channels of ``left[x] * right[x - d]``, for d from 0; 0 if ``x < d``.
     """
     width = left.shape[3]
     shifted = F.pad(right, (disparities - 1, 0))
@@ -174,11 +169,9 @@ class Module(nn.Module):
 
 
 class Aggregation(nn.Module):
-    """All modules and the final convolutions.
+    """All modules and the final convolutions; ``widths``: disparity candidates at each scale, the finest first.
 
-    Args:
-        widths: number of disparity candidates at each scale, the finest first.
-        modules: how many; the last ``deformable`` of them use deformable convolutions.
+    The last ``deformable`` modules use deformable convolutions.
     """
 
     def __init__(self, widths: Sequence[int], modules: int, deformable: int) -> None:
@@ -199,14 +192,10 @@ class Aggregation(nn.Module):
 
 
 def warp(image: Tensor, disparity: Tensor) -> Tensor:
-    """Reconstruct the left view by looking up its pixels in the right one.
+    """Reconstruct the left view ``[B, C, H, W]`` by looking up its pixels in the right one: ``image[x - d]``.
 
-    Args:
-        image: right, ``[B, C, H, W]``.
-        disparity: of the left view, ``[B, H, W]``, in pixels; positions beyond the border read the border.
-
-    Returns:
-        ``[B, C, H, W]``: ``image[x - d]``, linear between columns; integer disparities are exact.
+    The disparity ``[B, H, W]`` of the left view is in pixels: linear between columns, integers are exact, and positions
+    beyond the border read the border.
     """
     columns = torch.arange(image.shape[3], dtype=disparity.dtype, device=disparity.device)
     place = (columns - disparity).clamp(0, image.shape[3] - 1)
@@ -237,11 +226,7 @@ class Residual(nn.Module):
 
 
 class Refinement(nn.Module):
-    """Turn a disparity at one size into a better one at a larger size.
-
-    Args:
-        width: channels of the trunk, even. dilations: one per block.
-    """
+    """Turn a disparity at one size into a better one at a larger size; ``width``: channels of the trunk, even."""
 
     def __init__(self, width: int = 32, dilations: Sequence[int] = (1, 2, 4, 8, 1, 1)) -> None:
         super().__init__()
@@ -255,15 +240,9 @@ class Refinement(nn.Module):
         self.last = nn.Conv2d(width, 1, 3, padding=1)
 
     def forward(self, disparity: Tensor, left: Tensor, right: Tensor, cut: tuple[int, int] | None = None) -> Tensor:
-        """Upsample the disparity and correct it.
+        """Upsample the disparity ``[B, h, w]`` to the size of the images, and correct it; each in its own pixels.
 
-        Args:
-            disparity: ``[B, h, w]``, in pixels of its own size.
-            left, right: images ``[B, 3, H, W]`` of the wanted size.
-            cut: (channels, blocks) to use; None: all.
-
-        Returns:
-            ``[B, H, W]``, in pixels of the wanted size.
+        ``cut``: (channels, blocks) to use; None: all.
         """
         width, depth = cut or (self.width, len(self.blocks))
         size = left.shape[2:]

@@ -59,9 +59,7 @@ def order(importance: Tensor, edges: list[int]) -> Tensor:
 def sort_block(block: ElasticMBConv, expands: tuple[int, ...]) -> None:
     """Sort a block's middle channels by the L1 norm of the projection's columns; the block computes the same as before.
 
-    Args:
-        block: changed in place.
-        expands: the ratios whose widths are the edges of the ranges; with only the last ratio there is one range.
+    The ratios' widths are the edges of the ranges; with only the last ratio there is one range.
     """
     edges = sorted({block.middle(e) for e in expands})
     index = order(block.project.weight.abs().sum((0, 2, 3)), edges)
@@ -98,8 +96,7 @@ def estimate(
 ) -> list[Tensor]:
     """Compute everything except the feature pyramid; ``options`` are passed to each refinement.
 
-    Returns:
-        Disparities ``[B, h, w]`` in pixels of their own size, coarse to fine; the last two are refined.
+    Disparities are ``[B, h, w]`` in pixels of their own size, coarse to fine; the last two are refined.
     """
     views = zip(pyramid(left), pyramid(right))
     volumes = [correlation(a, b, width) for (a, b), width in zip(views, aggregation.widths)]

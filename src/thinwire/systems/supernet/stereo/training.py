@@ -178,11 +178,9 @@ def reduction(method: Method | str, divisor: str = "world") -> Method:
 
 @dataclass(frozen=True)
 class SupernetStepReport:
-    """The result of a step.
+    """A step: its mean loss on this rank, and what this rank ran.
 
-    Attributes:
-        loss: mean over its sub-networks, on this rank. sub_nets: those that this rank ran.
-        share: share of gradient elements that could be non-zero on any rank. elements: how many these are.
+    ``share`` of the gradient's elements, ``elements`` of them, could be non-zero on any rank.
     """
 
     loss: float
@@ -319,13 +317,10 @@ Progress = Callable[[Phase, int, SupernetStepReport], None]
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """What a phase did in this run.
+    """What a phase did in this run: ``done`` of its steps (an earlier run made the others), and the last one's loss.
 
-    Attributes:
-        name: of the phase. steps: of the phase. done: how many this run made (an earlier run made the others).
-        seconds: of this run. loss: of the last step; None: this run made no step.
-        bytes_sent, dense_bytes: sent by this rank, and what reducing everything would have sent.
-        mean_share: active share of the gradient, mean over this run's steps.
+    ``bytes_sent`` by this rank, ``dense_bytes`` if everything had been reduced; ``mean_share``: active, of the
+    gradient.
     """
 
     name: str
