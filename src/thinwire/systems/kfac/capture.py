@@ -53,8 +53,8 @@ class _Calls:
 class Capture:
     """The hooks of one model; ``watched``: for each layer, whether this rank needs its statistics.
 
-    ``sampled``: take gradients in ``sample``, not those of the loss; ``listener``: is asked what is wanted, and told what
-    is complete.
+    ``sampled``: take gradients in ``sample``, not those of the loss; ``listener``: is asked what is wanted, and told
+    what is complete.
     """
 
     def __init__(
