@@ -105,7 +105,10 @@ class KFAC:
         rank = self._ranks.services.rank if self._ranks is not None else 0
         self._state = State(rank, first.topology)
         self._inverses = Inverses(first, self._state, rank)
-        self._channel = self._open_channel()
+        if self._ranks is None:
+            self._channel = Channel(None, first.topology, "kfac", {}, None)
+        else:
+            self._channel = self._ranks.services.channel("kfac", first.depth(), first.topology)
         self._tally = Tally(self._channel)
         mine = [self.plan.exchange or self.plan.mine(i, rank) for i in range(len(self._layers))]
         self._sampled = variant.fisher == "sampled"
@@ -151,11 +154,6 @@ class KFAC:
     def _adopt(self, plan: KFACPlan) -> None:
         self._inverses.plan = plan
         self._rounds.adopt(plan)
-
-    def _open_channel(self) -> Channel:
-        if self._ranks is None:
-            return Channel(None, self.plan.topology, "kfac", {}, None)
-        return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
 
     # --- calls from the hooks ---------------------------------------------------------------------------------------
 

@@ -63,11 +63,13 @@ def find_layers(
             continue
         if problem := _problem(module, owners):
             raise ValueError(f"{name or 'the model'} {problem}; leave it to the optimizer with skip_layers=[{name!r}]")
-        shape = _shape(name, module)
+        bias = module.bias if module.bias is not None and module.bias.requires_grad else None
+        weight: Tensor = module.weight
+        d_a = weight[0].numel() + (bias is not None)
+        shape = FactorLayer(name, d_a, weight.shape[0], working_dtype(weight.dtype).itemsize)
         if max(shape.d_a, shape.d_g) > max_dim:
             large.append(name)
             continue
-        bias = module.bias if module.bias is not None and module.bias.requires_grad else None
         found.append(Preconditioned(name, module, bias, shape))
     if not found:
         why = f"; {', '.join(large)} have factors above max_dim={max_dim}" if large else ""
@@ -89,10 +91,3 @@ def _problem(module: nn.Module, owners: Counter[int]) -> str:
     if owners[id(module.weight)] > 1:
         return "shares its weight with another module, so its gradient is a sum over both"
     return ""
-
-
-def _shape(name: str, module: nn.Module) -> FactorLayer:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    trained = module.bias is not None and bool(module.bias.requires_grad)
-    d_a = weight[0].numel() + int(trained)
-    return FactorLayer(name, d_a, weight.shape[0], working_dtype(weight.dtype).itemsize)
