@@ -8,8 +8,8 @@ position, ``[B T, d_G]``; then ``A = sum a a' / B`` and ``G = sum g g' / (B T)``
 (gpauloski/kfac-pytorch) 1/T^3 times A and 1/(B^2 T^2) times G, so its damping depends on B.
 
 The sums of a layer run over the passes of one step and are normalised once, at the end of the last pass: so m
-micro-batches count as one batch, and a module that is called several times in a pass adds rows. The losses of the micro-batches must
-add up to the mean loss of the whole batch (the usual ``loss / m``).
+micro-batches count as one batch, and a module that is called several times in a pass adds rows. The losses of the
+micro-batches must add up to the mean loss of the whole batch (the usual ``loss / m``).
 """
 
 from __future__ import annotations
