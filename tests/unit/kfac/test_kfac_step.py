@@ -1,5 +1,6 @@
 """The whole of KFAC in one process: closed forms, the clip, damping, the model's own Fisher, what is refused."""
 
+import inspect
 import logging
 import warnings
 
@@ -345,7 +346,8 @@ def test_bad_options(options, says):
 
 
 def test_other_refusals():
-    net = mlp(5, 3)
+    net, shown = mlp(5, 3), inspect.signature(KFAC).parameters.values()
+    assert sum(p.kind is not p.VAR_KEYWORD for p in shown) == 10  # what few need is Variant's
     with pytest.raises(TypeError, match=r"schedule= is an option of Variant: .*variant=Variant\(schedule=\.\.\.\)"):
         KFAC(net, None, schedule="mpd")
     with pytest.raises(TypeError, match="no option 'dampng'"):

@@ -48,7 +48,7 @@ def of_tiny(call):
     (lambda: Space(depths=(3, 2)), "ascending"), (lambda: Space(scales=(0, 2)), "positive"),
     (lambda: Space(refine_widths=(16,)), "together"),
     (lambda: Space().uniform(9, 2, 2, 2), "kernel 9"), (lambda: Space().uniform(3, 5, 2, 2), "depth 5"),
-    (lambda: Space().uniform(3, 2, 3, 2), "expansion 3"), (lambda: Space().uniform(3, 2, 2, 5), "5 scales"),
+    (lambda: Space().uniform(3, 2, 3, 2), "expansion 3"), (lambda: Space().uniform(3, 2, 2, 5), "scales 5 is outside"),
     (lambda: Space((3,), (1,), (2,), (2,), (4, 8), (1, 3)).uniform(3, 1, 2, 2, (4, 2)), "refinement"),
     *((lambda text=text: SubNet.from_json(text), "not a sub-network")
       for text in ("{}", "[]", "nonsense", '{"stages": [[1]]}', '{"stages": 3}')),

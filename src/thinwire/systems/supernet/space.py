@@ -124,16 +124,13 @@ class Space:
 
     def check(self, net: SubNet) -> None:
         """Raise ``ValueError``, naming the value, unless the sub-network is in the space."""
-        if net.scales not in self.scales:
-            raise ValueError(f"{net.scales} scales are outside the space, which has {_words(self.scales)}")
+        genes = [("scales", net.scales, self.scales), *(("depth", len(stage), self.depths) for stage in net.stages)]
         for stage in net.stages:
-            if len(stage) not in self.depths:
-                raise ValueError(f"depth {len(stage)} is outside the space, which has {_words(self.depths)}")
             for kernel, expand in stage:
-                if kernel not in self.kernels:
-                    raise ValueError(f"kernel {kernel} is outside the space, which has {_words(self.kernels)}")
-                if expand not in self.expands:
-                    raise ValueError(f"expansion {expand} is outside the space, which has {_words(self.expands)}")
+                genes += [("kernel", kernel, self.kernels), ("expansion", expand, self.expands)]
+        for name, value, allowed in genes:
+            if value not in allowed:
+                raise ValueError(f"{name} {value} is outside the space, which has {_words(allowed)}")
         if (net.refine is None) != (not self.refine_widths):
             raise ValueError("the sub-network must name a refinement if, and only if, the space makes it elastic")
         if net.refine is not None and not (net.refine[0] in self.refine_widths and net.refine[1] in self.refine_depths):
