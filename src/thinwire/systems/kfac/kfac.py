@@ -26,7 +26,7 @@ from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FactorExchange, Fact
 from thinwire.systems.kfac.inversion import Inverses, clip_factor, learning_rates, preconditioned, write
 from thinwire.systems.kfac.layers import find_layers
 from thinwire.systems.kfac.plan import KFACPlan
-from thinwire.systems.kfac.planning import Planning
+from thinwire.systems.kfac.planning import first_plan, second_plan
 from thinwire.systems.kfac.stats import KFACStats, Tally
 from thinwire.systems.kfac.variant import METHODS, Damping, Interval, Variant, damping_at, interval_at
 
@@ -100,8 +100,9 @@ class KFAC:
             logger.info("thinwire: %s", note)
         self._device = self._layers[0].weight.device
         self._ranks = sync if sync is not None and sync.services.topology.world_size > 1 else None  # None: one process
-        self._planning = Planning(self._ranks, tuple(layer.shape for layer in self._layers), variant, method)
-        first = self._planning.first(self._device, self._facts())
+        shapes = tuple(layer.shape for layer in self._layers)
+        first, self._costs = first_plan(self._ranks, shapes, variant, method, self._device, self._facts())
+        self._again = variant.plan is None and variant.prices_factors  # a plan from measured times is still to be made
         rank = self._ranks.services.rank if self._ranks is not None else 0
         self._state = State(rank, first.topology)
         self._inverses = Inverses(first, self._state, rank)
@@ -228,8 +229,9 @@ class KFAC:
         self._count, self._stepped = self._count + 1, self.passes
         self._capture.close()
         self._take_in()
-        if self._planning.again and self._capture.measured:
-            self._adopt(self._planning.second(self.plan, self._capture))
+        if self._again and self._ranks is not None and self._capture.measured:
+            self._again = False
+            self._adopt(second_plan(self.plan, self._ranks, self._variant, self._costs, self._capture))
         damping = damping_at(self._damping, index)
         if not self._blank and index >= self._next:
             every = self._every_at("inv_update_steps", index)
@@ -360,8 +362,8 @@ class KFAC:
     def _follow(self, saved: KFACPlan) -> None:
         """Keep a saved plan's messages if the number of ranks is the same: sums of other messages round differently."""
         same = replace(self.plan, a_buckets=saved.a_buckets, g_buckets=saved.g_buckets)
-        if self._planning.again and same == saved:
-            self._planning.again = False
+        if self._again and self._ranks is not None and same == saved:
+            self._again = False
             self._adopt(same)
 
     def close(self) -> None:

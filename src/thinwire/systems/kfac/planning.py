@@ -74,42 +74,37 @@ def _gather(x: Tensor) -> Program:
 logger = logging.getLogger("thinwire")
 
 
-class Planning:
-    """Makes the plans of one :class:`KFAC`, equal on all ranks; all take part, and the slowest rank's times count.
-    Attributes:
-        again: whether a second plan is still to be made.
+def first_plan(
+    ranks: GradientSync | None,
+    shapes: tuple[FactorLayer, ...],
+    variant: Variant,
+    method: str,
+    device: torch.device,
+    facts: Mapping[str, Any],
+) -> tuple[KFACPlan, Costs]:
+    """Return the pinned plan, or one made from costs, measured if needed; and these. Agree on it and on ``facts``.
+
+    ``ranks``: None: a single process.
     """
+    world = ranks.services.topology.world_size if ranks is not None else 1
+    plan, costs = variant.plan, variant.costs or Costs({})
+    if plan is None:
+        if ranks is not None and variant.costs is None and (variant.prices_factors or variant.prices_inverses):
+            costs = measured_costs(ranks, shapes, method)
+        plan = make_plan(shapes, world, variant, costs, method=method)
+    if device.type == "cuda":  # two NCCL communicators must be used in one order on all ranks
+        plan = replace(plan, overlap=False)
+    plan.check(shapes, world, method=method)
+    if ranks is not None:
+        ranks.services.agree_on({"K-FAC": {"plan": plan.to_json(), **facts}})
+    return plan, costs
 
-    def __init__(
-        self, ranks: GradientSync | None, shapes: tuple[FactorLayer, ...], variant: Variant, method: str
-    ) -> None:
-        self._ranks, self._shapes, self._variant, self._method = ranks, shapes, variant, method
-        self._costs = variant.costs or Costs({})
-        self.again = variant.plan is None and ranks is not None and variant.prices_factors
 
-    def first(self, device: torch.device, facts: Mapping[str, Any]) -> KFACPlan:
-        """Return the pinned plan, or one made from costs, measured if needed. Agree on it and on ``facts``."""
-        ranks, variant = self._ranks, self._variant
-        world = ranks.services.topology.world_size if ranks is not None else 1
-        plan = variant.plan
-        if plan is None:
-            if ranks is not None and variant.costs is None and (variant.prices_factors or variant.prices_inverses):
-                self._costs = measured_costs(ranks, self._shapes, self._method)
-            plan = make_plan(self._shapes, world, variant, self._costs, method=self._method)
-        if device.type == "cuda":  # two NCCL communicators must be used in one order on all ranks
-            plan = replace(plan, overlap=False)
-        plan.check(self._shapes, world, method=self._method)
-        if ranks is not None:
-            ranks.services.agree_on({"K-FAC": {"plan": plan.to_json(), **facts}})
-        return plan
-
-    def second(self, plan: KFACPlan, capture: Capture) -> KFACPlan:
-        """Plan once more, from the times of the second round: other messages, the same owners."""
-        self.again = False
-        assert self._ranks is not None
-        times = agreed_times(self._ranks, capture, len(self._shapes))
-        made = make_plan(plan.layers, plan.world_size, self._variant, self._costs, times, method=self._method)
-        if self._ranks.services.rank == 0:
-            words = "thinwire: K-FAC: A in %d messages, G in %d, from measured times"
-            logger.info(words, len(made.a_buckets), len(made.g_buckets))
-        return replace(plan, a_buckets=made.a_buckets, g_buckets=made.g_buckets)
+def second_plan(plan: KFACPlan, ranks: GradientSync, variant: Variant, costs: Costs, capture: Capture) -> KFACPlan:
+    """Plan once more, from the times of the second round: other messages, the same owners."""
+    times = agreed_times(ranks, capture, len(plan.layers))
+    made = make_plan(plan.layers, plan.world_size, variant, costs, times, method=plan.method)
+    if ranks.services.rank == 0:
+        words = "thinwire: K-FAC: A in %d messages, G in %d, from measured times"
+        logger.info(words, len(made.a_buckets), len(made.g_buckets))
+    return replace(plan, a_buckets=made.a_buckets, g_buckets=made.g_buckets)
