@@ -11,7 +11,7 @@ answer is within the limit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,14 +46,6 @@ class Candidate:
     measured_ms: float | None = None
 
 
-def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
-    found: list[Candidate] = []
-    for c in sorted(candidates, key=lambda c: (c.predicted_ms, -c.fitness)):
-        if not found or c.fitness > found[-1].fitness:
-            found.append(c)
-    return found
-
-
 @dataclass(frozen=True)
 class SearchResult:
     """The answer and how it was found.
@@ -68,7 +60,12 @@ class SearchResult:
     archive: tuple[Candidate, ...]
 
     def pareto(self) -> list[Candidate]:
-        return pareto(self.archive)
+        """Return the candidates of the archive that no faster one equals or beats, fastest first."""
+        found: list[Candidate] = []
+        for c in sorted(self.archive, key=lambda c: (c.predicted_ms, -c.fitness)):
+            if not found or c.fitness > found[-1].fitness:
+                found.append(c)
+        return found
 
 
 @dataclass(frozen=True)
