@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Sequence
+from numbers import Real
 from typing import Any
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least ``least``.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
     return value
@@ -27,14 +25,15 @@ def check_number(
     most: float = math.inf,
     below: float = math.inf,
 ) -> float:
-    """Return a finite number of at least ``least``, greater than ``above``, at most ``most`` and less than ``below``.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    high = number and (least is None or value >= least) and (above is None or value > above)
-    if high and value <= most and value < below:
+    """Return a finite number of at least ``least``, greater than ``above``, at most ``most`` and ``below`` a limit."""
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if (
+        number
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and value <= most
+        and value < below
+    ):
         return float(value)
     limits = [
         *([f"at least {least:g}"] if least is not None else []),
@@ -45,12 +44,39 @@ def check_number(
     raise ValueError(f"{name}={value!r} must be {' and '.join(['a finite number', *limits])}")
 
 
-def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """Return one of the choices.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
+    """Return one of the choices."""
+    if isinstance(value, bool) or value not in tuple(choices):
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}")
     return value
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def check_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes as plain integers; raise ``ValueError`` if one is not a whole number or is negative."""
+    checked = []
+    for i, size in enumerate(sizes):
+        try:
+            whole = operator.index(size)
+        except TypeError:
+            raise ValueError(f"sizes[{i}] must be a whole number of elements, not {size!r}") from None
+        if whole < 0:
+            raise ValueError(f"sizes[{i}] must not be negative, got {whole}")
+        checked.append(whole)
+    return checked
+
+
+def check_seconds(seconds: Sequence[float], count: int, name: str = "backward_seconds") -> list[float]:
+    """Return the times as floats, one per tensor; raise ``ValueError`` if one is negative or not finite."""
+    if len(seconds) != count:
+        raise ValueError(f"{name} has {len(seconds)} entries where sizes has {count}")
+    for i, value in enumerate(seconds):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name}[{i}] must be finite and not negative, got {value}")
+    return [float(value) for value in seconds]

@@ -86,10 +86,8 @@ class Variant:
             if isinstance(self.factor_decay, str):
                 raise ValueError(f"factor_decay={self.factor_decay!r} must be a number from 0 to 1, or 'warmup'")
             check_number("factor_decay", self.factor_decay, least=0, most=1)
-        if self.tokens is not None:
-            check_choice("tokens", self.tokens, ("expand", "reduce"))
-        if self.warm_start is not None:
-            check_choice("warm_start", self.warm_start, ("identity",))
+        check_choice("tokens", self.tokens, (None, "expand", "reduce"))
+        check_choice("warm_start", self.warm_start, (None, "identity"))
         check_count("max_dim", self.max_dim)
 
     @property

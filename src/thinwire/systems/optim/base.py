@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_number
-from thinwire.core.methods.base import check_choice
+from thinwire.core.checks import check_choice, check_number
 from thinwire.core.program import working_dtype
 from thinwire.engine.state.scaler import refuse_scaled
 from thinwire.engine.sync import GradientSync

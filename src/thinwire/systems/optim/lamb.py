@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_number
-from thinwire.core.methods.base import check_flag
+from thinwire.core.checks import check_flag, check_number
 from thinwire.core.methods.decoupling import deferring
 from thinwire.engine.sync import GradientSync
 from thinwire.systems.optim.base import GroupTensors, LayerWise

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_choice, check_number
-from thinwire.core.methods.base import check_flag
+from thinwire.core.checks import check_choice, check_flag, check_number
 from thinwire.systems.optim.base import GroupTensors, LayerWise
 from thinwire.systems.optim.pto import Layers, NormSharding, Rule
 

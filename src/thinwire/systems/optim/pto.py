@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.methods.base import check_choice
+from thinwire.core.checks import check_choice
 from thinwire.core.methods.decoupling import deferring
 from thinwire.core.pricing.placement import Placement, place
 from thinwire.core.program import WORLD, AllGather, Program, Scope
