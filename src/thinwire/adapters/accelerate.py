@@ -150,7 +150,7 @@ class _Again:
         handles.extend(o.register_load_state_dict_post_hook(self._loaded) for o in self._optimizers)
 
     def expect(self) -> None:
-        """Note that this rank has loaded its state and that Accelerate continues."""
+        """This rank has loaded its state, and Accelerate continues."""
         self._own, self._waiting = copy.deepcopy(self._rank.own()), {id(o) for o in self._optimizers}
 
     def _loaded(self, optimizer: Optimizer) -> None:

@@ -66,11 +66,7 @@ def register(
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
 ) -> DDPSync:
-    """Register a method's hook on the framework's model; before its first backward, on all ranks.
-
-    ``model``: a DDP module, or on one rank a bare model, which is left unchanged; ``world_size``: according to the
-    framework, which errors name; the rest as in ``ddp_hook``.
-    """
+    """Register a method's hook on the framework's model, which on one rank may be bare; before its first backward."""
     ddp = ddp_of(model)
     if ddp is None:
         if world_size > 1:
@@ -123,11 +119,7 @@ _OWN = (*_OWED, "sent/", "own/")
 
 
 def gathered_state(sync: DDPSync | LocalRank) -> dict[str, Any]:
-    """Return all ranks' states on rank 0 and this rank's elsewhere, on the CPU. All ranks must call it, between steps.
-
-    Each rank's own part is sent to rank 0 in turn, uncompressed. An object that could not be read again is an error on
-    all ranks.
-    """
+    """Return all ranks' states on rank 0, else this rank's, on the CPU. All ranks must call it, between steps."""
     problem, state = None, _on_cpu(sync.state_dict())
     try:
         state = readable(state)
@@ -167,16 +159,10 @@ def save_in(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) ->
 
 
 def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> bool:
-    """Load what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it.
+    """Load what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it. False: no rank's file.
 
-    If only some ranks have saved, as in scripts that save under ``if is_main_process``, all take over rank 0's part,
-    and the log says so unless nothing is lost: residuals begin at zero, and local steps at the outer weights.
-
-    Returns:
-        Whether any rank found a file; if none did, nothing has changed.
-
-    Raises:
-        ValueError: on all ranks, if one finds no file, other ``facts`` in it, or a state that does not fit.
+    If only some ranks have saved, as in scripts that save under ``if is_main_process``, all take over rank 0's part:
+    residuals begin at zero, and local steps at the outer weights. What is wrong on one rank is an error on all.
     """
     first = _file(folder, name, 0)
     if not sync.agree(first.exists() or _file(folder, name, sync.state.rank).exists()):
@@ -184,7 +170,10 @@ def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) 
     problem: Exception | None = None
     some = False
     try:
-        some = _lacks(folder, name, sync)
+        if first.exists():  # is a file that this rank needs not here?
+            before = int(read_file(first)["state"]["world_size"])
+            needed = [sync.state.rank] if before == sync.state.size else range(before)
+            some = not all(_file(folder, name, rank).exists() for rank in needed)
     except (OSError, ValueError, KeyError) as error:
         problem = error
     some = sync.agree(some)
@@ -223,16 +212,6 @@ def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str
             raise ValueError(f"{other.name} is from another step than {start.name}")
         state.update({key: value for key, value in theirs.items() if key.startswith(_OWN)})
     return state
-
-
-def _lacks(folder: Path, name: str, sync: DDPSync | LocalRank) -> bool:
-    """Return whether rank 0's file is here, and one that this rank needs is not."""
-    first = _file(folder, name, 0)
-    if not first.exists():
-        return False
-    before = int(read_file(first)["state"]["world_size"])
-    needed = [sync.state.rank] if before == sync.state.size else range(before)
-    return not all(_file(folder, name, rank).exists() for rank in needed)
 
 
 def _first_of(folder: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.fsdp2_groups import Group, groups_of
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
@@ -28,12 +29,6 @@ from thinwire.engine.executors.issuer import Failure
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.settings import checked_timeout
 from thinwire.engine.stats import Stats
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-__all__ = ["attach", "attach_reduce_scatter"]
 
 
 def works() -> tuple[str, ...]:
@@ -78,20 +73,18 @@ def attach(
     chosen = resolve(method, **options)
     _check(chosen)
     groups = groups_of(model)
-    taken = next((one.name for one in groups if one.hooked), None)
-    if taken is not None:
-        raise RuntimeError(f"module {taken!r} already has an all-reduce hook; call close() on what attached it")
+    for one in groups:
+        if one.hooked:
+            raise RuntimeError(f"module {one.name!r} already has an all-reduce hook; call close() on what attached it")
     group = _replicas(groups, replicas)
     size = dist.get_world_size(group)
-    note = ""
-    comm = None
+    note, comm = "", None
     if size == 1:
         if not chosen.exact:
             note = f"one replica only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd"
         chosen = SSGD()
     else:
-        limit = checked_timeout(timeout)
-        comm = Communicator(group, Topology(size), groups[0].device, limit, attaching=True)
+        comm = Communicator(group, Topology(size), groups[0].device, checked_timeout(timeout), attaching=True)
     try:
         sync = ReplicaSync(model, groups, chosen, comm, scaler, note, start_compression_step)
     except BaseException as error:
@@ -190,10 +183,7 @@ def _same(groups: list[Group], what: str, ranks: list[Any]) -> None:
 
 
 def scatter_mean(x: Tensor, ranks: int, dtype: torch.dtype, block: int) -> Generator[Any, Tensor, Tensor]:
-    """Return this rank's chunk of the average over the ranks: ``[ranks * k]`` -> ``[k]``, in the working dtype.
-
-    ``dtype``: on the wire; ``block``: the largest number of elements that share a scale, for int8.
-    """
+    """Return this rank's chunk of the average: ``[ranks * k]`` -> ``[k]``; int8: ``block`` elements share a scale."""
     wide, k = x.to(working_dtype(x.dtype)), x.numel() // ranks
     if dtype != torch.int8:
         shard = yield ReduceScatter((wide / ranks).to(dtype))
@@ -231,12 +221,7 @@ class CompressedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Average or add up: ``[ranks * k]`` -> ``[k]``.
-
-        Raises:
-            NotImplementedError: another operation (a custom divide factor), or ``async_op=True``.
-            RuntimeError: the exchange failed.
-        """
+        """Average or add up: ``[ranks * k]`` -> ``[k]``."""
         assert self._comm is not None
         ranks = len(self._comm.members.ranks)
         if async_op or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):

@@ -46,25 +46,16 @@ class ParameterRows:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """One FSDP2 module: the gradients that are reduced together.
-
-    Attributes:
-        index: in the model. name, module: "" for the root.
-        pieces: rows of its trainable parameters, in their order.
-        elements: of the flat tensor, with padding, if all parameters have gradients.
-        device: of the gradients.
-        shards: the process group of the ranks that share this copy of the model.
-        replicas: the ranks that hold the same shard in other copies; None: not a native HSDP mesh.
-    """
+    """One FSDP2 module: the gradients that are reduced together."""
 
     index: int
-    name: str
+    name: str  # "" for the root
     module: nn.Module
-    pieces: tuple[ParameterRows, ...]
-    elements: int
+    pieces: tuple[ParameterRows, ...]  # of its trainable parameters, in their order
+    elements: int  # of the flat tensor, with padding, if all parameters have gradients
     device: torch.device
-    shards: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
+    shards: dist.ProcessGroup  # of the ranks that share this copy of the model
+    replicas: dist.ProcessGroup | None  # of those that hold the same shard in other copies; None: no native HSDP mesh
     _inside: Any
 
     @property
@@ -79,8 +70,8 @@ class Group:
     def take_over(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
         """Set FSDP2's all-reduce hook and keep FSDP2 from averaging over the replicas itself. Return the undo function.
 
-        A native HSDP group becomes what ``fully_shard(module, mesh=mesh["shard"])`` would have made; parameters stay
-        DTensors of the whole mesh. From now on, unused parameters count as zeros, so that the flat tensor is complete.
+        A native HSDP group becomes what ``fully_shard(module, mesh=mesh["shard"])`` would have made. From now on,
+        unused parameters count as zeros, so that the flat tensor is complete.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
@@ -111,11 +102,7 @@ class Group:
     def replace_reduce_scatter(self, scatter: Any) -> Callable[[], None]:
         inside, before = self._inside, self._inside._reduce_scatter_comm
         self.module.set_custom_reduce_scatter(scatter)  # type: ignore[operator]
-
-        def put_back() -> None:
-            inside._reduce_scatter_comm = before
-
-        return put_back
+        return lambda: setattr(inside, "_reduce_scatter_comm", before)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

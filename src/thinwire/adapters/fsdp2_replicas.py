@@ -67,7 +67,8 @@ class ReplicaSync:
         if comm is not None:
             comm.agree(self._facts())
             self._session.fit()
-            comm.broadcast([*(p.to_local() for p in self._parameters()), *(one.tensor for one in buffers_of(model))])
+            whole = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+            comm.broadcast([*whole, *(one.tensor for one in buffers_of(model))])
             for parts in self._parts:
                 for pieces, dense in parts:
                     shapes, session = [(piece.name, piece.shape) for piece in pieces], self._session
@@ -76,11 +77,6 @@ class ReplicaSync:
             for group in groups:
                 self._undo.append(group.take_over(partial(self._reduce, group)))
             self._undo.append(model.register_forward_pre_hook(self._forward).remove)
-
-    def _parameters(self) -> list[Any]:
-        """Return all of FSDP2's parameters, including frozen ones, once each."""
-        found = {id(p): p for p in self._model.parameters() if hasattr(p, "to_local")}
-        return list(found.values())
 
     def _split(self, group: Group) -> list[tuple[tuple[ParameterRows, ...], bool]]:
         """Return what the method handles and what stays dense; without pieces that are empty on this rank."""
@@ -117,32 +113,22 @@ class ReplicaSync:
         started = time.perf_counter()
         with torch.no_grad():
             read_here(flat)  # made on FSDP2's reduce-scatter stream
-            if not group.reduces:
-                self._put_aside(group, flat)
-                return
             if (aside := self._partial.pop(group.index, None)) is not None:
                 flat += aside
-            self._begin(group)
+            if not group.reduces:  # keep the sum until all-reduce is on again (``set_requires_all_reduce(False)``)
+                self._partial[group.index] = flat.clone()
+                flat.zero_()
+                return
+            if group.index in self._reduced:  # if a module reduces several times in one backward, each is a step
+                self._finish()
+            if not self._reduced:
+                self._session.begin()
+            self._reduced.add(group.index)
+            self._end.note()
             for pieces, dense in self._parts[group.index]:
                 self._exchange(group, flat, pieces, dense)
         if not flat.is_cuda:
             self._session.counters.exposed_seconds += time.perf_counter() - started
-
-    def _put_aside(self, group: Group, flat: Tensor) -> None:
-        """Keep the sum of the shards' averages until all-reduce is on again (``set_requires_all_reduce(False)``)."""
-        if group.index in self._partial:
-            self._partial[group.index] += flat
-        else:
-            self._partial[group.index] = flat.clone()
-        flat.zero_()
-
-    def _begin(self, group: Group) -> None:
-        if group.index in self._reduced:  # if a module reduces several times in one backward, each is a step
-            self._finish()
-        if not self._reduced:
-            self._session.begin()
-        self._reduced.add(group.index)
-        self._end.note()
 
     def _exchange(self, group: Group, flat: Tensor, pieces: Sequence[ParameterRows], dense: bool) -> None:
         session = self._session
@@ -150,8 +136,7 @@ class ReplicaSync:
         assert isinstance(comm, Communicator)
         slots = [Slot(p.name, p.shape, p.view(flat), flat.dtype, flat.device, None) for p in pieces]
         elements = sum(slot.numel for slot in slots)
-        memory = joined(slots)
-        if memory is None:
+        if (memory := joined(slots)) is None:
             memory = flat.new_empty(elements)
         bucket = Bucket(group.index, slots, scale=session.loss_scale.now, buffer=memory)
         before = comm.ledger.total

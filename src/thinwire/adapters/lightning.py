@@ -122,7 +122,6 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             self._local.lend()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore each rank's own weights."""
         if self._local is not None:
             self._local.take_back()
 
@@ -145,8 +144,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         self._running = False
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Remember that other ranks may no longer be there."""
-        self._failed = True
+        self._failed = True  # other ranks may no longer be there
 
     def state_dict(self) -> dict[str, Any]:
         """Return all ranks' states on rank 0, and this rank's elsewhere. Lightning calls it on all ranks."""

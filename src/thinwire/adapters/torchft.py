@@ -140,7 +140,6 @@ class QuorumSync(QuorumHandle):
         self._member.failed(error)
 
     def _leave(self) -> None:
-        """Keep the state that counts, and return the communicator."""
         self._keep()
         sync, self._sync = self._sync, None
         if sync is not None:
@@ -165,12 +164,10 @@ class QuorumSync(QuorumHandle):
     # --- what the manager hands to who comes -----------------------------------------------------------------------
 
     def _give(self) -> dict[str, Any]:
-        """Return the state for joining replicas; called by the manager while the training waits for the quorum."""
-        self._keep()
+        self._keep()  # the training waits for the quorum
         return self._member.give()
 
     def _take(self, saved: dict[str, Any]) -> None:
-        """Load a state; called by the manager when this replica has joined or fallen behind."""
         member = self._member
         if self._sync is not None and member.counted_without(saved):
             # The others had everything of this step, so this replica's part counts; it just was not told.
@@ -249,7 +246,6 @@ class QuorumExchange:
         self._session.counters.sent(nbytes, self.fragment.state.size)
 
     def receive(self) -> None:
-        """Exchange what was learned. Raises ``RuntimeError`` if that fails."""
         if self._travel is not None:
             self._travel.leave(self.rounds.fragments)
             self._travel.receive(self.fragment)
@@ -360,7 +356,6 @@ class QuorumRounds(QuorumHandle):
         self._before, self._received = None, False
 
     def _leave(self) -> None:
-        """Keep the state that counts, and return the communicator."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             self._member.memory.keep_rounds(exchange.rounds)
@@ -371,14 +366,12 @@ class QuorumRounds(QuorumHandle):
     # --- what the manager hands to who comes -----------------------------------------------------------------------
 
     def _give(self) -> dict[str, Any]:
-        """Return the state for joining replicas; called by the manager at a round's end, before the exchange."""
-        self._settle(counts=False)
+        self._settle(counts=False)  # this is a round's end, before the exchange
         if self._exchange is not None:
             self._member.memory.keep_rounds(self._exchange.rounds)
         return self._member.give()
 
     def _take(self, saved: dict[str, Any]) -> None:
-        """Load a state; called by the manager when this replica has joined or fallen behind."""
         self._settle(counts=self._received and self._member.counted_without(saved))
         self._leave()
         self._member.take(saved)

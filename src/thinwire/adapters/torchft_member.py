@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,30 +30,24 @@ from thinwire.core.program import Plan
 from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.stats import Stats
 
+if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
+
 _KNOWN = ("_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_id", "_replica_world_size_mode")
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """The members until the next quorum.
+    """The members until the next quorum."""
 
-    Attributes:
-        number: torchft's number, equal on all members.
-        store: address and prefix of its store, in torchft's form: ``host:port/prefix``.
-        rank: rank of this member. size: number of members.
-    """
-
-    number: int
-    store: str
-    rank: int
+    number: int  # torchft's, equal on all members
+    store: str  # of this quorum, in torchft's form: ``host:port/prefix``
+    rank: int  # of this member
     size: int
 
 
 class Quorums:
-    """The quorums of one manager, which must not have had any yet.
-
-    ``latest``: the current one; None: there was none yet.
-    """
+    """The quorums of one manager, which must not have had any yet."""
 
     def __init__(self, manager: Any) -> None:
         _check(manager)
@@ -110,13 +104,8 @@ def enter(quorum: Quorum, timeout: timedelta) -> None:
     address, _, prefix = quorum.store.partition("/")
     host, _, port = address.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore(f"{prefix}/thinwire", store),
-        rank=quorum.rank,
-        world_size=quorum.size,
-        timeout=timeout,
-    )
+    own = PrefixStore(f"{prefix}/thinwire", store)
+    dist.init_process_group("gloo", store=own, rank=quorum.rank, world_size=quorum.size, timeout=timeout)
 
 
 def told(numbers: list[int]) -> list[tuple[int, ...]]:
@@ -137,33 +126,22 @@ logger = logging.getLogger("thinwire")
 
 _RUNS = 100
 _EQUAL = ("shared", "outer", "step", "dropped", "commit", "runs")  # of a QuorumMemory, on all replicas
-_Handle = TypeVar("_Handle", bound="QuorumHandle")
 Attempt = tuple[int, int]
 """The manager's step and the quorum number of an exchange."""
 
 
 @dataclass
 class QuorumMemory:
-    """State passed from one quorum to the next, as it was after the last step that counted.
-
-    Attributes:
-        own: residuals, their offsets and local fields, of this replica only.
-        shared: fields that are equal on all replicas.
-        outer: state of local steps that is equal on all replicas.
-        step, dropped: counters of the method's state, equal on all replicas.
-        plan: the plan in force; None: none was made for several replicas.
-        commit: the manager's step and quorum number of the last exchange that counted; None: there was none.
-        runs: first step and quorum of the steps that counted, one run per quorum, the last hundred.
-    """
+    """State after the last step that counted, for the next quorum; all but ``own`` is equal on all replicas."""
 
     own: dict[str, Any] = field(default_factory=lambda: {"residual": {}, "offset": {}, "local": {}})
-    shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    outer: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
+    shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the method's fields
+    outer: dict[str, Any] = field(default_factory=dict)  # of local steps
+    step: int = 0  # of the method's state, as ``dropped``
     dropped: int = 0
-    plan: Plan | None = None
-    commit: Attempt | None = None
-    runs: list[Attempt] = field(default_factory=list)
+    plan: Plan | None = None  # None: none was made for several replicas
+    commit: Attempt | None = None  # the last exchange that counted
+    runs: list[Attempt] = field(default_factory=list)  # the first that counted of each quorum, the last hundred
 
     def keep(self, snapshot: Mapping[str, Any]) -> None:
         """Keep a method's state. Its counters may be those of a step that does not count."""
@@ -180,7 +158,6 @@ class QuorumMemory:
         self.outer = {"clock": clock, "fragment": fragment}
 
     def restore_rounds(self, rounds: Rounds) -> None:
-        """Restore it into other rounds with the same settings."""
         rounds.restore({**self.outer["clock"], "fragments": [{**self.outer["fragment"], "codec": self.state()}]})
 
     def state(self) -> dict[str, Any]:
@@ -192,19 +169,16 @@ class QuorumMemory:
         self.commit = attempt
 
     def counted(self, attempt: Attempt) -> bool:
-        """Return whether an exchange counts."""
         step, quorum = attempt
         run = [number for first, number in self.runs if first <= step][-1:]
         return self.commit is not None and step <= self.commit[0] and run == [quorum]
 
     def shared_part(self) -> dict[str, Any]:
-        """Return the part that is equal on all replicas, as plain values and tensors."""
         plain = {name: getattr(self, name) for name in _EQUAL}
         return {**plain, "plan": self.plan.to_json() if self.plan else None}
 
     @classmethod
     def of_shared_part(cls, saved: Mapping[str, Any]) -> QuorumMemory:
-        """Build the memory from another replica's shared part, without residuals."""
         made = cls(**{name: saved[name] for name in _EQUAL})
         made.plan = Plan.from_json(saved["plan"]) if saved["plan"] else None
         return made
@@ -228,26 +202,19 @@ class Losses:
 
 
 class QuorumMember:
-    """One replica: its model and optimizers, its manager's quorums, the state of its exchange, what was lost.
-
-    ``met``: the last quorum to whose members it connected; ``attempt``: the current exchange.
-    """
+    """One replica: its model and optimizers, its manager's quorums, the state of its exchange, what was lost."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quorums: Quorums) -> None:
         self.model, self.optimizers, self.quorums = model, list(optimizers), quorums
         self.memory, self.losses = QuorumMemory(), Losses()
-        self.met: Quorum | None = None
+        self.met: Quorum | None = None  # the last one to whose members it connected
         self.attempt: Attempt | None = None
 
     def begins(self, quorum: Quorum) -> None:
         self.attempt = (self.quorums.manager.current_step(), quorum.number)
 
     def meet(self, quorum: Quorum) -> None:
-        """Make a process group with a quorum's members, if all of them have the same last step.
-
-        Raises:
-            RuntimeError: a member did not connect, or has another last step, which the next quorum will correct.
-        """
+        """Make a process group with a quorum's members, if all of them have the same last step."""
         self.met = quorum
         if quorum.size > 1:
             enter(quorum, self.quorums.timeout)
@@ -309,24 +276,19 @@ class QuorumHandle(ABC):
         member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
 
     @abstractmethod
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        """Handle the start of a forward."""
+    def _enter(self, module: nn.Module, args: Any) -> None: ...  # a forward starts
 
     @abstractmethod
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Handle a step of an optimizer."""
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None: ...
 
     @abstractmethod
-    def _give(self) -> dict[str, Any]:
-        """Return the state that the manager gives to joining replicas."""
+    def _give(self) -> dict[str, Any]: ...  # to joining replicas
 
     @abstractmethod
-    def _take(self, saved: dict[str, Any]) -> None:
-        """Load a state after joining or falling behind."""
+    def _take(self, saved: dict[str, Any]) -> None: ...  # after joining or falling behind
 
     @abstractmethod
-    def _leave(self) -> None:
-        """Keep the state that counts, and return the communicator."""
+    def _leave(self) -> None: ...  # keep the state that counts, and return the communicator
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the model's gradients by their global norm. Return the norm."""
@@ -345,7 +307,7 @@ class QuorumHandle(ABC):
         self._handles.clear()
         self._leave()
 
-    def __enter__(self: _Handle) -> _Handle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:

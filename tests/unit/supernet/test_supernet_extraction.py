@@ -9,8 +9,13 @@ import torch
 from supernet_nets import shaken, some, tiny, views
 
 from thinwire.systems.supernet import Space
-from thinwire.systems.supernet.operators import ElasticDepthwise, centre
+from thinwire.systems.supernet.operators import ElasticDepthwise
 from thinwire.systems.supernet.stereo import ElasticStereo, load_net, save_net
+
+
+def centre(weight, size):
+    edge = (weight.shape[-1] - size) // 2
+    return weight[..., edge : edge + size, edge : edge + size]
 
 
 def same(net, sub_net, pair):

@@ -24,11 +24,8 @@ import numpy as np
 
 
 def store(table: mmap.mmap, at: int, value: int, size: int) -> None:
-    """Store an aligned unsigned number of 4 or 8 bytes: readers see the old or the new value, even after a kill.
-
-    ``struct.pack_into`` would write zeros first.
-    """
-    table[at : at + size] = value.to_bytes(size, "little")
+    """Store an aligned unsigned number of 4 or 8 bytes: readers see the old or the new value, even after a kill."""
+    table[at : at + size] = value.to_bytes(size, "little")  # struct.pack_into would write zeros first
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ COUNTER_BYTES = ROWS * _ROW.size
 class CacheCounters:
     """One row of counters per process, in a mapped file; their sum is that of the node.
 
-    A process owns the row on whose byte it holds a lock. The kernel releases the lock when the process ends, for
-    whatever reason, and the next process continues counting in that row: nothing is lost and no row is leaked.
+    A process owns the row on whose byte it holds a lock. The kernel releases it when the process ends, for whatever
+    reason, and the next process continues counting in that row.
     """
 
     def __init__(self, file: int, table: mmap.mmap, base: int) -> None:
@@ -96,7 +93,6 @@ class CacheCounters:
         self._mutex = threading.Lock()
 
     def add(self, **amounts: int) -> None:
-        """Add to this process's counters."""
         with self._mutex:
             if self._row is None:
                 self._row = self._claim()
@@ -134,7 +130,7 @@ _USED_AT, _ALLOCATED_AT = 64, 72
 
 
 def table_bytes(slots: int) -> int:
-    """Return the bytes before the data: header, counters, slots; whole pages."""
+    """Return the bytes before the data: whole pages."""
     return -(-(SLOTS_AT + slots * SLOT.size) // DATA_PAGE) * DATA_PAGE
 
 
@@ -258,10 +254,7 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path, slots: int, limit: int) -> Arena:
-        """Return this process's arena at ``path``; create the file, for that many keys, if it does not exist.
-
-        ``limit``: size of the whole file in bytes, above which this process adds nothing more.
-        """
+        """Return this process's arena at ``path``; nothing is added beyond ``limit`` bytes of the whole file."""
         with _guard:
             arena = _arenas.get(path)
             if arena is None:
@@ -328,8 +321,7 @@ class Arena:
         self._mutex = threading.Lock()
         self.counters.renew()
 
-    def held(self) -> tuple[int, int]:
-        """Return (number of values, their total bytes)."""
+    def held(self) -> tuple[int, int]:  # number of values, their bytes
         kind = np.dtype([("key", "V16"), ("offset", "<u8"), ("length", "<u8"), ("crc", "<u4"), ("state", "<u4")])
         slots = np.frombuffer(self.table[SLOTS_AT : self._end], dtype=kind, count=self.slots)
         ready = slots["state"] == READY
@@ -394,10 +386,8 @@ class Arena:
 
     def _cover(self, end: int) -> None:
         """Map the file's data up to ``end``, if the file is that long."""
-        if end > len(self._data):
-            allocated = Header.read(self.table).allocated
-            if end <= allocated:
-                self._data = mmap.mmap(self._file, allocated)  # the old map is freed with its last reader
+        if len(self._data) < end <= (allocated := Header.read(self.table).allocated):
+            self._data = mmap.mmap(self._file, allocated)  # the old map is freed with its last reader
 
     @contextmanager
     def _locked(self, index: int) -> Iterator[None]:

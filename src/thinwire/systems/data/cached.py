@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from thinwire.systems.data.arena import CacheStats
 from thinwire.systems.data.keys import Identity, Keys, check_prefix, check_source, prefix_id_of, samples_of
 from thinwire.systems.data.levels import Levels
 from thinwire.systems.data.values import require_safetensors
+
+if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
 
 Suffix = Callable[[Any, torch.Generator], Any]
 
@@ -93,9 +96,8 @@ class CachedDataset(_Cached, Dataset[Any]):
         disk: a folder on local disk for raw samples, the second level; None: there is none.
         prefix_id: names the prefix; needed if its repr contains a memory address, as a function's does.
         stored_size: size to which the prefix resizes; part of the keys.
-        seed: seed of the partition and of the suffix's generators.
-        node: number of this process's machine, from 0.
-        nodes: number of machines that share the data.
+        seed: of the partition and of the suffix's generators.
+        node, nodes: number of this process's machine, from 0, and of all that share the data.
         verify: "first": a changed file is noticed when a process first reads it; "always": at each access.
         check: "first": checksums are compared when a process first reads a value; "always": at each read.
 
@@ -188,8 +190,7 @@ class CachedStream(_Cached, IterableDataset[Any]):
 
     Args:
         source: yields raw samples, from the first at every ``iter``.
-        prefix: raw sample -> value, without randomness.
-        suffix: (value, torch.Generator) -> sample; the generator is seeded by (seed, epoch, key).
+        prefix, suffix: as for ``CachedDataset``; the suffix's generator is seeded by (seed, epoch, key).
         key: raw sample -> its permanent name, a str or an int; for webdataset ``lambda s: s["__key__"]``.
         capacity: largest number of different samples; the table is made for them.
         dataset_id, version, memory_bytes, directory, prefix_id, stored_size, seed, check: as for ``CachedDataset``.

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from thinwire.systems.data.values import leaves, pack
 
@@ -26,7 +25,6 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def digest(*parts: object) -> bytes:
-    """Return 16 bytes that identify some JSON values."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -53,23 +51,19 @@ class Identity:
     dtypes: str = ""
 
     def name(self, *words: object) -> str:
-        """Return a file name from this identity and further words."""
         return "thinwire-" + digest("arena", asdict(self), *words).hex()
 
     def value_key(self, sample: object, fingerprint: object) -> bytes:
-        """Return the key of a sample's prefix value."""
         return digest("value", asdict(self), sample, fingerprint)
 
     def raw_key(self, sample: object, fingerprint: object) -> bytes:
-        """Return the key of a sample as the source gives it, independent of the prefix."""
         return digest("raw", self.dataset_id, self.version, sample, fingerprint)
 
 
 def fingerprint_of(source: Any, index: int) -> Any:
-    """Return what changes with a sample's content: ``source.fingerprint(index)`` if it exists, else (size, mtime_ns).
+    """Return what changes with a sample's content: ``source.fingerprint(index)``, else (size, mtime_ns) of its file.
 
-    The latter is for folders as torchvision lists them, with the path first in ``source.samples[index]``. Otherwise
-    None.
+    Files are found as torchvision lists them, with the path first in ``source.samples[index]``; else None.
     """
     if hasattr(source, "fingerprint"):
         return source.fingerprint(index)
@@ -83,10 +77,7 @@ def fingerprint_of(source: Any, index: int) -> Any:
 
 
 class Keys:
-    """The keys of a source's samples, remembered by this process.
-
-    ``verify``: "first": a fingerprint is read when this process first uses the sample; "always": at each use.
-    """
+    """The keys of a source's samples, remembered by this process unless ``verify`` is "always"."""
 
     def __init__(self, source: Any, identity: Identity, samples: int, verify: str) -> None:
         self.source, self.identity, self.samples, self.verify = source, identity, samples, verify
@@ -103,8 +94,7 @@ class Keys:
         self.__dict__.update(state)
         self._forget()
 
-    def of(self, index: int) -> tuple[bytes, bytes]:
-        """Return (key of the value, key of the raw sample)."""
+    def of(self, index: int) -> tuple[bytes, bytes]:  # of the value, of the raw sample
         if self._known[index] and self.verify == "first":
             value, raw = self._keys[index]
             return value.tobytes(), raw.tobytes()
@@ -118,8 +108,7 @@ class Keys:
 def check_prefix(source: Any, prefix: Callable[[Any], Any], indices: Sequence[int]) -> str:
     """Run the prefix twice on a few samples, under different seeds of torch, numpy and random, which are restored.
 
-    Returns the dtypes of the first value, and torch's default dtype: part of the keys. ``ValueError``: it returned two
-    different values; ``TypeError``: they cannot be stored.
+    Returns the dtypes of the first value, and torch's default dtype: part of the keys.
     """
     kinds = ""
     for index in indices:
@@ -134,12 +123,12 @@ def check_prefix(source: Any, prefix: Callable[[Any], Any], indices: Sequence[in
                 "source's own transforms count too)"
             )
         if not kinds:
-            kinds = f"{torch.get_default_dtype()}: {' '.join(_kind(leaf) for leaf in leaves(value))}"
+            each = [str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves(value)]
+            kinds = f"{torch.get_default_dtype()}: {' '.join(each)}"
     return kinds
 
 
 def check_source(source: Any, disk: object) -> None:
-    """Refuse sources that could lose data."""
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
         raise TypeError(
             f"the source is a {type(source).__name__} without __getitem__ and __len__: use a map-style data set, or "
@@ -167,10 +156,6 @@ def is_streaming(source: Any) -> bool:
 def samples_of(source: Any) -> int:
     """Return the number of samples of all ranks together: the length, except that a StreamingDataset's is per rank."""
     return int(source.num_samples) if is_streaming(source) else len(source)
-
-
-def _kind(leaf: Any) -> str:
-    return str(leaf.dtype) if isinstance(leaf, (Tensor, np.ndarray, np.generic)) else type(leaf).__name__
 
 
 @contextmanager

@@ -21,10 +21,7 @@ _SHARE, _AUTO_SHARE = 0.9, 0.5
 
 
 def room(directory: Path, root: Path = Path("/")) -> dict[str, int]:
-    """Return the free bytes by their limit: memory, the control group, the file system of ``directory``.
-
-    ``root``: the folder with ``proc`` and ``sys``.
-    """
+    """Return the free bytes by their limit: memory, the control group, the file system of ``directory``."""
     bounds = {}
     table = root / "proc/meminfo"
     if not table.exists():
@@ -42,10 +39,7 @@ def room(directory: Path, root: Path = Path("/")) -> dict[str, int]:
 
 
 def budget(memory_bytes: int | str, directory: Path, held: int, root: Path = Path("/")) -> int:
-    """Return the size of an arena in bytes: as requested, at most nine tenths of what is free; "auto": half of that.
-
-    Bytes that the arena holds already, from an earlier run or another rank, count as free.
-    """
+    """Return the size of an arena in bytes: as requested, at most nine tenths of what is free or held; "auto": half."""
     bounds = {what: free + held for what, free in room(directory, root).items()}
     tightest = min(bounds, key=lambda what: bounds[what])
     if memory_bytes == "auto":
@@ -102,9 +96,6 @@ class DiskStore:
 
     A file is written under another name and then renamed, so a killed writer leaves nothing that is read; a checksum at
     the start detects files damaged by a power failure. A full disk stops caching, not the training.
-
-    Args:
-        directory: created if needed; files left there by killed writers at least an hour ago are removed.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -117,7 +108,6 @@ class DiskStore:
                     path.unlink()
 
     def path(self, key: bytes) -> Path:
-        """Return the path of a key's sample, whether it exists or not."""
         name = key.hex()
         return self.directory / name[:2] / name
 
@@ -150,9 +140,6 @@ class DiskStore:
                 raise
             return False
         return True
-
-
-Read = Callable[[], Any]
 
 
 class Levels:
@@ -194,18 +181,15 @@ class Levels:
             self._arena = Arena.open(self.path, self.slots, self.limit)
         return self._arena
 
-    def value(self, key: bytes, raw_key: bytes, read: Read, *, store: bool = True) -> Any:
-        """Return the prefix value of a sample, by its key and that of the sample as the source gives it.
-
-        ``read``: reads it from the source; ``store``: False for a sample of another node's part, not kept here.
-        """
+    def value(self, key: bytes, raw_key: bytes, read: Callable[[], Any], *, store: bool = True) -> Any:
+        """Return a sample's prefix value, by its key and that of the raw sample; ``store``: whether to keep it here."""
         arena = self.arena
         if store:
             packed = arena.get(key, always=self.check == "always")
             if packed is not None:
                 arena.counters.add(hits_memory=1, bytes_memory=len(packed))
                 return unpack(packed)
-        raw = self._raw(raw_key, read, store)
+        raw = self._raw(raw_key, read, self.disk if store else None)
         begin = time.perf_counter_ns()
         value = self.prefix(raw)
         spent = time.perf_counter_ns() - begin
@@ -214,8 +198,7 @@ class Levels:
         arena.counters.add(decode_nanoseconds=spent, admitted=admitted is True, refused=admitted is False)
         return unpack(packed)  # same as for a hit: new memory, the same strides
 
-    def _raw(self, raw_key: bytes, read: Read, store: bool) -> Any:
-        disk = self.disk if store else None
+    def _raw(self, raw_key: bytes, read: Callable[[], Any], disk: DiskStore | None) -> Any:
         kept = disk.get(raw_key) if disk is not None else None
         if kept is not None:
             self.arena.counters.add(hits_disk=1, bytes_disk=len(kept))

@@ -88,10 +88,7 @@ class _Positions(Iterator[int]):
 
     def __init__(self, sampler: LocalitySampler, start: int) -> None:
         self._sampler = sampler
-        self._begin(sampler._epoch, start)
-
-    def _begin(self, epoch: int, given: int) -> None:
-        self._epoch, self._given, self._order = epoch, given, self._sampler.order(epoch)
+        self.load_state_dict({"epoch": sampler._epoch, "given": start})
 
     def __next__(self) -> int:
         if self._given >= len(self._order):
@@ -103,7 +100,8 @@ class _Positions(Iterator[int]):
         return {"epoch": self._epoch, "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._begin(int(state["epoch"]), int(state["given"]))
+        self._epoch, self._given = int(state["epoch"]), int(state["given"])
+        self._order = self._sampler.order(self._epoch)
 
 
 _POLL = 0.1  # seconds after which a thread with a full queue checks for a reader

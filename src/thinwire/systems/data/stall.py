@@ -53,12 +53,7 @@ def measure(loaders: Mapping[str, Iterable[Any]], step: Callable[[Any], object])
     """Go through each loader once, one after another, and time the wait for each batch and its step.
 
     Compare ``{"source": ..., "cached": ..., "synthetic": ...}``, the last with batches made in advance: the difference
-    to it is the cost of the input.
-
-    Args:
-        loaders: name -> batches.
-        step: what to do with a batch. On CUDA, each step is followed by a device synchronisation, so its time is
-            complete.
+    to it is the cost of the input. On CUDA, each step is followed by a device synchronisation, so its time is complete.
     """
     passes = {}
     for name, loader in loaders.items():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_choice
 from thinwire.core.program.modes import own_modes
 from thinwire.engine.backward_end import BackwardEnd, current_task
 from thinwire.predict.measure.timing import Stopwatch
@@ -51,11 +52,7 @@ class _Calls:
 
 
 class Capture:
-    """The hooks of one model; ``watched``: for each layer, whether this rank needs its statistics.
-
-    ``sampled``: take gradients in ``sample``, not those of the loss; ``listener``: is asked what is wanted, and told
-    what is complete.
-    """
+    """The hooks of one model; ``watched``: for each layer, whether this rank needs its statistics."""
 
     def __init__(
         self,
@@ -65,8 +62,8 @@ class Capture:
         scaling: str,
         tokens: str,
         *,
-        sampled: bool,
-        listener: KFAC,
+        sampled: bool,  # take gradients in ``sample``, not those of the loss
+        listener: KFAC,  # is asked what is wanted, and told what is complete
     ) -> None:
         self._layers, self._sampled, self._listener = layers, sampled, listener
         self.sums = [LayerSums(layer, scaling, tokens) for layer in layers]
@@ -135,7 +132,15 @@ class Capture:
     def _take(self, index: int, side: int, add: Any) -> None:
         calls, last = self._calls[index][side], self._listener.last_pass()
         if calls.complete:  # its exchange has already begun
-            self._surplus(index, calls)
+            calls.count += 1
+            calls.steady = False
+            if not calls.warned:
+                calls.warned = True
+                logger.warning(
+                    "thinwire: %s was called more often in this pass than before, after its factor had been sent: the "
+                    "extra calls are left out this once, and from now on its factor is sent at the end of backward",
+                    self._layers[index].name,
+                )
             return
         began, begin = time.perf_counter(), self.watch.mark()
         with own_modes(), torch.no_grad():  # in the working dtype, whatever autocast the forward is in
@@ -150,17 +155,6 @@ class Capture:
                 calls.complete = True
                 self._listener.complete(index, side)
 
-    def _surplus(self, index: int, calls: _Calls) -> None:
-        calls.count += 1
-        calls.steady = False
-        if not calls.warned:
-            calls.warned = True
-            logger.warning(
-                "thinwire: %s was called more often in this pass than before, after its factor had been sent: the "
-                "extra calls are left out this once, and from now on its factor is sent at the end of backward",
-                self._layers[index].name,
-            )
-
     @property
     def blind(self) -> bool:
         """Whether there is a layer to watch, and no call of any was ever seen."""
@@ -171,7 +165,6 @@ class Capture:
         return self.rounds > _MEASURED
 
     def statistic(self, layer: int, side: int) -> Tensor:
-        """Return a layer's new A (0) or G (1), packed and followed by a one; zeros if the layer was not called."""
         return self.sums[layer].statistic(side)
 
     # --- a round ---------------------------------------------------------------------------------------------------
@@ -214,24 +207,18 @@ class Capture:
             self._sampling = False
 
 
-DISTRIBUTIONS = ("categorical", "gaussian")
-
-
 def sampled_loss(outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> Tensor:
     """Return the mean negative log-likelihood of targets sampled from the model (Martens and Grosse 2015, section 5).
 
-    On average, its gradients give the true Fisher. "categorical": logits, classes last, ``[..., classes]``; the mean is
-    over all other dimensions. "gaussian": means with unit variance, ``[B, ...]``; half the squared error, summed over
-    each example, mean over examples. Every rank needs its own generator, or the global one seeded differently.
+    "categorical": logits, classes last, ``[..., classes]``; the mean is over all other dimensions. "gaussian": means
+    with unit variance, ``[B, ...]``; half the squared error, summed over each example, mean over examples.
     """
+    check_choice("distribution", distribution, ("categorical", "gaussian"))
     if distribution == "categorical":
-        logits = (
-            outputs.reshape(-1, outputs.shape[-1]).float() if outputs.dtype.itemsize < 4 else outputs.flatten(0, -2)
-        )
+        logits = outputs.flatten(0, -2)
+        logits = logits.float() if outputs.dtype.itemsize < 4 else logits
         probabilities = logits.detach().softmax(-1)
         targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
         return F.cross_entropy(logits, targets)
-    if distribution == "gaussian":
-        noise = torch.empty_like(outputs).normal_(generator=generator)
-        return 0.5 * (outputs - (outputs.detach() + noise)).square().sum() / outputs.shape[0]
-    raise ValueError(f"distribution={distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
+    noise = torch.empty_like(outputs).normal_(generator=generator)
+    return 0.5 * (outputs - (outputs.detach() + noise)).square().sum() / outputs.shape[0]

@@ -6,8 +6,7 @@ rows of packed numbers instead of gradients, so the engine, LocalWorld and the s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.symmetric import pack_upper
-from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllGather, AllReduce, Broadcast, Bucket, Method, Program, Scope, Slot, State, Topology
+from thinwire.core.program import AllGather, AllReduce, Broadcast, Bucket, Method, Program, Scope, Slot, State
 from thinwire.engine.channel import Channel
 from thinwire.engine.executors.alone import run_alone
 from thinwire.systems.kfac.plan import KFACPlan
@@ -32,16 +30,6 @@ class _OnRows(Method):
     exact: ClassVar[bool] = True
     cheap_pack: ClassVar[bool] = True
 
-    def passes(self, topology: Topology) -> tuple[float, float]:
-        """Return how often the rows pass through memory before the exchange, to fill the bucket, and after it."""
-        return 2, 2
-
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
-        size = 4 * sum(map(math.prod, shapes))
-        return [costs.compute_seconds("memory", times * size) for times in self.passes(topology)]
-
 
 @dataclass(frozen=True)
 class FactorExchange(_OnRows):
@@ -50,16 +38,12 @@ class FactorExchange(_OnRows):
     A slot is a packed statistic followed by its count: 1, or 0 if this rank did not see the layer. The new statistic is
     exchanged, never the average, so the averages are always equal on all ranks. If a statistic is not finite on some
     rank, the sum is not finite on any rank, and the averages do not change.
-
-    Attributes:
-        decay: see ``Decay``; None: replace the old average.
-        wire: dtype in which statistics are sent; None: unchanged.
     """
 
     name: ClassVar[str] = "factors"
 
-    decay: Decay | None = None
-    wire: torch.dtype | None = None
+    decay: Decay
+    wire: torch.dtype | None = None  # dtype in which statistics are sent
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         flat = bucket.flat
@@ -67,34 +51,26 @@ class FactorExchange(_OnRows):
         for slot, row in zip(bucket.slots, bucket.split(total.to(flat.dtype))):
             count = row[-1]
             mean = row[:-1] / count.clamp(min=1)
-            self._fold(slot.name, mean, (count > 0) & mean.isfinite().all(), state)
-
-    def _fold(self, name: str, mean: Tensor, usable: Tensor, state: State) -> None:
-        old = state.fields.get((FACTOR, name))
-        if old is None:
-            old, updates = torch.zeros_like(mean), torch.zeros((), dtype=mean.dtype, device=mean.device)
-        else:
-            updates = state.fields[UPDATES, name]
-        keep = torch.zeros_like(updates) if self.decay is None else self.decay(updates)
-        keep = torch.where(updates == 0, torch.zeros_like(keep), keep)
-        new = torch.where(usable, keep * old + (1 - keep) * mean, old)
-        state.stage(name, shared={FACTOR: new, UPDATES: updates + usable.to(updates.dtype)})
-
-    def passes(self, topology: Topology) -> tuple[float, float]:
-        return 2, 4  # the averages are read and written too
+            usable = (count > 0) & mean.isfinite().all()
+            old = state.fields.get((FACTOR, slot.name))
+            if old is None:
+                old, updates = torch.zeros_like(mean), mean.new_zeros(())
+            else:
+                updates = state.fields[UPDATES, slot.name]
+            keep = self.decay(updates)
+            keep = torch.where(updates == 0, torch.zeros_like(keep), keep)
+            new = torch.where(usable, keep * old + (1 - keep) * mean, old)
+            state.stage(slot.name, shared={FACTOR: new, UPDATES: updates + usable.to(updates.dtype)})
 
 
 @dataclass(frozen=True)
 class FromOwner(_OnRows):
-    """Send one rank's rows to its whole group: inverses to the preconditioning ranks, or preconditioned gradients.
-
-    ``owner``: its position in the group; the others' slots have no value.
-    """
+    """Send one rank's rows to its whole group: inverses to the preconditioning ranks, or preconditioned gradients."""
 
     name: ClassVar[str] = "from_owner"
 
-    owner: int = 0
-    group: Scope = Scope.WORLD
+    owner: int  # its position in the group; the others' slots have no value
+    group: Scope
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         bucket.write((yield Broadcast(bucket.flat, self.group, self.owner)))
@@ -102,14 +78,11 @@ class FromOwner(_OnRows):
 
 @dataclass(frozen=True)
 class FromAll(_OnRows):
-    """Send every rank's rows to its whole group in one all-gather, padded to the longest message.
-
-    ``owners``: for each slot, the position of its owner in the group.
-    """
+    """Send every rank's rows to its whole group in one all-gather, padded to the longest message."""
 
     name: ClassVar[str] = "from_all"
 
-    owners: tuple[int, ...] = ()
+    owners: tuple[int, ...]  # of each slot: its owner's position in the group
     group: Scope = Scope.WORLD
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
@@ -125,24 +98,20 @@ class FromAll(_OnRows):
             slot.write(everyone[owner, offsets[owner] : offsets[owner] + slot.numel])
             offsets[owner] += slot.numel
 
-    def passes(self, topology: Topology) -> tuple[float, float]:
-        return 2 / topology.world_size, 1
-
-
-def warmup_decay(updates: Tensor) -> Tensor:
-    """Return ``min(1 - 1/n, 0.95)`` at update n (Martens and Grosse 2015, section 5)."""
-    return (1 - 1 / (updates + 1)).clamp(max=0.95)
-
 
 def decay_of(decay: Any) -> Decay:
-    return warmup_decay if decay == "warmup" else lambda updates: torch.full_like(updates, float(decay))
+    """``"warmup"``: ``min(1 - 1/n, 0.95)`` at update n (Martens and Grosse 2015, section 5)."""
+    if decay == "warmup":
+        return lambda updates: (1 - 1 / (updates + 1)).clamp(max=0.95)
+    return lambda updates: torch.full_like(updates, float(decay))
+
+
+def gather(x: Tensor) -> Program:
+    return (yield AllGather(x))
 
 
 class FactorRounds:
-    """One exchange of statistics after another: which messages there are, when each may be sent, what they update.
-
-    ``statistic``: (layer, 0 for A or 1 for G) -> its packed statistic followed by a count; called once per round.
-    """
+    """One exchange of statistics after another: which messages there are, when each may be sent, what they update."""
 
     def __init__(
         self, plan: KFACPlan, channel: Channel, state: State, program: FactorExchange,
@@ -161,8 +130,8 @@ class FactorRounds:
         self._left: list[int] = []
 
     def begin(self) -> None:
-        """Begin a captured pass. First finish a round that no step has used."""
-        self.drain()
+        """Begin a captured pass."""
+        self.drain()  # a round that no step has used
         self._left = [len(layers) for _, layers in self._messages]
         names = [[self.plan.factor(2 * i + side) for i in layers] for side, layers in self._messages]
         self._channel.begin(names, self._make)
@@ -174,48 +143,45 @@ class FactorRounds:
         index = self._where[side, layer]
         self._left[index] -= 1
         if self._left[index] == 0:
-            self._leave(index)
+            self._send(index)
 
     def end(self) -> None:
         """Note that the passes are over; if the plan overlaps, send all remaining messages."""
         self._closed = True
         if self.plan.overlap:
-            self._leave_all()
+            self._send_rest()
 
-    def _leave_all(self) -> None:
+    def _send_rest(self) -> None:
         for index, left in enumerate(self._left):
             if left >= 0:
-                self._leave(index)
+                self._send(index)
 
-    def _leave(self, index: int) -> None:
+    def _send(self, index: int) -> None:
         self._left[index] = -1
         self._channel.ready(index)
 
     def _make(self, index: int) -> Program:
         side, layers = self._messages[index]
-        return self._program.reduce(self._bucket(index, [(i, side) for i in layers]), self._state)
+        return self._update(index, [(i, side) for i in layers])
 
-    def _bucket(self, index: int, factors: list[tuple[int, int]]) -> Bucket:
+    def _update(self, index: int, factors: list[tuple[int, int]]) -> Program:
         slots = []
         for layer, side in factors:
             shape, row = self.plan.layers[layer], self._statistic(layer, side)
             slots.append(Slot(self.plan.factor(2 * layer + side), row.shape, row, shape.dtype, self._device))
-        return Bucket(index, slots)
+        return self._program.reduce(Bucket(index, slots), self._state)
 
     def drain(self) -> float:
-        """Wait for the round that has ended and update the factors, once. Return the seconds of waiting.
-
-        If the plan does not overlap, its messages are sent here, in the same order on all ranks, as NCCL requires.
-        """
+        """Wait for the round that has ended and update the factors, once. Return the seconds of waiting."""
         if not self._closed:
             return 0.0
         self._closed = False
-        self._leave_all()
+        self._send_rest()  # if the plan does not overlap: in the same order on all ranks, as NCCL requires
         waited = self._channel.wait()
         if not self.plan.exchange:  # use the owner's own batch
             for layer in range(len(self.plan.layers)):
                 if self.plan.mine(layer, self._state.rank):
-                    run_alone(self._program.reduce(self._bucket(layer, [(layer, 0), (layer, 1)]), self._state))
+                    run_alone(self._update(layer, [(layer, 0), (layer, 1)]))
         self._state.end_step()
         self.updates += 1
         return waited
@@ -230,6 +196,5 @@ class FactorRounds:
         for item in range(2 * len(self.plan.layers)):
             if self.plan.exchange or self.plan.mine(item // 2, self._state.rank):
                 eye = torch.eye(self.plan.dim(item), dtype=self.plan.layers[item // 2].dtype, device=self._device)
-                one = torch.ones((), dtype=eye.dtype, device=self._device)
-                self._state.stage(self.plan.factor(item), shared={FACTOR: pack_upper(eye), UPDATES: one})
+                self._state.stage(self.plan.factor(item), shared={FACTOR: pack_upper(eye), UPDATES: eye.new_ones(())})
         self._state.end_step()

@@ -25,11 +25,7 @@ from thinwire.systems.kfac.layers import Preconditioned
 
 
 def input_rows(module: nn.Module, x: Tensor, tokens: str = "expand") -> Tensor:
-    """Return the rows of *a* without the ones, ``[rows, d_A - b]``, in the working dtype.
-
-    ``x``: ``[B, ..., in]``, ``[in]``, or ``[B, cin, H, W]``, ``[cin, H, W]``. For linear layers, "expand": one row per
-    position; "reduce": one row per example, the mean.
-    """
+    """Return the rows of *a* without the ones, ``[rows, d_A - b]``, in the working dtype; "reduce": examples' means."""
     x = x.detach().to(working_dtype(x.dtype))
     if isinstance(module, nn.Conv2d):
         images = x if x.dim() == 4 else x.unsqueeze(0)
@@ -92,10 +88,7 @@ class LayerSums:
         self._add(0, input_rows(module, x, self._tokens), ones=self._layer.bias is not None)
 
     def add_gradient(self, g: Tensor, scale: Tensor | None = None, *, sampled: bool = False) -> None:
-        """Add the gradient of a mean loss with respect to the layer's output; ``scale``: the loss scale contained.
-
-        ``sampled``: the loss is the mean over this pass only, however the user scales the training loss.
-        """
+        """Add the gradient of a mean loss by the layer's output; ``sampled``: of a mean over this pass alone."""
         rows = gradient_rows(self._layer.module, g, self._tokens)
         if scale is not None:
             rows = rows / scale.to(rows.dtype)

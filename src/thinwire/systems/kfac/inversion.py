@@ -28,10 +28,9 @@ from thinwire.core.kernels.inverse import (
 from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
 from thinwire.core.kernels.upload import upload
 from thinwire.core.pricing.placement import place
-from thinwire.core.program import CROSS, NODE, WORLD, AllGather, Bucket, Program, Slot, State
+from thinwire.core.program import CROSS, NODE, Bucket, Program, Slot, State
 from thinwire.engine.channel import Channel
-from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FromAll, FromOwner
-from thinwire.systems.kfac.layers import Preconditioned
+from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FromAll, FromOwner, gather
 from thinwire.systems.kfac.plan import InverseMessage, KFACPlan
 
 logger = logging.getLogger("thinwire")
@@ -78,8 +77,10 @@ class Inverses:
         buckets: list[Bucket | None] = [None] * len(messages)
 
         def make(index: int) -> Program:
-            message = messages[index]
-            slots = [self._slot(item, rows.get(item)) for item in message.items]
+            message, slots = messages[index], []
+            for item in message.items:
+                name, factor = self.plan.factor(item), self._factor(item)
+                slots.append(Slot(name, (self.plan.elements(item),), rows.get(item), factor.dtype, factor.device))
             bucket = buckets[index] = Bucket(index, slots)
             if message.owner is None:
                 owners = tuple(self.plan.owners[item] - first for item in message.items)
@@ -98,23 +99,16 @@ class Inverses:
                 rows[item] = slot.result
         return waited
 
-    def _slot(self, item: int, row: Tensor | None) -> Slot:
-        factor = self._factor(item)
-        return Slot(self.plan.factor(item), (self.plan.elements(item),), row, factor.dtype, factor.device)
-
     # --- inverting -------------------------------------------------------------------------------------------------
 
     def _factor(self, item: int) -> Tensor:
         return self._state.fields[FACTOR, self.plan.factor(item)]
 
-    def _seen(self, item: int) -> bool:
-        return bool(self._state.fields[UPDATES, self.plan.factor(item)] > 0)
+    def _seen(self, item: int) -> Tensor:
+        return self._state.fields[UPDATES, self.plan.factor(item)] > 0
 
     def _rows(self, items: Sequence[int], damping: float) -> dict[int, Tensor]:
-        """Return each item's inverse as sent, followed by its level.
-
-        One device read tells where level 0 was not enough.
-        """
+        """Return each item's inverse as sent, followed by its level. One device read tells where level 0 suffices."""
         first: dict[int, tuple[Tensor, ...]] = {}
         done = []
         for item in items:
@@ -122,7 +116,7 @@ class Inverses:
                 first[item], good = self._first(item, damping)
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # see ``first_eigen``
                 continue
-            done.append(good & (self._state.fields[UPDATES, self.plan.factor(item)] > 0))
+            done.append(good & self._seen(item))
         held = dict(zip(first, torch.stack(done).tolist())) if done else {}
         return {i: self._joined(first[i], 0) if held.get(i) else self._row(i, damping, 1) for i in items}
 
@@ -159,15 +153,12 @@ class Inverses:
         return self._joined((pack_upper(inverse),), level)
 
     def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
-        """Bring inverses that every rank computes to one level.
-
-        False: ranks round differently, so the plan now has owners.
-        """
+        """Bring inverses that every rank computes to one level. False: ranks round differently: plan them anew."""
         device = rows[items[0]].device
         while True:
             levels = [int(level) for level in torch.stack([rows[item][-1] for item in items]).tolist()]
             mine = upload(torch.tensor([*levels, *self._digest(items, rows)], dtype=torch.int64), device)
-            everyone = run(_gather(mine)).cpu()
+            everyone = run(gather(mine)).cpu()
             highest: list[int] = everyone[:, : len(items)].max(0).values.tolist()
             if (everyone[:, : len(items)] == everyone[0, : len(items)]).all():
                 break
@@ -215,12 +206,9 @@ class Inverses:
         if name in self._warned:
             return
         self._warned.add(name)
+        why = "it cannot be inverted, whatever the damping"
         if (UPDATES, name) in self._state.fields and not self._seen(item):
-            why = (
-                "there is no statistic for it: its module was not called in a training step, or a value was not finite"
-            )
-        else:
-            why = "it cannot be inverted, whatever the damping"
+            why = "there is no statistic for it: its module was not called in training, or a value was not finite"
         kept = "keeps its old inverse" if name in self.of else "is left to the optimizer"
         logger.warning("thinwire: factor %s: %s; the layer %s", name, why, kept)
 
@@ -237,10 +225,6 @@ class Inverses:
         if self.plan.method == "eigen":
             return precondition_eigen(gradient, (a[:, :-1], a[:, -1]), (g[:, :-1], g[:, -1]), damping)
         return precondition(gradient, a, g)
-
-
-def _gather(x: Tensor) -> Program:
-    return (yield AllGather(x, WORLD))
 
 
 def preconditioned(
@@ -277,32 +261,13 @@ def preconditioned(
     return dict(sorted(found.items())), waited  # so that all ranks sum over it in the same order
 
 
-def learning_rates(
-    optimizers: Sequence[torch.optim.Optimizer], layers: Sequence[Preconditioned]
-) -> list[Tensor | float]:
-    """Return the learning rate of each layer's weight; 0 if no optimizer has it."""
-    rate = {id(p): group.get("lr", 0.0) for o in optimizers for group in o.param_groups for p in group["params"]}
-    return [rate.get(id(layer.weight), 0.0) for layer in layers]
-
-
 def clip_factor(
-    found: Mapping[int, Tensor],
-    gradients: Mapping[int, Tensor],
-    rates: Sequence[Tensor | float],
-    kl_clip: float | None,
-) -> Tensor | None:
+    found: Mapping[int, Tensor], gradients: Mapping[int, Tensor], rates: Sequence[Tensor | float], kl_clip: float
+) -> Tensor:
     """Return ``min(1, sqrt(kl_clip / |sum lr^2 <V, gradient>|))``, 0-dim, 1 if the sum is zero, without a device sync.
 
-    Source: Ba, Grosse and Martens 2017, in the form of the authors' code. None: no clipping, or nothing to clip.
+    Source: Ba, Grosse and Martens 2017, in the form of the authors' code.
     """
-    if kl_clip is None or not found:
-        return None
     terms = [(found[i] * gradients[i]).sum().double() * rates[i] ** 2 for i in found]
     size = torch.stack([torch.as_tensor(term, dtype=torch.float64) for term in terms]).sum().abs()
     return (kl_clip / size).sqrt().clamp(max=1.0)
-
-
-def write(layers: Sequence[Preconditioned], found: Mapping[int, Tensor], clip: Tensor | None) -> None:
-    """Write V, times the clip factor, into ``.grad``."""
-    for i, v in found.items():
-        layers[i].write(v if clip is None else v * clip.to(v.dtype))

@@ -23,7 +23,7 @@ from thinwire.engine.state.scaler import loss_scale, still_scaled
 from thinwire.engine.sync import GradientSync
 from thinwire.systems.kfac.capture import Capture, sampled_loss
 from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FactorExchange, FactorRounds, decay_of
-from thinwire.systems.kfac.inversion import Inverses, clip_factor, learning_rates, preconditioned, write
+from thinwire.systems.kfac.inversion import Inverses, clip_factor, preconditioned
 from thinwire.systems.kfac.layers import find_layers
 from thinwire.systems.kfac.plan import KFACPlan
 from thinwire.systems.kfac.planning import first_plan, second_plan
@@ -182,7 +182,6 @@ class KFAC:
         self._rounds.end()
 
     def loss_scale(self) -> Tensor | None:
-        """Return the factor by which the loss was multiplied."""
         return loss_scale(self._scaler, self._device)
 
     def _touch(self, _: Tensor) -> None:
@@ -236,7 +235,10 @@ class KFAC:
         if not self._blank and index >= self._next:
             every = self._every_at("inv_update_steps", index)
             self._next = (index // every + 1) * every
-            self._invert(damping)
+            run = self._ranks.services.run if self._ranks is not None else run_alone
+            self._tally.phase("inverses", lambda: self._inverses.update(damping, self._channel, run))
+            self._tally.inverse_updates += 1
+            self._active = True
         if self._active:
             self._tally.phase("returns", lambda: self._precondition(damping))
 
@@ -245,18 +247,17 @@ class KFAC:
         if self._blank:
             self._blank = self._rounds.blank()
 
-    def _invert(self, damping: float) -> None:
-        run = self._ranks.services.run if self._ranks is not None else run_alone
-        self._tally.phase("inverses", lambda: self._inverses.update(damping, self._channel, run))
-        self._tally.inverse_updates += 1
-        self._active = True
-
     def _precondition(self, damping: float) -> float:
         gradients = {i: g for i, layer in enumerate(self._layers) if (g := layer.gradient()) is not None}
         found, waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
-        rates = learning_rates(self._optimizers, self._layers)
-        self._tally.clip = clip_factor(found, gradients, rates, self._kl_clip)
-        write(self._layers, found, self._tally.clip)
+        clip = self._tally.clip = None
+        if self._kl_clip is not None and found:
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            rate = {id(p): group.get("lr", 0.0) for group in groups for p in group["params"]}
+            rates = [rate.get(id(layer.weight), 0.0) for layer in self._layers]
+            clip = self._tally.clip = clip_factor(found, gradients, rates, self._kl_clip)
+        for i, v in found.items():
+            self._layers[i].write(v if clip is None else v * clip.to(v.dtype))
         self._tally.steps += 1
         return waited
 
@@ -268,7 +269,7 @@ class KFAC:
         Args:
             outputs: of this forward, with their graph.
             distribution: "categorical" (logits, classes last) or "gaussian" (means, unit variance).
-            generator: for the sampling; ranks must draw different samples.
+            generator: ranks must draw different samples.
         """
         if not self._sampled:
             raise RuntimeError(
@@ -367,10 +368,7 @@ class KFAC:
             self._adopt(same)
 
     def close(self) -> None:
-        """Remove the hooks; the optimizer then steps with plain gradients.
-
-        May be called repeatedly, on each rank separately.
-        """
+        """Remove the hooks; the optimizer then steps with plain gradients. Idempotent, on each rank separately."""
         self._capture.remove()
         for handle in self._handles:
             handle.remove()

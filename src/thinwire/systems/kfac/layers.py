@@ -50,10 +50,7 @@ class Preconditioned:
 def find_layers(
     model: nn.Module, skip_layers: Sequence[str] = (), max_dim: int = 8192
 ) -> tuple[list[Preconditioned], list[str]]:
-    """Return the layers to precondition, in order of registration, and a sentence for each kind that is left out.
-    Raises:
-        ValueError: a layer cannot be preconditioned, or no layer can; the message names it and ``skip_layers``.
-    """
+    """Return the layers to precondition, in order of registration, and a sentence for each kind that is left out."""
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     found: list[Preconditioned] = []
     large: list[str] = []
@@ -65,8 +62,8 @@ def find_layers(
             raise ValueError(f"{name or 'the model'} {problem}; leave it to the optimizer with skip_layers=[{name!r}]")
         bias = module.bias if module.bias is not None and module.bias.requires_grad else None
         weight: Tensor = module.weight
-        d_a = weight[0].numel() + (bias is not None)
-        shape = FactorLayer(name, d_a, weight.shape[0], working_dtype(weight.dtype).itemsize)
+        d_a, itemsize = weight[0].numel() + (bias is not None), working_dtype(weight.dtype).itemsize
+        shape = FactorLayer(name, d_a, weight.shape[0], itemsize)
         if max(shape.d_a, shape.d_g) > max_dim:
             large.append(name)
             continue

@@ -46,10 +46,7 @@ class KFACPlan(Record):
     """Everything about K-FAC that ranks must agree on; ``to_json`` and ``from_json`` keep it in a file.
 
     Attributes:
-        layers: in forward order.
-        world_size: number of ranks.
-        schedule: its name.
-        method: "inverse", "inverse_pi" or "eigen".
+        layers: in forward order. schedule, method: as in ``Variant`` and ``KFAC``.
         a_buckets, g_buckets: indices of layers that share a message: A in forward order, G in backward order.
         overlap: messages are sent during the passes; False: in the step, after the gradients (always on CUDA).
         exchange: factors are averaged over the ranks; False: their owner uses only its own batch.
@@ -76,7 +73,7 @@ class KFACPlan(Record):
 
     @property
     def topology(self) -> Topology:
-        """Groups of ranks that precondition the same layers, represented as if each were a machine."""
+        """Groups of ranks that precondition the same layers, as if each were a machine."""
         return Topology(self.world_size, self.workers)
 
     def dim(self, item: int) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import WORLD, AllGather, Program
 from thinwire.engine.sync import GradientSync
 from thinwire.predict.measure.inversion import curve, inversion_points, sides
 from thinwire.systems.kfac.capture import Capture
+from thinwire.systems.kfac.exchange import gather
 from thinwire.systems.kfac.plan import FactorLayer, KFACPlan
 from thinwire.systems.kfac.prices import LayerTimes, curve_name
 from thinwire.systems.kfac.schedules import make_plan
@@ -63,12 +63,8 @@ def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTime
 
 def _gathered(sync: GradientSync, row: Sequence[float]) -> Tensor:
     """Return every rank's row of numbers, ``[W, n]``, on the CPU."""
-    found: Tensor = sync.services.run(_gather(torch.tensor(row, dtype=torch.float64, device=sync.services.device)))
+    found: Tensor = sync.services.run(gather(torch.tensor(row, dtype=torch.float64, device=sync.services.device)))
     return found.cpu()
-
-
-def _gather(x: Tensor) -> Program:
-    return (yield AllGather(x, WORLD))
 
 
 logger = logging.getLogger("thinwire")
@@ -82,10 +78,7 @@ def first_plan(
     device: torch.device,
     facts: Mapping[str, Any],
 ) -> tuple[KFACPlan, Costs]:
-    """Return the pinned plan, or one made from costs, measured if needed; and these. Agree on it and on ``facts``.
-
-    ``ranks``: None: a single process.
-    """
+    """Return the pinned plan, or one made from costs, measured if needed; and these. Agree on it and on ``facts``."""
     world = ranks.services.topology.world_size if ranks is not None else 1
     plan, costs = variant.plan, variant.costs or Costs({})
     if plan is None:

@@ -13,7 +13,7 @@ from thinwire.systems.kfac.plan import FactorLayer, KFACPlan
 
 
 def curve_name(method: str) -> str:
-    """Return which of two curves of ``Costs.compute`` a method needs: seconds by the side of the matrix."""
+    """Name the curve of ``Costs.compute`` that a method needs: seconds by the side of the matrix."""
     return "eigen" if method == "eigen" else "inverse"
 
 
@@ -23,16 +23,6 @@ def inversion_seconds(costs: Costs, method: str, d: int) -> float:
     if name in costs.compute:
         return costs.compute_seconds(name, d)
     return 2e-5 + costs.compute_seconds("multiply", d**3 * (10 if name == "eigen" else 1))
-
-
-@dataclass(frozen=True)
-class InversionCost:
-    compute_seconds: float
-    send_seconds: float
-
-    @property
-    def total(self) -> float:
-        return self.compute_seconds + self.send_seconds
 
 
 def send_seconds(costs: Costs, plan: KFACPlan, group: int = 0) -> float:
@@ -49,14 +39,14 @@ def send_seconds(costs: Costs, plan: KFACPlan, group: int = 0) -> float:
     return total
 
 
-def inversion_cost(costs: Costs, plan: KFACPlan) -> InversionCost:
-    """Return the inversion cost of a plan; the slowest group counts."""
+def inversion_cost(costs: Costs, plan: KFACPlan) -> tuple[float, float]:
+    """Return the seconds of inverting and of sending; the slowest group counts."""
     seconds = [inversion_seconds(costs, plan.method, plan.dim(i)) for i in range(len(plan.owners))]
     everywhere = sum(s for s, owner in zip(seconds, plan.owners) if owner < 0)
     owned = [i for i, owner in enumerate(plan.owners) if owner >= 0]
     busiest = max(_loads(plan, owned, [seconds[i] for i in owned]).values(), default=0.0)
     groups = plan.world_size // plan.workers
-    return InversionCost(everywhere + busiest, max(send_seconds(costs, plan, g) for g in range(groups)))
+    return everywhere + busiest, max(send_seconds(costs, plan, g) for g in range(groups))
 
 
 def _loads(plan: KFACPlan, items: Sequence[int], amounts: Sequence[float]) -> dict[int, float]:
@@ -68,21 +58,13 @@ def _loads(plan: KFACPlan, items: Sequence[int], amounts: Sequence[float]) -> di
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds, one entry per layer, in the order of the layers.
+    """Seconds, one entry per layer, in the order of the layers."""
 
-    Attributes:
-        a_steps: from the previous layer's A being ready, in forward order, to this one's: the work between, and this
-            factor.
-        g_steps: the same for G, in backward order.
-        a_factor, g_factor: the share of these for computing the factor itself.
-        a_order, g_order: the layers in the order in which their A, and their G, become ready.
-    """
-
-    a_steps: tuple[float, ...]
-    g_steps: tuple[float, ...]
-    a_factor: tuple[float, ...]
+    a_steps: tuple[float, ...]  # from the previous A being ready to this one: the work between, and this factor
+    g_steps: tuple[float, ...]  # the same for G, in backward order
+    a_factor: tuple[float, ...]  # the share of these for computing the factor itself
     g_factor: tuple[float, ...]
-    a_order: tuple[int, ...]
+    a_order: tuple[int, ...]  # the layers in the order in which their A becomes ready
     g_order: tuple[int, ...]
 
     @classmethod
@@ -93,10 +75,7 @@ class LayerTimes:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile, layers: Sequence[FactorLayer]) -> LayerTimes:
-        """Return the times from a model's profile. A factor takes d_A/d_G, or d_G/d_A, of its layer's forward time.
-
-        The layer multiplies rows of d_A by a d_A x d_G matrix; A multiplies these rows by one another.
-        """
+        """Return the times from a profile. A factor takes d_A/d_G, or d_G/d_A, of its layer's time: rows times rows."""
         forward = {module.name: module.forward_seconds for module in profile.modules}
         own = [forward.get(layer.name, 0.0) for layer in layers]
         a_factor = tuple(t * layer.d_a / layer.d_g for t, layer in zip(own, layers))

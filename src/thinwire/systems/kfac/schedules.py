@@ -36,9 +36,7 @@ def make_plan(
     """Return the plan of a schedule. The same arguments give the same plan on every rank.
 
     Args:
-        layers: in forward order.
-        world_size: number of ranks.
-        variant: the options.
+        layers, world_size, variant: the layers in forward order.
         costs: of exchanges ("AllReduce", "Broadcast", "AllGather" in the world) and of inversions.
         times: when factors are ready; None: all at the same time.
         method: "inverse", "inverse_pi" or "eigen".
@@ -47,31 +45,27 @@ def make_plan(
         ValueError: KAISA's fraction does not match the number of ranks.
         LookupError: the costs hold no exchange.
     """
-    layers = tuple(layers)
-    workers = variant.workers(world_size)
-    overlap = variant.schedule.partition(":")[0] in ("spd", "kaisa")
-    exchange = variant.schedule != "dp"
-    known = times or LayerTimes.unknown(len(layers))
-    blank = KFACPlan(
-        layers, world_size, variant.schedule, method,
-        (known.a_order,), (known.g_order,), overlap, exchange, workers, (-1,) * (2 * len(layers)),
-        "broadcast" if variant.inverse_comm == "auto" else variant.inverse_comm, variant.wire_dtype,
+    layers, name = tuple(layers), variant.schedule.partition(":")[0]
+    workers, exchange = variant.workers(world_size), name != "dp"
+    a: Buckets = ()
+    g: Buckets = ()
+    if exchange:
+        planner = {"spd": variant.planner, "kaisa": "fixed:25MB"}.get(name, "one") if world_size > 1 else "one"
+        a, g = fused(planner, layers, world_size, costs, times or LayerTimes.unknown(len(layers)))
+    plan = KFACPlan(
+        layers, world_size, variant.schedule, method, a, g, name in ("spd", "kaisa"), exchange, workers,
+        (-1,) * (2 * len(layers)), "broadcast" if variant.inverse_comm == "auto" else variant.inverse_comm,
+        variant.wire_dtype,
     )  # fmt: skip
-    if not exchange:
-        blank = replace(blank, a_buckets=(), g_buckets=())
-    else:
-        planner = {"spd": variant.planner, "kaisa": "fixed:25MB"}.get(variant.schedule.partition(":")[0], "one")
-        a, g = fused(planner if world_size > 1 else "one", layers, world_size, costs, known)
-        blank = replace(blank, a_buckets=a, g_buckets=g)
-    return _placed(blank, variant, costs)
+    return _placed(plan, name, variant, costs)
 
 
 # --- placement ------------------------------------------------------------------------------------------------------
 
 
-def _placed(plan: KFACPlan, variant: Variant, costs: Costs) -> KFACPlan:
-    name, world = variant.schedule.partition(":")[0], plan.world_size
-    if name == "dkfac" or (world == 1):
+def _placed(plan: KFACPlan, name: str, variant: Variant, costs: Costs) -> KFACPlan:
+    world = plan.world_size
+    if name == "dkfac" or world == 1:
         return plan
     if name == "mpd":
         return replace(plan, owners=tuple(i % world for i in range(len(plan.layers)) for _ in range(2)))
@@ -124,7 +118,7 @@ def _cheapest(plans: Sequence[KFACPlan], variant: Variant, costs: Costs) -> KFAC
     offers = [replace(plan, transport=transport) for plan in plans for transport in transports]
     if len(offers) == 1:  # no choice, so no costs needed
         return offers[0]
-    return min(offers, key=lambda plan: inversion_cost(costs, plan).total)
+    return min(offers, key=lambda plan: sum(inversion_cost(costs, plan)))
 
 
 Buckets = tuple[tuple[int, ...], ...]
@@ -136,20 +130,15 @@ def fused(
 ) -> tuple[Buckets, Buckets]:
     """Return the messages of A (sent in the order of forward) and of G (of backward), as indices of layers.
 
-    The published rule, and the optimum for one direction alone, assume that the link is free. It is not: gradients are
-    sent during backward too, and A may still be on the link when G is ready. So "optimal" computes the time of the
-    optimum of each direction, and of the plain fusions, together with the gradients on one link, and takes the one that
-    ends first.
+    The published rule, and the optimum for one direction alone, assume a free link. But gradients are sent during
+    backward too, and A may still be on the link when G is ready: "optimal" takes what ends first with all on one link.
     """
-    if planner != "optimal":
-        a, g = (one_direction(planner, layers, side, world, costs, times) for side in (0, 1))
-        return a, g
-    rules = ("optimal", "one", "fixed:25MB", "layer")
+    rules = ("optimal", "one", "fixed:25MB", "layer") if planner == "optimal" else (planner,)
     of_a, of_g = ([one_direction(rule, layers, side, world, costs, times) for rule in rules] for side in (0, 1))
-    return min(
-        ((x, y) for x in of_a for y in of_g),
-        key=lambda pair: end_seconds(pair[0], pair[1], layers, world, costs, times),
-    )
+    pairs = [(x, y) for x in of_a for y in of_g]
+    if len(pairs) == 1:  # no choice, so no costs needed
+        return pairs[0]
+    return min(pairs, key=lambda pair: end_seconds(pair[0], pair[1], layers, world, costs, times))
 
 
 def one_direction(

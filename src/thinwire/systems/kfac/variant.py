@@ -92,7 +92,7 @@ class Variant:
 
     @property
     def positions(self) -> str:
-        """How positions of an example count: as set, otherwise as usual with the scaling."""
+        """``tokens`` as set, otherwise as usual with the scaling."""
         return self.tokens or ("reduce" if self.scaling == "authors" else "expand")
 
     def workers(self, world: int) -> int:
@@ -112,12 +112,10 @@ class Variant:
 
     @property
     def prices_factors(self) -> bool:
-        """Whether fusion depends on times and costs."""
         return self.schedule == "spd" and self.planner in ("optimal", "spd")
 
     @property
     def prices_inverses(self) -> bool:
-        """Whether placement or transport depend on costs."""
         choosing = self.schedule == "spd" and "cost" in (self.inverse_rule, self.inverse_weight)
         return choosing or (self.schedule not in ("dkfac", "mpd", "dp") and self.inverse_comm == "auto")
 

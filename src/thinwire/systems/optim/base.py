@@ -19,25 +19,17 @@ from thinwire.systems.optim.pto import Layers, NormSharding, ParallelStats
 
 @dataclass
 class GroupTensors:
-    """The tensors of one group that have a gradient.
+    """The tensors of one group that have a gradient."""
 
-    Attributes:
-        group: its options.
-        parameters: the model's. weights: what is updated: the parameters, or their fp32 masters.
-        gradients: working dtype, not to be edited. states: one dict per parameter.
-        adapted, skipped: indices into these lists.
-        updates: LAMB's, before their ratio. chosen: indices of those that have a ratio.
-    """
-
-    group: dict[str, Any]
-    parameters: list[Tensor]
-    weights: list[Tensor]
-    gradients: list[Tensor]
+    group: dict[str, Any]  # its options
+    parameters: list[Tensor]  # the model's
+    weights: list[Tensor]  # what is updated: the parameters, or their fp32 masters
+    gradients: list[Tensor]  # in the working dtype, not to be edited
     states: list[dict[str, Any]]
-    adapted: list[int]
+    adapted: list[int]  # indices
     skipped: list[int]
-    updates: list[Tensor] = field(default_factory=list)
-    chosen: list[int] = field(default_factory=list)
+    updates: list[Tensor] = field(default_factory=list)  # LAMB's, before their ratio
+    chosen: list[int] = field(default_factory=list)  # indices of LAMB's that have a ratio
 
     def part(self, indices: Sequence[int]) -> GroupTensors:
         """Return some of its tensors, all of them adapted."""
@@ -52,10 +44,6 @@ class GroupTensors:
             if name not in state:
                 state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         return [state[name] for state in self.states]
-
-    def masters(self) -> list[int]:
-        """Return indices of parameters that are a copy of their master."""
-        return [i for i, (p, w) in enumerate(zip(self.parameters, self.weights)) if p is not w]
 
 
 class LayerWise(torch.optim.Optimizer, abc.ABC):
@@ -76,7 +64,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add and check a group, as in ``torch.optim``."""
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
@@ -109,9 +96,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         """Update the weights and state of one group. ``ratios``: of the layers that ``prepare`` returned."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Return the closure's loss.
-
-        With ``parallel`` all ranks must call it.
+        """Update all parameters that have a gradient; with ``parallel`` all ranks must call it.
 
         Raises:
             RuntimeError: the gradients still contain a loss scale, or are sparse.
@@ -126,7 +111,8 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
             ratios = iter(self._sharing.ratios([some for some in layers if len(some)]))
             for work, some in zip(works, layers):
                 self.update(work, next(ratios) if len(some) else None)
-                self._write_back(work)
+                if copies := [(p, w) for p, w in zip(work.parameters, work.weights) if p is not w]:
+                    torch._foreach_copy_([p for p, _ in copies], [w for _, w in copies])
         return loss
 
     def _work(self, group: dict[str, Any]) -> GroupTensors:
@@ -137,9 +123,8 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         weights = [self._weight(p, state) for p, state in zip(parameters, states)]
         gradients = [p.grad.to(w.dtype) for p, w in zip(parameters, weights)]
         skip = group["skip"]
-        skipped = [i for i, p in enumerate(parameters) if skip == "all" or (skip == "1d" and p.dim() <= 1)]
-        left = set(skipped)
-        adapted = [i for i in range(len(parameters)) if i not in left]
+        left = [skip == "all" or (skip == "1d" and p.dim() <= 1) for p in parameters]
+        adapted, skipped = ([i for i, out in enumerate(left) if out is wanted] for wanted in (False, True))
         return GroupTensors(group, parameters, weights, gradients, states, adapted, skipped)
 
     # --- masters ---------------------------------------------------------------------------------------------------
@@ -151,16 +136,9 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
             return parameter
         if "master" not in state:
             state["master"] = parameter.detach().to(dtype)
-        else:
-            master: Tensor = state["master"]
-            same = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(same, master, parameter.to(dtype)))
-        found: Tensor = state["master"]
-        return found
-
-    def _write_back(self, work: GroupTensors) -> None:
-        if copies := work.masters():
-            torch._foreach_copy_([work.parameters[i] for i in copies], [work.weights[i] for i in copies])
+        master: Tensor = state["master"]
+        same = master.to(parameter.dtype) == parameter
+        return master.copy_(torch.where(same, master, parameter.to(dtype)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ``torch.optim`` does, but keep the state's own dtype: fp32 for bf16 parameters too."""
@@ -176,11 +154,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- ranks and scaler ------------------------------------------------------------------------------------------
 
     def attached(self, sync: GradientSync, scaler: Any) -> _Attached:
-        """Take the ranks to share norms with, and the scaler in use, until the handle that this returns is removed.
-
-        Called by ``thinwire.attach``. ``ValueError``: something here needs whole gradients, and the method delivers
-        them in parts.
-        """
+        """Take the ranks to share norms with, and the scaler, from ``thinwire.attach`` until the handle is removed."""
         self._sharing.attach(sync)
         handle = _Attached(self, self._scaler)
         if scaler is not None:

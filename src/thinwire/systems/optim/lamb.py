@@ -34,17 +34,13 @@ class LAMB(LayerWise):
 
     Args:
         params: parameters, named parameters or groups, as for ``torch.optim``.
-        lr: learning rate.
-        betas: of the two moments.
-        eps: added to the root of the second moment.
+        lr, betas, eps: as in the formula.
         weight_decay: decoupled from the moments.
         max_grad_norm: largest norm of all gradients together that a step uses; None: no limit.
         adapt_all: ratios for tensors without decay, too ("nvlamb").
         skip: "1d", "all" (a group without decay) or None (all decay).
         maximize: maximise instead of minimise.
-        parallel: as for :class:`~thinwire.optim.LARS`; u is computed on every rank, and norms are shared among ranks.
-        partition: as for LARS.
-        scaler: as for LARS.
+        parallel, partition, scaler: as for :class:`~thinwire.optim.LARS`; u is computed on every rank.
 
     Raises:
         ValueError: a number is out of range, or a name is unknown.
@@ -93,7 +89,6 @@ class LAMB(LayerWise):
             raise ValueError("max_grad_norm is for all gradients together: give one, to LAMB itself and not to a group")
 
     def attached(self, sync: GradientSync, scaler: Any) -> Any:
-        """Do as every optimizer here; but clipping by the norm of all gradients needs them all at once."""
         options = deferring(method := sync.services.method)
         limit = self.param_groups[0]["max_grad_norm"]
         if options is not None and options.update_in_step is not True and limit is not None:

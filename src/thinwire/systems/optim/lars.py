@@ -35,9 +35,7 @@ class LARS(LayerWise):
         params: parameters, named parameters or groups, as for ``torch.optim``.
         lr: gamma; typically raised over some epochs and then lowered (``optim.warmup_poly``).
         momentum: of v; 0 keeps no state.
-        weight_decay: beta.
-        trust_coefficient: eta.
-        eps: added to the denominator.
+        weight_decay, trust_coefficient, eps: beta, eta and eps of the formula.
         nesterov: step along the new v once more.
         clamp: (lowest, highest) ratio.
         decay_in_ratio: whether the denominator contains the decay term.

@@ -57,10 +57,7 @@ class Layers:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each tensor, ``[len(tensors)]``, on their device, without waiting for it.
-
-    Correct to the last digits of fp32 for any size. A tensor's norm does not depend on the other tensors.
-    """
+    """Return each tensor's 2-norm, to the last digits of fp32, whatever the other tensors are: ``[len(tensors)]``."""
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(list(tensors)))
     return torch.stack([_norm(x) for x in tensors])
@@ -70,7 +67,9 @@ def _norm(x: Tensor) -> Tensor:
     if x.numel() <= _ROW:
         norm: Tensor = torch.linalg.vector_norm(x)
         return norm
-    flat = _flat(x)
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        x = x.permute(0, 2, 3, 1)  # the order in which the elements lie in memory
+    flat = x.reshape(-1)
     whole = flat.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
     if whole < flat.numel():
@@ -78,19 +77,8 @@ def _norm(x: Tensor) -> Tensor:
     return _norm(rows)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """Return all elements as 1-D, in the order in which they lie in memory."""
-    if x.is_contiguous():
-        return x.view(-1)
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.permute(0, 2, 3, 1).reshape(-1)
-    return x.reshape(-1)
-
-
 def trust_ratios(layers: Layers) -> Tensor:
     """Return the ratio of each layer, ``[len(layers)]``, in their dtype. Zero norms are handled on the device."""
-    if not len(layers):
-        raise ValueError("trust_ratios needs at least one layer")
     rule, count = layers.rule, len(layers)
     both = norms([*layers.weights, *layers.others])
     weight, other = both[:count], both[count:]
@@ -98,10 +86,6 @@ def trust_ratios(layers: Layers) -> Tensor:
     if rule.clamp is not None:
         ratio = ratio.clamp(*rule.clamp)
     return torch.where((weight == 0) | (other == 0), 1.0, ratio)
-
-
-def replicated(blocks: Sequence[Layers]) -> list[Tensor]:
-    return [trust_ratios(block) for block in blocks]
 
 
 logger = logging.getLogger("thinwire")
@@ -147,19 +131,12 @@ def split(sizes: Sequence[int], workers: int, partition: str = "cost") -> Placem
 
 
 def decide(full_seconds: float, shared_seconds: Mapping[str, float]) -> tuple[str, str]:
-    """Decide whether to share, and over what: ("off" | "node" | "world", why).
-
-    ``full_seconds``: of all norms on every rank; ``shared_seconds``: by scope, with the exchange.
-    """
+    """Decide what to share over: ("off" | "node" | "world", why). ``shared_seconds``: with the exchange."""
     if not shared_seconds:
         return "off", "there is nobody to share with"
-    best = min(shared_seconds, key=lambda name: shared_seconds[name])
-    faster = shared_seconds[best] < full_seconds
-    sentence = (
-        f"all norms take {full_seconds * 1e6:.0f} us on each rank; shared out over the {best}, "
-        f"{shared_seconds[best] * 1e6:.0f} us"
-    )
-    return (best if faster else "off"), sentence
+    best, seconds = min(shared_seconds.items(), key=lambda item: item[1])
+    why = f"all norms take {full_seconds * 1e6:.0f} us on each rank; shared out over the {best}, {seconds * 1e6:.0f} us"
+    return (best if seconds < full_seconds else "off"), why
 
 
 class TrustRatios:
@@ -217,7 +194,6 @@ class NormSharding:
         self._programs: dict[tuple[str, tuple[int, ...]], TrustRatios] = {}
 
     def attach(self, sync: GradientSync) -> None:
-        """Share the norms among these ranks, if that was asked for."""
         if self.parallel is None:
             return
         options = deferring(method := sync.services.method)
@@ -251,10 +227,10 @@ class NormSharding:
                     "on more than one rank",
                     self.parallel,
                 )
-            return replicated(blocks)
+            return list(map(trust_ratios, blocks))
         running = self.stats.running
         if not blocks or running == "off":
-            return replicated(blocks)
+            return list(map(trust_ratios, blocks))
         if running == "measuring":
             return self._measure(blocks, self._sync)
         place = self._members(running, self._sync).index(self._sync.services.rank)
@@ -282,7 +258,7 @@ class NormSharding:
     def _measure(self, blocks: list[Layers], sync: GradientSync) -> list[Tensor]:
         watch = Stopwatch(blocks[0].weights[0].device)
         start = watch.mark()
-        found = replicated(blocks)
+        found = list(map(trust_ratios, blocks))
         self._marks.append((start, watch.mark()))
         if len(self._marks) == _STEPS:
             watch.settle()

@@ -26,8 +26,7 @@ def param_groups(
 
     Args:
         model: its trainable parameters are grouped; shared ones once.
-        weight_decay: of the weights.
-        lr: of both groups; None: the optimizer's.
+        weight_decay, lr: of the weights; of both groups (None: the optimizer's).
         skip_lr_scale: factor of the learning rate of biases and norms in :class:`~thinwire.optim.LARS`; others ignore
             it.
 
@@ -104,11 +103,8 @@ def warmup_poly(
 
     Args:
         optimizer: its groups' rates are the peaks.
-        total_steps: T, the step from which on the rate is ``end``.
-        warmup_steps: w.
-        power: of the polynomial.
-        start: rate before the first step.
-        end: rate after the last step.
+        total_steps, warmup_steps: T, the step from which on the rate is ``end``; w.
+        power, start, end: as in the formula.
 
     Raises:
         ValueError: no step is left after the warm-up, or a number is negative.
@@ -126,14 +122,7 @@ def zero_last_norm(model: nn.Module, blocks: type[nn.Module] | tuple[type[nn.Mod
     """Set the scale of the last norm of each residual block to 0, so that the block starts as its shortcut.
 
     The last norm is the last one among the block's own children. A norm in a shortcut's container does not count,
-    unless the block holds all its layers in containers.
-
-    Args:
-        model: the model with the blocks.
-        blocks: the class or classes of residual blocks.
-
-    Returns:
-        How many norms were set.
+    unless the block holds all its layers in containers. Returns how many norms were set.
 
     Raises:
         ValueError: there is no such block with a norm that has a scale.

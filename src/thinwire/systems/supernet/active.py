@@ -34,11 +34,10 @@ class ActiveSet:
         """Build a set from slices; every parameter must be named."""
         if set(shapes) != set(rects):
             raise ValueError(f"rectangles and parameters differ: {sorted(set(shapes) ^ set(rects))[:3]}")
-        bounds: dict[str, Bounds | None] = {}
-        for name, shape in shapes.items():
-            rect = rects[name]
-            found = None if rect is None else tuple(s.indices(n)[:2] for s, n in zip(rect, shape, strict=True))
-            bounds[name] = found
+        bounds: dict[str, Bounds | None] = dict.fromkeys(shapes)
+        for name, rect in rects.items():
+            if rect is not None:
+                bounds[name] = tuple(s.indices(n)[:2] for s, n in zip(rect, shapes[name], strict=True))
         return cls(shapes, bounds)
 
     @classmethod
@@ -53,11 +52,8 @@ class ActiveSet:
         bounds: dict[str, Bounds | None] = {}
         for name in sets[0].shapes:
             found = [b for s in sets if (b := s.bounds[name]) is not None]
-            bounds[name] = (
-                tuple((min(lo for lo, _ in sides), max(hi for _, hi in sides)) for sides in zip(*found))
-                if found
-                else None
-            )
+            union = tuple((min(lo for lo, _ in sides), max(hi for _, hi in sides)) for sides in zip(*found))
+            bounds[name] = union if found else None
         return cls(sets[0].shapes, bounds)
 
     @property
@@ -71,7 +67,7 @@ class ActiveSet:
 
     @property
     def is_full(self) -> bool:
-        return self.elements == sum(prod(shape) for shape in self.shapes.values())
+        return self.share == 1
 
     def rect(self, name: str) -> Rect:
         """Return the slices of a parameter; None: not used."""
@@ -116,8 +112,7 @@ def pack(bucket: Bucket, active: ActiveSet, buffer: Tensor | None = None) -> Buc
 def unpack(packed: Bucket | None, bucket: Bucket, active: ActiveSet, everyone: Sequence[ActiveSet] = ()) -> None:
     """Deliver the results of a packed bucket (None: nothing was sent); outside the rectangles becomes exactly zero.
 
-    A parameter that no rank uses keeps a zero gradient or none. ``everyone``: each rank's set, to divide elements by
-    the number of ranks that use them instead of all ranks.
+    ``everyone``: each rank's set, to divide elements by the number of ranks that use them instead of all ranks.
     """
     made = {} if packed is None else {slot.name: slot for slot in packed.slots}
     for slot in bucket.slots:
@@ -128,29 +123,20 @@ def unpack(packed: Bucket | None, bucket: Bucket, active: ActiveSet, everyone: S
             continue
         result = made[slot.name].result
         assert result is not None
-        if active.whole(slot.name):
-            whole = (
-                slot.value if slot.value is not None else torch.empty(slot.shape, dtype=slot.dtype, device=slot.device)
-            )
-            whole.copy_(result)
-        else:
-            inner = result.clone() if slot.value is not None else result  # it may be a view of the gradient
-            whole = slot.value.zero_() if slot.value is not None else _zeros(slot)
-            whole[rect] = inner
+        whole = slot.value
+        if whole is None:
+            whole = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
+        elif not active.whole(slot.name):
+            result = result.clone()  # it may be a view of the gradient
+            whole.zero_()
+        whole[rect] = result
         if everyone:
             whole *= len(everyone) / active.participants(everyone, slot.name, whole).clamp_min_(1)
         slot.result = whole
 
 
-def _zeros(slot: Slot) -> Tensor:
-    return torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
-
-
 class PackedState(State):
-    """The state of a packed bucket: active parts of residuals and momenta are cut out, and staged back into the whole.
-
-    State of inactive elements is not sent, decayed or changed. ``slots``: the whole ones, by name.
-    """
+    """The state of a packed bucket: active parts of residuals and momenta are cut out, and staged back."""
 
     def __init__(self, whole: State, active: ActiveSet, slots: Mapping[str, Slot]) -> None:
         super().__init__(whole.rank, whole.topology)
@@ -177,7 +163,6 @@ class PackedState(State):
         shared: Mapping[str, Tensor] | None = None,
         local: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Stage the whole tensors, in which only the active part is new."""
         if shared:
             raise RuntimeError(f"shared state of {name} cannot be packed")
         rect, slot = self._active.rect(name), self._slots[name]

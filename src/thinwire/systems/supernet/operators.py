@@ -53,10 +53,7 @@ class ElasticBatchNorm(nn.BatchNorm2d):
 
 
 class ElasticDepthwise(nn.Module):
-    """A depthwise kernel ``[M, 1, K, K]`` whose centres can be used as smaller kernels, each through its own map.
-
-    ``kernels``: the sizes, ascending; the last is K.
-    """
+    """A depthwise kernel ``[M, 1, K, K]`` whose centres can be used as smaller kernels, each through its own map."""
 
     def __init__(self, channels: int, kernels: tuple[int, ...]) -> None:
         super().__init__()
@@ -71,7 +68,9 @@ class ElasticDepthwise(nn.Module):
         for larger, smaller in pairwise(reversed(self.kernels)):
             if larger == size:
                 break
-            flat = centre(weight, smaller).reshape(channels, smaller * smaller)
+            edge = (larger - smaller) // 2
+            inner = weight[..., edge : larger - edge, edge : larger - edge]
+            flat = inner.reshape(channels, smaller * smaller)
             weight = F.linear(flat, self.maps[f"{larger}to{smaller}"]).view(channels, 1, smaller, smaller)
         return weight
 
@@ -87,12 +86,6 @@ class ElasticDepthwise(nn.Module):
         return found
 
 
-def centre(weight: Tensor, size: int) -> Tensor:
-    """Return the centre ``[..., size, size]`` of a kernel."""
-    edge = (weight.shape[-1] - size) // 2
-    return weight[..., edge : edge + size, edge : edge + size]
-
-
 class SqueezeExcite(nn.Module):
     """Scale each channel by a factor between 0 and 1 that depends on the means of all channels."""
 
@@ -102,7 +95,6 @@ class SqueezeExcite(nn.Module):
         self.expand = nn.Conv2d(round8(channels // 4), channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale ``[B, c, H, W]``, c at most ``channels``: uses the weights of the first c channels."""
         c = x.shape[1]
         q = round8(c // 4)
         s = x.mean((2, 3), keepdim=True)
@@ -141,7 +133,6 @@ class MBConv(nn.Module):
         self.shortcut = stride == 1 and c_in == c_out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[B, c_in, H, W]`` -> ``[B, c_out, H / stride, W / stride]``."""
         y: Tensor = F.relu(self.norm1(self.expand(x)))
         y = F.relu(self.norm2(self.depthwise(y)))
         if self.excite is not None:
@@ -172,7 +163,6 @@ class ElasticMBConv(nn.Module):
         return round8(self.c_in * expand)
 
     def forward(self, x: Tensor, kernel: int, expand: int) -> Tensor:
-        """Compute as :class:`MBConv` does, with a part of the weights."""
         m = self.middle(expand)
         y: Tensor = F.relu(self.norm1(F.conv2d(x, self.expand.weight[:m])))
         weight = self.depthwise.kernel(kernel, m)

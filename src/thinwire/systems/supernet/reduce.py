@@ -119,7 +119,7 @@ class ActiveReduce(Method):
         unpack(packed, bucket, active, everyone)
 
     def _buffer(self, bucket: Bucket, rank: int) -> Tensor:
-        """Return memory for the bucket's message, kept from step to step; in LocalWorld one method serves all ranks."""
+        """Memory for the bucket's message, kept from step to step; in LocalWorld one method serves all ranks."""
         buffers, key = self.announced.buffers, (rank, bucket.index, bucket.slots[0].name)
         if key not in buffers or buffers[key].numel() < bucket.numel:
             buffers[key] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)

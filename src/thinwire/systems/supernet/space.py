@@ -17,12 +17,7 @@ Block = tuple[int, int]
 
 
 def round8(width: float) -> int:
-    """Return the nearest multiple of 8 that is at least 8 and at least 0.9 of ``width``: a block's middle channels.
-
-    Example:
-        >>> [round8(3 * e) for e in (2, 4, 6, 8)]
-        [8, 16, 24, 24]
-    """
+    """Return the nearest multiple of 8 that is at least 8 and at least 0.9 of ``width``: a block's middle channels."""
     n = max(8, 8 * int((width + 4) // 8))
     return n + 8 if n < 0.9 * width else n
 
@@ -47,7 +42,6 @@ class SubNet(Record):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Number of blocks of each stage."""
         return tuple(map(len, self.stages))
 
     def __str__(self) -> str:

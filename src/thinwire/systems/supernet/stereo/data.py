@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
+from thinwire.core.checks import check_choice
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pairs(Protocol):
 
 def normalise(image: Tensor) -> Tensor:
     """Normalise colours in 0..1, ``[..., 3, H, W]``, with ImageNet's mean and standard deviation."""
-    mean, std = (torch.tensor(v, dtype=image.dtype, device=image.device).view(3, 1, 1) for v in (MEAN, STD))
+    mean, std = image.new_tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1).unbind()
     return (image - mean) / std
 
 
@@ -57,15 +57,15 @@ def batches(pairs: Pairs, size: int, rank: int = 0, world: int = 1) -> Iterator[
 
 
 def digest(*parts: object) -> int:
-    """Return a number derived from these values, the same on every machine: a seed."""
+    """Return a seed derived from these values, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 class Shuffled:
     """Which samples a rank uses at a step: consecutive entries of a permutation that is new in every epoch.
 
-    It depends only on the arguments, so a resumed run continues where it was. Together, the ranks' batches of one step
-    are the batch that a single rank would use if its batch were as large.
+    It depends only on the arguments, so a resumed run continues where it was, and the ranks' batches of one step are
+    together the batch of a single rank.
     """
 
     def __init__(self, length: int, seed: int) -> None:
@@ -75,7 +75,6 @@ class Shuffled:
         self._epoch, self._order = -1, [0]
 
     def indices(self, step: int, batch: int, rank: int = 0, world: int = 1) -> list[int]:
-        """Return a rank's samples at a step; ``batch`` is the size of one rank's batch."""
         start = (step * world + rank) * batch
         return [self._at(place) for place in range(start, start + batch)]
 
@@ -94,9 +93,6 @@ def pad(image: Tensor, multiple: int, value: float = 0.0) -> Tensor:
     return F.pad(image, (0, -width % multiple, -height % multiple, 0), value=value)
 
 
-KINDS = ("pieces", "plane", "zero", "scene")
-
-
 def random_dot_pair(
     batch: int,
     height: int,
@@ -109,8 +105,8 @@ def random_dot_pair(
     """Return a batch of stereograms.
 
     Args:
-        batch, height, width: sizes. max_disparity, min_disparity: in pixels, both inclusive.
-        generator: for all random numbers.
+        batch, height, width, generator: sizes, and what all random numbers are from.
+        max_disparity, min_disparity: in pixels, both inclusive.
         kind: "pieces": a far background and three rectangles at integer disparities; "plane": one slanted plane;
             "zero": no disparity; "scene": slanted pieces with coarse and fine texture, and views of different
             brightness.
@@ -118,8 +114,7 @@ def random_dot_pair(
     Returns:
         left, right ``[B, 3, H, W]`` in 0..1, and the left view's disparity ``[B, H, W]``, infinite where unknown.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
+    check_choice("kind", kind, ("pieces", "plane", "zero", "scene"))
     if not 0 <= min_disparity <= max_disparity < width:
         raise ValueError(f"disparities from {min_disparity} to {max_disparity} do not fit a width of {width}")
     draw = _Draws(generator)
@@ -148,12 +143,7 @@ def random_dot_pair(
 
 
 class RandomDots:
-    """A set of stereograms, each generated on access, always the same; see :class:`~thinwire.supernet.stereo.Pairs`.
-
-    Args:
-        length: how many. height, width: sizes.
-        max_disparity, kind, min_disparity: see :func:`random_dot_pair`. seed: of the set.
-    """
+    """A set of pairs from :func:`random_dot_pair`, each generated on access, always the same."""
 
     def __init__(
         self,
@@ -275,10 +265,7 @@ def read_picture(path: str | Path) -> Tensor:
 
 
 def read_pfm(path: str | Path) -> Tensor:
-    """Read a portable float map, the format of Scene Flow: ``[H, W]``, or ``[3, H, W]`` with colours.
-
-    In the file, rows are stored from bottom to top; a negative scale means little-endian.
-    """
+    """Read a portable float map: ``[H, W]``, or ``[3, H, W]``; rows from bottom to top, little-endian if scale < 0."""
     data = Path(path).read_bytes()
     head = re.match(rb"(P[fF])\s+(\d+)\s+(\d+)\s+([-+.\deE]+)\s", data)
     if head is None:
@@ -296,10 +283,8 @@ def read_pfm(path: str | Path) -> Tensor:
 def read_disparity(path: str | Path, kind: str = "") -> Tensor:
     """Read a disparity ``[H, W]`` in pixels, infinite where the file has no value.
 
-    Args:
-        path: of the file.
-        kind: "pfm" (Scene Flow, Middlebury), "pfm-negated" (the FlyingThings3D subset stores -d), "kitti" (16-bit PNG),
-            "sintel" (8-bit RGB PNG), "array" (.npy, .npz). "": by the suffix; a PNG is then of KITTI.
+    ``kind``: "pfm" (Scene Flow, Middlebury), "pfm-negated" (the FlyingThings3D subset stores -d), "kitti" (16-bit PNG),
+    "sintel" (8-bit RGB PNG), "array" (.npy, .npz). "": by the suffix; a PNG is then of KITTI.
     """
     suffix = Path(path).suffix.lower()
     kind = kind or {".pfm": "pfm", ".png": "kitti", ".npy": "array", ".npz": "array"}.get(suffix, "")
@@ -398,10 +383,7 @@ class StereoFiles:
 
 
 def coloured(left: Tensor, right: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Return both views ``[3, H, W]`` in 0..1, each half the time with other contrast, gamma, brightness, saturation.
-
-    The ranges are those of the published training; its change of hue is left out.
-    """
+    """Change contrast, gamma, brightness, saturation, each half the time, in the published ranges; hue stays."""
     both = torch.stack([left, right])
     if rng.random() < 0.5:
         mean = both.mean((1, 2, 3), keepdim=True)

@@ -7,7 +7,7 @@ Statistics gathered while sub-networks take turns do not fit any of them. Both f
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,7 @@ class Metrics:
         return self.over3 / self.pixels if self.pixels else float("nan")
 
     def vector(self) -> Tensor:
-        """Return the sums as ``[6]``, fp64, for adding over ranks."""
-        return torch.tensor([getattr(self, f.name) for f in fields(self)], dtype=torch.float64)
+        return torch.tensor(astuple(self), dtype=torch.float64)
 
     @classmethod
     def of(cls, vector: Tensor) -> Metrics:
@@ -77,11 +76,8 @@ def measure(disparity: Tensor, truth: Tensor, max_disparity: float) -> Metrics:
 def active_norms(net: ElasticStereo, sub_net: SubNet) -> list[tuple[nn.BatchNorm2d, int]]:
     """Return the BatchNorms that a sub-network uses, and how many channels of each."""
     bounds = net.active_set(sub_net).bounds
-    found = []
-    for name, module in net.named_modules():
-        if isinstance(module, nn.BatchNorm2d) and (b := bounds[f"{name}.weight"]) is not None:
-            found.append((module, b[0][1]))
-    return found
+    norms = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    return [(norm, b[0][1]) for name, norm in norms if (b := bounds[f"{name}.weight"]) is not None]
 
 
 @torch.no_grad()
@@ -150,10 +146,7 @@ def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]
 
 
 class Calibrated:
-    """Calling it returns minus the end-point error in pixels: the higher the better.
-
-    The network then has the statistics of the last call, computed on the batches for calibration.
-    """
+    """Calling it calibrates a sub-network and returns minus its end-point error in pixels: the higher the better."""
 
     def __init__(self, net: ElasticStereo, calibration: Sequence[StereoBatch], held_out: Sequence[StereoBatch]) -> None:
         if not calibration or not held_out:
@@ -172,5 +165,5 @@ class Calibrated:
 def constant_guess(held_out: Sequence[StereoBatch], max_disparity: float) -> float:
     """Return the end-point error of the median of the truth, the best constant: every network must be better."""
     known: Tensor = torch.cat([batch.disparity.flatten() for batch in held_out])
-    known = known[known.isfinite() & (known > 0) & (known < max_disparity)]
+    known = known[valid(known, max_disparity)]
     return float((known - known.median()).abs().mean()) if known.numel() else float("nan")

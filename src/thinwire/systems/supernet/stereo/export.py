@@ -53,8 +53,7 @@ class Finest(nn.Module):
 def export(net: Stereo, path: str | Path, size: tuple[int, int]) -> float:
     """Write a ``.pt2`` (``torch.export``) or ``.onnx`` file for pairs of one size, and compare it with ``net``.
 
-    Returns:
-        The largest difference of a disparity between the file, read back, and ``net``, in pixels.
+    Returns the largest difference of a disparity between the file, read back, and ``net``, in pixels.
 
     Raises:
         ValueError: the name has another ending, or libraries for ONNX are missing.

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_count
 from thinwire.core.records import Record
 from thinwire.predict.measure.timing import settle
 from thinwire.systems.supernet.space import SubNet
@@ -99,17 +100,12 @@ def measure_net(net: ElasticStereo, sub_net: SubNet, size: tuple[int, int], repe
 def build_table(
     net: ElasticStereo, size: tuple[int, int], repeats: int = 30, seed: int = 0, on_part: Progress | None = None
 ) -> LatencyTable:
-    """Measure every part of every sub-network on the network's device.
+    """Measure every part of every sub-network on the network's device; weights do not matter.
 
-    Args:
-        net: its weights do not matter.
-        size: (height, width) of the images.
-        repeats: timed calls of each part.
-        seed: for drawing the whole networks that correct the sums.
-        on_part: called with (number done, number of all).
+    ``size``: (height, width) of the images; ``seed``: for drawing the whole networks that correct the sums;
+    ``on_part``: called with (number done, number of all).
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
+    check_count("repeats", repeats)
     first = next(net.parameters())
     device, space = first.device, net.space
     view = torch.randn(1, 3, *size, dtype=first.dtype, device=device)

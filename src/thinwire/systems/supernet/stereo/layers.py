@@ -29,13 +29,10 @@ from thinwire.systems.supernet.operators import ElasticBatchNorm, Rect
 
 
 def deform_conv2d(x: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, dilation: int) -> Tensor:
-    """Convolve with stride 1 and padding that keeps the size; zeros outside the image.
+    """Convolve ``[B, C, H, W]`` with ``[O, C, K, K]`` at stride 1, keeping the size; zeros outside the image.
 
-    Args:
-        x: ``[B, C, H, W]``.
-        offset: ``[B, G * 2 * K * K, H, W]``, for each of G groups of channels and each tap (down, right), in pixels.
-        mask: ``[B, G * K * K, H, W]``, the factor of each tap.
-        weight: ``[O, C, K, K]``. dilation: distance between taps.
+    ``offset``: ``[B, G * 2 * K * K, H, W]``, for each of G groups of channels and each tap (down, right), in pixels;
+    ``mask``: ``[B, G * K * K, H, W]``, the factor of each tap.
     """
     batch, channels, height, width = x.shape
     kernel = weight.shape[-1]
@@ -80,7 +77,6 @@ class DeformConv(nn.Module):
         self.offset = nn.Conv2d(channels, self.groups * 27, 3, padding=dilation, dilation=dilation, groups=self.groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[B, C, H, W]`` -> the same shape."""
         moved = self.offset(x)
         offset, mask = moved[:, : self.groups * 18], 2 * moved[:, self.groups * 18 :].sigmoid()
         kernel: Any = None if torch.compiler.is_exporting() else torchvision_kernel()
@@ -91,10 +87,7 @@ class DeformConv(nn.Module):
 
 
 def correlation(left: Tensor, right: Tensor, disparities: int) -> Tensor:
-    """Return how well each pixel of features ``[B, C, H, W]`` matches the one d columns further left in the other view.
-
-    ``[B, disparities, H, W]``: the mean over channels of ``left[x] * right[x - d]``, for d from 0; 0 if ``x < d``.
-    """
+    """Return the mean over channels of ``left[x] * right[x - d]`` for d from 0, ``[B, disparities, H, W]``."""
     width = left.shape[3]
     shifted = F.pad(right, (disparities - 1, 0))
     first = disparities - 1
@@ -123,7 +116,6 @@ class Bottleneck(nn.Module):
         self.conv3, self.norm3 = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[B, D, H, W]`` -> the same shape."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(x + self.norm3(self.conv3(y)))
@@ -153,26 +145,21 @@ class Module(nn.Module):
         self.links = nn.ModuleDict({f"{j}to{i}": _link(j, i, widths) for i in scales for j in scales if i != j})
 
     def forward(self, volumes: list[Tensor]) -> list[Tensor]:
-        """Process the given scales, the finest first; there may be fewer than ``widths``."""
         inner = [branch(x) for branch, x in zip(self.branches, volumes)]
-        return [F.leaky_relu(self._sum(i, inner), SLOPE) for i in range(len(inner))]
-
-    def _sum(self, i: int, inner: list[Tensor]) -> Tensor:
-        total = inner[i]
-        for j, x in enumerate(inner):
-            if j != i:
-                term = self.links[f"{j}to{i}"](x)
-                if j > i:
-                    term = F.interpolate(term, inner[i].shape[2:], mode="bilinear", align_corners=False)
-                total = total + term
-        return total
+        found = []
+        for i, total in enumerate(inner):
+            for j, x in enumerate(inner):
+                if j != i:
+                    term = self.links[f"{j}to{i}"](x)
+                    if j > i:
+                        term = F.interpolate(term, inner[i].shape[2:], mode="bilinear", align_corners=False)
+                    total = total + term
+            found.append(F.leaky_relu(total, SLOPE))
+        return found
 
 
 class Aggregation(nn.Module):
-    """All modules and the final convolutions; ``widths``: disparity candidates at each scale, the finest first.
-
-    The last ``deformable`` modules use deformable convolutions.
-    """
+    """All modules, the last ones deformable; ``widths``: disparity candidates at each scale, the finest first."""
 
     def __init__(self, widths: Sequence[int], modules: int, deformable: int) -> None:
         super().__init__()
@@ -181,7 +168,6 @@ class Aggregation(nn.Module):
         self.last = nn.ModuleList([nn.Conv2d(width, width, 1) for width in widths])
 
     def forward(self, volumes: list[Tensor]) -> list[Tensor]:
-        """Compute volumes ``[B, D_s, H_s, W_s]`` of the first scales -> the same shapes."""
         for module in self.stack:
             volumes = module(volumes)
         return [last(x) for last, x in zip(self.last, volumes)]
@@ -192,11 +178,7 @@ class Aggregation(nn.Module):
 
 
 def warp(image: Tensor, disparity: Tensor) -> Tensor:
-    """Reconstruct the left view ``[B, C, H, W]`` by looking up its pixels in the right one: ``image[x - d]``.
-
-    The disparity ``[B, H, W]`` of the left view is in pixels: linear between columns, integers are exact, and positions
-    beyond the border read the border.
-    """
+    """Reconstruct the left view by looking up its pixels in the right one: ``image[x - d]``, linear between columns."""
     columns = torch.arange(image.shape[3], dtype=disparity.dtype, device=disparity.device)
     place = (columns - disparity).clamp(0, image.shape[3] - 1)
     first = place.detach().floor()
@@ -218,7 +200,6 @@ class Residual(nn.Module):
         self.norm2 = ElasticBatchNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[B, w, H, W]`` -> the same shape, with the weights of the first w channels."""
         w, d = x.shape[1], self.dilation
         y = F.leaky_relu(self.norm1(F.conv2d(x, self.conv1.weight[:w, :w], padding=d, dilation=d)), SLOPE)
         y = self.norm2(F.conv2d(y, self.conv2.weight[:w, :w], padding=d, dilation=d))
@@ -240,10 +221,7 @@ class Refinement(nn.Module):
         self.last = nn.Conv2d(width, 1, 3, padding=1)
 
     def forward(self, disparity: Tensor, left: Tensor, right: Tensor, cut: tuple[int, int] | None = None) -> Tensor:
-        """Upsample the disparity ``[B, h, w]`` to the size of the images, and correct it; each in its own pixels.
-
-        ``cut``: (channels, blocks) to use; None: all.
-        """
+        """Upsample the disparity ``[B, h, w]`` to the images' size, and correct it; ``cut``: (channels, blocks)."""
         width, depth = cut or (self.width, len(self.blocks))
         size = left.shape[2:]
         coarse = F.interpolate(disparity.unsqueeze(1), size, mode="bilinear", align_corners=False)

@@ -28,10 +28,8 @@ from thinwire.systems.supernet.stereo.layers import Aggregation, DeformConv, Ref
 def initialise(net: nn.Module) -> None:
     """Initialise convolutions as normal with variance 2 / (k * k * channels out); biases, offset convolutions as 0.
 
-    The maps between kernels keep their identity, BatchNorm its ones and zeros. The refinements' last convolutions are
-    zero too, so that training starts from the estimate that they refine: with their one output channel the variance
-    would be 2 / 9, and the noise that they would add to the disparity doubles the error after short training (tiny
-    network, 300 steps: 1.41 px against 0.92).
+    The refinements' last convolutions are zero too: with their one output channel the variance would be 2 / 9, a noise
+    that doubles the error after short training (tiny network, 300 steps: 1.41 px against 0.92).
     """
     for module in net.modules():
         weight = getattr(module, "weight", None)
@@ -57,10 +55,7 @@ def order(importance: Tensor, edges: list[int]) -> Tensor:
 
 @torch.no_grad()
 def sort_block(block: ElasticMBConv, expands: tuple[int, ...]) -> None:
-    """Sort a block's middle channels by the L1 norm of the projection's columns; the block computes the same as before.
-
-    The ratios' widths are the edges of the ranges; with only the last ratio there is one range.
-    """
+    """Sort a block's middle channels, within the ratios' widths, by the L1 norm of the projection's columns."""
     edges = sorted({block.middle(e) for e in expands})
     index = order(block.project.weight.abs().sum((0, 2, 3)), edges)
     block.expand.weight.copy_(block.expand.weight[index])
@@ -82,36 +77,24 @@ def sort_block(block: ElasticMBConv, expands: tuple[int, ...]) -> None:
         reduce.bias.copy_(reduce.bias[inner])
 
 
-STRIDES = (3, 2, 2, 2)  # of each stage's first block; further stages: 2
-Pyramid = Callable[[Tensor], list[Tensor]]
-
-
 def estimate(
     left: Tensor,
     right: Tensor,
-    pyramid: Pyramid,
+    pyramid: Callable[[Tensor], list[Tensor]],
     aggregation: Aggregation,
     refinement: Sequence[nn.Module],
     *options: Any,
 ) -> list[Tensor]:
-    """Compute everything except the feature pyramid; ``options`` are passed to each refinement.
-
-    Disparities are ``[B, h, w]`` in pixels of their own size, coarse to fine; the last two are refined.
-    """
-    views = zip(pyramid(left), pyramid(right))
-    volumes = [correlation(a, b, width) for (a, b), width in zip(views, aggregation.widths)]
+    """Compute the disparities ``[B, h, w]``, each in its own pixels, coarse to fine; the last two are refined."""
+    pairs = zip(pyramid(left), pyramid(right), aggregation.widths)
+    volumes = [correlation(a, b, width) for a, b, width in pairs]
     found = [soft_argmax(volume) for volume in reversed(aggregation(volumes))]
     height, width = left.shape[2:]
-    for step, size in zip(refinement, ((height // 2, width // 2), (height, width))):
-        small = [_resized(image, size) for image in (left, right)]
-        found.append(step(found[-1], *small, *options))
+    size = (height // 2, width // 2)
+    half = [nn.functional.interpolate(x, size, mode="bilinear", align_corners=False) for x in (left, right)]
+    for step, views in zip(refinement, (half, [left, right])):
+        found.append(step(found[-1], *views, *options))
     return found
-
-
-def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
-    if tuple(image.shape[2:]) == size:
-        return image
-    return nn.functional.interpolate(image, size, mode="bilinear", align_corners=False)
 
 
 def check_size(left: Tensor, right: Tensor, multiple: int) -> None:
@@ -195,15 +178,8 @@ class ElasticStereo(nn.Module):
         self.features = nn.ModuleList()
         for s, (c_in, c_out) in enumerate(zip((3, *widths), widths)):
             stage = [
-                ElasticMBConv(
-                    c_out if b else c_in,
-                    c_out,
-                    space.kernels,
-                    space.expands,
-                    1 if b else STRIDES[min(s, 1)],
-                    s % 2 == 1,
-                )
-                for b in range(space.depths[-1])
+                ElasticMBConv(c_out if b else c_in, c_out, space.kernels, space.expands, stride, s % 2 == 1)
+                for b, stride in enumerate((2 if s else 3, *(1,) * (space.depths[-1] - 1)))
             ]
             self.features.append(nn.ModuleList(stage))
         self.aggregation = Aggregation([max_disparity // 3 >> s for s in range(scales)], modules, deformable)

@@ -94,11 +94,9 @@ def published(epoch: int) -> tuple[Phase, ...]:
 
 
 def short(space: Space, large: int = 300, shrinking: int = 300, sub_nets: int = 2) -> tuple[Phase, ...]:
-    """Return two phases for small configurations: the largest network, then all dimensions at once.
+    """Return two phases for small configurations: ``large`` steps of the largest network, then all dimensions at once.
 
-    Args:
-        space: of the network.
-        large, shrinking: steps of each phase. sub_nets: per step of the second phase.
+    ``sub_nets``: per step of the second phase.
     """
     top = {name: getattr(space, name)[-1:] for name in space.__dataclass_fields__}
     return (
@@ -133,8 +131,7 @@ def pyramid_loss(
 
     Args:
         disparities: from ``ElasticStereo``, coarse to fine.
-        truth: ``[B, H, W]`` in pixels; invalid values may be 0, infinite or NaN.
-        max_disparity: truth of at least this is not used.
+        truth: ``[B, H, W]`` in pixels; 0, infinity, NaN and ``max_disparity`` or more are not used.
         valid_total: divisor that replaces this batch's number of valid pixels: with the number over all ranks, divided
             by the number of ranks, the ranks' average is the loss of one large batch.
     """
@@ -178,10 +175,7 @@ def reduction(method: Method | str, divisor: str = "world") -> Method:
 
 @dataclass(frozen=True)
 class SupernetStepReport:
-    """A step: its mean loss on this rank, and what this rank ran.
-
-    ``share`` of the gradient's elements, ``elements`` of them, could be non-zero on any rank.
-    """
+    """A step: its mean loss on this rank, what this rank ran, what of the gradient could be non-zero on any rank."""
 
     loss: float
     sub_nets: tuple[SubNet, ...]
@@ -268,7 +262,7 @@ class SupernetTrainer:
         return SupernetStepReport(loss, tuple(nets), self._active.share, self._active.elements)
 
     def _backward(self, batch: StereoBatch, nets: list[SubNet], own: ActiveSet, valid_total: Tensor | None) -> float:
-        """Compute and reduce the gradients of all sub-networks. Return the mean loss."""
+        """Return the mean loss of all sub-networks; their gradients are reduced."""
         losses: list[Tensor] = []
         for n in nets:
             self.net.activate(n)
@@ -297,10 +291,7 @@ class SupernetTrainer:
 
 
 def whole_plan(net: nn.Module, method: Method) -> Plan | None:
-    """Return the fusion plan of the whole network, in the reverse order of its layers; None on one rank.
-
-    The order of arrival in a first step would only be that of a few sub-networks.
-    """
+    """Plan fusion for all layers, since a first step's order of arrival is that of a few; None on one rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     managed = managed_parameters(net, method, "auto")
@@ -312,25 +303,18 @@ def _total(count: Tensor) -> Program:
     return (yield AllReduce(count))
 
 
-Progress = Callable[[Phase, int, SupernetStepReport], None]
-
-
 @dataclass(frozen=True)
 class PhaseReport:
-    """What a phase did in this run: ``done`` of its steps (an earlier run made the others), and the last one's loss.
-
-    ``bytes_sent`` by this rank, ``dense_bytes`` if everything had been reduced; ``mean_share``: active, of the
-    gradient.
-    """
+    """What a phase did in this run."""
 
     name: str
     steps: int
-    done: int
+    done: int  # an earlier run made the others
     seconds: float
-    loss: float | None
-    bytes_sent: int
-    dense_bytes: int
-    mean_share: float
+    loss: float | None  # of the last step
+    bytes_sent: int  # by this rank
+    dense_bytes: int  # if everything had been reduced
+    mean_share: float  # of the gradient that was active
 
 
 @dataclass(frozen=True)
@@ -354,7 +338,7 @@ def shrink(
     weight_decay: float = 1e-4,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 50,
-    on_step: Progress | None = None,
+    on_step: Callable[[Phase, int, SupernetStepReport], None] | None = None,
     **options: Any,
 ) -> ShrinkReport:
     """Train all sub-networks of a network, on the ranks of the default process group if there is one.
@@ -365,13 +349,12 @@ def shrink(
     Args:
         net: trained in place.
         data: training pairs; every rank can read all of them and uses its share of each step's.
-        phases: ``published(...)``, ``short(...)`` or others, see :mod:`~thinwire.supernet.stereo.training`.
+        phases: ``published(...)``, ``short(...)`` or others.
         batch: pairs per rank and step.
         seed: for the draws and the order of pairs; the same on all ranks.
         weight_decay: L2 on weights, but not on BatchNorm or biases.
         checkpoint_dir: on a file system shared by all ranks; None: no checkpoints.
-        checkpoint_every: steps between checkpoints; there is always one at the end of a phase.
-        on_step: called after every step.
+        checkpoint_every: steps; there is always one at the end of a phase.
         options: method, sampling, divisor, semantics, loss_over and overlap, as for
             :class:`~thinwire.supernet.stereo.SupernetTrainer`.
 
@@ -414,7 +397,7 @@ def _phase(
     batch: int,
     folder: Path | None,
     every: int,
-    on_step: Progress | None,
+    on_step: Callable[[Phase, int, SupernetStepReport], None] | None,
 ) -> PhaseReport:
     net, phase, sync = trainer.net, trainer.phase, trainer.sync
     first = 0
