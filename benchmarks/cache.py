@@ -33,7 +33,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
 
 import thinwire as tw
-from thinwire.systems.data.arena_file import table_bytes
+from thinwire.systems.data.arena import table_bytes
 from thinwire.systems.data.values import pack
 from thinwire.tools.bench.models.digits import network
 

@@ -24,14 +24,14 @@ from rich.table import Table
 from torch import nn
 
 import thinwire as tw
-from thinwire.systems.kfac import KFAC, Choices, make_plan
-from thinwire.systems.kfac.measured import measured_costs
+from thinwire.systems.kfac import KFAC, Variant, make_plan
+from thinwire.systems.kfac.planning import measured_costs
 from thinwire.systems.kfac.predict import predict
-from thinwire.systems.kfac.times import LayerTimes, layers_of
+from thinwire.systems.kfac.prices import LayerTimes, layers_of
 from thinwire.tools.bench.models.registry import build_model
 
 RESULTS = Path(__file__).parent / "results" / "kfac.json"
-ROWS: dict[str, dict[str, str]] = {
+ROWS: dict[str, dict[str, Any]] = {
     "dkfac": {"schedule": "dkfac"},
     "mpd": {"schedule": "mpd"},
     "spd": {"schedule": "spd"},
@@ -86,7 +86,7 @@ def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
         costs = measured_costs(sync, layers, "inverse")
     predicted = {}
     for row, options in rows.items():
-        plan = make_plan(layers, world, Choices(**options), costs, LayerTimes.of_profile(profile, layers))
+        plan = make_plan(layers, world, Variant(**options), costs, LayerTimes.of_profile(profile, layers))
         predicted[row] = predict(plan, profile, costs).step_seconds()
     seconds: dict[str, list[float]] = {row: [] for row in rows}
     phases: dict[str, list[list[float]]] = {row: [] for row in rows}
@@ -96,7 +96,8 @@ def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
             net, loss = networks(model)
             optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
             with tw.attach(net, optimizer) as sync:
-                kfac = KFAC(net, sync, damping=0.03, factor_update_steps=1, inv_update_steps=1, costs=costs, **options)
+                variant = Variant(**options, costs=costs)
+                kfac = KFAC(net, sync, damping=0.03, factor_update_steps=1, inv_update_steps=1, variant=variant)
                 for step in range(steps + 4):  # two rounds, then the messages are planned again
                     if step == 4:
                         sync.services.agree(False)

@@ -27,8 +27,7 @@ import thinwire as tw
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import WORLD, AllReduce, Program
 from thinwire.systems.optim import LARS, TrustRatios
-from thinwire.systems.optim.pto import decide, split
-from thinwire.systems.optim.ratios import Layers, Rule, replicated
+from thinwire.systems.optim.pto import Layers, Rule, decide, split, trust_ratios
 
 MODELS = ("resnet50", "bert-base", "vgg16")
 
@@ -70,7 +69,7 @@ def same_bits(x: torch.Tensor) -> bool:
 def measure(model: str, sync: tw.GradientSync, steps: int, rounds: int) -> dict[str, Any]:
     blocks, size = layers(model), sync.services.topology.world_size
     sizes = [w.numel() for w in blocks[0].weights]
-    calls: dict[str, Callable[[], Any]] = {"alone": lambda: replicated(blocks)}
+    calls: dict[str, Callable[[], Any]] = {"alone": lambda: list(map(trust_ratios, blocks))}
     for partition in ("cost", "contiguous"):
         program = TrustRatios(split(sizes, size, partition), size, WORLD, torch.device("cpu"))
         calls[partition] = lambda program=program: sync.services.run(program.reduce(blocks, sync.services.rank))

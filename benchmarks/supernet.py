@@ -36,7 +36,7 @@ from thinwire.systems.supernet.stereo import (
     published,
     pyramid_loss,
 )
-from thinwire.systems.supernet.stereo.step import adam
+from thinwire.systems.supernet.stereo.training import adam
 from thinwire.tools import lab
 
 RESULTS = Path(__file__).parent / "results" / "supernet.json"

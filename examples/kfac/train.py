@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from thinwire.bench.models.registry import build_model
-from thinwire.kfac import KFAC
+from thinwire.kfac import KFAC, Variant
 
 import thinwire as tw
 from thinwire.tools.pictures import Level, Panel, Picture, Series, check_plot, write_picture
@@ -30,7 +30,8 @@ def train(optimizer_name: str, target: float, lr: float, most: int) -> list[tupl
     sync = tw.attach(model, optimizer)
     if optimizer_name == "kfac":
         every = {"factor_update_steps": 1, "inv_update_steps": 5}
-        KFAC(model, sync, damping=1e-3, method="eigen", schedule="dkfac", **every)  # factors this small need no plan
+        dkfac = Variant(schedule="dkfac")  # factors this small need no plan
+        KFAC(model, sync, damping=1e-3, method="eigen", variant=dkfac, **every)
     seconds, curve = 0.0, [(0, 0.0, workload.held_out_loss(rank))]
     for step in range(most):
         start = time.perf_counter()

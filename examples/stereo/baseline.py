@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.nn.functional as F
-from thinwire.supernet.stereo.readers import read_disparity, read_picture
+from thinwire.supernet.stereo.data import read_disparity, read_picture
 from torch import Tensor
 
 matplotlib.use("Agg")

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from thinwire.supernet import SubNet
 from thinwire.supernet.stereo import LatencyTable, calibrate, load_net, measure, pad
-from thinwire.supernet.stereo.pairs import batches, normalise
-from thinwire.supernet.stereo.stereograms import RandomDots, random_dot_pair
+from thinwire.supernet.stereo.data import RandomDots, batches, normalise, random_dot_pair
 
 from thinwire.engine.executors.alone import run_alone
 

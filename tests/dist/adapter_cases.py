@@ -22,6 +22,7 @@ METHODS = {"ssgd": {}, "acp": {"rank": 2, "start_compression_step": 2}}
 SMALL = 0.003  # MiB: several buckets
 CLIP, LR, MOMENTUM, ACCUMULATE = 0.2, 0.05, 0.9, 2
 RANKS, ROWS = 2, 6
+STEPS = 4  # of half a training
 
 
 class Points(Dataset):
@@ -218,11 +219,3 @@ def misuse(adapter, make):
         "decoupled": sentence(lambda: make(module, "dear")),
         "auto": sentence(lambda: make(module, "auto")),
     }
-
-
-def check_misuse(found):
-    assert "did you mean 'acp'" in found["method"]
-    assert "unknown option of acp" in found["option"]
-    assert "use thinwire.attach" in found["decoupled"]
-    assert "chooses buckets too" in found["auto"]
-    assert all(text.startswith("ValueError") for text in found.values())

@@ -4,7 +4,7 @@ import torch
 
 from thinwire.systems.supernet import Space
 from thinwire.systems.supernet.stereo import ElasticStereo, Phase, RandomDots, SupernetTrainer
-from thinwire.systems.supernet.stereo.pairs import Shuffled, collate
+from thinwire.systems.supernet.stereo.data import Shuffled, collate
 
 SPACE = Space(kernels=(3, 5, 7), depths=(1, 2), expands=(2, 4), scales=(2,))
 PHASE = Phase("p", SPACE, 100, 0.05, sub_nets=2, flat=100)

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from spawned import run
-from thinwire.adapters.ddp_module import checked, register
-from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.adapters.ddp_module import checked, load_from, register, save_in
 
 pytestmark = pytest.mark.dist
 

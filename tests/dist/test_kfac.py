@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from kfac_with import kfac_with
 from rounding import nudged
 from spawned import run
 from thinwire.core.kernels.symmetric import pack_upper
 from thinwire.core.pricing.costs import Costs
-from thinwire.systems.kfac import KFAC
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +39,7 @@ def train(rank, size, options, *, steps=STEPS, net=None, attach=None, before=Non
     net = net or network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     sync = tw.attach(net, optimizer, **(attach or {}))
-    kfac = KFAC(net, sync, **{**OPTIONS, **options})
+    kfac = kfac_with(net, sync, **{**OPTIONS, **options})
     for step in range(first, first + steps):
         x, y = (part.chunk(size)[rank] for part in data(step))
         loss = 0.5 * (net(x) - y).square().sum() / len(x)
@@ -162,7 +162,7 @@ def _events(rank, size, schedule):
             return made
 
         sync.services.channel = channel
-        KFAC(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
+        kfac_with(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
              **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})  # fmt: skip
         net.register_forward_hook(lambda *_: log.append("forward over"))
         for step in range(3):
@@ -227,7 +227,7 @@ def _micro(rank, size):
         net = network()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with tw.attach(net, optimizer) as sync:
-            kfac = KFAC(net, sync, **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})
+            kfac = kfac_with(net, sync, **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})
             for step in range(4):
                 x, y = (part.chunk(size)[rank].chunk(parts) for part in data(step))
                 for i in range(parts):
@@ -259,7 +259,7 @@ def _scaled(rank, size):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1000)
     with tw.attach(net, optimizer, scaler=scaler) as sync:
-        kfac = KFAC(net, sync, **{**OPTIONS, "factor_update_steps": 4, "inv_update_steps": 8})
+        kfac = kfac_with(net, sync, **{**OPTIONS, "factor_update_steps": 4, "inv_update_steps": 8})
         log = []
         for step in range(6):
             x, y = (part.chunk(size)[rank].float() for part in data(step))
@@ -381,7 +381,7 @@ def _resumed(rank, size, folder, options):
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     sync = tw.attach(net, optimizer)
-    kfac = KFAC(net, sync, **{**OPTIONS, **options})
+    kfac = kfac_with(net, sync, **{**OPTIONS, **options})
     tw.checkpoint.load(folder, net, optimizer, sync)
     held = of("factor", kfac), of("inverse", kfac)
     for step in range(5, 10):
@@ -420,20 +420,20 @@ def _refused(rank, size):
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with tw.attach(net, optimizer, "dear") as sync, pytest.raises(ValueError, match="decoupled"):
-        KFAC(net, sync, **OPTIONS)
+        kfac_with(net, sync, **OPTIONS)
     with tw.attach(net, optimizer) as sync:
         with pytest.raises(ValueError, match="kaisa:1/2"):
-            KFAC(net, sync, **OPTIONS, schedule="kaisa:1/3")
+            kfac_with(net, sync, **OPTIONS, schedule="kaisa:1/3")
         with pytest.raises(ValueError, match="rank 1 differs from rank 0: K-FAC: factor_decay"):
-            KFAC(net, sync, **OPTIONS, factor_decay=0.9 + 0.05 * rank)
-        kfac = KFAC(net, sync, **OPTIONS, schedule="dkfac")
+            kfac_with(net, sync, **OPTIONS, factor_decay=0.9 + 0.05 * rank)
+        kfac = kfac_with(net, sync, **OPTIONS, schedule="dkfac")
         with pytest.raises(RuntimeError, match="already"):
-            KFAC(net, sync, **OPTIONS)
+            kfac_with(net, sync, **OPTIONS)
         plan = kfac.plan
     with tw.attach(net, optimizer) as sync:
         with pytest.raises(ValueError, match="method: 'inverse' in the plan, 'eigen' here"):
-            KFAC(net, sync, **OPTIONS, plan=plan, method="eigen")
-        KFAC(net, sync, **OPTIONS, plan=type(plan).from_json(plan.to_json()))
+            kfac_with(net, sync, **OPTIONS, plan=plan, method="eigen")
+        kfac_with(net, sync, **OPTIONS, plan=type(plan).from_json(plan.to_json()))
     return True
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.adapters import fsdp2
 from thinwire.adapters.ddp import ddp_hook
-from thinwire.systems.kfac import KFAC
+from thinwire.systems.kfac import KFAC, Variant
 from thinwire.systems.optim import LAMB, LARS
 from thinwire.tools.bench.device import prepare_rank, rank_device
 from thinwire.tools.bench.models.chargpt import CharGPT
@@ -333,8 +333,8 @@ WAYS: dict[str, Way] = {
     "FSDP2's shards, int8": Way("cast", {"dtype": "int8"}, fsdp="shards"),
     "K-FAC": Way(model="perceptron", kfac=kfac),
     "K-FAC, eigen": Way(model="perceptron", kfac={**kfac, "method": "eigen"}),
-    "K-FAC, dkfac": Way(model="perceptron", kfac={**kfac, "schedule": "dkfac"}),
-    "K-FAC, mpd": Way(model="perceptron", kfac={**kfac, "schedule": "mpd"}),
+    "K-FAC, dkfac": Way(model="perceptron", kfac={**kfac, "variant": Variant("dkfac")}),
+    "K-FAC, mpd": Way(model="perceptron", kfac={**kfac, "variant": Variant("mpd")}),
     "K-FAC, images": Way(model="images", optimizer="adamw", kfac=kfac, near=0.05),
     "K-FAC, powersgd": Way("powersgd", low, model="perceptron", kfac=kfac),
     "K-FAC, scaler": Way(model="perceptron", kfac=kfac, scaled=True),

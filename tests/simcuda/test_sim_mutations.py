@@ -11,8 +11,8 @@ from card import SOURCE, Card
 from sim_cases import CASES, STEPS
 from training import DEVICE
 
+from thinwire.systems.kfac.factors import LayerSums
 from thinwire.systems.kfac.layers import find_layers
-from thinwire.systems.kfac.sums import LayerSums
 
 PACKAGES = ("adapters", "core", "engine", "systems/data", "systems/kfac", "systems/optim")
 ORDERING = {"record_stream", "wait_event", "wait_stream", "record_event", "read_here"}
@@ -83,7 +83,7 @@ FOUND_BY = {
     "engine/executors/streams.py resume record_event 0": CASES["acp-decoupled=True-rank=2-min_rate=1.0"],
     "engine/executors/streams.py resume record_event 1": CASES["dear"],
     "engine/executors/streams.py wait wait_event 0": CASES["dear"],
-    "systems/kfac/sums.py statistic read_here 0": sums,
+    "systems/kfac/factors.py statistic read_here 0": sums,
 }
 SITES = sites()
 

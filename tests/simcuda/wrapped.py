@@ -23,9 +23,9 @@ from training import DEVICE, RANKS, Net
 from thinwire.adapters import ddp as ddp_hooks
 from thinwire.adapters import fsdp2_replicas
 from thinwire.adapters.ddp import ddp_hook
+from thinwire.adapters.fsdp2 import CompressedReduceScatter
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
-from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Topology
 from thinwire.engine.ranks.communicator import Communicator

@@ -118,7 +118,7 @@ DOCTESTS = (
     "core.pricing.placement",
     "core.methods.base",
     "core.kernels.seeding",
-    "systems.kfac.scheduled",
+    "systems.kfac.variant",
 )
 
 

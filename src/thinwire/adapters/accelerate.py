@@ -16,8 +16,7 @@ from typing import Any, Literal, overload
 from torch.optim import Optimizer
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import checked, register
-from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.adapters.ddp_module import checked, load_from, register, save_in
 from thinwire.adapters.local_ddp import LocalRank, attach_local
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
@@ -82,20 +81,14 @@ def register_comm_hook(
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"register_comm_hook takes the Accelerator first, not {type(accelerator).__name__}")
+    given: dict[str, Any] = {"framework": "Accelerate", "world_size": accelerator.num_processes}
+    given |= {"start_compression_step": start_compression_step, "timeout": timeout}
     if (local := named_local(method, options)) is not None:
-        return _register_local(accelerator, model, local, optimizer, start_compression_step, timeout)
+        return _register_local(accelerator, model, local, optimizer, given)
     if optimizer is not None:
         raise ValueError("optimizer= is for local steps: other methods exchange gradients and do not need it")
     chosen = checked(method, **options)
-    sync = register(
-        model,
-        chosen,
-        framework="Accelerate",
-        world_size=accelerator.num_processes,
-        scaler=accelerator.scaler,
-        start_compression_step=start_compression_step,
-        timeout=timeout,
-    )
+    sync = register(model, chosen, scaler=accelerator.scaler, **given)
     name = _file_of_next(accelerator)
 
     def save(models: Any, weights: Any, output_dir: str) -> None:
@@ -117,27 +110,15 @@ def _file_of_next(accelerator: Accelerator) -> str:
 
 
 def _register_local(
-    accelerator: Accelerator,
-    model: Any,
-    local: Local,
-    optimizer: Any,
-    start: int | None,
-    timeout: timedelta | float | None,
+    accelerator: Accelerator, model: Any, local: Local, optimizer: Any, given: dict[str, Any]
 ) -> LocalSync:
     """Register local steps, and include them in ``save_state`` and ``load_state``."""
     if optimizer is None:
         raise ValueError(
             "local steps are counted by the optimizer's steps: add optimizer=, as returned by accelerator.prepare"
         )
-    rank = attach_local(
-        model,
-        optimizer if isinstance(optimizer, (list, tuple)) else [optimizer],
-        local,
-        framework="Accelerate",
-        world_size=accelerator.num_processes,
-        start_compression_step=start,
-        timeout=timeout,
-    )
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    rank = attach_local(model, optimizers, local, **given)
     name, again = _file_of_next(accelerator), _Again(rank)
 
     def save(models: Any, weights: Any, output_dir: str) -> None:
@@ -168,7 +149,7 @@ class _Again:
         handles.extend(o.register_load_state_dict_post_hook(self._loaded) for o in self._optimizers)
 
     def expect(self) -> None:
-        """Note that this rank has loaded its state and that Accelerate continues."""
+        """This rank has loaded its state, and Accelerate continues."""
         self._own, self._waiting = copy.deepcopy(self._rank.own()), {id(o) for o in self._optimizers}
 
     def _loaded(self, optimizer: Optimizer) -> None:

@@ -20,14 +20,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, eq=False)
 class ParameterRows:
-    """This rank's rows of one parameter in the flat tensor.
-
-    Attributes:
-        name: name of the parameter.
-        shape: shape of the rows on this rank; may be empty.
-        offset: elements before it.
-        parameter: the sharded parameter, a DTensor.
-    """
+    """This rank's rows of one parameter in the flat tensor: their shape, maybe empty, and the elements before them."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +29,6 @@ class ParameterRows:
 
     @property
     def numel(self) -> int:
-        """Elements on this rank."""
         return math.prod(self.shape)
 
     def sharded(self, local: Tensor) -> DTensor:
@@ -49,33 +41,21 @@ class ParameterRows:
         return DTensor.from_local(local, mesh, cut, run_check=False, shape=shape, stride=_strides(shape))
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return this piece of the flat tensor, in its shape."""
         return flat.as_strided(self.shape, _strides(self.shape), flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """One FSDP2 module: the gradients that are reduced together.
-
-    Attributes:
-        index: index in the model.
-        name: name of the module; "" for the root.
-        module: the module.
-        pieces: rows of its trainable parameters, in their order.
-        elements: elements of the flat tensor, with padding, if all parameters have gradients.
-        device: device of the gradients.
-        shards: the process group of the ranks that share this copy of the model.
-        replicas: the ranks that hold the same shard in other copies; None: not a native HSDP mesh.
-    """
+    """One FSDP2 module: the gradients that are reduced together."""
 
     index: int
-    name: str
+    name: str  # "" for the root
     module: nn.Module
-    pieces: tuple[ParameterRows, ...]
-    elements: int
+    pieces: tuple[ParameterRows, ...]  # of its trainable parameters, in their order
+    elements: int  # of the flat tensor, with padding, if all parameters have gradients
     device: torch.device
-    shards: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
+    shards: dist.ProcessGroup  # of the ranks that share this copy of the model
+    replicas: dist.ProcessGroup | None  # of those that hold the same shard in other copies; None: no native HSDP mesh
     _inside: Any
 
     @property
@@ -85,14 +65,13 @@ class Group:
 
     @property
     def hooked(self) -> bool:
-        """Whether an all-reduce hook is already set."""
         return self._inside._all_reduce_hook is not None
 
     def take_over(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
         """Set FSDP2's all-reduce hook and keep FSDP2 from averaging over the replicas itself. Return the undo function.
 
-        A native HSDP group becomes what ``fully_shard(module, mesh=mesh["shard"])`` would have made; parameters stay
-        DTensors of the whole mesh. From now on, unused parameters count as zeros, so that the flat tensor is complete.
+        A native HSDP group becomes what ``fully_shard(module, mesh=mesh["shard"])`` would have made. From now on,
+        unused parameters count as zeros, so that the flat tensor is complete.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
@@ -121,14 +100,9 @@ class Group:
         return put_back
 
     def replace_reduce_scatter(self, scatter: Any) -> Callable[[], None]:
-        """Set the object that reduce-scatters. Return the undo function."""
         inside, before = self._inside, self._inside._reduce_scatter_comm
         self.module.set_custom_reduce_scatter(scatter)  # type: ignore[operator]
-
-        def put_back() -> None:
-            inside._reduce_scatter_comm = before
-
-        return put_back
+        return lambda: setattr(inside, "_reduce_scatter_comm", before)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -136,14 +110,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def groups_of(model: nn.Module) -> list[Group]:
-    """Return the FSDP2 modules of a model, in order of registration.
-
-    Raises:
-        TypeError: the model has none.
-        ValueError: parameters on the meta device, or modules of several meshes.
-        NotImplementedError: unsupported cases: several groups in a module, other kinds of meshes, parameters offloaded
-            to the CPU, another version of FSDP2.
-    """
+    """Return the FSDP2 modules of a model, in order of registration; refuse what this adapter does not support."""
     from torch.distributed.fsdp import FSDPModule
 
     names = {module: name for name, module in model.named_modules()}

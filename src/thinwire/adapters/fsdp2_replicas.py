@@ -8,6 +8,7 @@ which FSDP2 calls its hook, without waiting.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,34 +17,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from thinwire.adapters import fsdp2_persistence as persistence
 from thinwire.adapters.ddp import into_values, joined, traced
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.core.program import Bucket, Method, Slot, State, Topology
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.executors.streams import read_here
 from thinwire.engine.parameters import buffers_of
-from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.source import BackwardEnd
+from thinwire.engine.state.persistence import VERSION, blank, from_flat, frozen_since, name_of, to_flat, without
 from thinwire.engine.stats import BucketStats, Stats
+
+log = logging.getLogger("thinwire")
 
 
 class ReplicaSync:
     """The handle that :func:`thinwire.adapters.fsdp2.attach` returns.
 
     Residuals belong to this rank's shards, in the units of the reduce-scatter's result. DCP's ``Stateful``: they are
-    saved as tensors sharded like their parameters, under ``residual/<replica>/<name>``.
-
-    Args:
-        model: the root module.
-        groups: its FSDP2 modules.
-        method: method of the exchange.
-        comm: communicator over the replicas; None if there is only one replica.
-        scaler: the GradScaler in use, or None.
-        note: why another method runs than the requested one.
-        start: the first step at which the method runs; None: as the method says.
+    saved as tensors sharded like their parameters, one set per replica, under ``residual/<replica>/<name>``, so DCP can
+    reshard them for another number of shards. State that replicas share (factors) belongs to one shard's rows: with
+    another number of shards it is drawn again.
     """
 
     def __init__(
@@ -57,8 +54,8 @@ class ReplicaSync:
         start: int | None = None,
     ) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
-        state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.ranks)))
-        self._session = Session(method, comm or Alone(), state, scaler, names, start=start)
+        state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.members.ranks)))
+        self._session = Session(method, comm, state, scaler, lambda: names, start=start)
         self._model, self._groups, self._note, self.shards = model, tuple(groups), note, groups[0].shards
         self._end = BackwardEnd(self._finish)
         self._reduced: set[int] = set()  # modules reduced in the current backward
@@ -69,7 +66,8 @@ class ReplicaSync:
         if comm is not None:
             comm.agree(self._facts())
             self._session.fit()
-            comm.broadcast([*(p.to_local() for p in self._parameters()), *(one.tensor for one in buffers_of(model))])
+            whole = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+            comm.broadcast([*whole, *(one.tensor for one in buffers_of(model))])
             for parts in self._parts:
                 for pieces, dense in parts:
                     shapes, session = [(piece.name, piece.shape) for piece in pieces], self._session
@@ -78,11 +76,6 @@ class ReplicaSync:
             for group in groups:
                 self._undo.append(group.take_over(partial(self._reduce, group)))
             self._undo.append(model.register_forward_pre_hook(self._forward).remove)
-
-    def _parameters(self) -> list[Any]:
-        """Return all of FSDP2's parameters, including frozen ones, once each."""
-        found = {id(p): p for p in self._model.parameters() if hasattr(p, "to_local")}
-        return list(found.values())
 
     def _split(self, group: Group) -> list[tuple[tuple[ParameterRows, ...], bool]]:
         """Return what the method handles and what stays dense; without pieces that are empty on this rank."""
@@ -119,42 +112,32 @@ class ReplicaSync:
         started = time.perf_counter()
         with torch.no_grad():
             read_here(flat)  # made on FSDP2's reduce-scatter stream
-            if not group.reduces:
-                self._put_aside(group, flat)
-                return
             if (aside := self._partial.pop(group.index, None)) is not None:
                 flat += aside
-            self._begin(group)
+            if not group.reduces:  # keep the sum until all-reduce is on again (``set_requires_all_reduce(False)``)
+                self._partial[group.index] = flat.clone()
+                flat.zero_()
+                return
+            if group.index in self._reduced:  # if a module reduces several times in one backward, each is a step
+                self._finish()
+            if not self._reduced:
+                self._session.begin()
+            self._reduced.add(group.index)
+            self._end.note()
             for pieces, dense in self._parts[group.index]:
                 self._exchange(group, flat, pieces, dense)
         if not flat.is_cuda:
-            self._session.exposed_seconds += time.perf_counter() - started
-
-    def _put_aside(self, group: Group, flat: Tensor) -> None:
-        """Keep the sum of the shards' averages until all-reduce is on again (``set_requires_all_reduce(False)``)."""
-        if group.index in self._partial:
-            self._partial[group.index] += flat
-        else:
-            self._partial[group.index] = flat.clone()
-        flat.zero_()
-
-    def _begin(self, group: Group) -> None:
-        if group.index in self._reduced:  # if a module reduces several times in one backward, each is a step
-            self._finish()
-        if not self._reduced:
-            self._session.begin()
-        self._reduced.add(group.index)
-        self._end.note()
+            self._session.counters.exposed_seconds += time.perf_counter() - started
 
     def _exchange(self, group: Group, flat: Tensor, pieces: Sequence[ParameterRows], dense: bool) -> None:
         session = self._session
         comm, state = session.comm, session.state
+        assert isinstance(comm, Communicator)
         slots = [Slot(p.name, p.shape, p.view(flat), flat.dtype, flat.device, None) for p in pieces]
         elements = sum(slot.numel for slot in slots)
-        memory = joined(slots)
-        if memory is None:
+        if (memory := joined(slots)) is None:
             memory = flat.new_empty(elements)
-        bucket = Bucket(group.index, slots, scale=session.scale, buffer=memory)
+        bucket = Bucket(group.index, slots, scale=session.loss_scale.now, buffer=memory)
         before = comm.ledger.total
         try:
             comm.run(session.method_of(dense).reduce(bucket, state), "bucket")
@@ -166,7 +149,7 @@ class ReplicaSync:
             raise RuntimeError(text) from error
         into_values(slots)
         self._sent[group.index, dense] = comm.ledger.total - before
-        session.averaged(elements * flat.element_size())
+        session.counters.sent(elements * flat.element_size(), state.size)
 
     def _finish(self) -> None:
         """End the backward: commit what the programs have staged if all shards' values were finite."""
@@ -199,10 +182,6 @@ class ReplicaSync:
         return self._session.stats(self._note, buckets)
 
     @property
-    def session(self) -> Session:
-        return self._session
-
-    @property
     def state(self) -> State:
         """The method's state."""
         return self._session.state
@@ -213,8 +192,29 @@ class ReplicaSync:
         return {p.name: p for parts in self._parts for pieces, dense in parts if not dense for p in pieces}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this replica's residuals as DTensors, sharded like the parameters, and the rest. No collective."""
-        return persistence.to_state_dict(self)
+        """Return this replica's residuals as DTensors, sharded like the parameters, and the rest. No collective.
+
+        With zeros for what will be kept later: DCP fills only the keys that it is given.
+        """
+        session, pieces = self._session, self.pieces
+        local = [(name, piece.parameter.to_local()) for name, piece in pieces.items()]
+        flat = to_flat(session, blank(session.method, local, session.topology, session.rank), None)
+        flat["replicas"] = flat.pop("world_size")
+        del flat["rank"]
+        found: dict[str, Any] = {}
+        for key, value in flat.items():
+            kind, _, rest = key.partition("/")
+            if kind == "shared":
+                found[f"{self._shared_here()}{rest}"] = value
+            elif rest:  # of this replica
+                piece = pieces[name_of(key)]
+                found[key] = piece.sharded(value.to(piece.parameter.device))
+            else:
+                found[key] = value
+        return found
+
+    def _shared_here(self) -> str:
+        return f"shared/{dist.get_rank(self.shards)}of{dist.get_world_size(self.shards)}/"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``, as DCP has filled it: bit for bit on the same mesh.
@@ -222,7 +222,27 @@ class ReplicaSync:
         Raises:
             ValueError: it belongs to another method, or to another number of replicas.
         """
-        persistence.from_state_dict(self, state)
+        if state.get("version") != VERSION or "replicas" not in state:
+            raise ValueError(f"this is not the state of a thinwire ReplicaSync, version {VERSION}")
+        session, mine = self._session, self._shared_here()
+        old, new = int(state["replicas"]), session.state.size
+        if old != new and state["method"] == session.named.name:
+            raise ValueError(
+                f"the state is from {old} replicas, but now there are {new}: keep their number (that of the shards may "
+                "change), or start without this state (the residuals are then lost)"
+            )
+        flat: dict[str, Any] = {"world_size": old}
+        for key, value in state.items():
+            if key.startswith(mine):
+                flat["shared/" + key.removeprefix(mine)] = value
+            elif not key.startswith("shared/"):
+                flat[key] = value.to_local() if isinstance(value, DTensor) else value
+        flat = without(flat, frozen_since(self._model, self.pieces))
+        found = from_flat(session, flat, {name: piece.shape for name, piece in self.pieces.items()})
+        had = any(key.startswith("shared/") for key in state)
+        if had and not any(key.startswith(mine) and value.any() for key, value in state.items()) and int(state["step"]):
+            log.warning("thinwire: the shards are cut differently; factors are drawn again, residuals are kept")
+        session.state.restore(found)
 
     def close(self) -> None:
         """Remove the hooks and return the process groups. FSDP2 then averages over replicas itself again."""

@@ -15,8 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import chosen, register
-from thinwire.adapters.ddp_ranks import gathered_state
+from thinwire.adapters.ddp_module import chosen, gathered_state, register
 from thinwire.adapters.local_ddp import LocalRank, attach_local
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
@@ -74,7 +73,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
     ) -> None:
         super().__init__()
         self._method = chosen(method, **options)
-        self._timeout, self._start = timeout, start_compression_step
+        self._given: dict[str, Any] = {"start_compression_step": start_compression_step, "timeout": timeout}
         self.sync: DDPSync | LocalSync | None = None
         self._local: LocalRank | None = None
         self._running = self._failed = False
@@ -92,33 +91,17 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             )
         world, here = trainer.world_size, trainer.num_devices
         topology = Topology(world, here) if world % here == 0 else None
+        self._given |= {"framework": "Lightning", "world_size": world, "topology": topology}
         self._running, self._failed = True, False
         if isinstance(self._method, Local):  # saved state is loaded when training starts: optimizers come later
-            self._local = attach_local(
-                strategy.model,
-                trainer.optimizers,
-                self._method,
-                framework="Lightning",
-                world_size=world,
-                start_compression_step=self._start,
-                timeout=self._timeout,
-                topology=topology,
-            )
+            self._local = attach_local(strategy.model, trainer.optimizers, self._method, **self._given)
             self.sync = self._local.sync
             return
         same = self._model is not None and self._model() is pl_module
         if self._saved is None and same and self.sync is not None:
             self._saved = self.sync.state_dict()  # fit continues, with a new DDP module
-        self.sync = register(
-            strategy.model,
-            self._method,
-            framework="Lightning",
-            world_size=world,
-            scaler=getattr(trainer.precision_plugin, "scaler", None),
-            start_compression_step=self._start,
-            timeout=self._timeout,
-            topology=topology,
-        )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.sync = register(strategy.model, self._method, scaler=scaler, **self._given)
         if self._saved is not None:
             self.sync.load_state_dict(self._saved)
         elif trainer.ckpt_path and self._method.has_residual:
@@ -138,7 +121,6 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             self._local.lend()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore each rank's own weights."""
         if self._local is not None:
             self._local.take_back()
 
@@ -161,8 +143,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         self._running = False
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Remember that other ranks may no longer be there."""
-        self._failed = True
+        self._failed = True  # other ranks may no longer be there
 
     def state_dict(self) -> dict[str, Any]:
         """Return all ranks' states on rank 0, and this rank's elsewhere. Lightning calls it on all ranks."""

@@ -3,28 +3,46 @@
 torchft's lighthouse forms quorums, its Manager heals joining replicas from one that is ahead, and its ``should_commit``
 decides whether a step counts. Here, each quorum has its own communicator. A method's state is passed from one quorum to
 the next, as it was after the last step that counted.
+
+With local steps there is a quorum and a vote for each round. A failed round is repeated at once by the remaining
+replicas, with the weights that they have: a replica that leaves only loses its own change. A joining replica receives
+the weights, the outer weights and the optimizer state that another replica has at the end of its round, and takes part
+in the exchange as a copy of it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.adapters.torchft_manager import Quorum, Quorums, leave
-from thinwire.adapters.torchft_member import QuorumHandle, QuorumMember, added
-from thinwire.adapters.torchft_rounds import QuorumRounds, RoundOptions, check_settings
+from thinwire.adapters.torchft_member import Quorum, QuorumHandle, QuorumMember, Quorums, added, leave
 from thinwire.core.methods.registry import resolve
-from thinwire.core.program import Method, Topology
+from thinwire.core.program import Method, State, Topology
 from thinwire.engine import attach as engine
+from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local, named_local
+from thinwire.engine.local.travel import Beside, Moments, Travel
+from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
+from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.services import Services
+from thinwire.engine.session import Session
 from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """Options of ``attach`` that apply to local steps under torchft."""
+
+    keep_dense: DenseRule = "auto"
+    start_compression_step: int | None = None
+    broadcast_buffers: bool = True
 
 
 def attach(
@@ -120,7 +138,6 @@ class QuorumSync(QuorumHandle):
         self._member.failed(error)
 
     def _leave(self) -> None:
-        """Keep the state that counts, and return the communicator."""
         self._keep()
         sync, self._sync = self._sync, None
         if sync is not None:
@@ -133,7 +150,6 @@ class QuorumSync(QuorumHandle):
             self._member.memory.keep(self._sync.services.state.snapshot())
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that the step counts."""
         sync, member = self._sync, self._member
         if sync is None or member.attempt is None:
             return
@@ -146,12 +162,10 @@ class QuorumSync(QuorumHandle):
     # --- what the manager hands to who comes -----------------------------------------------------------------------
 
     def _give(self) -> dict[str, Any]:
-        """Return the state for joining replicas; called by the manager while the training waits for the quorum."""
-        self._keep()
+        self._keep()  # the training waits for the quorum
         return self._member.give()
 
     def _take(self, saved: dict[str, Any]) -> None:
-        """Load a state; called by the manager when this replica has joined or fallen behind."""
         member = self._member
         if self._sync is not None and member.counted_without(saved):
             # The others had everything of this step, so this replica's part counts; it just was not told.
@@ -179,4 +193,204 @@ class QuorumSync(QuorumHandle):
     def residuals(self) -> dict[str, Tensor]:
         """Return this replica's residuals, by parameter, after the last step that counted."""
         self._keep()
+        return dict(self._member.memory.own["residual"])
+
+
+def check_settings(local: Local) -> None:
+    """Refuse settings that have no meaning when ranks join and leave."""
+    if local.sync_every == "auto":
+        raise ValueError(
+            'sync_every="auto" measures a fixed set of ranks: name a number of steps, such as sync_every=64'
+        )
+    for name, unless in (("fragments", 1), ("schedule", "strided"), ("fragment_sync_delay", 0),
+                         ("fragment_update_alpha", None), ("moments", {}), ("inside", None)):  # fmt: skip
+        if getattr(local, name) != unless:
+            raise ValueError(f"under torchft the whole model is exchanged at a round's end: leave out {name}=")
+
+
+class QuorumExchange:
+    """Rounds among the members of one quorum."""
+
+    def __init__(
+        self, member: QuorumMember, quorum: Quorum, local: Local, managed: Sequence[Managed], options: RoundOptions
+    ):
+        topology, model, start = Topology(quorum.size), member.model, options.start_compression_step
+        weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
+        self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start)
+        comm = None
+        if quorum.size > 1:
+            comm = Communicator(None, topology, managed[0].device, member.quorums.timeout, asks=False)
+        self._session = Session(local.method, comm, State(quorum.rank, topology), None, dict, start=0)
+        self._services = Services(model, member.optimizers, managed[0].device, self._session, None, None)
+        self._travel: Travel | None = None
+        if comm is not None:
+            buffers = buffers_of(model) if options.broadcast_buffers else []
+            moments = Moments({}, member.optimizers, weights.values())
+            try:
+                comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
+                beside = Beside(buffers, [], self._services)
+                self._travel = Travel(self._services, self.rounds, beside, moments, detect_desync=False)
+            except Exception as error:
+                self.close(error)
+                raise
+
+    @property
+    def fragment(self) -> Fragment:
+        return self.rounds.fragments[0]  # the whole model
+
+    def stepped(self, lr: float) -> None:
+        self.rounds.stepped(lr)
+        nbytes = sum(x.nbytes for x in self.fragment.parameters.values())
+        self._session.counters.sent(nbytes, self.fragment.state.size)
+
+    def receive(self) -> None:
+        if self._travel is not None:
+            self._travel.leave(self.rounds.fragments)
+            self._travel.receive(self.fragment)
+
+    def confirm(self) -> None:
+        """Wait until all have received everything. Raises ``RuntimeError`` if they have not."""
+        self._services.gather(b"")
+
+    def merge(self) -> None:
+        if self._travel is not None:
+            self._travel.merge(self.fragment)
+
+    def undo(self, codec: Mapping[str, Any]) -> None:
+        """Undo an exchange that does not count: restore the codec's previous state."""
+        self.fragment.state.restore(codec)
+        self.fragment.due = None
+
+    def stats(self) -> Stats:
+        found = replace(self._session.stats("one replica: nothing is sent"), steps=self.rounds.count)
+        if self._travel is None:
+            return found
+        return replace(
+            found,
+            note=f"{self.fragment.state.step} rounds, every {self.rounds.period} steps, by {found.method}",
+            rejected_steps=self.fragment.rejected,
+            bytes_sent=found.bytes_sent + self._travel.ledger().total,
+            exposed_seconds=self._travel.seconds,
+        )
+
+    def close(self, error: Exception | None = None) -> None:
+        """Return the communicator; after an error, without waiting for others. Idempotent."""
+        if error is not None and self._session.broken is None:
+            self._session.give_up(str(error))
+        self._services.close()
+        self._session.close()
+
+
+class QuorumRounds(QuorumHandle):
+    """One replica's local steps, across all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
+
+    def __init__(self, member: QuorumMember, local: Local, options: RoundOptions) -> None:
+        self._local, self._options = local, options
+        self._managed = managed_parameters(member.model, local.method, options.keep_dense)
+        check_optimizers(self._managed, member.optimizers)
+        self._exchange: QuorumExchange | None = None  # None: the memory has everything that counts
+        self._before: dict[str, Any] | None = None  # the codec's state before a round that may not count
+        self._received = False
+        self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
+        self._past = Stats("local", "", 0)
+        super().__init__(member)
+
+    # --- rounds ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """At the first training forward, run a round at once, which gives this replica the others' state."""
+        if self._exchange is None and module.training and torch.is_grad_enabled():
+            self._round()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        everyone = {id(o) for o in self._member.optimizers}
+        self._waiting = (self._waiting or everyone) - {id(optimizer)}
+        if self._waiting or self._exchange is None:
+            return
+        self._exchange.stepped(float(self._member.optimizers[0].param_groups[0]["lr"]))
+        if self._exchange.rounds.ends:
+            self._round()
+
+    def _round(self) -> None:
+        """Exchange what was learned, and repeat until it counts."""
+        member, manager = self._member, self._member.quorums.manager
+        counts = False
+        while not counts:
+            manager.start_quorum()
+            self._settle(counts=False)
+            if (quorum := member.quorums.latest) is not None:
+                self._try(quorum)
+            counts = manager.should_commit()
+        assert self._exchange is not None
+        assert member.attempt is not None
+        self._exchange.merge()
+        self._settle(counts=True)
+        member.memory.counts(member.attempt)
+
+    def _try(self, quorum: Quorum) -> None:
+        member = self._member
+        member.begins(quorum)
+        try:
+            if quorum is not member.met or self._exchange is None:
+                self._leave()
+                member.meet(quorum)
+                self._exchange = QuorumExchange(member, quorum, self._local, self._managed, self._options)
+                if member.memory.outer:
+                    member.memory.restore_rounds(self._exchange.rounds)
+            self._before = self._exchange.fragment.state.snapshot()
+            self._exchange.receive()
+            self._received = True
+            self._exchange.confirm()
+        except RuntimeError as error:
+            if self._exchange is not None:
+                self._exchange.close(error)
+            member.failed(error)
+
+    def _settle(self, *, counts: bool) -> None:
+        """Accept the last round, or undo its exchange."""
+        if self._before is not None and not counts:
+            assert self._exchange is not None
+            self._exchange.undo(self._before)
+        self._before, self._received = None, False
+
+    def _leave(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._member.memory.keep_rounds(exchange.rounds)
+            self._past = added(self._past, exchange.stats())
+            exchange.close()
+        leave()
+
+    # --- what the manager hands to who comes -----------------------------------------------------------------------
+
+    def _give(self) -> dict[str, Any]:
+        self._settle(counts=False)  # this is a round's end, before the exchange
+        if self._exchange is not None:
+            self._member.memory.keep_rounds(self._exchange.rounds)
+        return self._member.give()
+
+    def _take(self, saved: dict[str, Any]) -> None:
+        self._settle(counts=self._received and self._member.counted_without(saved))
+        self._leave()
+        self._member.take(saved)
+
+    # --- what users call -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: gradients are this replica's own anyway."""
+        yield
+
+    def stats(self) -> Stats:
+        """Return the counters since ``attach``, over all quorums; ``steps`` are the optimizer's."""
+        found = self._past if self._exchange is None else added(self._past, self._exchange.stats())
+        found = replace(found, method="local")
+        return self._member.told_of(found, residual=self._local.method.has_residual)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return this replica's residuals, by parameter, after the last round that counted."""
+        if self._before is not None:
+            return dict(self._before["residual"])
+        if self._exchange is not None:
+            return dict(self._exchange.fragment.state.snapshot()["residual"])
         return dict(self._member.memory.own["residual"])

@@ -4,56 +4,144 @@ A replica that gives up a step must be sure that the step counts for nobody, or 
 votes when it has received everything, and steps when it has all votes. If a vote is lost, its sender keeps a step that
 the others repeat without it. So members of a new quorum compare which step counted last, and in which quorum; the later
 quorum is right.
+
+Each quorum has its own store, and torchft configures a process group from it: the address is read there, and torch's
+default process group is made of the same ranks. Only ``Quorums`` here uses torchft's private interface.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from thinwire.adapters.torchft_manager import Quorum, Quorums, enter, leave, told
 from thinwire.core.program import Plan
 from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.stats import Stats
 
+if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
+
+_KNOWN = ("_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_id", "_replica_world_size_mode")
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The members until the next quorum."""
+
+    number: int  # torchft's, equal on all members
+    store: str  # of this quorum, in torchft's form: ``host:port/prefix``
+    rank: int  # of this member
+    size: int
+
+
+class Quorums:
+    """The quorums of one manager, which must not have had any yet."""
+
+    def __init__(self, manager: Any) -> None:
+        _check(manager)
+        self.manager = manager
+        self.timeout: timedelta = manager._timeout
+        self.latest: Quorum | None = None
+        group = manager._pg
+        configure = group.configure
+
+        @functools.wraps(configure)
+        def heard(store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **kwargs: Any) -> None:
+            self.latest = None
+            configure(store_addr, replica_id, rank, world_size, *args, **kwargs)
+            self.latest = Quorum(manager._quorum_id, store_addr, rank, world_size)
+
+        group.configure = heard
+
+    def fall_behind(self) -> None:
+        """Let the next quorum heal this replica from one that is ahead, since its last step does not count."""
+        state = self.manager.state_dict()
+        self.manager.load_state_dict({**state, "step": max(0, state["step"] - 1)})
+
+
+def _check(manager: Any) -> None:
+    if not callable(getattr(manager, "start_quorum", None)):
+        raise TypeError(f"manager must be a torchft.Manager, not {type(manager).__name__}")
+    if missing := [name for name in _KNOWN if not hasattr(manager, name)]:
+        raise RuntimeError(f"this torchft's Manager has no {missing[0]}: install torchft 0.2")
+    if manager._use_async_quorum:
+        raise ValueError(
+            "the manager heals while its replica computes, with gradients that do not count: create it with "
+            "Manager(use_async_quorum=False), so that a joining replica is healed before its step"
+        )
+    if manager._group_world_size != 1:
+        raise ValueError(
+            f"the replica group has {manager._group_world_size} processes, but thinwire supports only groups of one: "
+            "start each process as its own replica group, with Manager(rank=0, world_size=1)"
+        )
+    if manager._replica_world_size_mode.name != "DYNAMIC":
+        raise ValueError(
+            "spare replicas send zeros, which thinwire does not do: leave out Manager(world_size_mode=...)"
+        )
+    if manager._quorum_id != -1:
+        raise ValueError("the manager has already had a quorum: call attach before the first start_quorum")
+    if dist.is_initialized():
+        raise ValueError(
+            "torch.distributed has a default process group, which thinwire creates anew for each quorum: leave out "
+            "init_process_group; the manager needs only a TCPStore"
+        )
+
+
+def enter(quorum: Quorum, timeout: timedelta) -> None:
+    """Make torch's default process group of a quorum's members. All of them must call it."""
+    address, _, prefix = quorum.store.partition("/")
+    host, _, port = address.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    own = PrefixStore(f"{prefix}/thinwire", store)
+    dist.init_process_group("gloo", store=own, rank=quorum.rank, world_size=quorum.size, timeout=timeout)
+
+
+def told(numbers: list[int]) -> list[tuple[int, ...]]:
+    """Exchange numbers: each member passes equally many, and all get those of every member, by rank."""
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [tuple(row.tolist()) for row in everyone]
+
+
+def leave() -> None:
+    """Destroy the default process group, if there is one. Members that still wait for this one notice it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 logger = logging.getLogger("thinwire")
 
 _RUNS = 100
-_Handle = TypeVar("_Handle", bound="QuorumHandle")
+_EQUAL = ("shared", "outer", "step", "dropped", "commit", "runs")  # of a QuorumMemory, on all replicas
 Attempt = tuple[int, int]
 """The manager's step and the quorum number of an exchange."""
 
 
 @dataclass
 class QuorumMemory:
-    """State passed from one quorum to the next, as it was after the last step that counted.
-
-    Attributes:
-        own: residuals, their offsets and local fields, of this replica only.
-        shared: fields that are equal on all replicas.
-        outer: state of local steps that is equal on all replicas.
-        step, dropped: counters of the method's state, equal on all replicas.
-        plan: the plan in force; None: none was made for several replicas.
-        commit: the manager's step and quorum number of the last exchange that counted; None: there was none.
-        runs: first step and quorum of the steps that counted, one run per quorum, the last hundred.
-    """
+    """State after the last step that counted, for the next quorum; all but ``own`` is equal on all replicas."""
 
     own: dict[str, Any] = field(default_factory=lambda: {"residual": {}, "offset": {}, "local": {}})
-    shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    outer: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
+    shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the method's fields
+    outer: dict[str, Any] = field(default_factory=dict)  # of local steps
+    step: int = 0  # of the method's state, as ``dropped``
     dropped: int = 0
-    plan: Plan | None = None
-    commit: Attempt | None = None
-    runs: list[Attempt] = field(default_factory=list)
+    plan: Plan | None = None  # None: none was made for several replicas
+    commit: Attempt | None = None  # the last exchange that counted
+    runs: list[Attempt] = field(default_factory=list)  # the first that counted of each quorum, the last hundred
 
     def keep(self, snapshot: Mapping[str, Any]) -> None:
         """Keep a method's state. Its counters may be those of a step that does not count."""
@@ -70,55 +158,35 @@ class QuorumMemory:
         self.outer = {"clock": clock, "fragment": fragment}
 
     def restore_rounds(self, rounds: Rounds) -> None:
-        """Restore it into other rounds with the same settings."""
         rounds.restore({**self.outer["clock"], "fragments": [{**self.outer["fragment"], "codec": self.state()}]})
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which a method restores."""
         return {**self.own, "shared": self.shared, "step": self.step, "dropped": self.dropped}
 
     def counts(self, attempt: Attempt) -> None:
-        """Note that an exchange counts."""
         if not self.runs or self.runs[-1][1] != attempt[1]:
             self.runs = [*self.runs[-_RUNS:], attempt]
         self.commit = attempt
 
     def counted(self, attempt: Attempt) -> bool:
-        """Return whether an exchange counts."""
         step, quorum = attempt
         run = [number for first, number in self.runs if first <= step][-1:]
         return self.commit is not None and step <= self.commit[0] and run == [quorum]
 
     def shared_part(self) -> dict[str, Any]:
-        """Return the part that is equal on all replicas, as plain values and tensors."""
-        return {
-            "shared": self.shared,
-            "outer": self.outer,
-            "step": self.step,
-            "dropped": self.dropped,
-            "plan": self.plan.to_json() if self.plan else None,
-            "commit": self.commit,
-            "runs": self.runs,
-        }
+        plain = {name: getattr(self, name) for name in _EQUAL}
+        return {**plain, "plan": self.plan.to_json() if self.plan else None}
 
     @classmethod
     def of_shared_part(cls, saved: Mapping[str, Any]) -> QuorumMemory:
-        """Build the memory from another replica's shared part, without residuals."""
-        made = cls(**{name: saved[name] for name in ("shared", "outer", "step", "dropped", "commit", "runs")})
+        made = cls(**{name: saved[name] for name in _EQUAL})
         made.plan = Plan.from_json(saved["plan"]) if saved["plan"] else None
         return made
 
 
 @dataclass
 class Losses:
-    """Residuals that are lost.
-
-    Attributes:
-        identity: identifies this process to the others.
-        members: members of the last quorum.
-        gone: former members that are gone.
-        norm: norm of the residuals that this process had to discard.
-    """
+    """Residuals that are lost: with members of earlier quorums that are gone, or discarded here (their norm)."""
 
     identity: int = field(default_factory=lambda: secrets.randbits(62))
     members: set[int] = field(default_factory=set)
@@ -126,43 +194,27 @@ class Losses:
     norm: float = 0.0
 
     def meet(self, members: set[int]) -> None:
-        """Note the members of another quorum."""
         self.gone = (self.gone | self.members) - members
         self.members = members
 
     def forget(self, residuals: Mapping[str, Tensor]) -> None:
-        """Add this process's own discarded residuals."""
         self.norm += sum(float(x.norm()) ** 2 for x in residuals.values()) ** 0.5
 
 
 class QuorumMember:
-    """One replica.
-
-    Attributes:
-        model, optimizers: its own model and optimizers.
-        quorums: quorums of its manager.
-        memory: state of its exchange.
-        losses: residuals that were lost.
-        met: the last quorum to whose members it connected; None: there was none yet.
-        attempt: the current exchange.
-    """
+    """One replica: its model and optimizers, its manager's quorums, the state of its exchange, what was lost."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quorums: Quorums) -> None:
         self.model, self.optimizers, self.quorums = model, list(optimizers), quorums
         self.memory, self.losses = QuorumMemory(), Losses()
-        self.met: Quorum | None = None
+        self.met: Quorum | None = None  # the last one to whose members it connected
         self.attempt: Attempt | None = None
 
     def begins(self, quorum: Quorum) -> None:
-        """Note that an exchange begins."""
         self.attempt = (self.quorums.manager.current_step(), quorum.number)
 
     def meet(self, quorum: Quorum) -> None:
-        """Make a process group with a quorum's members, if all of them have the same last step.
-
-        Raises:
-            RuntimeError: a member did not connect, or has another last step, which the next quorum will correct.
-        """
+        """Make a process group with a quorum's members, if all of them have the same last step."""
         self.met = quorum
         if quorum.size > 1:
             enter(quorum, self.quorums.timeout)
@@ -224,24 +276,19 @@ class QuorumHandle(ABC):
         member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
 
     @abstractmethod
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        """Handle the start of a forward."""
+    def _enter(self, module: nn.Module, args: Any) -> None: ...  # a forward starts
 
     @abstractmethod
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Handle a step of an optimizer."""
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None: ...
 
     @abstractmethod
-    def _give(self) -> dict[str, Any]:
-        """Return the state that the manager gives to joining replicas."""
+    def _give(self) -> dict[str, Any]: ...  # to joining replicas
 
     @abstractmethod
-    def _take(self, saved: dict[str, Any]) -> None:
-        """Load a state after joining or falling behind."""
+    def _take(self, saved: dict[str, Any]) -> None: ...  # after joining or falling behind
 
     @abstractmethod
-    def _leave(self) -> None:
-        """Keep the state that counts, and return the communicator."""
+    def _leave(self) -> None: ...  # keep the state that counts, and return the communicator
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the model's gradients by their global norm. Return the norm."""
@@ -260,7 +307,7 @@ class QuorumHandle(ABC):
         self._handles.clear()
         self._leave()
 
-    def __enter__(self: _Handle) -> _Handle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import chosen, register
-from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.adapters.ddp_module import chosen, load_from, register, save_in
 from thinwire.adapters.local_ddp import LocalRank, attach_local
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
@@ -76,8 +75,8 @@ class ThinwireCallback(TrainerCallback):
     ) -> None:
         if not hasattr(trainer, "model_wrapped"):
             raise TypeError(f"ThinwireCallback takes the Trainer first, not {type(trainer).__name__}")
-        self._trainer, self._resume_from, self._timeout = trainer, resume_from, timeout
-        self._start = start_compression_step
+        self._trainer, self._resume_from = trainer, resume_from
+        self._given: dict[str, Any] = {"start_compression_step": start_compression_step, "timeout": timeout}
         self._method = chosen(method, **options)
         self.sync: DDPSync | LocalSync | None = None
         self._module: Any = None
@@ -86,19 +85,12 @@ class ThinwireCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Register the hook on the model that the Trainer wrapped. A second ``train`` keeps wrapper and hook."""
-        module = self._trainer.model_wrapped
+        module, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
+        self._given |= {"framework": "Trainer", "world_size": accelerator.num_processes}
         if isinstance(self._method, Local):
             self._attach(module, self._method)
         elif self.sync is None or module is not self._module:
-            self.sync = register(
-                module,
-                self._method,
-                framework="Trainer",
-                world_size=self._trainer.accelerator.num_processes,
-                scaler=self._trainer.accelerator.scaler,
-                start_compression_step=self._start,
-                timeout=self._timeout,
-            )
+            self.sync = register(module, self._method, scaler=accelerator.scaler, **self._given)
             self._module = module
         if state.global_step > 0:
             self._resume(args, state.global_step)
@@ -110,15 +102,7 @@ class ThinwireCallback(TrainerCallback):
             return
         if self._local is not None:
             self._local.sync.close()
-        self._local = attach_local(
-            module,
-            [optimizer],
-            local,
-            framework="Trainer",
-            world_size=self._trainer.accelerator.num_processes,
-            start_compression_step=self._start,
-            timeout=self._timeout,
-        )
+        self._local = attach_local(module, [optimizer], local, **self._given)
         self.sync, self._module = self._local.sync, module
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

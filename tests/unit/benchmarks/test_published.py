@@ -19,9 +19,8 @@ from published.second_order import BROADCAST_64, inversion_2080ti, inversion_sec
 from thinwire.core.pricing.costs import Costs, Linear, Table
 from thinwire.core.pricing.placement import place_threshold
 from thinwire.core.pricing.profiles import builtin
-from thinwire.systems.kfac import Choices, make_plan
-from thinwire.systems.kfac.prices import inversion_cost
-from thinwire.systems.kfac.times import layers_of
+from thinwire.systems.kfac import Variant, make_plan
+from thinwire.systems.kfac.prices import inversion_cost, layers_of
 
 # Relative distance allowed; DeAR's rows and those of exchanges are shown because they do NOT follow, with the reason.
 CLOSE = {"selection": 1e-3, "omgs": 1e-3, "smax": 0.02, "dear": None, "powersgd": 0.05, "exchange": None}
@@ -97,8 +96,8 @@ def test_the_cost_rule_beats_the_published_threshold(model, threshold, cost):
     assert published == pytest.approx(threshold, rel=0.005)
     curve = Table(tuple((d, inversion_2080ti(d)) for d in sorted({1, *dims})))
     exchanges = {("Broadcast", "world", 64): BROADCAST_64, ("AllReduce", "world", 64): Linear(9.29e-4, 3.6e-10)}
-    choices = Choices("spd", "one", "cost", inverse_comm="broadcast")
-    plan = make_plan(layers_of(builtin(model)), 64, choices, Costs(exchanges, {"inverse": curve}))
-    found = inversion_cost(Costs(exchanges, {"inverse": curve}), plan).total
+    variant = Variant("spd", "one", "cost", inverse_comm="broadcast")
+    plan = make_plan(layers_of(builtin(model)), 64, variant, Costs(exchanges, {"inverse": curve}))
+    found = sum(inversion_cost(Costs(exchanges, {"inverse": curve}), plan))
     assert found == pytest.approx(cost, rel=0.01)
     assert found < 0.93 * published

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from thinwire.systems.data import CachedDataset
-from thinwire.systems.data.arena_file import table_bytes
+from thinwire.systems.data.arena import table_bytes
 from thinwire.systems.data.values import pack
 
 

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import fork, kill_after, kill_at_line, wait
 
-from thinwire.systems.data.arena import FILLING, READY, SLOT, Arena
-from thinwire.systems.data.arena_file import SLOTS_AT, Header, table_bytes
-from thinwire.systems.data.atomic import store
+from thinwire.systems.data.arena import FILLING, READY, SLOT, SLOTS_AT, Arena, Header, store, table_bytes
 from thinwire.systems.data.keys import digest
 
-FILES = ("arena.py", "arena_file.py", "atomic.py")
+FILES = ("arena.py",)
 
 
 def value_of(number, size):

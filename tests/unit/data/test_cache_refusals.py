@@ -10,7 +10,7 @@ from cache_sources import Digits, cached, scale
 from PIL import Image
 
 from thinwire.systems.data import CachedDataset
-from thinwire.systems.data.memory import budget, room
+from thinwire.systems.data.levels import budget, room
 
 NAMED = {"dataset_id": "digits", "version": 1, "memory_bytes": 8 << 20}
 
@@ -50,8 +50,8 @@ def test_prefixes_that_cannot_be_kept(tmp_path, arguments, error, words):
         ({"nodes": 0}, "nodes must be at least 1"),
         ({"node": 2, "nodes": 2}, "node from 0 to nodes - 1"),
         ({"nodes": 61}, "more than the 60 samples"),
-        ({"verify": "never"}, '"first" or "always"'),
-        ({"check": "never"}, '"first" or "always"'),
+        ({"verify": "never"}, "use one of first, always"),
+        ({"check": "never"}, "use one of first, always"),
         ({"memory_bytes": 0}, "positive number of bytes"),
         ({"memory_bytes": "half"}, "positive number of bytes"),
         ({"memory_bytes": 100}, "leaves no room"),

@@ -2,7 +2,7 @@
 
 import resource
 
-from thinwire.systems.data.disk import DiskStore
+from thinwire.systems.data.levels import DiskStore
 
 
 def test_a_sample_that_cannot_be_written_is_left_out_and_leaves_nothing(tmp_path):

@@ -8,9 +8,8 @@ from layers_by_hand import conv_factors, mlp, run_once
 from torch import nn
 
 from thinwire.core.kernels.symmetric import unpack_upper
-from thinwire.systems.kfac.factors import input_rows
+from thinwire.systems.kfac.factors import LayerSums, input_rows
 from thinwire.systems.kfac.layers import find_layers
-from thinwire.systems.kfac.sums import LayerSums
 
 
 def factors_of(module, x, g, scaling="reference", tokens="expand", parts=1):
@@ -43,9 +42,11 @@ def test_convolutions_are_the_triple_loop(options):
     torch.testing.assert_close(gg, wanted[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"padding": "same"}, {"padding": "same", "dilation": 2}, {"padding": "valid"}])
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
-@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+@pytest.mark.parametrize("options, mode", [
+    ({"padding": "same"}, "zeros"), ({"padding": "same"}, "circular"), ({"padding": "same", "dilation": 2}, "reflect"),
+    ({"padding": "same", "dilation": 2}, "replicate"), ({"padding": "valid"}, "zeros"),
+])  # fmt: skip
 def test_patches_give_the_convolution_back(options, mode):
     """Whatever the padding, weight times patch is the layer's output."""
     conv = nn.Conv2d(2, 3, (2, 3), bias=False, padding_mode=mode, **options).double()

@@ -26,7 +26,7 @@ def positive(d, seed=0, dtype=torch.float64):
     return x.mT @ x / (2 * d)
 
 
-@pytest.mark.parametrize("d", [1, 2, 31, 4608])
+@pytest.mark.parametrize("d", [1, 2, 31, 2049])
 def test_packing_is_the_identity_bit_for_bit(d):
     matrix = torch.randn(d, d, generator=torch.Generator().manual_seed(d))
     matrix = matrix.triu() + matrix.triu(1).mT

@@ -5,7 +5,7 @@ import torch
 
 from thinwire.core.program import CROSS, NODE, LocalWorld, Topology
 from thinwire.core.program.trace import trace
-from thinwire.systems.kfac.programs import FACTOR, UPDATES, FactorExchange, FromAll, FromOwner, decay_of
+from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FactorExchange, FromAll, FromOwner, decay_of
 
 DRAW = torch.Generator().manual_seed(0)
 

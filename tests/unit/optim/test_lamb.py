@@ -94,26 +94,3 @@ def test_bf16_parameters_follow_an_fp32_run():
     half, optimizer = oracles.run(make(), weights, gradients, [1e-4] * 10, torch.bfloat16)
     for a, b in zip(exact, half):
         assert torch.equal(a, optimizer.state[b]["master"])
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0 must be a number of at least 0 and below 1"),
-        ({"betas": 0.9}, "two numbers"),
-        ({"eps": -1e-8}, "eps"),
-        ({"max_grad_norm": 0.0}, "None not to clip"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm"),
-        ({"adapt_all": 1}, "True or False"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        LAMB([nn.Parameter(torch.ones(2, 2))], **options)
-
-
-def test_one_limit_for_all():
-    groups = [{"params": [nn.Parameter(torch.ones(2))], "max_grad_norm": limit} for limit in (1.0, 2.0)]
-    with pytest.raises(ValueError, match="to LAMB itself"):
-        LAMB(groups)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from rounding import of_sums
 from thinwire.core.program import NODE, WORLD, Topology
 from thinwire.core.program.local_world import run_lockstep
-from thinwire.systems.optim.pto import TrustRatios, decide, split
-from thinwire.systems.optim.ratios import Layers, Rule, norms, replicated, trust_ratios
+from thinwire.systems.optim.pto import Layers, Rule, TrustRatios, decide, norms, split, trust_ratios
 
 RULES = [Rule(0.001, 0.0001), Rule(), Rule(0.02, 0.1, 1e-3, (1e-5, 0.5))]
 
@@ -54,7 +53,7 @@ def test_equal_to_one_rank_bit_for_bit(counts, size, partition, seed):
     blocks = blocks_of(counts, seed)
     found, _ = together(blocks, size, WORLD, Topology(size), partition)
     for ranks in found:
-        for ours, alone in zip(ranks, replicated(blocks), strict=True):
+        for ours, alone in zip(ranks, map(trust_ratios, blocks), strict=True):
             assert torch.equal(ours, alone)
             assert ours.isfinite().all()
 
@@ -63,7 +62,7 @@ def test_shared_inside_unequal_machines():
     blocks = blocks_of([5, 3])
     found, sent = together(blocks, 5, NODE, Topology(5, [3, 1, 1]), "cost")
     for ranks in found:
-        assert all(torch.equal(a, b) for a, b in zip(ranks, replicated(blocks)))
+        assert all(torch.equal(a, b) for a, b in zip(ranks, map(trust_ratios, blocks)))
     assert sent[3] == sent[4] == 0
 
 
@@ -137,8 +136,3 @@ def test_ratios_to_a_millionth(rule):
     if rule.clamp:
         expected = min(max(expected, rule.clamp[0]), rule.clamp[1])
     assert float(trust_ratios(Layers([w], [g], rule))[0]) == pytest.approx(expected, rel=1e-6)
-
-
-def test_no_layer_is_refused():
-    with pytest.raises(ValueError, match="at least one layer"):
-        trust_ratios(Layers())

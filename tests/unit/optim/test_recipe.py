@@ -52,30 +52,9 @@ def test_warmup_poly_resumes_in_the_middle():
     assert rates(resumed, second, 5) == straight[7:]
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"total_steps": 5, "warmup_steps": 5}, "warmup_steps=5 must be below total_steps=5"),
-        ({"total_steps": 5, "warmup_steps": -1}, "warmup_steps=-1"),
-        ({"total_steps": 5.0, "warmup_steps": 1}, "whole number"),
-        ({"total_steps": 5, "warmup_steps": 1, "power": -1.0}, "power"),
-    ],
-)
-def test_warmup_poly_refuses(options, words):
-    with pytest.raises(ValueError, match=words):
-        warmup_poly(sgd(), **options)
-
-
 def test_scaled_lr():
     assert scaled_lr(0.1, 8192) == 0.1 * 32
     assert scaled_lr(0.1, 64, base_batch=128) == 0.05
-    for bad in (
-        {"base_lr": -1.0, "batch": 8},
-        {"base_lr": 1.0, "batch": 0},
-        {"base_lr": 1.0, "batch": 8, "base_batch": 0.5},
-    ):
-        with pytest.raises(ValueError, match="must be a"):
-            scaled_lr(**bad)
 
 
 class FancyRMSNorm(nn.Module):
@@ -109,10 +88,6 @@ def test_param_groups():
 def test_param_groups_without_one_kind():
     net = nn.Linear(3, 2, bias=False)
     assert [len(g["params"]) for g in param_groups(net, 0.1)] == [1]
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        param_groups(net.requires_grad_(False), 0.1)
-    with pytest.raises(ValueError, match="weight_decay"):
-        param_groups(net, -1.0)
 
 
 def test_zero_last_norm():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinwire.systems.supernet.stereo import measure, random_dot_pair
-from thinwire.systems.supernet.stereo.refinement import warp
+from thinwire.systems.supernet.stereo.layers import warp
 
 pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")

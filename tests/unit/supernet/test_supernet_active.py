@@ -13,7 +13,7 @@ import thinwire as tw
 from thinwire.systems.optim import LARS
 from thinwire.systems.supernet import ActiveReduce, ActiveSet
 from thinwire.systems.supernet.operators import ElasticBatchNorm
-from thinwire.systems.supernet.semantics import InactiveWeights
+from thinwire.systems.supernet.reduce import InactiveWeights
 from thinwire.systems.supernet.stereo import ElasticStereo
 
 
@@ -85,13 +85,6 @@ def test_a_union_holds_its_parts(seeds):
     assert union.hash8(3) == ActiveSet.union(sets[::-1]).hash8(3)
     assert len(union.hash8(3)) == 8
     assert union.hash8(3) != union.hash8(4)
-
-
-def test_sets_that_name_other_parameters_are_refused():
-    with pytest.raises(ValueError, match="differ"):
-        ActiveSet.of({"a": (2,)}, {"b": None})
-    with pytest.raises(ValueError, match="no sets"):
-        ActiveSet.union([])
 
 
 SHAPES = {"a": (6, 5), "b": (4,), "c": (3, 3), "d": (2, 2)}
@@ -195,22 +188,6 @@ def test_participants_divide_by_those_who_use_an_element():
             assert torch.equal(mine[name], used.float() * torch.ones(shape))
 
 
-@pytest.mark.parametrize("inner,says", [(tw.PowerSGD(rank=2), "powersgd"), (tw.ACP(rank=2), "acp"), (tw.DeAR(), "ssgd"),
-                                        (tw.HiTopK(density=0.1), "hitopk")])  # fmt: skip
-def test_methods_that_need_whole_tensors_are_refused(inner, says):
-    with pytest.raises(ValueError, match=says):
-        ActiveReduce(inner)
-
-
-def test_options_that_are_refused():
-    with pytest.raises(TypeError, match="must be a method"):
-        ActiveReduce("ssgd")
-    with pytest.raises(ValueError, match="divisor"):
-        ActiveReduce(tw.SSGD(), divisor="half")
-    with pytest.raises(ValueError, match="exact"):
-        ActiveReduce(tw.TopK(density=0.1), divisor="participants")
-
-
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
@@ -285,16 +262,6 @@ def test_optimizers_that_mix_elements_run_full_steps_only():
         optimizer.step()
     with pytest.raises(ValueError, match="skip"):
         InactiveWeights(optimizer, net, lambda: None, "leave")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"momentum": None}, {"track_running_stats": False}, {"affine": False}],
-    ids=str,
-)
-def test_a_batch_norm_without_what_it_cuts_is_refused(options):
-    with pytest.raises(ValueError, match="needs a momentum"):
-        ElasticBatchNorm(4, **options)(torch.ones(2, 3, 4, 4))
 
 
 def test_a_batch_norm_that_keeps_its_statistics_for_ever():

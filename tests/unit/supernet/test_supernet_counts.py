@@ -121,26 +121,3 @@ def test_two_ratios_of_one_width_are_one_network(published):
     assert size(published.extract(a)) == size(published.extract(b))
     stage = [sum(12**d for d in (2, 3, 4)), sum(9 * 12 ** (d - 1) for d in (2, 3, 4))]
     assert math.prod([stage[1], *stage[:1] * 3]) == pytest.approx(1.96e17, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "words,says",
-    [
-        ({"max_disparity": 100}, "multiple of 24"),
-        ({"widths": (8, 16)}, "4 stages"),
-        ({"refine_width": 31}, "even"),
-        ({"space": Space(refine_widths=(8, 16), refine_depths=(6,))}, "end with refine_width=32"),
-        ({"space": Space(refine_widths=(16, 32), refine_depths=(2,))}, "end with 6"),
-    ],
-)
-def test_arguments_that_are_refused(words, says):
-    with pytest.raises(ValueError, match=says):
-        ElasticStereo(**words)
-
-
-def test_sizes_that_do_not_divide_name_the_padding(published):
-    view = torch.empty(1, 3, 500, 741, device="meta")
-    with pytest.raises(ValueError, match="504x744"):
-        published(view, view)
-    with pytest.raises(ValueError, match=r"\[B, 3, H, W\]"):
-        published(view, view[:, :1])

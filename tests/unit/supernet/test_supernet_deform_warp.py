@@ -7,9 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from supernet_nets import views
 
-from thinwire.systems.supernet.stereo.cost_volume import correlation, soft_argmax
-from thinwire.systems.supernet.stereo.deform import DeformConv, deform_conv2d, torchvision_kernel
-from thinwire.systems.supernet.stereo.refinement import Refinement, warp
+from thinwire.systems.supernet.stereo.layers import (
+    DeformConv,
+    Refinement,
+    correlation,
+    deform_conv2d,
+    soft_argmax,
+    torchvision_kernel,
+    warp,
+)
 
 DOUBLE = torch.float64
 

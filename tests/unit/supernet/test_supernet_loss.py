@@ -2,13 +2,7 @@ import pytest
 import torch
 
 from thinwire.systems.supernet.stereo import measure, pyramid_loss
-from thinwire.systems.supernet.stereo.loss import weights
-from thinwire.systems.supernet.stereo.metrics import Metrics
-
-
-def test_weights_are_those_of_the_coarsest_maps():
-    assert weights(6) == [1 / 3, 2 / 3, 1, 1, 1, 1]
-    assert weights(4) == [1 / 3, 2 / 3, 1, 1]
+from thinwire.systems.supernet.stereo.evaluation import Metrics
 
 
 def test_loss_by_hand():

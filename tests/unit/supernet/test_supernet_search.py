@@ -32,7 +32,7 @@ def cost(net):
 
 def quality(net):
     """Without a pattern, but the same everywhere."""
-    return random.Random(net.key).random() + 0.02 * cost(net)
+    return random.Random(net.hash).random() + 0.02 * cost(net)
 
 
 def find(space, limit, evolution=None, measured=cost, fitness=quality, **kw):
@@ -125,12 +125,6 @@ def test_pareto_front():
         assert a.fitness < b.fitness
 
 
-@pytest.mark.parametrize("words", [{"population": 1}, {"generations": -1}, {"parents": 0.0}, {"mutate": 2.0}])
-def test_evolutions_that_are_refused(words):
-    with pytest.raises(ValueError, match="must be"):
-        Evolution(**words)
-
-
 @pytest.fixture(scope="module")
 def table():
     return build_table(tiny(), (24, 48), repeats=2)
@@ -152,16 +146,6 @@ def test_a_table_survives_json_and_refuses_another_space(table):
     assert other == table
     with pytest.raises(ValueError, match="another space"):
         other.predict(Space().largest)
-    for text in ("{}", "no", "[]"):
-        with pytest.raises(ValueError, match="not a latency table"):
-            LatencyTable.from_json(text)
     assert dataclasses.replace(table, factor=2 * table.factor).predict(tiny().space.smallest) == pytest.approx(
         2 * table.predict(tiny().space.smallest)
     )
-
-
-def test_tables_of_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="pad them to 24x48"):
-        build_table(tiny(), (20, 44))
-    with pytest.raises(ValueError, match="at least 1"):
-        build_table(tiny(), (24, 48), repeats=0)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from supernet_nets import dots, tiny
+from supernet_nets import tiny
 
 from thinwire.engine.state import checkpoint
-from thinwire.systems.supernet.stereo import Phase, RandomDots, SupernetTrainer, batches, short, shrink
-from thinwire.systems.supernet.stereo.fitness import Calibrated, constant_guess
-from thinwire.systems.supernet.stereo.step import adam
+from thinwire.systems.supernet.stereo import Phase, RandomDots, batches, short, shrink
+from thinwire.systems.supernet.stereo.evaluation import Calibrated, constant_guess
+from thinwire.systems.supernet.stereo.training import adam
 
 DATA = RandomDots(12, 24, 48, 9)
 
@@ -75,36 +75,6 @@ def test_decay_is_on_weights_and_maps_alone():
     assert all(p.ndim >= 2 for p in decayed)
     assert all("norm" in names[id(p)] or names[id(p)].endswith("bias") or ".1." in names[id(p)] for p in others)
     assert any("maps" in names[id(p)] for p in decayed)
-
-
-@pytest.mark.parametrize(
-    "words,says",
-    [
-        ({"batch": 0}, "at least 1"),
-        ({"sampling": "each"}, "sampling"),
-        ({"semantics": "leave"}, "semantics"),
-        ({"divisor": "participants"}, "per-rank"),
-        ({"method": "dense", "divisor": "participants", "sampling": "per-rank"}, "divisor"),
-        ({"method": "powersgd"}, "powersgd"),
-    ],
-)
-def test_options_that_are_refused(words, says):
-    net = tiny()
-    with pytest.raises(ValueError, match=says):
-        shrink(net, DATA, phases(net), **words)
-    for _ in range(2):  # nothing was left attached, and nothing is
-        with SupernetTrainer(net, phases(net)[0], adam(net, 1e-3)):
-            pass
-
-
-def test_phases_outside_the_space_are_refused():
-    net = tiny()
-    with pytest.raises(ValueError, match="outside the space"):
-        shrink(net, DATA, [Phase("p", type(net.space)(), 1, 1.0)])
-    with pytest.raises(ValueError, match="its own name"):
-        shrink(net, DATA, [*phases(net), *phases(net)])
-    with pytest.raises(ValueError, match="empty"):
-        shrink(net, dots(4)[:0], phases(net))
 
 
 @pytest.mark.slow

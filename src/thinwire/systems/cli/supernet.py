@@ -5,30 +5,27 @@ from __future__ import annotations
 import json as json_module
 import math
 import os
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.systems.cli.supernet_inputs import (
-    corners,
-    make_net,
-    make_phases,
-    parse_method,
-    parse_pairs,
-    parse_size,
-    parse_sub_net,
-)
 from thinwire.tools.cli.console import Json, check_folder, check_output, plain_table, progress, watched_load
 from thinwire.tools.cli.errors import RunFailed
 from thinwire.tools.cli.ranks import torchrun_group
 
 if TYPE_CHECKING:
-    from thinwire.systems.supernet import Evolution
-    from thinwire.systems.supernet.stereo import ElasticStereo, LatencyTable
-    from thinwire.systems.supernet.stereo.fitness import Calibrated
+    from thinwire.core.program import Method
+    from thinwire.systems.supernet import Evolution, SubNet
+    from thinwire.systems.supernet.search import Candidate, SearchResult
+    from thinwire.systems.supernet.stereo import ElasticStereo, LatencyTable, Pairs, Phase
+    from thinwire.systems.supernet.stereo.evaluation import Calibrated
+    from thinwire.tools.pictures import Picture
+
 
 app = typer.Typer(
     help="EASNet: one stereo network whose kernels, depth, width and scales can be cut.", no_args_is_help=True
@@ -79,8 +76,8 @@ def train(
     from rich.console import Console
 
     from thinwire.systems.supernet.stereo import batches, save_net, shrink
-    from thinwire.systems.supernet.stereo.fitness import Calibrated, constant_guess
-    from thinwire.systems.supernet.stereo.phases import total
+    from thinwire.systems.supernet.stereo.evaluation import Calibrated, constant_guess
+    from thinwire.systems.supernet.stereo.training import total
 
     shape = parse_size(size)
     torch.set_num_threads(threads)
@@ -242,10 +239,9 @@ def search(
 
     from thinwire.engine.attach import attach
     from thinwire.systems.supernet import Evolution
-    from thinwire.systems.supernet.picture import search_picture
     from thinwire.systems.supernet.search import search as program
     from thinwire.systems.supernet.stereo import LatencyTable, batches, load_net, measure_net, save_net
-    from thinwire.systems.supernet.stereo.fitness import Calibrated
+    from thinwire.systems.supernet.stereo.evaluation import Calibrated
     from thinwire.tools.pictures import write_picture
 
     torch.set_num_threads(threads)
@@ -297,7 +293,7 @@ def search(
         "epe": metrics.epe, "bad3": metrics.bad3, "limit_ms": limit_ms, "measured_ms": best.measured_ms,
         "predicted_ms": best.predicted_ms, "table_error": timings.error, "evaluated": len(found.archive),
         "parameters": sum(p.numel() for p in made.extract(best.sub_net).parameters()),
-        "picture": asdict(picture := search_picture(found, limit_ms)),
+        "picture": asdict(picture := _picture(found, limit_ms)),
         "pareto": [{"ms": c.predicted_ms, "epe": -c.fitness} for c in found.pareto()],
     }  # fmt: skip
     result = load.with_load(result)
@@ -319,6 +315,25 @@ def search(
         markup=False,
     )
     console.print(f"written: {folder / 'best.json'}, {folder / 'calibrated.pt'}", markup=False)
+
+
+def _picture(found: SearchResult, limit_ms: float) -> Picture:
+    """Draw every sub-network's error against its latency, the Pareto front, the limit and the answer."""
+    from thinwire.tools.pictures import Mark, Panel, Picture, Series
+
+    def series(name: str, candidates: Sequence[Candidate], kind: str) -> Series:
+        return Series(name, tuple(c.predicted_ms for c in candidates), tuple(-c.fitness for c in candidates), kind)
+
+    best, error = found.best, -found.best.fitness
+    assert best.measured_ms is not None  # the answer of a search
+    curves = (
+        series("sub-networks, predicted latency", found.archive, "points"),
+        series("best at this latency", found.pareto(), "steps"),
+        Series("answer, measured", (best.measured_ms,), (error,), "points", (best.measured_ms, error)),
+    )
+    limit = Mark(limit_ms, f"limit, {limit_ms:g} ms")
+    panel = Panel("latency of one pair, ms", "end-point error, px", curves, (limit,))
+    return Picture(f"{len(found.archive)} sub-networks evaluated", (panel,))
 
 
 def _cost(
@@ -363,3 +378,102 @@ def export(
         )
     if difference > 1e-4 * max(1.0, made.max_disparity):
         raise RunFailed(f"{out} does not compute what the network computes: off by {difference:.2g} px")
+
+
+MADE_UP = ("dots", "planes", "scenes")
+_KINDS = {"dots": "pieces", "planes": "plane", "scenes": "scene"}
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse ``48x96``: height, then width."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    if found is None or "0" in found.groups():
+        raise ValueError(f"--size {text}: give height x width, such as 48x96")
+    return int(found[1]), int(found[2])
+
+
+def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: int, seed: int) -> Pairs:
+    """Return synthetic pairs, or those of a list of files, cropped to the size."""
+    from thinwire.systems.supernet.stereo import RandomDots, StereoFiles
+
+    if data in MADE_UP:
+        return RandomDots(count, *size, max_disparity, _KINDS[data], seed)
+    if not Path(data).is_file():
+        raise ValueError(f"data {data!r} is neither one of {', '.join(MADE_UP)} nor a file that lists pairs")
+    return StereoFiles(data, size, augment=False, seed=seed)
+
+
+def parse_method(text: str) -> Method | str:
+    """Parse ``active``, ``dense``, or the method for the active part: ``topk:density=0.01``."""
+    from thinwire import method
+    from thinwire.tools.bench.words import split_options
+
+    name, options = split_options(text)
+    return name if name in ("active", "dense") and not options else method(name, **options)
+
+
+def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> ElasticStereo:
+    """Build an untrained network of a named configuration."""
+    from dataclasses import replace
+
+    from thinwire.systems.supernet import Space
+    from thinwire.systems.supernet.stereo import ElasticStereo
+
+    if config == "tiny":
+        if elastic_refinement:
+            raise ValueError("--elastic-refinement is for --config published")
+        return ElasticStereo.tiny() if deformable is None else ElasticStereo.tiny(deformable)
+    if config != "published":
+        raise ValueError(f"--config {config!r} must be tiny or published")
+    space = Space()
+    if elastic_refinement:
+        space = replace(space, refine_widths=(16, 32), refine_depths=(2, 4, 6))
+    return ElasticStereo(space, deformable=3 if deformable is None else deformable)
+
+
+def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, sub_nets: int) -> tuple[Phase, ...]:
+    """Return the published phases, for epochs of this many steps; or two short ones."""
+    from thinwire.systems.supernet.stereo import published, short
+
+    if epoch is not None:
+        if config != "published" or net.space.refine_widths:
+            raise ValueError("--epoch is for --config published without --elastic-refinement; else give --steps")
+        return published(epoch)
+    found = re.fullmatch(r"(\d+),(\d+)", steps.strip())
+    if found is None:
+        raise ValueError(f"--steps {steps}: give the steps of the large and of the shrinking phase, such as 300,300")
+    return short(net.space, int(found[1]), int(found[2]), sub_nets)
+
+
+def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
+    """``largest``, ``smallest``, a file that search wrote, or four numbers k,d,e,S for all blocks."""
+    import json
+
+    from thinwire.systems.supernet import SubNet
+
+    if text in ("largest", "smallest"):
+        return net.space.largest if text == "largest" else net.space.smallest
+    if found := re.fullmatch(r"(\d+),(\d+),(\d+),(\d+)", text):
+        kernel, depth, expand, scales = map(int, found.groups())
+        return net.space.uniform(kernel, depth, expand, scales)
+    if not Path(text).is_file():
+        raise ValueError(
+            f"--sub-net {text} is neither largest, smallest, k,d,e,S nor a file from thinwire supernet search"
+        )
+    content = Path(text).read_text()
+    try:
+        data = json.loads(content)
+        content = json.dumps(data["sub_net"]) if "sub_net" in data else content
+    except (TypeError, ValueError, RecursionError):
+        pass  # from_json reports what is wrong
+    made = SubNet.from_json(content)
+    net.space.check(made)
+    return made
+
+
+def corners(net: ElasticStereo) -> dict[str, Any]:
+    """Return the sub-networks that are reported after training, by name."""
+    space = net.space
+    small = space.smallest
+    middle = space.uniform(space.kernels[-1], space.depths[0], space.expands[-1], space.scales[0])
+    return {"largest": space.largest, "shallow": middle, "smallest": small}

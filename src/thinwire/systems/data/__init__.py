@@ -4,11 +4,10 @@ Decoders, downloaders and loaders do not belong here (see torch, torchdata, mosa
 """
 
 from thinwire.systems.data import policy, stall
+from thinwire.systems.data.arena import CacheStats
 from thinwire.systems.data.cached import CachedDataset
-from thinwire.systems.data.prefetch import Prefetched
 from thinwire.systems.data.resolution import ResolutionSchedule, Stage
-from thinwire.systems.data.sampler import LocalitySampler
-from thinwire.systems.data.stats import CacheStats
+from thinwire.systems.data.sampler import LocalitySampler, Prefetched
 
 __all__ = [
     "CacheStats",

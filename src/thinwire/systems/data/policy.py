@@ -7,12 +7,13 @@ from collections import OrderedDict
 
 import torch
 
+from thinwire.core.checks import check_number
 from thinwire.core.kernels.seeding import generator
 
 
 def fill_once_hit_rate(cached: float) -> float:
     """Return the hit rate of a cache filled once and never evicted: the cached fraction, from the second epoch on."""
-    return _share(cached)
+    return check_number("share", cached, least=0, most=1)
 
 
 def lru_hit_rate(cached: float, *, shuffled: bool = True) -> float:
@@ -26,7 +27,7 @@ def lru_hit_rate(cached: float, *, shuffled: bool = True) -> float:
         >>> round(lru_hit_rate(0.5), 3), lru_hit_rate(0.5, shuffled=False)
         (0.153, 0.0)
     """
-    c = _share(cached)
+    c = check_number("share", cached, least=0, most=1)
     if c == 1.0:
         return 1.0
     return c + (1 - c) * math.log1p(-c) if shuffled else 0.0
@@ -35,16 +36,7 @@ def lru_hit_rate(cached: float, *, shuffled: bool = True) -> float:
 def simulate_lru(
     samples: int, capacity: int, epochs: int, *, dropped: int = 2, shuffled: bool = True, seed: int = 0
 ) -> float:
-    """Return the hit rate of a real LRU list over epochs, without the first ``dropped`` of them.
-
-    Args:
-        samples: size of the data set.
-        capacity: samples that fit.
-        epochs: total number of epochs.
-        dropped: epochs at the beginning that do not count.
-        shuffled: False: the same order in every epoch.
-        seed: seed of the orders.
-    """
+    """Return the hit rate of a real LRU list for ``capacity`` samples over epochs, the first ``dropped`` left out."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for epoch in range(epochs):
@@ -58,9 +50,3 @@ def simulate_lru(
                 if len(held) > capacity:
                     held.popitem(last=False)
     return hits / (samples * (epochs - dropped))
-
-
-def _share(value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{value!r} is not a share: it must be from 0 to 1")
-    return float(value)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
-from thinwire.core.records import UNREADABLE
+from thinwire.core.checks import check_count
+from thinwire.core.records import Record
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Some epochs with the same image size and batch size.
-
-    Attributes:
-        epochs: number of epochs.
-        size: side of an image, in pixels.
-        batch: samples per step, over all ranks.
-    """
+    """Some epochs with the same image size (its side, in pixels) and batch (samples per step, over all ranks)."""
 
     epochs: int
     size: int
@@ -25,22 +20,20 @@ class Stage:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} of a stage must be a whole number, at least 1")
+            check_count(name, value)
 
 
 @dataclass(frozen=True)
-class ResolutionSchedule:
+class ResolutionSchedule(Record):
     """Stages, one after the other. At each of ``changes`` the caller makes a new loader, learning rate and plan.
-
-    Args:
-        stages: in order.
 
     Example:
         >>> schedule = ResolutionSchedule([Stage(2, 96, 512), Stage(1, 224, 128)])
         >>> schedule.at(1).size, schedule.at(2).size, schedule.epochs, schedule.changes
         (96, 224, 3, (2,))
     """
+
+    called: ClassVar[str] = "a resolution schedule"
 
     stages: tuple[Stage, ...]
 
@@ -51,7 +44,6 @@ class ResolutionSchedule:
 
     @property
     def epochs(self) -> int:
-        """Total number of epochs."""
         return sum(stage.epochs for stage in self.stages)
 
     @property
@@ -60,11 +52,7 @@ class ResolutionSchedule:
         return tuple(sum(stage.epochs for stage in self.stages[:i]) for i in range(1, len(self.stages)))
 
     def at(self, epoch: int) -> Stage:
-        """Return the stage of an epoch, counted from 0.
-
-        Raises:
-            ValueError: there is no such epoch.
-        """
+        """Return the stage of an epoch, counted from 0."""
         if not 0 <= epoch < self.epochs:
             raise ValueError(f"epoch {epoch} is not in this schedule of {self.epochs} epochs")
         return self.stages[sum(epoch >= change for change in self.changes)]
@@ -76,19 +64,3 @@ class ResolutionSchedule:
         Its rectangular validation is not included.
         """
         return cls([Stage(13, 96, 32768), Stage(11, 128, 32768), Stage(3, 224, 32768), Stage(1, 288, 16384)])
-
-    def to_json(self) -> str:
-        """Return JSON text; :meth:`from_json` reads it."""
-        return json.dumps([asdict(stage) for stage in self.stages])
-
-    @classmethod
-    def from_json(cls, text: str) -> ResolutionSchedule:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text holds no schedule.
-        """
-        try:
-            return cls(Stage(**stage) for stage in json.loads(text))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a resolution schedule: {error}") from error

@@ -15,13 +15,7 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True)
 class InputTime:
-    """One pass over one loader.
-
-    Attributes:
-        batches: number of batches.
-        wait_seconds: time waiting for them.
-        step_seconds: time of the steps.
-    """
+    """One pass over one loader: its batches, the time spent waiting for them, and that of the steps."""
 
     batches: int
     wait_seconds: float
@@ -42,9 +36,6 @@ class StallSplit:
         """Return how much longer a pass takes than one over ``"synthetic"``; without that, the time spent waiting.
 
         Not all waiting is stall: the first batch of new workers takes time even if nothing is read.
-
-        Raises:
-            KeyError: no such loader.
         """
         own = self.passes[name]
         base = self.passes.get(SYNTHETIC)
@@ -62,12 +53,7 @@ def measure(loaders: Mapping[str, Iterable[Any]], step: Callable[[Any], object])
     """Go through each loader once, one after another, and time the wait for each batch and its step.
 
     Compare ``{"source": ..., "cached": ..., "synthetic": ...}``, the last with batches made in advance: the difference
-    to it is the cost of the input.
-
-    Args:
-        loaders: name -> batches.
-        step: what to do with a batch. On CUDA, each step is followed by a device synchronisation, so its time is
-            complete.
+    to it is the cost of the input. On CUDA, each step is followed by a device synchronisation, so its time is complete.
     """
     passes = {}
     for name, loader in loaders.items():

@@ -15,11 +15,6 @@ _WHAT = "a sample can hold dicts with str keys, tuples, tensors, numpy arrays, b
 
 
 def require_safetensors() -> Any:
-    """Import and return the module ``safetensors.torch``.
-
-    Raises:
-        ImportError: it is not installed.
-    """
     try:
         import safetensors.torch
     except ImportError as error:
@@ -30,18 +25,13 @@ def require_safetensors() -> Any:
 def pack(value: Any) -> bytes:
     """Pack a sample as one safetensors file: its tensors, and its structure as JSON in a tensor of bytes.
 
-    Equal samples give equal bytes. Tensors are stored contiguous, without gradient, from any device; arrays in C order
-    and this machine's byte order. Subclasses are refused, as they mean something that would be lost.
-
-    Raises:
-        TypeError: something in it cannot be stored; the message says where, and what can be stored.
+    Equal samples give equal bytes. Subclasses are refused, as they mean something that would be lost.
     """
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_flatten(value, tensors, "sample"))
     tensors[_TREE] = _from_bytes(tree.encode())
-    module = require_safetensors()
     try:
-        packed: bytes = module.save(tensors)
+        packed: bytes = require_safetensors().save(tensors)
     except (KeyError, ValueError) as error:
         kinds = ", ".join(sorted({str(t.dtype) for t in tensors.values()}))
         raise TypeError(f"safetensors cannot store a tensor of one of the dtypes {kinds}: convert it") from error
@@ -70,7 +60,6 @@ def size_of(value: Any) -> int:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in a sample, without its structure."""
     if isinstance(value, dict):
         for entry in value.values():
             yield from leaves(entry)

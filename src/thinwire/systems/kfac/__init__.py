@@ -5,7 +5,7 @@ Not here: how programs run (engine/), how messages are fused and work is placed 
 
 from thinwire.systems.kfac.kfac import KFAC
 from thinwire.systems.kfac.plan import KFACPlan
-from thinwire.systems.kfac.scheduled import stepped
-from thinwire.systems.kfac.schedules import Choices, make_plan
+from thinwire.systems.kfac.schedules import make_plan
+from thinwire.systems.kfac.variant import Variant, stepped
 
-__all__ = ["KFAC", "Choices", "KFACPlan", "make_plan", "stepped"]
+__all__ = ["KFAC", "KFACPlan", "Variant", "make_plan", "stepped"]

@@ -13,45 +13,28 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_choice
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.hooks import current_task
 from thinwire.engine.source import BackwardEnd
 from thinwire.predict.measure.kernels import Stopwatch
+from thinwire.systems.kfac.factors import LayerSums
 from thinwire.systems.kfac.layers import Preconditioned
-from thinwire.systems.kfac.sums import LayerSums
+
+if TYPE_CHECKING:
+    from thinwire.systems.kfac.kfac import KFAC
 
 logger = logging.getLogger("thinwire")
 
 A, G = 0, 1
 """The two sides of a layer."""
 _MEASURED = 1  # the round that is timed; the first is slower
-
-
-class CaptureListener(Protocol):
-    """The object that the hooks query and notify."""
-
-    def due(self) -> bool:
-        """Return whether statistics of this pass are wanted."""
-
-    def last_pass(self) -> bool:
-        """Return whether the current pass is the last of its step."""
-
-    def begin_round(self) -> None:
-        """Note that the first captured forward of a step begins."""
-
-    def complete(self, layer: int, side: int) -> None:
-        """Note that a statistic is complete."""
-
-    def end_round(self) -> None:
-        """Note that the last backward of a step is over: all statistics are complete now."""
-
-    def loss_scale(self) -> Tensor | None:
-        """Return the factor by which the loss was multiplied."""
 
 
 class _Calls:
@@ -70,15 +53,7 @@ class _Calls:
 
 
 class Capture:
-    """The hooks of one model.
-
-    Args:
-        model: its forward passes begin the passes that are captured.
-        layers: those to precondition. watched: for each, whether this rank needs its statistics.
-        scaling, tokens: see :mod:`~thinwire.kfac.factors`.
-        sampled: take gradients in ``sample``, not those of the loss.
-        listener: see :class:`CaptureListener`.
-    """
+    """The hooks of one model; ``watched``: for each layer, whether this rank needs its statistics."""
 
     def __init__(
         self,
@@ -88,8 +63,8 @@ class Capture:
         scaling: str,
         tokens: str,
         *,
-        sampled: bool,
-        listener: CaptureListener,
+        sampled: bool,  # take gradients in ``sample``, not those of the loss
+        listener: KFAC,  # is asked what is wanted, and told what is complete
     ) -> None:
         self._layers, self._sampled, self._listener = layers, sampled, listener
         self.sums = [LayerSums(layer, scaling, tokens) for layer in layers]
@@ -110,7 +85,6 @@ class Capture:
             self._handles.append(layer.module.register_forward_hook(partial(self._output, index)))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -159,7 +133,15 @@ class Capture:
     def _take(self, index: int, side: int, add: Any) -> None:
         calls, last = self._calls[index][side], self._listener.last_pass()
         if calls.complete:  # its exchange has already begun
-            self._surplus(index, calls)
+            calls.count += 1
+            calls.steady = False
+            if not calls.warned:
+                calls.warned = True
+                logger.warning(
+                    "thinwire: %s was called more often in this pass than before, after its factor had been sent: the "
+                    "extra calls are left out this once, and from now on its factor is sent at the end of backward",
+                    self._layers[index].name,
+                )
             return
         began, begin = time.perf_counter(), self.watch.mark()
         with own_modes(), torch.no_grad():  # in the working dtype, whatever autocast the forward is in
@@ -174,17 +156,6 @@ class Capture:
                 calls.complete = True
                 self._listener.complete(index, side)
 
-    def _surplus(self, index: int, calls: _Calls) -> None:
-        calls.count += 1
-        calls.steady = False
-        if not calls.warned:
-            calls.warned = True
-            logger.warning(
-                "thinwire: %s was called more often in this pass than before, after its factor had been sent: the "
-                "extra calls are left out this once, and from now on its factor is sent at the end of backward",
-                self._layers[index].name,
-            )
-
     @property
     def blind(self) -> bool:
         """Whether there is a layer to watch, and no call of any was ever seen."""
@@ -192,11 +163,9 @@ class Capture:
 
     @property
     def measured(self) -> bool:
-        """Whether the timed round is over."""
         return self.rounds > _MEASURED
 
     def statistic(self, layer: int, side: int) -> Tensor:
-        """Return a layer's new A (0) or G (1), packed and followed by a one; zeros if the layer was not called."""
         return self.sums[layer].statistic(side)
 
     # --- a round ---------------------------------------------------------------------------------------------------
@@ -237,3 +206,20 @@ class Capture:
             torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
         finally:
             self._sampling = False
+
+
+def sampled_loss(outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> Tensor:
+    """Return the mean negative log-likelihood of targets sampled from the model (Martens and Grosse 2015, section 5).
+
+    "categorical": logits, classes last, ``[..., classes]``; the mean is over all other dimensions. "gaussian": means
+    with unit variance, ``[B, ...]``; half the squared error, summed over each example, mean over examples.
+    """
+    check_choice("distribution", distribution, ("categorical", "gaussian"))
+    if distribution == "categorical":
+        logits = outputs.flatten(0, -2)
+        logits = logits.float() if outputs.dtype.itemsize < 4 else logits
+        probabilities = logits.detach().softmax(-1)
+        targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+        return F.cross_entropy(logits, targets)
+    noise = torch.empty_like(outputs).normal_(generator=generator)
+    return 0.5 * (outputs - (outputs.detach() + noise)).square().sum() / outputs.shape[0]

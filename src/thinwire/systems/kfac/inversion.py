@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,10 +29,10 @@ from thinwire.core.kernels.symmetric import (
     unpack_upper,
 )
 from thinwire.core.pricing.placement import place
-from thinwire.core.program import NODE, WORLD, AllGather, Bucket, Program, Slot, State
+from thinwire.core.program import CROSS, NODE, Bucket, Program, Slot, State
 from thinwire.engine.session import Channel
+from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FromAll, FromOwner, gather
 from thinwire.systems.kfac.plan import InverseMessage, KFACPlan
-from thinwire.systems.kfac.programs import FACTOR, UPDATES, FromAll, FromOwner
 
 logger = logging.getLogger("thinwire")
 
@@ -40,13 +40,7 @@ Run = Callable[[Program], Tensor]
 
 
 class Inverses:
-    """The inverses that a rank holds, by factor.
-
-    Args:
-        plan: says who inverts what.
-        state: holds the factors.
-        rank: this rank.
-    """
+    """The inverses that a rank holds, by factor."""
 
     def __init__(self, plan: KFACPlan, state: State, rank: int) -> None:
         self.plan, self._state, self._rank = plan, state, rank
@@ -56,13 +50,7 @@ class Inverses:
         self._compared = False
 
     def update(self, damping: float, channel: Channel, run: Run) -> float:
-        """Invert all factors. All ranks must call this. Return the seconds spent waiting for others.
-
-        Args:
-            damping: lambda.
-            channel: for the inverses that are sent; its topology is the plan's.
-            run: runs a small program on all ranks, blocking.
-        """
+        """Invert all factors. All ranks must call this. Return the seconds spent waiting for others."""
         group = self._rank // self.plan.workers
         messages = self.plan.messages(group)
         rows: dict[int, Tensor] = {}
@@ -90,8 +78,10 @@ class Inverses:
         buckets: list[Bucket | None] = [None] * len(messages)
 
         def make(index: int) -> Program:
-            message = messages[index]
-            slots = [self._slot(item, rows.get(item)) for item in message.items]
+            message, slots = messages[index], []
+            for item in message.items:
+                name, factor = self.plan.factor(item), self._factor(item)
+                slots.append(Slot(name, (self.plan.elements(item),), rows.get(item), factor.dtype, factor.device))
             bucket = buckets[index] = Bucket(index, slots)
             if message.owner is None:
                 owners = tuple(self.plan.owners[item] - first for item in message.items)
@@ -110,23 +100,16 @@ class Inverses:
                 rows[item] = slot.result
         return waited
 
-    def _slot(self, item: int, row: Tensor | None) -> Slot:
-        factor = self._factor(item)
-        return Slot(self.plan.factor(item), (self.plan.elements(item),), row, factor.dtype, factor.device)
-
     # --- inverting -------------------------------------------------------------------------------------------------
 
     def _factor(self, item: int) -> Tensor:
         return self._state.fields[FACTOR, self.plan.factor(item)]
 
-    def _seen(self, item: int) -> bool:
-        return bool(self._state.fields[UPDATES, self.plan.factor(item)] > 0)
+    def _seen(self, item: int) -> Tensor:
+        return self._state.fields[UPDATES, self.plan.factor(item)] > 0
 
     def _rows(self, items: Sequence[int], damping: float) -> dict[int, Tensor]:
-        """Return each item's inverse as sent, followed by its level.
-
-        One device read tells where level 0 was not enough.
-        """
+        """Return each item's inverse as sent, followed by its level. One device read tells where level 0 suffices."""
         first: dict[int, tuple[Tensor, ...]] = {}
         done = []
         for item in items:
@@ -134,7 +117,7 @@ class Inverses:
                 first[item], good = self._first(item, damping)
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # see ``first_eigen``
                 continue
-            done.append(good & (self._state.fields[UPDATES, self.plan.factor(item)] > 0))
+            done.append(good & self._seen(item))
         held = dict(zip(first, torch.stack(done).tolist())) if done else {}
         return {i: self._joined(first[i], 0) if held.get(i) else self._row(i, damping, 1) for i in items}
 
@@ -171,15 +154,12 @@ class Inverses:
         return self._joined((pack_upper(inverse),), level)
 
     def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
-        """Bring inverses that every rank computes to one level.
-
-        False: ranks round differently, so the plan now has owners.
-        """
+        """Bring inverses that every rank computes to one level. False: ranks round differently: plan them anew."""
         device = rows[items[0]].device
         while True:
             levels = [int(level) for level in torch.stack([rows[item][-1] for item in items]).tolist()]
             mine = upload(torch.tensor([*levels, *self._digest(items, rows)], dtype=torch.int64), device)
-            everyone = run(_gather(mine)).cpu()
+            everyone = run(gather(mine)).cpu()
             highest: list[int] = everyone[:, : len(items)].max(0).values.tolist()
             if (everyone[:, : len(items)] == everyone[0, : len(items)]).all():
                 break
@@ -227,19 +207,15 @@ class Inverses:
         if name in self._warned:
             return
         self._warned.add(name)
+        why = "it cannot be inverted, whatever the damping"
         if (UPDATES, name) in self._state.fields and not self._seen(item):
-            why = (
-                "there is no statistic for it: its module was not called in a training step, or a value was not finite"
-            )
-        else:
-            why = "it cannot be inverted, whatever the damping"
+            why = "there is no statistic for it: its module was not called in training, or a value was not finite"
         kept = "keeps its old inverse" if name in self.of else "is left to the optimizer"
         logger.warning("thinwire: factor %s: %s; the layer %s", name, why, kept)
 
     # --- using -----------------------------------------------------------------------------------------------------
 
     def ready(self, layer: int) -> bool:
-        """Return whether both inverses of a layer are available."""
         return all(self.plan.factor(2 * layer + side) in self.of for side in (0, 1))
 
     def apply(self, layer: int, gradient: Tensor, damping: float) -> Tensor:
@@ -252,5 +228,47 @@ class Inverses:
         return precondition(gradient, a, g)
 
 
-def _gather(x: Tensor) -> Program:
-    return (yield AllGather(x, WORLD))
+def preconditioned(
+    gradients: Mapping[int, Tensor], inverses: Inverses, state: State, channel: Channel, damping: float
+) -> tuple[dict[int, Tensor], float]:
+    """Return V of each layer, on every rank, and the seconds spent waiting for other ranks."""
+    plan = inverses.plan
+    found: dict[int, Tensor] = {}
+    sent = [(group, [i for i in layers if i in gradients]) for group, layers in plan.returns()]
+    sent = [(group, layers) for group, layers in sent if layers]
+    if not sent:
+        return {i: inverses.apply(i, gradient, damping) for i, gradient in gradients.items()}, 0.0
+
+    def make(index: int) -> Program:
+        group, layers = sent[index]
+        slots = [
+            Slot(plan.layers[i].name, gradients[i].shape, found.get(i), gradients[i].dtype, gradients[i].device)
+            for i in layers
+        ]
+        bucket = buckets[index] = Bucket(index, slots)
+        return FromOwner(group, CROSS).reduce(bucket, state)
+
+    buckets: dict[int, Bucket] = {}
+    channel.begin([[plan.layers[i].name for i in layers] for _, layers in sent], make)
+    for index, (group, layers) in enumerate(sent):
+        if group == state.rank // plan.workers:
+            found.update({i: inverses.apply(i, gradients[i], damping) for i in layers})
+        channel.ready(index)
+    waited = channel.wait()
+    for index, (_, layers) in enumerate(sent):
+        for i, slot in zip(layers, buckets[index].slots):
+            assert slot.result is not None
+            found[i] = slot.result
+    return dict(sorted(found.items())), waited  # so that all ranks sum over it in the same order
+
+
+def clip_factor(
+    found: Mapping[int, Tensor], gradients: Mapping[int, Tensor], rates: Sequence[Tensor | float], kl_clip: float
+) -> Tensor:
+    """Return ``min(1, sqrt(kl_clip / |sum lr^2 <V, gradient>|))``, 0-dim, 1 if the sum is zero, without a device sync.
+
+    Source: Ba, Grosse and Martens 2017, in the form of the authors' code.
+    """
+    terms = [(found[i] * gradients[i]).sum().double() * rates[i] ** 2 for i in found]
+    size = torch.stack([torch.as_tensor(term, dtype=torch.float64) for term in terms]).sum().abs()
+    return (kl_clip / size).sqrt().clamp(max=1.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,32 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
 from thinwire.core.methods.decoupling import deferring
-from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import State
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.executors.alone import run_alone
 from thinwire.engine.session import Channel
 from thinwire.engine.state.scaler import loss_scale, still_scaled
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.kfac import persistence
-from thinwire.systems.kfac.capture import Capture
-from thinwire.systems.kfac.fisher import sampled_loss
-from thinwire.systems.kfac.gradients import clip_factor, learning_rates, preconditioned, write
-from thinwire.systems.kfac.inversion import Inverses
+from thinwire.systems.kfac.capture import Capture, sampled_loss
+from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FactorExchange, FactorRounds, decay_of
+from thinwire.systems.kfac.inversion import Inverses, clip_factor, preconditioned
 from thinwire.systems.kfac.layers import find_layers
-from thinwire.systems.kfac.options import Options
 from thinwire.systems.kfac.plan import KFACPlan
-from thinwire.systems.kfac.planning import Planning
-from thinwire.systems.kfac.programs import FactorExchange, decay_of
-from thinwire.systems.kfac.rounds import FactorRounds
-from thinwire.systems.kfac.scheduled import Damping, Interval
-from thinwire.systems.kfac.schedules import Choices
+from thinwire.systems.kfac.planning import first_plan, second_plan
 from thinwire.systems.kfac.stats import KFACStats, Tally
+from thinwire.systems.kfac.variant import METHODS, Damping, Interval, Variant, damping_at, interval_at
 
 logger = logging.getLogger("thinwire")
-_FITTING = ("scaling", "tokens")
-"""Options that must match when a state is loaded; a state holds no other options."""
+_VERSION = 1  # of a saved state
 
 
 class KFAC:
@@ -50,29 +46,15 @@ class KFAC:
         damping: lambda, above 0, or a function of the step, such as :func:`~thinwire.kfac.stepped`. It matters more
             than any other option, and values do not carry over between scalings, methods or code bases: try several, as
             ``thinwire kfac tune`` does.
-        factor_decay: weight of the old factor in the running average, or "warmup".
         kl_clip: bound on the step's length in the Fisher metric; None: no bound.
         factor_update_steps, inv_update_steps: steps between new statistics, and between inversions; or functions of the
             step.
         method: "inverse", "inverse_pi" (damping split by the factors' traces) or "eigen" (damping added to the
             products of eigenvalues: inverts the damped product exactly). With the same damping these are three
             different optimizers.
-        fisher: "empirical": gradients of the loss; "sampled": of targets sampled from the model, see
-            ``fisher_backward``.
-        scaling: "reference", "authors" or "kaisa", see :mod:`thinwire.kfac.factors`.
-        tokens: whether each position of a linear layer's input is a row ("expand"), or each example ("reduce"); None:
-            "reduce" with ``scaling="authors"``, otherwise "expand".
-        schedule: "spd", "dkfac", "mpd", "kaisa:<fraction>" or "dp", see :mod:`thinwire.kfac.schedules`.
-        planner, inverse_rule, inverse_weight, inverse_comm, wire_dtype: how a schedule is planned, see the same module.
         skip_layers: names of layers to leave to the optimizer, with ``*`` and ``?``.
-        max_dim: layers with a larger factor are also left to the optimizer.
-        warm_start: "identity" begins with A = G = I, as published; None: begins with the first statistics.
-        plan: a pinned plan; None: one is made from ``costs``, and once more from measured times.
-        auto_step: ``step`` is called before the optimizers' steps; False: you call it.
         optimizer: needed if there is no sync.
-        scaler: the ``GradScaler`` in use; None: the one that ``attach`` was given.
-        costs: for the plan, as from ``thinwire probe`` and ``thinwire kfac calibrate``; None: measured here if the plan
-            needs them, in some seconds.
+        variant: the options of published variants, a pinned plan, and what else few need.
 
     Raises:
         ValueError: an option, a layer or a plan is invalid or does not match; the message names it.
@@ -84,58 +66,65 @@ class KFAC:
         sync: GradientSync | None,
         *,
         damping: Damping = 0.03,
-        factor_decay: float | str = 0.95,
         kl_clip: float | None = 1e-3,
         factor_update_steps: Interval = 10,
         inv_update_steps: Interval = 100,
         method: str = "inverse",
-        fisher: str = "empirical",
-        scaling: str = "reference",
-        tokens: str | None = None,
-        schedule: str = "spd",
-        planner: str = "optimal",
-        inverse_rule: str = "cost",
-        inverse_weight: str = "cost",
-        inverse_comm: str = "auto",
-        wire_dtype: str = "fp32",
         skip_layers: Sequence[str] = (),
-        max_dim: int = 8192,
-        warm_start: str | None = None,
-        plan: KFACPlan | None = None,
-        auto_step: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
-        scaler: Any = None,
-        costs: Costs | None = None,
+        variant: Variant = Variant(),  # noqa: B008
+        **moved: Any,
     ) -> None:
-        self._options = Options(
-            damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps, fisher, scaling, tokens, warm_start
-        )
-        choices = Choices(schedule, planner, inverse_rule, inverse_weight, inverse_comm, method, wire_dtype)
+        _refuse_moved(moved)
+        if not callable(damping):
+            check_number("damping", damping, above=0)
+        if kl_clip is not None:
+            check_number("kl_clip", kl_clip, above=0)
+        self._every = {"factor_update_steps": factor_update_steps, "inv_update_steps": inv_update_steps}
+        for name, every in self._every.items():
+            if not callable(every):
+                check_count(name, every)
+        check_choice("method", method, METHODS)
+        factors, inverses = factor_update_steps, inv_update_steps
+        if isinstance(factors, int) and isinstance(inverses, int) and inverses % factors:
+            warnings.warn(
+                f"inv_update_steps={inverses} is not a multiple of factor_update_steps={factors}: "
+                f"some inverses will be made from factors that are older than necessary",
+                stacklevel=2,
+            )
+        self._damping, self._kl_clip, self._variant = damping, kl_clip, variant
         self._optimizers = _optimizers(model, sync, optimizer)
-        self._sync, self._scaler = sync, scaler or (sync.services.scaler if sync is not None else None)
-        self._layers, notes = find_layers(model, skip_layers, max_dim)
+        self._sync, self._scaler = sync, variant.scaler or (sync.services.scaler if sync is not None else None)
+        self._layers, notes = find_layers(model, skip_layers, variant.max_dim)
         for note in notes:
             logger.info("thinwire: %s", note)
         self._device = self._layers[0].weight.device
         self._ranks = sync if sync is not None and sync.services.topology.world_size > 1 else None  # None: one process
-        self._planning = Planning(self._ranks, tuple(layer.shape for layer in self._layers), choices)
-        first = self._planning.first(plan, costs, self._device, self._options.facts())
+        shapes = tuple(layer.shape for layer in self._layers)
+        first, self._costs = first_plan(self._ranks, shapes, variant, method, self._device, self._facts())
+        self._again = variant.plan is None and variant.prices_factors  # a plan from measured times is still to be made
         rank = self._ranks.services.rank if self._ranks is not None else 0
         self._state = State(rank, first.topology)
         self._inverses = Inverses(first, self._state, rank)
-        self._channel = self._open_channel()
-        self._tally = Tally()
+        if self._ranks is None:
+            self._channel = Channel(None, first.topology, "kfac", {}, None)
+        else:
+            self._channel = self._ranks.services.channel("kfac", first.depth(), first.topology)
+        self._tally = Tally(self._channel)
         mine = [self.plan.exchange or self.plan.mine(i, rank) for i in range(len(self._layers))]
+        self._sampled = variant.fisher == "sampled"
         self._capture = Capture(
-            model, self._layers, mine, scaling, self._options.positions, sampled=fisher == "sampled", listener=self
+            model, self._layers, mine, variant.scaling, variant.positions, sampled=self._sampled, listener=self
         )
-        program = FactorExchange(decay_of(factor_decay), torch.bfloat16 if self.plan.wire_dtype == "bf16" else None)
+        program = FactorExchange(
+            decay_of(variant.factor_decay), torch.bfloat16 if self.plan.wire_dtype == "bf16" else None
+        )
         self._rounds = FactorRounds(
             self.plan, self._channel, self._state, program, self._capture.statistic, self._device
         )
-        if warm_start is not None:
+        if variant.warm_start is not None:
             self._rounds.identity()
-        self._blank = warm_start is None  # no statistics yet
+        self._blank = variant.warm_start is None  # no statistics yet
         self._active = not self.plan.exchange  # preconditioning has begun
         self._count = 0  # passes, if the engine does not count them
         self._shift = -self._ranks.services.state.step if self._ranks is not None else 0
@@ -145,10 +134,18 @@ class KFAC:
         self._handles: list[Any] = [
             layer.weight.register_post_accumulate_grad_hook(self._touch) for layer in self._layers
         ]
-        if auto_step:
+        if variant.auto_step:
             self._handles += [o.register_step_pre_hook(self._before_step) for o in self._optimizers]
         if sync is not None:
             sync.services.companions["kfac"] = self
+
+    def _facts(self) -> dict[str, Any]:
+        v = self._variant
+        facts = {"scaling": v.scaling, "tokens": v.positions, "fisher": v.fisher, "factor_decay": v.factor_decay}
+        return {**facts, **{name: self._every_at(name, 0) for name in self._every}, "kl_clip": self._kl_clip}
+
+    def _every_at(self, name: str, step: int) -> int:
+        return interval_at(name, self._every[name], step)
 
     @property
     def plan(self) -> KFACPlan:
@@ -159,11 +156,6 @@ class KFAC:
         self._inverses.plan = plan
         self._rounds.adopt(plan)
 
-    def _open_channel(self) -> Channel:
-        if self._ranks is None:
-            return Channel(None, self.plan.topology, "kfac", {})
-        return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
-
     # --- calls from the hooks ---------------------------------------------------------------------------------------
 
     @property
@@ -172,29 +164,24 @@ class KFAC:
         return self._count if self._ranks is None else self._ranks.services.state.step + self._shift
 
     def due(self) -> bool:
-        """Return whether statistics of this pass are wanted."""
-        return self._blank or self.passes % self._options.factor_steps_at(self.passes) == 0
+        return self._blank or self.passes % self._every_at("factor_update_steps", self.passes) == 0
 
     def last_pass(self) -> bool:
         """Return whether the current pass is the last of its step; without a sync only ``step`` can know this."""
         return self._sync is not None and self._sync.services.synchronizing
 
     def begin_round(self) -> None:
-        """Note that the first captured forward of a step begins."""
         self._take_in()
         self._rounds.begin()
-        self._wanting = self._options.fisher == "sampled"
+        self._wanting = self._sampled
 
     def complete(self, layer: int, side: int) -> None:
-        """Note that a statistic is complete."""
         self._rounds.complete(layer, side)
 
     def end_round(self) -> None:
-        """Note that the last backward of a step is over."""
         self._rounds.end()
 
     def loss_scale(self) -> Tensor | None:
-        """Return the factor by which the loss was multiplied."""
         return loss_scale(self._scaler, self._device)
 
     def _touch(self, _: Tensor) -> None:
@@ -232,7 +219,7 @@ class KFAC:
                 "loss.backward(), on every step; on steps that need no statistic it does nothing"
             )
         index = self._count if self._ranks is None else self.passes - 1
-        if self._capture.blind and (self._blank or index % self._options.factor_steps_at(index) == 0):
+        if self._capture.blind and (self._blank or index % self._every_at("factor_update_steps", index) == 0):
             raise RuntimeError(
                 "K-FAC has seen no call of any layer, so it would do nothing: a model that was compiled and called "
                 "earlier does not run new hooks (call torch._dynamo.reset() after making KFAC), and layers are watched "
@@ -241,37 +228,38 @@ class KFAC:
         self._count, self._stepped = self._count + 1, self.passes
         self._capture.close()
         self._take_in()
-        if self._planning.again and self._capture.measured:
-            self._adopt(self._planning.second(self.plan, self._capture))
-        damping = self._options.damping_at(index)
+        if self._again and self._ranks is not None and self._capture.measured:
+            self._again = False
+            self._adopt(second_plan(self.plan, self._ranks, self._variant, self._costs, self._capture))
+        damping = damping_at(self._damping, index)
         if not self._blank and index >= self._next:
-            every = self._options.inv_steps_at(index)
+            every = self._every_at("inv_update_steps", index)
             self._next = (index // every + 1) * every
-            self._invert(damping)
+            run = self._ranks.services.run if self._ranks is not None else run_alone
+            self._tally.phase("inverses", lambda: self._inverses.update(damping, self._channel, run))
+            self._tally.inverse_updates += 1
+            self._active = True
         if self._active:
-            self._precondition(damping)
+            self._tally.phase("returns", lambda: self._precondition(damping))
 
     def _take_in(self) -> None:
-        with self._tally.phase("factors", self._channel) as spent:
-            spent.waited = self._rounds.drain()
+        self._tally.phase("factors", self._rounds.drain)
         if self._blank:
             self._blank = self._rounds.blank()
 
-    def _invert(self, damping: float) -> None:
-        with self._tally.phase("inverses", self._channel) as spent:
-            run = self._ranks.services.run if self._ranks is not None else run_alone
-            spent.waited = self._inverses.update(damping, self._channel, run)
-        self._tally.inverse_updates += 1
-        self._active = True
-
-    def _precondition(self, damping: float) -> None:
-        with self._tally.phase("returns", self._channel) as spent:
-            gradients = {i: g for i, layer in enumerate(self._layers) if (g := layer.gradient()) is not None}
-            found, spent.waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
-            rates = learning_rates(self._optimizers, self._layers)
-            self._tally.clip = clip_factor(found, gradients, rates, self._options.kl_clip)
-            write(self._layers, found, self._tally.clip)
+    def _precondition(self, damping: float) -> float:
+        gradients = {i: g for i, layer in enumerate(self._layers) if (g := layer.gradient()) is not None}
+        found, waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
+        clip = self._tally.clip = None
+        if self._kl_clip is not None and found:
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            rate = {id(p): group.get("lr", 0.0) for group in groups for p in group["params"]}
+            rates = [rate.get(id(layer.weight), 0.0) for layer in self._layers]
+            clip = self._tally.clip = clip_factor(found, gradients, rates, self._kl_clip)
+        for i, v in found.items():
+            self._layers[i].write(v if clip is None else v * clip.to(v.dtype))
         self._tally.steps += 1
+        return waited
 
     def fisher_backward(self, outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> None:
         """With ``fisher="sampled"``: sample targets from the model's output, and take the statistics G from their loss.
@@ -281,11 +269,11 @@ class KFAC:
         Args:
             outputs: of this forward, with their graph.
             distribution: "categorical" (logits, classes last) or "gaussian" (means, unit variance).
-            generator: for the sampling; ranks must draw different samples.
+            generator: ranks must draw different samples.
         """
-        if self._options.fisher != "sampled":
+        if not self._sampled:
             raise RuntimeError(
-                'fisher_backward is for KFAC(..., fisher="sampled"); with "empirical" the loss itself is used'
+                'fisher_backward is for KFAC(..., variant=Variant(fisher="sampled")); "empirical" uses the loss itself'
             )
         if not self._capture.open:
             return
@@ -296,9 +284,7 @@ class KFAC:
 
     def stats(self) -> KFACStats:
         levels = {name: level for name, level in self._inverses.levels.items() if level}
-        return self._tally.stats(
-            self.plan, factor_updates=self._rounds.updates, capture_seconds=self._capture.seconds, levels=levels
-        )
+        return self._tally.stats(self.plan, self._rounds.updates, self._capture.seconds, levels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. Not between micro-batches. The sync's state, and so its checkpoints, include it.
@@ -309,9 +295,16 @@ class KFAC:
         if self._capture.open:
             raise RuntimeError("K-FAC has seen part of a step: save after optimizer.step(), not between micro-batches")
         self._take_in()
-        values = {"passes": self.passes, "next_inversion": self._next, "active": self._active}
-        values |= {name: self._options.facts()[name] for name in _FITTING}
-        return persistence.to_state_dict(self._state, self._inverses, values)
+        saved: dict[str, Any] = {"version": _VERSION, "plan": self.plan.to_json(), "passes": self.passes}
+        saved |= {"next_inversion": self._next, "active": self._active, **self._fitting()}
+        saved |= {f"{field}/{name}": value.detach().clone() for (field, name), value in self._state.fields.items()}
+        for name, inverse in self._inverses.of.items():
+            saved[f"inverse/{name}"] = inverse.clone() if self.plan.method == "eigen" else pack_upper(inverse)
+        return saved
+
+    def _fitting(self) -> dict[str, str]:
+        """Return the options that must match when a state is loaded; a state holds no others, nor the damping."""
+        return {"scaling": self._variant.scaling, "tokens": self._variant.positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``: bit for bit with the same plan; with another number of ranks only factors are kept.
@@ -319,36 +312,63 @@ class KFAC:
         Raises:
             ValueError: it does not match the model or the scaling, or lacks what this rank needs.
         """
-        for name in _FITTING:
-            if state.get(name) != self._options.facts()[name]:
+        if state.get("version") != _VERSION:
+            raise ValueError(f"this is not a K-FAC state of version {_VERSION}; it says {state.get('version')!r}")
+        for name, value in self._fitting().items():
+            if state.get(name) != value:
                 raise ValueError(
-                    f"the K-FAC state was saved with {name}={state.get(name)!r} but this is {name}="
-                    f"{self._options.facts()[name]!r}: factors of one do not fit the other"
+                    f"the K-FAC state was saved with {name}={state.get(name)!r} but this is {name}={value!r}: factors "
+                    "of one do not fit the other"
                 )
-        whole = persistence.from_state_dict(self._state, self._inverses, state, self._device)
-        self._follow(KFACPlan.from_json(state["plan"]))
-        if not whole:
-            self._next = 0
-        elif "next_inversion" in state:
-            self._next = int(state["next_inversion"])
-        else:  # from a state saved before intervals could change
-            self._next = int(state["turn"]) * self._options.inv_steps_at(0)
+        saved = KFACPlan.from_json(state["plan"])
+        whole = self._load_tensors(state, saved)
+        self._follow(saved)
+        self._next = int(state["next_inversion"]) if whole else 0
         self._active = not self.plan.exchange or (bool(state["active"]) and whole)
         self._count, self._shift = int(state["passes"]), self._shift + int(state["passes"]) - self.passes
         self._stepped, self._blank = self.passes, self._rounds.blank()
 
+    def _load_tensors(self, state: Mapping[str, Any], saved: KFACPlan) -> bool:
+        """Load factors and inverses. Return whether all inverses are there; if not, they must be computed again."""
+        plan, rank = self.plan, self._state.rank
+        if saved.layers != plan.layers:
+            differ = sorted({x.name for x in {*saved.layers} ^ {*plan.layers}})
+            raise ValueError(f"the K-FAC state has other layers than the model: see {', '.join(differ[:3])}")
+        every = range(len(plan.owners))
+        needed = [plan.factor(i) for i in every if plan.exchange or plan.mine(i // 2, rank)]
+        missing = [name for name in needed if f"factor/{name}" not in state]
+        if missing and any(key.startswith("factor/") for key in state):
+            raise ValueError(
+                f"the K-FAC state lacks the factor {missing[0]}: save with thinwire.checkpoint.save, which keeps those "
+                "of every rank"
+            )
+        self._state.drop_step()
+        self._state.fields = {
+            (field, name): state[f"{field}/{name}"].to(self._device, copy=True)
+            for name in needed
+            for field in (FACTOR, UPDATES)
+            if f"{field}/{name}" in state
+        }
+        found: dict[str, Tensor] = {}
+        if saved.method == plan.method:
+            for name in map(plan.factor, every):
+                if (row := state.get(f"inverse/{name}")) is not None:
+                    row = row.to(self._device)
+                    found[name] = row.clone() if plan.method == "eigen" else unpack_upper(row)
+        held = {plan.factor(i) for i in every if plan.mine(i // 2, rank)}
+        self._inverses.of = {name: inverse for name, inverse in found.items() if name in held}
+        same = (saved.world_size, saved.owners, saved.method) == (plan.world_size, plan.owners, plan.method)
+        return same or len(found) == len(plan.owners)
+
     def _follow(self, saved: KFACPlan) -> None:
         """Keep a saved plan's messages if the number of ranks is the same: sums of other messages round differently."""
         same = replace(self.plan, a_buckets=saved.a_buckets, g_buckets=saved.g_buckets)
-        if self._planning.again and same == saved:
-            self._planning.again = False
+        if self._again and self._ranks is not None and same == saved:
+            self._again = False
             self._adopt(same)
 
     def close(self) -> None:
-        """Remove the hooks; the optimizer then steps with plain gradients.
-
-        May be called repeatedly, on each rank separately.
-        """
+        """Remove the hooks; the optimizer then steps with plain gradients. Idempotent, on each rank separately."""
         self._capture.remove()
         for handle in self._handles:
             handle.remove()
@@ -382,3 +402,11 @@ def _optimizers(
     if "kfac" in sync.services.companions:
         raise RuntimeError("this model already has a KFAC: call close() on it first")
     return sync.services.optimizers if optimizer is None else (optimizer,)
+
+
+def _refuse_moved(options: Mapping[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(Variant)}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"KFAC has no option {name!r}")
+        raise TypeError(f"{name}= is an option of Variant: give KFAC(model, sync, variant=Variant({name}=...))")

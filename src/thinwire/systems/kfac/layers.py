@@ -16,13 +16,7 @@ from thinwire.systems.kfac.plan import FactorLayer
 
 @dataclass(frozen=True, eq=False)
 class Preconditioned:
-    """One layer to precondition.
-
-    Attributes:
-        name: of the module. module: ``nn.Linear`` or ``nn.Conv2d``.
-        bias: its bias if it is trained, else None.
-        shape: the sizes from which a plan is made.
-    """
+    """One Linear or Conv2d layer to precondition; ``bias``: if it is trained; ``shape``: from which a plan is made."""
 
     name: str
     module: nn.Module
@@ -56,16 +50,7 @@ class Preconditioned:
 def find_layers(
     model: nn.Module, skip_layers: Sequence[str] = (), max_dim: int = 8192
 ) -> tuple[list[Preconditioned], list[str]]:
-    """Return the layers to precondition, in order of registration, and a sentence for each kind that is left out.
-
-    Args:
-        model: the model to search.
-        skip_layers: names of modules to leave to the optimizer, with ``*`` and ``?``.
-        max_dim: layers with a larger factor are left out too.
-
-    Raises:
-        ValueError: a layer cannot be preconditioned, or no layer can; the message names it and ``skip_layers``.
-    """
+    """Return the layers to precondition, in order of registration, and a sentence for each kind that is left out."""
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     found: list[Preconditioned] = []
     large: list[str] = []
@@ -75,11 +60,13 @@ def find_layers(
             continue
         if problem := _problem(module, owners):
             raise ValueError(f"{name or 'the model'} {problem}; leave it to the optimizer with skip_layers=[{name!r}]")
-        shape = _shape(name, module)
+        bias = module.bias if module.bias is not None and module.bias.requires_grad else None
+        weight: Tensor = module.weight
+        d_a, itemsize = weight[0].numel() + (bias is not None), working_dtype(weight.dtype).itemsize
+        shape = FactorLayer(name, d_a, weight.shape[0], itemsize)
         if max(shape.d_a, shape.d_g) > max_dim:
             large.append(name)
             continue
-        bias = module.bias if module.bias is not None and module.bias.requires_grad else None
         found.append(Preconditioned(name, module, bias, shape))
     if not found:
         why = f"; {', '.join(large)} have factors above max_dim={max_dim}" if large else ""
@@ -101,10 +88,3 @@ def _problem(module: nn.Module, owners: Counter[int]) -> str:
     if owners[id(module.weight)] > 1:
         return "shares its weight with another module, so its gradient is a sum over both"
     return ""
-
-
-def _shape(name: str, module: nn.Module) -> FactorLayer:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    trained = module.bias is not None and bool(module.bias.requires_grad)
-    d_a = weight[0].numel() + int(trained)
-    return FactorLayer(name, d_a, weight.shape[0], working_dtype(weight.dtype).itemsize)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from thinwire.core.kernels.symmetric import packed_size
 from thinwire.core.program import CROSS, NODE, WORLD, Scope, Topology
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 
 TRANSPORTS = ("broadcast", "owner_fused", "allgather")
 """How inverses are sent: one message per inverse, one per owner, or one for all."""
@@ -28,7 +26,6 @@ class FactorLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its factors."""
         return torch.float64 if self.itemsize == 8 else torch.float32
 
     def packed(self, side: int) -> int:
@@ -45,14 +42,11 @@ class InverseMessage:
 
 
 @dataclass(frozen=True)
-class KFACPlan:
-    """Everything about K-FAC that ranks must agree on.
+class KFACPlan(Record):
+    """Everything about K-FAC that ranks must agree on; ``to_json`` and ``from_json`` keep it in a file.
 
     Attributes:
-        layers: in forward order.
-        world_size: number of ranks.
-        schedule: its name.
-        method: "inverse", "inverse_pi" or "eigen".
+        layers: in forward order. schedule, method: as in ``Variant`` and ``KFAC``.
         a_buckets, g_buckets: indices of layers that share a message: A in forward order, G in backward order.
         overlap: messages are sent during the passes; False: in the step, after the gradients (always on CUDA).
         exchange: factors are averaged over the ranks; False: their owner uses only its own batch.
@@ -61,6 +55,8 @@ class KFACPlan:
         transport: one of ``TRANSPORTS``.
         wire_dtype: of the statistics, "fp32" (as they are) or "bf16".
     """
+
+    called: ClassVar[str] = "a K-FAC plan"
 
     layers: tuple[FactorLayer, ...]
     world_size: int
@@ -77,16 +73,14 @@ class KFACPlan:
 
     @property
     def topology(self) -> Topology:
-        """Groups of ranks that precondition the same layers, represented as if each were a machine."""
+        """Groups of ranks that precondition the same layers, as if each were a machine."""
         return Topology(self.world_size, self.workers)
 
     def dim(self, item: int) -> int:
-        """Return the side of an item's matrix."""
         layer = self.layers[item // 2]
         return layer.d_g if item % 2 else layer.d_a
 
     def factor(self, item: int) -> str:
-        """Return an item's name: the layer's name, and which side."""
         return f"{self.layers[item // 2].name}/{'AG'[item % 2]}"
 
     def elements(self, item: int) -> int:
@@ -100,7 +94,6 @@ class KFACPlan:
         return owner // self.workers if owner >= 0 and self.workers < self.world_size else 0
 
     def mine(self, layer: int, rank: int) -> bool:
-        """Return whether a rank preconditions a layer."""
         return self.workers == self.world_size or self.group_of(layer) == rank // self.workers
 
     def messages(self, group: int = 0) -> tuple[InverseMessage, ...]:
@@ -108,18 +101,13 @@ class KFACPlan:
         items = [i for i, owner in enumerate(self.owners) if owner >= 0 and owner // self.workers == group]
         if self.workers == 1 or not items:
             return ()
-        itemsizes = sorted({self.layers[i // 2].itemsize for i in items})
         if self.transport == "broadcast":
             return tuple(InverseMessage(self.owners[i], (i,)) for i in items)
-        made = []
-        for itemsize in itemsizes:  # each message has one dtype
-            alike = [i for i in items if self.layers[i // 2].itemsize == itemsize]
-            if self.transport == "allgather":
-                made.append(InverseMessage(None, tuple(alike)))
-                continue
-            for owner in sorted({self.owners[i] for i in alike}):
-                made.append(InverseMessage(owner, tuple(i for i in alike if self.owners[i] == owner)))
-        return tuple(made)
+        made: dict[tuple[int, int], list[int]] = {}
+        for i in items:  # each message has one dtype
+            owner = -1 if self.transport == "allgather" else self.owners[i]
+            made.setdefault((self.layers[i // 2].itemsize, owner), []).append(i)
+        return tuple(InverseMessage(None if o < 0 else o, tuple(made[size, o])) for size, o in sorted(made))
 
     def returns(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Return (group, its layers) for each message of preconditioned gradients to the other groups."""
@@ -152,35 +140,6 @@ class KFACPlan:
             wrong.append(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if wrong:
             raise ValueError(f"the K-FAC plan does not fit: {'; '.join(wrong)}")
-
-    def to_json(self) -> str:
-        """Return the plan as JSON text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> KFACPlan:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a K-FAC plan.
-        """
-        try:
-            data: Any = json.loads(text)
-            data = {field.name: data[field.name] for field in fields(cls)}
-            data["layers"] = tuple(
-                FactorLayer(str(x["name"]), int(x["d_a"]), int(x["d_g"]), int(x["itemsize"])) for x in data["layers"]
-            )
-            for name in ("a_buckets", "g_buckets"):
-                data[name] = tuple(tuple(int(i) for i in bucket) for bucket in data[name])
-            data["owners"] = tuple(int(owner) for owner in data["owners"])
-            return cls(**data)
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a K-FAC plan: {error}") from error
-
-    @property
-    def hash(self) -> str:
-        """A short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def _short(value: Any) -> str:

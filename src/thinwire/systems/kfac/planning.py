@@ -3,73 +3,101 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.core.pricing.costs import Costs
 from thinwire.engine.sync import GradientSync
+from thinwire.predict.measure.kernels import curve, inversion_points, sides
 from thinwire.systems.kfac.capture import Capture
-from thinwire.systems.kfac.measured import agreed_times, measured_costs
+from thinwire.systems.kfac.exchange import gather
 from thinwire.systems.kfac.plan import FactorLayer, KFACPlan
-from thinwire.systems.kfac.schedules import Choices, make_plan
+from thinwire.systems.kfac.prices import LayerTimes, curve_name
+from thinwire.systems.kfac.schedules import make_plan
+from thinwire.systems.kfac.variant import Variant
+
+_SECONDS = 2.0
+
+
+def measured_costs(sync: GradientSync, layers: Sequence[FactorLayer], method: str) -> Costs:
+    """Measure exchanges on this network, and inversions of these sizes on all ranks at once."""
+    known = sync.services.probe(largest_bytes=4 << 20, seconds=_SECONDS)
+    largest = max(max(layer.d_a, layer.d_g) for layer in layers)
+    device = sync.services.device
+    sync.services.agree(False)  # start together
+    points = inversion_points(curve_name(method), device, largest=largest, seconds=_SECONDS)
+    slowest = _gathered(sync, [seconds for _, seconds in points]).max(0).values.tolist()
+    table = curve(list(zip(sides(largest), slowest)), "measured here", "at the start of K-FAC, the slowest rank's")
+    return replace(known, compute={**known.compute, curve_name(method): table})
+
+
+def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTimes:
+    """Return when the factors of the measured round were ready: the slowest rank's times, in rank 0's order."""
+    capture.watch.settle()
+    steps, own = ([[0.0] * layers, [0.0] * layers] for _ in range(2))
+    order: list[list[int]] = [[], []]
+    before: list[object] = [None, None]
+    for layer, side, begin, end in capture.marks:
+        since = begin if before[side] is None else before[side]
+        steps[side][layer] += capture.watch.between(since, end)
+        own[side][layer] += capture.watch.between(begin, end)
+        before[side] = end
+        if layer in order[side]:  # called several times: the last call completes its factor
+            order[side].remove(layer)
+        order[side].append(layer)
+    capture.marks.clear()
+    usual = list(range(layers)), list(range(layers))[::-1]
+    for side in (0, 1):
+        order[side] += [i for i in usual[side] if i not in order[side]]
+    row = [*steps[0], *steps[1], *own[0], *own[1], *map(float, order[0]), *map(float, order[1])]
+    everyone = _gathered(sync, row)
+    slowest = everyone[:, : 4 * layers].max(0).values.view(4, layers).tolist()
+    first = everyone[0, 4 * layers :].view(2, layers).long().tolist()
+    a_steps, g_steps, a_factor, g_factor = (tuple(part) for part in slowest)
+    return LayerTimes(a_steps, g_steps, a_factor, g_factor, tuple(first[0]), tuple(first[1]))
+
+
+def _gathered(sync: GradientSync, row: Sequence[float]) -> Tensor:
+    """Return every rank's row of numbers, ``[W, n]``, on the CPU."""
+    found: Tensor = sync.services.run(gather(torch.tensor(row, dtype=torch.float64, device=sync.services.device)))
+    return found.cpu()
+
 
 logger = logging.getLogger("thinwire")
 
 
-class Planning:
-    """Makes the plans of one :class:`KFAC`, equal on all ranks.
+def first_plan(
+    ranks: GradientSync | None,
+    shapes: tuple[FactorLayer, ...],
+    variant: Variant,
+    method: str,
+    device: torch.device,
+    facts: Mapping[str, Any],
+) -> tuple[KFACPlan, Costs]:
+    """Return the pinned plan, or one made from costs, measured if needed; and these. Agree on it and on ``facts``."""
+    world = ranks.services.topology.world_size if ranks is not None else 1
+    plan, costs = variant.plan, variant.costs or Costs({})
+    if plan is None:
+        if ranks is not None and variant.costs is None and (variant.prices_factors or variant.prices_inverses):
+            costs = measured_costs(ranks, shapes, method)
+        plan = make_plan(shapes, world, variant, costs, method=method)
+    if device.type == "cuda":  # two NCCL communicators must be used in one order on all ranks
+        plan = replace(plan, overlap=False)
+    plan.check(shapes, world, method=method)
+    if ranks is not None:
+        ranks.services.agree_on({"K-FAC": {"plan": plan.to_json(), **facts}})
+    return plan, costs
 
-    Args:
-        ranks: the sync; None: a single process.
-        shapes: of the layers.
-        choices: how a schedule is planned.
 
-    Attributes:
-        again: whether a second plan is still to be made.
-    """
-
-    def __init__(self, ranks: GradientSync | None, shapes: tuple[FactorLayer, ...], choices: Choices) -> None:
-        self._ranks, self._shapes, self._choices = ranks, shapes, choices
-        self._costs = Costs({})
-        self.again = False
-
-    def first(
-        self, pinned: KFACPlan | None, costs: Costs | None, device: torch.device, facts: Mapping[str, Any]
-    ) -> KFACPlan:
-        """Return the pinned plan, or one made from costs, measured if needed. Agree on it and on ``facts``.
-
-        Raises:
-            ValueError: the plan does not fit the model, or ranks disagree.
-        """
-        ranks, choices = self._ranks, self._choices
-        world = ranks.services.topology.world_size if ranks is not None else 1
-        self.again = pinned is None and ranks is not None and choices.prices_factors
-        plan = pinned
-        if plan is None:
-            if ranks is not None and costs is None and (choices.prices_factors or choices.prices_inverses):
-                costs = measured_costs(ranks, self._shapes, choices.method)
-            self._costs = costs or self._costs
-            plan = make_plan(self._shapes, world, choices, self._costs)
-        if device.type == "cuda":  # two NCCL communicators must be used in one order on all ranks
-            plan = replace(plan, overlap=False)
-        plan.check(self._shapes, world, method=choices.method)
-        if ranks is not None:
-            ranks.services.agree_on({"K-FAC": {"plan": plan.to_json(), **facts}})
-        return plan
-
-    def second(self, plan: KFACPlan, capture: Capture) -> KFACPlan:
-        """Plan once more, from the times of the second round: other messages, the same owners."""
-        self.again = False
-        assert self._ranks is not None
-        times = agreed_times(self._ranks, capture, len(self._shapes))
-        made = make_plan(plan.layers, plan.world_size, self._choices, self._costs, times)
-        if self._ranks.services.rank == 0:
-            logger.info(
-                "thinwire: K-FAC: A in %d messages, G in %d, from measured times",
-                len(made.a_buckets),
-                len(made.g_buckets),
-            )
-        return replace(plan, a_buckets=made.a_buckets, g_buckets=made.g_buckets)
+def second_plan(plan: KFACPlan, ranks: GradientSync, variant: Variant, costs: Costs, capture: Capture) -> KFACPlan:
+    """Plan once more, from the times of the second round: other messages, the same owners."""
+    times = agreed_times(ranks, capture, len(plan.layers))
+    made = make_plan(plan.layers, plan.world_size, variant, costs, times, method=plan.method)
+    if ranks.services.rank == 0:
+        words = "thinwire: K-FAC: A in %d messages, G in %d, from measured times"
+        logger.info(words, len(made.a_buckets), len(made.g_buckets))
+    return replace(plan, a_buckets=made.a_buckets, g_buckets=made.g_buckets)

@@ -16,31 +16,22 @@ from thinwire.core.program import WORLD
 from thinwire.predict.timeline.machine import ComputeTask, Machine
 from thinwire.predict.timeline.programs import Hop, ProgramPart
 from thinwire.systems.kfac.plan import KFACPlan
-from thinwire.systems.kfac.prices import inversion_cost
-from thinwire.systems.kfac.times import LayerTimes
+from thinwire.systems.kfac.prices import LayerTimes, inversion_cost
 
 
 @dataclass(frozen=True)
 class KFACPrediction:
-    """Seconds of one step by kind of work, and bytes that one rank sends.
-
-    Attributes:
-        passes_seconds: forward and backward. gradient_seconds: exposed exchange of gradients.
-        factor_compute_seconds: computing statistics. factor_wait_seconds: their exposed exchange.
-        invert_seconds, send_seconds: of an inverse update. precondition_seconds: of every step's gradients.
-        return_seconds: sending preconditioned gradients, if not every rank preconditions all layers.
-        factor_bytes: of one exchange of statistics.
-    """
+    """Seconds of one step by kind of work, and bytes that one rank sends."""
 
     passes_seconds: float
-    gradient_seconds: float
+    gradient_seconds: float  # exposed
     factor_compute_seconds: float
-    factor_wait_seconds: float
+    factor_wait_seconds: float  # exposed exchange of statistics
     invert_seconds: float
-    send_seconds: float
+    send_seconds: float  # of inverses
     precondition_seconds: float
-    return_seconds: float
-    factor_bytes: int
+    return_seconds: float  # of preconditioned gradients, if not every rank preconditions all layers
+    factor_bytes: int  # of one exchange of statistics
 
     def step_seconds(self, factor_update_steps: int = 1, inv_update_steps: int = 1) -> float:
         """Return the seconds of the mean step, with statistics and inversions every N steps."""
@@ -50,31 +41,21 @@ class KFACPrediction:
 
 
 def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib: float = 4.0) -> KFACPrediction:
-    """Predict a plan for a model.
-
-    Args:
-        plan: for the ranks in question.
-        profile: of the model; its tensors are the gradients.
-        costs: of exchanges, of "multiply" and "memory", and of "inverse" or "eigen" if measured.
-        gradient_mib: size of a bucket of gradients.
-
-    Raises:
-        LookupError: the costs lack a curve.
-    """
+    """Predict a plan for a model."""
     times = LayerTimes.of_profile(profile, plan.layers)
     plain = _Passes(plan, costs, times, gradient_mib, factors=False).run(profile)
     whole = _Passes(plan, costs, times, gradient_mib, factors=True)
     seconds = whole.run(profile)
     compute = profile.forward_seconds + sum(profile.backward_seconds)
     statistics = whole.statistics_seconds
-    inversions = inversion_cost(costs, plan)
+    invert, send = inversion_cost(costs, plan)
     return KFACPrediction(
         passes_seconds=compute,
         gradient_seconds=plain - compute,
         factor_compute_seconds=statistics,
         factor_wait_seconds=max(0.0, seconds - plain - statistics),
-        invert_seconds=inversions.compute_seconds,
-        send_seconds=inversions.send_seconds,
+        invert_seconds=invert,
+        send_seconds=send,
         precondition_seconds=_precondition_seconds(plan, costs),
         return_seconds=_return_seconds(plan, costs),
         factor_bytes=whole.factor_bytes,
@@ -105,14 +86,14 @@ class _Passes:
         for module in profile.modules:
             if module.name in place:
                 self._factor(0, place[module.name], self._times.a_factor)
-            self._compute("forward", module.forward_seconds)
-        self._compute("forward", max(0.0, profile.forward_seconds - known))
+            self._tasks.append(ComputeTask("forward", module.forward_seconds))
+        self._tasks.append(ComputeTask("forward", max(0.0, profile.forward_seconds - known)))
         seen, size = set[str](), 0.0
         for tensor in profile.tensors:
             if tensor.module in place and tensor.module not in seen:
                 seen.add(tensor.module)
                 self._factor(1, place[tensor.module], self._times.g_factor)
-            self._compute("backward", tensor.backward_seconds)
+            self._tasks.append(ComputeTask("backward", tensor.backward_seconds))
             size += tensor.size * profile.dtype_bytes
             if size >= self._limit:
                 self._send("gradients", size)
@@ -124,14 +105,11 @@ class _Passes:
         self._tasks.append(ComputeTask("end", 0.0, last=True))
         return Machine(self._tasks, [], self._parts, shared=True, streams=None).run()
 
-    def _compute(self, name: str, seconds: float) -> None:
-        self._tasks.append(ComputeTask(name, seconds))
-
     def _factor(self, side: int, layer: int, seconds: tuple[float, ...]) -> None:
         if not self._factors:
             return
         share = 1.0 if self._plan.exchange else 1 / self._plan.world_size  # otherwise only of the owner's layers
-        self._compute("factor", seconds[layer] * share)
+        self._tasks.append(ComputeTask("factor", seconds[layer] * share))
         self.statistics_seconds += seconds[layer] * share
         if not self._plan.exchange:
             return
@@ -156,11 +134,8 @@ class _Passes:
         seconds = self._costs.seconds("AllReduce", WORLD, self._plan.world_size, size)
         cpu = self._costs.cpu_seconds("AllReduce", size)
         self._tasks.append(ComputeTask(name, 0.0, completes=len(self._parts)))
-        self._parts.append(
-            ProgramPart(
-                len(self._parts), (copy, copy), (Hop("AllReduce", WORLD, "network", seconds, cpu, round(size)),)
-            )
-        )
+        hop = Hop("AllReduce", WORLD, "network", seconds, cpu, round(size))
+        self._parts.append(ProgramPart(len(self._parts), (copy, copy), (hop,)))
 
 
 def _precondition_seconds(plan: KFACPlan, costs: Costs) -> float:
@@ -173,7 +148,6 @@ def _precondition_seconds(plan: KFACPlan, costs: Costs) -> float:
 
 
 def _return_seconds(plan: KFACPlan, costs: Costs) -> float:
-    """Return the seconds of one broadcast for each group's layers."""
     members = plan.world_size // plan.workers
     total = 0.0
     for _, layers in plan.returns():

@@ -1,22 +1,19 @@
-"""The cost of the parts of a K-FAC step, in seconds, from the planner's costs."""
+"""What the parts of a K-FAC step cost, in seconds: inversions and their messages, and when factors are ready."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from thinwire.core.kernels.symmetric import packed_size
 from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.profiles import ModelProfile, kronecker_shapes
 from thinwire.core.program import WORLD
-from thinwire.systems.kfac.plan import KFACPlan
-
-INVERSE, EIGEN = "inverse", "eigen"
-"""Curves of ``Costs.compute``: seconds of one inversion or eigendecomposition, by the side of the matrix."""
+from thinwire.systems.kfac.plan import FactorLayer, KFACPlan
 
 
 def curve_name(method: str) -> str:
-    """Return which of the two curves a method needs."""
-    return EIGEN if method == "eigen" else INVERSE
+    """Name the curve of ``Costs.compute`` that a method needs: seconds by the side of the matrix."""
+    return "eigen" if method == "eigen" else "inverse"
 
 
 def inversion_seconds(costs: Costs, method: str, d: int) -> float:
@@ -24,24 +21,7 @@ def inversion_seconds(costs: Costs, method: str, d: int) -> float:
     name = curve_name(method)
     if name in costs.compute:
         return costs.compute_seconds(name, d)
-    return 2e-5 + costs.compute_seconds("multiply", d**3 * (10 if name == EIGEN else 1))
-
-
-def message_elements(method: str, d: int) -> int:
-    """Return the elements sent for one inverse, including its level."""
-    return (d * d + d if method == "eigen" else packed_size(d)) + 1
-
-
-@dataclass(frozen=True)
-class InversionCost:
-    """Seconds of an inverse update: computing on the busiest rank, and then sending."""
-
-    compute_seconds: float
-    send_seconds: float
-
-    @property
-    def total(self) -> float:
-        return self.compute_seconds + self.send_seconds
+    return 2e-5 + costs.compute_seconds("multiply", d**3 * (10 if name == "eigen" else 1))
 
 
 def send_seconds(costs: Costs, plan: KFACPlan, group: int = 0) -> float:
@@ -58,14 +38,14 @@ def send_seconds(costs: Costs, plan: KFACPlan, group: int = 0) -> float:
     return total
 
 
-def inversion_cost(costs: Costs, plan: KFACPlan) -> InversionCost:
-    """Return the inversion cost of a plan; the slowest group counts."""
+def inversion_cost(costs: Costs, plan: KFACPlan) -> tuple[float, float]:
+    """Return the seconds of inverting and of sending; the slowest group counts."""
     seconds = [inversion_seconds(costs, plan.method, plan.dim(i)) for i in range(len(plan.owners))]
     everywhere = sum(s for s, owner in zip(seconds, plan.owners) if owner < 0)
     owned = [i for i, owner in enumerate(plan.owners) if owner >= 0]
     busiest = max(_loads(plan, owned, [seconds[i] for i in owned]).values(), default=0.0)
     groups = plan.world_size // plan.workers
-    return InversionCost(everywhere + busiest, max(send_seconds(costs, plan, g) for g in range(groups)))
+    return everywhere + busiest, max(send_seconds(costs, plan, g) for g in range(groups))
 
 
 def _loads(plan: KFACPlan, items: Sequence[int], amounts: Sequence[float]) -> dict[int, float]:
@@ -73,3 +53,52 @@ def _loads(plan: KFACPlan, items: Sequence[int], amounts: Sequence[float]) -> di
     for item, amount in zip(items, amounts):
         loads[plan.owners[item]] = loads.get(plan.owners[item], 0.0) + amount
     return loads
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds, one entry per layer, in the order of the layers."""
+
+    a_steps: tuple[float, ...]  # from the previous A being ready to this one: the work between, and this factor
+    g_steps: tuple[float, ...]  # the same for G, in backward order
+    a_factor: tuple[float, ...]  # the share of these for computing the factor itself
+    g_factor: tuple[float, ...]
+    a_order: tuple[int, ...]  # the layers in the order in which their A becomes ready
+    g_order: tuple[int, ...]
+
+    @classmethod
+    def unknown(cls, layers: int) -> LayerTimes:
+        """Return times in which everything is ready at once, in the order of the layers."""
+        nothing, order = (0.0,) * layers, tuple(range(layers))
+        return cls(nothing, nothing, nothing, nothing, order, order[::-1])
+
+    @classmethod
+    def of_profile(cls, profile: ModelProfile, layers: Sequence[FactorLayer]) -> LayerTimes:
+        """Return the times from a profile. A factor takes d_A/d_G, or d_G/d_A, of its layer's time: rows times rows."""
+        forward = {module.name: module.forward_seconds for module in profile.modules}
+        own = [forward.get(layer.name, 0.0) for layer in layers]
+        a_factor = tuple(t * layer.d_a / layer.d_g for t, layer in zip(own, layers))
+        g_factor = tuple(t * layer.d_g / layer.d_a for t, layer in zip(own, layers))
+
+        def ready(
+            work: Iterable[tuple[str, float]], factor: Sequence[float]
+        ) -> tuple[tuple[float, ...], tuple[int, ...]]:
+            """A factor is ready before its layer's own work, which begins with the first entry of that name."""
+            place = {layer.name: i for i, layer in enumerate(layers)}
+            steps, order, waiting = [0.0] * len(layers), [], 0.0
+            for name, seconds in work:
+                if name in place:
+                    order.append(place.pop(name))
+                    steps[order[-1]], waiting = waiting + factor[order[-1]], 0.0
+                waiting += seconds
+            return tuple(steps), (*order, *place.values())
+
+        a_steps, a_order = ready([(x.name, x.forward_seconds) for x in profile.modules], a_factor)
+        g_steps, g_order = ready([(x.module, x.backward_seconds) for x in profile.tensors], g_factor)
+        return cls(a_steps, g_steps, a_factor, g_factor, a_order, g_order)
+
+
+def layers_of(profile: ModelProfile, *, max_dim: int = 8192) -> tuple[FactorLayer, ...]:
+    """Return the layers of a profile that K-FAC can precondition, in order of registration."""
+    shapes = kronecker_shapes(profile)
+    return tuple(FactorLayer(name, d_a, d_g) for name, d_a, d_g in shapes if max(d_a, d_g) <= max_dim)

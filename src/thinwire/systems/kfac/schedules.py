@@ -11,148 +11,69 @@ same owner; DP-KFAC is KAISA with one worker per layer, whose owner uses its own
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 
 from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.merge import fuse, greedy_mgwfbp
+from thinwire.core.pricing.optimal import optimal_dense
 from thinwire.core.pricing.placement import place, place_threshold
 from thinwire.core.program import WORLD
-from thinwire.systems.kfac.fusion import fused
 from thinwire.systems.kfac.plan import TRANSPORTS, FactorLayer, KFACPlan
-from thinwire.systems.kfac.prices import inversion_cost, inversion_seconds, message_elements
-from thinwire.systems.kfac.times import LayerTimes
-
-SCHEDULES = ("dkfac", "mpd", "spd", "kaisa:<fraction>", "dp")
-PLANNERS = ("optimal", "spd", "fixed:<MiB>MB", "layer", "one")
-RULES = ("cost", "threshold:<side>", "all", "none")
-WEIGHTS = ("cost", "d", "d2", "d3")
-METHODS = ("inverse", "inverse_pi", "eigen")
-WIRES = ("fp32", "bf16")
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The options of a plan, with their checks.
-
-    Attributes:
-        schedule: one of ``SCHEDULES``. planner: one of ``PLANNERS``, how factors are fused.
-        inverse_rule: one of ``RULES``, what every rank inverts. inverse_weight: one of ``WEIGHTS``, for balancing
-            owners.
-        inverse_comm: a transport or "auto". method: one of ``METHODS``. wire_dtype: one of ``WIRES``.
-
-    Raises:
-        ValueError: a value is unknown; the message lists the choices.
-    """
-
-    schedule: str = "spd"
-    planner: str = "optimal"
-    inverse_rule: str = "cost"
-    inverse_weight: str = "cost"
-    inverse_comm: str = "auto"
-    method: str = "inverse"
-    wire_dtype: str = "fp32"
-
-    def __post_init__(self) -> None:
-        words = {
-            "schedule": (SCHEDULES, r"dkfac|mpd|spd|dp|kaisa:(1(\.0*)?|0?\.\d+|1/\d+)"),
-            "planner": (PLANNERS, r"optimal|spd|layer|one|fixed:\d+(\.\d+)?MB"),
-            "inverse_rule": (RULES, r"cost|all|none|threshold:\d+"),
-            "inverse_weight": (WEIGHTS, "|".join(WEIGHTS)),
-            "inverse_comm": (("auto", *TRANSPORTS), "|".join(("auto", *TRANSPORTS))),
-            "method": (METHODS, "|".join(METHODS)),
-            "wire_dtype": (WIRES, "|".join(WIRES)),
-        }
-        for name, (choices, pattern) in words.items():
-            value = getattr(self, name)
-            if not (isinstance(value, str) and re.fullmatch(pattern, value)):
-                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
-
-    def workers(self, world: int) -> int:
-        """Return the number of ranks that precondition each layer.
-
-        Raises:
-            ValueError: KAISA's fraction does not match the number of ranks.
-        """
-        if self.schedule == "dp":
-            return 1
-        if not self.schedule.startswith("kaisa:"):
-            return world
-        text = self.schedule.removeprefix("kaisa:")
-        above, _, below = text.partition("/")
-        workers = world * float(above) / float(below or 1)
-        if workers < 1 or abs(workers - round(workers)) > 1e-6 or world % round(workers):
-            valid = ", ".join(
-                f"kaisa:{w}/{world}" if w < world else "kaisa:1" for w in range(1, world + 1) if world % w == 0
-            )
-            raise ValueError(f"schedule={self.schedule!r} does not divide {world} ranks into equal groups; use {valid}")
-        return round(workers)
-
-    @property
-    def prices_factors(self) -> bool:
-        """Whether fusion depends on times and costs."""
-        return self.schedule == "spd" and self.planner in ("optimal", "spd")
-
-    @property
-    def prices_inverses(self) -> bool:
-        """Whether placement or transport depend on costs."""
-        choosing = self.schedule == "spd" and ("cost" in (self.inverse_rule, self.inverse_weight))
-        return choosing or (self.schedule not in ("dkfac", "mpd", "dp") and self.inverse_comm == "auto")
+from thinwire.systems.kfac.prices import LayerTimes, inversion_cost, inversion_seconds
+from thinwire.systems.kfac.variant import Variant
 
 
 def make_plan(
     layers: Sequence[FactorLayer],
     world_size: int,
-    choices: Choices,
+    variant: Variant,
     costs: Costs,
     times: LayerTimes | None = None,
+    *,
+    method: str = "inverse",
 ) -> KFACPlan:
     """Return the plan of a schedule. The same arguments give the same plan on every rank.
 
     Args:
-        layers: in forward order.
-        world_size: number of ranks.
-        choices: the options.
+        layers, world_size, variant: the layers in forward order.
         costs: of exchanges ("AllReduce", "Broadcast", "AllGather" in the world) and of inversions.
         times: when factors are ready; None: all at the same time.
+        method: "inverse", "inverse_pi" or "eigen".
 
     Raises:
         ValueError: KAISA's fraction does not match the number of ranks.
         LookupError: the costs hold no exchange.
     """
-    layers = tuple(layers)
-    workers = choices.workers(world_size)
-    overlap = choices.schedule.partition(":")[0] in ("spd", "kaisa")
-    exchange = choices.schedule != "dp"
-    known = times or LayerTimes.unknown(len(layers))
-    blank = KFACPlan(
-        layers, world_size, choices.schedule, choices.method,
-        (known.a_order,), (known.g_order,), overlap, exchange, workers, (-1,) * (2 * len(layers)),
-        "broadcast" if choices.inverse_comm == "auto" else choices.inverse_comm, choices.wire_dtype,
+    layers, name = tuple(layers), variant.schedule.partition(":")[0]
+    workers, exchange = variant.workers(world_size), name != "dp"
+    a: Buckets = ()
+    g: Buckets = ()
+    if exchange:
+        planner = {"spd": variant.planner, "kaisa": "fixed:25MB"}.get(name, "one") if world_size > 1 else "one"
+        a, g = fused(planner, layers, world_size, costs, times or LayerTimes.unknown(len(layers)))
+    plan = KFACPlan(
+        layers, world_size, variant.schedule, method, a, g, name in ("spd", "kaisa"), exchange, workers,
+        (-1,) * (2 * len(layers)), "broadcast" if variant.inverse_comm == "auto" else variant.inverse_comm,
+        variant.wire_dtype,
     )  # fmt: skip
-    if not exchange:
-        blank = replace(blank, a_buckets=(), g_buckets=())
-    else:
-        planner = {"spd": choices.planner, "kaisa": "fixed:25MB"}.get(choices.schedule.partition(":")[0], "one")
-        a, g = fused(planner if world_size > 1 else "one", layers, world_size, costs, known)
-        blank = replace(blank, a_buckets=a, g_buckets=g)
-    return _placed(blank, choices, costs)
+    return _placed(plan, name, variant, costs)
 
 
 # --- placement ------------------------------------------------------------------------------------------------------
 
 
-def _placed(plan: KFACPlan, choices: Choices, costs: Costs) -> KFACPlan:
-    """Return the plan with owners and transport."""
-    name, world = choices.schedule.partition(":")[0], plan.world_size
-    if name == "dkfac" or (world == 1):
+def _placed(plan: KFACPlan, name: str, variant: Variant, costs: Costs) -> KFACPlan:
+    world = plan.world_size
+    if name == "dkfac" or world == 1:
         return plan
     if name == "mpd":
         return replace(plan, owners=tuple(i % world for i in range(len(plan.layers)) for _ in range(2)))
     if name in ("kaisa", "dp"):
         plan = replace(plan, owners=_in_groups(plan))
-        return plan if plan.workers == 1 else _cheapest([plan], choices, costs)
-    return _cheapest([replace(plan, owners=o) for o in _candidates(plan, choices, costs)], choices, costs)
+        return plan if plan.workers == 1 else _cheapest([plan], variant, costs)
+    return _cheapest([replace(plan, owners=o) for o in _candidates(plan, variant, costs)], variant, costs)
 
 
 def _in_groups(plan: KFACPlan) -> tuple[int, ...]:
@@ -168,12 +89,14 @@ def _in_groups(plan: KFACPlan) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def _candidates(plan: KFACPlan, choices: Choices, costs: Costs) -> list[tuple[int, ...]]:
+def _candidates(plan: KFACPlan, variant: Variant, costs: Costs) -> list[tuple[int, ...]]:
     """Return owners by the rule; "cost" gives three candidates: all, cheap or no factors are inverted everywhere."""
     dims = [plan.dim(i) for i in range(len(plan.owners))]
     world = plan.world_size
-    weights = [_weight(choices, costs, d) for d in dims]
-    rule = choices.inverse_rule
+    seconds = [inversion_seconds(costs, plan.method, d) for d in dims]
+    power = {"cost": 0, "d": 1, "d2": 2, "d3": 3}[variant.inverse_weight]
+    weights = [float(d) ** power for d in dims] if power else seconds
+    rule = variant.inverse_rule
     if rule == "all":
         return [plan.owners]
     if rule.startswith("threshold:"):
@@ -181,9 +104,8 @@ def _candidates(plan: KFACPlan, choices: Choices, costs: Costs) -> list[tuple[in
     nobody = place(weights, world).owner
     if rule == "none":
         return [nobody]
-    sizes = [message_elements(plan.method, d) * plan.layers[i // 2].itemsize for i, d in enumerate(dims)]
+    sizes = [plan.elements(i) * plan.layers[i // 2].itemsize for i in range(len(dims))]
     sending = [costs.seconds("Broadcast", WORLD, world, size) for size in sizes]
-    seconds = [inversion_seconds(costs, plan.method, d) for d in dims]
     dearer = [i for i in range(len(dims)) if not seconds[i] < sending[i]]
     some = [-1] * len(dims)
     for i, owner in zip(dearer, place([weights[i] for i in dearer], world).owner):
@@ -191,16 +113,91 @@ def _candidates(plan: KFACPlan, choices: Choices, costs: Costs) -> list[tuple[in
     return [plan.owners, tuple(some), nobody]
 
 
-def _weight(choices: Choices, costs: Costs, d: int) -> float:
-    if choices.inverse_weight == "cost":
-        return inversion_seconds(costs, choices.method, d)
-    return float(d) ** {"d": 1, "d2": 2, "d3": 3}[choices.inverse_weight]
-
-
-def _cheapest(plans: Sequence[KFACPlan], choices: Choices, costs: Costs) -> KFACPlan:
+def _cheapest(plans: Sequence[KFACPlan], variant: Variant, costs: Costs) -> KFACPlan:
     """Return the cheapest of all plans and transports; the first among equals."""
-    transports = TRANSPORTS if choices.inverse_comm == "auto" else (choices.inverse_comm,)
+    transports = TRANSPORTS if variant.inverse_comm == "auto" else (variant.inverse_comm,)
     offers = [replace(plan, transport=transport) for plan in plans for transport in transports]
     if len(offers) == 1:  # no choice, so no costs needed
         return offers[0]
-    return min(offers, key=lambda plan: inversion_cost(costs, plan).total)
+    return min(offers, key=lambda plan: sum(inversion_cost(costs, plan)))
+
+
+Buckets = tuple[tuple[int, ...], ...]
+_GRADIENT_BYTES = 4 << 20  # of one message of gradients
+
+
+def fused(
+    planner: str, layers: Sequence[FactorLayer], world: int, costs: Costs, times: LayerTimes
+) -> tuple[Buckets, Buckets]:
+    """Return the messages of A (sent in the order of forward) and of G (of backward), as indices of layers.
+
+    The published rule, and the optimum for one direction alone, assume a free link. But gradients are sent during
+    backward too, and A may still be on the link when G is ready: "optimal" takes what ends first with all on one link.
+    """
+    rules = ("optimal", "one", "fixed:25MB", "layer") if planner == "optimal" else (planner,)
+    of_a, of_g = ([one_direction(rule, layers, side, world, costs, times) for rule in rules] for side in (0, 1))
+    pairs = [(x, y) for x in of_a for y in of_g]
+    if len(pairs) == 1:  # no choice, so no costs needed
+        return pairs[0]
+    return min(pairs, key=lambda pair: end_seconds(pair[0], pair[1], layers, world, costs, times))
+
+
+def one_direction(
+    planner: str, layers: Sequence[FactorLayer], side: int, world: int, costs: Costs, times: LayerTimes
+) -> Buckets:
+    """Return the messages of A (0) or G (1), as if they had the link to themselves. Each message has one dtype."""
+    order, steps = (times.g_order, times.g_steps) if side else (times.a_order, times.a_steps)
+    sizes, seconds = [layers[i].packed(side) for i in order], [steps[i] for i in order]
+    itemsizes = [layers[i].itemsize for i in order]
+    breaks = [n for n in range(1, len(order)) if itemsizes[n] != itemsizes[n - 1]]
+
+    def price(elements: int) -> float:
+        return costs.seconds("AllReduce", WORLD, world, max(itemsizes) * elements)
+
+    if planner == "optimal":
+        groups = optimal_dense(sizes, seconds, price, breaks=breaks).groups
+    elif planner == "spd":
+        groups = _broken(greedy_mgwfbp(sizes, seconds, price).groups, breaks)
+    elif planner == "layer":
+        groups = [[n] for n in range(len(order))]
+    elif planner == "one":
+        groups = _broken([list(range(len(order)))], breaks)
+    else:
+        limit = float(planner.removeprefix("fixed:").removesuffix("MB")) * 2**20
+        groups = fuse([itemsize * size for itemsize, size in zip(itemsizes, sizes)], limit, breaks)
+    return tuple(tuple(order[n] for n in group) for group in groups)
+
+
+def _broken(groups: Sequence[Sequence[int]], breaks: Sequence[int]) -> list[list[int]]:
+    made: list[list[int]] = []
+    for group in groups:
+        for n, i in enumerate(group):
+            if n == 0 or i in breaks:
+                made.append([])
+            made[-1].append(i)
+    return made
+
+
+def end_seconds(
+    a: Buckets, g: Buckets, layers: Sequence[FactorLayer], world: int, costs: Costs, times: LayerTimes
+) -> float:
+    """Return when the last message of a pass has arrived: A, G and gradients, first come, first served on one link."""
+    ready_a = dict(zip(times.a_order, accumulate(times.a_steps[i] for i in times.a_order)))
+    forward = sum(times.a_steps)
+    ready_g = dict(zip(times.g_order, accumulate(times.g_steps[i] for i in times.g_order)))
+
+    def size(i: int, side: int) -> int:
+        return layers[i].packed(side) * layers[i].itemsize
+
+    leaving = [(max(ready_a[i] for i in group), sum(size(i, 0) for i in group)) for group in a]
+    leaving += [(forward + max(ready_g[i] for i in group), sum(size(i, 1) for i in group)) for group in g]
+    filled = 0
+    for i in times.g_order:
+        filled += layers[i].d_a * layers[i].d_g * layers[i].itemsize
+        if filled >= _GRADIENT_BYTES or i == times.g_order[-1]:
+            leaving.append((forward + ready_g[i], filled))
+            filled = 0
+    free = 0.0
+    for ready, message in sorted(leaving):
+        free = max(free, ready) + costs.seconds("AllReduce", WORLD, world, message)
+    return free

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,58 +50,35 @@ class KFACStats:
     clip: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         return dataclasses.asdict(self)
 
 
-@dataclass
-class Spent:
-    """One phase of one step: seconds spent waiting for other ranks."""
-
-    waited: float = 0.0
-
-
 class Tally:
-    """Collects the counters."""
+    """Counts the phases of a channel's exchanges."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.steps = self.inverse_updates = 0
         self.clip: Tensor | None = None
+        self._channel, self._before = channel, (0, 0)
         self._seconds, self._waited = defaultdict[str, float](float), defaultdict[str, float](float)
         self._issued, self._bytes = Counter[str](), Counter[str]()
-        self._ledgers: dict[int, tuple[int, int]] = {}
 
-    @contextmanager
-    def phase(self, name: str, channel: Channel) -> Iterator[Spent]:
-        """Time the body, and assign to it what the channel has issued since the last phase."""
-        spent, started = Spent(), time.perf_counter()
-        yield spent
-        self._seconds[name] += time.perf_counter() - started - spent.waited
-        self._waited[name] += spent.waited
-        now = sum(channel.ledger.issued.values()), channel.ledger.total
-        before = self._ledgers.get(id(channel), (0, 0))
-        self._ledgers[id(channel)] = now
-        self._issued[name] += now[0] - before[0]
-        self._bytes[name] += now[1] - before[1]
+    def phase(self, name: str, work: Callable[[], float]) -> None:
+        """Time work that returns how long it waited; assign to it what the channel has issued since the last phase."""
+        started = time.perf_counter()
+        waited = work()
+        self._seconds[name] += time.perf_counter() - started - waited
+        self._waited[name] += waited
+        ledger, before = self._channel.ledger, self._before
+        self._before = sum(ledger.issued.values()), ledger.total
+        self._issued[name] += self._before[0] - before[0]
+        self._bytes[name] += self._before[1] - before[1]
 
-    def stats(
-        self, plan: KFACPlan, *, factor_updates: int, capture_seconds: float, levels: Mapping[str, int]
-    ) -> KFACStats:
+    def stats(self, plan: KFACPlan, factor_updates: int, capture_seconds: float, levels: dict[str, int]) -> KFACStats:
+        seconds, waited = self._seconds, self._waited
+        clip = None if self.clip is None else float(self.clip)
         return KFACStats(
-            schedule=plan.schedule,
-            plan_hash=plan.hash,
-            layers=len(plan.layers),
-            steps=self.steps,
-            factor_updates=factor_updates,
-            inverse_updates=self.inverse_updates,
-            collectives=dict(self._issued),
-            bytes_sent=dict(self._bytes),
-            capture_seconds=capture_seconds,
-            factor_wait_seconds=self._waited["factors"],
-            invert_seconds=self._seconds["inverses"],
-            inverse_wait_seconds=self._waited["inverses"],
-            precondition_seconds=self._seconds["returns"],
-            return_wait_seconds=self._waited["returns"],
-            levels=dict(levels),
-            clip=None if self.clip is None else float(self.clip),
-        )
+            plan.schedule, plan.hash, len(plan.layers), self.steps, factor_updates, self.inverse_updates,
+            dict(self._issued), dict(self._bytes), capture_seconds, waited["factors"], seconds["inverses"],
+            waited["inverses"], seconds["returns"], waited["returns"], levels, clip,
+        )  # fmt: skip

@@ -21,16 +21,9 @@ _AWAY = 3.0  # times the initial loss counts as diverged
 
 @dataclass(frozen=True)
 class Trial:
-    """One run.
+    """One run of SGD with momentum 0.9: steps, seconds (of training alone) and losses at each evaluation."""
 
-    Attributes:
-        damping: None: plain SGD.
-        rate: learning rate of SGD with momentum 0.9, which makes the step.
-        steps, seconds, losses: at each evaluation, from the start on; the time of evaluation is not counted.
-        diverged: whether the run was ended because it diverged.
-    """
-
-    damping: float | None
+    damping: float | None  # of K-FAC; None: plain SGD
     rate: float
     steps: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -39,15 +32,12 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name of the setting, without the rate."""
         return "SGD" if self.damping is None else f"K-FAC damping {self.damping:g}"
 
     def reached(self, target: float) -> tuple[int, float] | None:
         """Return the steps and seconds until the loss reached the target; None if it never did."""
-        for step, seconds, loss in zip(self.steps, self.seconds, self.losses):
-            if loss <= target:
-                return step, seconds
-        return None
+        rows = zip(self.steps, self.seconds, self.losses)
+        return next(((step, seconds) for step, seconds, loss in rows if loss <= target), None)
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,6 @@ class Tuning:
 
     @property
     def grid(self) -> list[tuple[float | None, float]]:
-        """Return the runs, those of SGD first."""
         return [(damping, rate) for damping in (None, *self.dampings) for rate in self.rates]
 
     def seconds_at_most(self) -> float:
@@ -118,10 +107,8 @@ class Tuning:
 
 
 def best(trials: Sequence[Trial], target: float | None) -> list[Trial]:
-    """Sort the trials: soonest to reach the target first, then by last loss; diverged ones last.
-
-    Time is steps times the median time of a step, with and without K-FAC, since single runs are noisy.
-    """
+    """Sort the trials: soonest to reach the target first, then by last loss; diverged ones last."""
+    # steps times the median time of a step, since single runs are noisy
     prices = {
         alone: statistics.median([one.seconds[-1] / one.steps[-1] for one in trials if (one.damping is None) is alone])
         for alone in {one.damping is None for one in trials}

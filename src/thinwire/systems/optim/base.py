@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,47 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_choice
+from thinwire.core.checks import check_choice, check_number
 from thinwire.core.program import working_dtype
 from thinwire.engine.state.scaler import refuse_scaled
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.optim.pto import NormSharding, NormShardingOptions, ParallelStats
-from thinwire.systems.optim.ratios import Layers, replicated
-
-logger = logging.getLogger("thinwire")
-
-SKIPS = ("1d", "all", None)
-
-
-def check_number(name: str, value: Any, below: float = math.inf) -> None:
-    """Raise ``ValueError`` unless an option is a finite number of at least 0, and below a limit."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < below:
-        limit = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name}={value!r} must be a number of at least 0{limit}")
+from thinwire.systems.optim.pto import Layers, NormSharding, ParallelStats
 
 
 @dataclass
 class GroupTensors:
-    """The tensors of one group that have a gradient.
+    """The tensors of one group that have a gradient."""
 
-    Attributes:
-        group: its options.
-        parameters: the model's. weights: what is updated: the parameters, or their fp32 masters.
-        gradients: working dtype, not to be edited. states: one dict per parameter.
-        adapted, skipped: indices into these lists.
-        updates: LAMB's, before their ratio. chosen: indices of those that have a ratio.
-    """
-
-    group: dict[str, Any]
-    parameters: list[Tensor]
-    weights: list[Tensor]
-    gradients: list[Tensor]
+    group: dict[str, Any]  # its options
+    parameters: list[Tensor]  # the model's
+    weights: list[Tensor]  # what is updated: the parameters, or their fp32 masters
+    gradients: list[Tensor]  # in the working dtype, not to be edited
     states: list[dict[str, Any]]
-    adapted: list[int]
+    adapted: list[int]  # indices
     skipped: list[int]
-    updates: list[Tensor] = field(default_factory=list)
-    chosen: list[int] = field(default_factory=list)
+    updates: list[Tensor] = field(default_factory=list)  # LAMB's, before their ratio
+    chosen: list[int] = field(default_factory=list)  # indices of LAMB's that have a ratio
 
     def part(self, indices: Sequence[int]) -> GroupTensors:
         """Return some of its tensors, all of them adapted."""
@@ -68,46 +45,31 @@ class GroupTensors:
                 state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         return [state[name] for state in self.states]
 
-    def masters(self) -> list[int]:
-        """Return indices of parameters that are a copy of their master."""
-        return [i for i, (p, w) in enumerate(zip(self.parameters, self.weights)) if p is not w]
-
 
 class LayerWise(torch.optim.Optimizer, abc.ABC):
     """An optimizer whose step sizes depend on norms of whole tensors."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], share: NormShardingOptions, scaler: Any) -> None:
-        self._begin(share, scaler)
+    def __init__(self, params: Any, defaults: dict[str, Any], sharing: NormSharding, scaler: Any) -> None:
+        self._sharing, self._scaler = sharing, scaler
         super().__init__(params, defaults)
         self.register_step_pre_hook(_before_step)
-
-    def _begin(self, share: NormShardingOptions, scaler: Any) -> None:
-        self._share, self._scaler = share, scaler
-        self._sharing: NormSharding | None = None
-        self._told = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer; it belongs to no scaler and no ranks."""
         super().__setstate__(state)
-        if "_share" not in self.__dict__:
-            self._begin(NormShardingOptions(), None)
+        if "_sharing" not in self.__dict__:
+            self._sharing, self._scaler = NormSharding(), None
             self.register_step_pre_hook(_before_step)
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add and check a group, as in ``torch.optim``.
-
-        Raises:
-            ValueError: an option is out of range, parameters are on several devices, or only some of them are fp64.
-            TypeError: fp16, complex or integer parameters.
-        """
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
-            check_number("lr", group["lr"])
-            check_number("weight_decay", group["weight_decay"])
-            check_choice("skip", group["skip"], SKIPS)
+            for name in ("lr", "weight_decay"):
+                check_number(name, group[name], least=0)
+            check_choice("skip", group["skip"], ("1d", "all", None))
             self.check_group(group)
             for p in group["params"]:
                 _check_dtype(type(self).__name__, p)
@@ -134,9 +96,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         """Update the weights and state of one group. ``ratios``: of the layers that ``prepare`` returned."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Return the closure's loss.
-
-        With ``parallel`` all ranks must call it.
+        """Update all parameters that have a gradient; with ``parallel`` all ranks must call it.
 
         Raises:
             RuntimeError: the gradients still contain a loss scale, or are sparse.
@@ -148,23 +108,12 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         with torch.no_grad():
             works = [work for work in map(self._work, self.param_groups) if work.parameters]
             layers = self.prepare(works)
-            ratios = iter(self._ratios([some for some in layers if len(some)]))
+            ratios = iter(self._sharing.ratios([some for some in layers if len(some)]))
             for work, some in zip(works, layers):
                 self.update(work, next(ratios) if len(some) else None)
-                self._write_back(work)
+                if copies := [(p, w) for p, w in zip(work.parameters, work.weights) if p is not w]:
+                    torch._foreach_copy_([p for p, _ in copies], [w for _, w in copies])
         return loss
-
-    def _ratios(self, blocks: list[Layers]) -> list[Tensor]:
-        if self._sharing is not None:
-            return self._sharing.ratios(blocks)
-        if self._share.parallel is not None and not self._told:
-            self._told = True
-            logger.warning(
-                "thinwire: parallel=%r has no effect without ranks: call thinwire.attach(model, optimizer, ...), on "
-                "more than one rank",
-                self._share.parallel,
-            )
-        return replicated(blocks)
 
     def _work(self, group: dict[str, Any]) -> GroupTensors:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -174,9 +123,8 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         weights = [self._weight(p, state) for p, state in zip(parameters, states)]
         gradients = [p.grad.to(w.dtype) for p, w in zip(parameters, weights)]
         skip = group["skip"]
-        skipped = [i for i, p in enumerate(parameters) if skip == "all" or (skip == "1d" and p.dim() <= 1)]
-        left = set(skipped)
-        adapted = [i for i in range(len(parameters)) if i not in left]
+        left = [skip == "all" or (skip == "1d" and p.dim() <= 1) for p in parameters]
+        adapted, skipped = ([i for i, out in enumerate(left) if out is wanted] for wanted in (False, True))
         return GroupTensors(group, parameters, weights, gradients, states, adapted, skipped)
 
     # --- masters ---------------------------------------------------------------------------------------------------
@@ -188,16 +136,9 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
             return parameter
         if "master" not in state:
             state["master"] = parameter.detach().to(dtype)
-        else:
-            master: Tensor = state["master"]
-            same = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(same, master, parameter.to(dtype)))
-        found: Tensor = state["master"]
-        return found
-
-    def _write_back(self, work: GroupTensors) -> None:
-        if copies := work.masters():
-            torch._foreach_copy_([work.parameters[i] for i in copies], [work.weights[i] for i in copies])
+        master: Tensor = state["master"]
+        same = master.to(parameter.dtype) == parameter
+        return master.copy_(torch.where(same, master, parameter.to(dtype)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as ``torch.optim`` does, but keep the state's own dtype: fp32 for bf16 parameters too."""
@@ -213,36 +154,25 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- ranks and scaler ------------------------------------------------------------------------------------------
 
     def attached(self, sync: GradientSync, scaler: Any) -> _Attached:
-        """Take the ranks to share norms with, and the scaler in use; called by ``thinwire.attach``.
-
-        Returns:
-            A handle whose ``remove`` undoes it.
-
-        Raises:
-            ValueError: something here needs whole gradients, and the method delivers them in parts.
-        """
-        sharing = self._share.among(sync)
+        """Take the ranks to share norms with, and the scaler, from ``thinwire.attach`` until the handle is removed."""
+        self._sharing.attach(sync)
         handle = _Attached(self, self._scaler)
-        self._sharing = sharing
         if scaler is not None:
             self._scaler = scaler
         return handle
 
     def stats(self) -> ParallelStats:
         """Return how the norms are shared among ranks, and why."""
-        if self._sharing is not None:
-            return self._sharing.stats()
-        return ParallelStats(asked=self._share.parallel)
+        return self._sharing.stats
 
 
 class _Attached:
-    """Detaches an optimizer from a GradientSync."""
-
     def __init__(self, optimizer: LayerWise, scaler: Any) -> None:
         self._optimizer, self._scaler = optimizer, scaler
 
     def remove(self) -> None:
-        self._optimizer._sharing, self._optimizer._scaler = None, self._scaler
+        self._optimizer._sharing.detach()
+        self._optimizer._scaler = self._scaler
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

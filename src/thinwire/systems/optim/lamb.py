@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_flag
+from thinwire.core.checks import check_flag, check_number
 from thinwire.core.methods.decoupling import deferring
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.optim.base import GroupTensors, LayerWise, check_number
-from thinwire.systems.optim.pto import NormShardingOptions
-from thinwire.systems.optim.ratios import Layers, norms
+from thinwire.systems.optim.base import GroupTensors, LayerWise
+from thinwire.systems.optim.pto import Layers, NormSharding, norms
 
 
 class LAMB(LayerWise):
@@ -35,17 +34,13 @@ class LAMB(LayerWise):
 
     Args:
         params: parameters, named parameters or groups, as for ``torch.optim``.
-        lr: learning rate.
-        betas: of the two moments.
-        eps: added to the root of the second moment.
+        lr, betas, eps: as in the formula.
         weight_decay: decoupled from the moments.
         max_grad_norm: largest norm of all gradients together that a step uses; None: no limit.
         adapt_all: ratios for tensors without decay, too ("nvlamb").
         skip: "1d", "all" (a group without decay) or None (all decay).
         maximize: maximise instead of minimise.
-        parallel: as for :class:`~thinwire.optim.LARS`; u is computed on every rank, and norms are shared among ranks.
-        partition: as for LARS.
-        scaler: as for LARS.
+        parallel, partition, scaler: as for :class:`~thinwire.optim.LARS`; u is computed on every rank.
 
     Raises:
         ValueError: a number is out of range, or a name is unknown.
@@ -72,36 +67,28 @@ class LAMB(LayerWise):
         scaler: Any = None,
     ) -> None:
         if max_grad_norm is not None:
-            check_number("max_grad_norm", max_grad_norm)
+            check_number("max_grad_norm", max_grad_norm, least=0)
             if not max_grad_norm:
                 raise ValueError("max_grad_norm=0 would stop training: give a norm above 0, or None not to clip")
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-            "adapt_all": adapt_all,
-            "skip": skip,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, NormShardingOptions(parallel, partition), scaler)
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm,
+            "adapt_all": adapt_all, "skip": skip, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, NormSharding(parallel, partition), scaler)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if an option is out of range."""
         betas = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas={betas!r} must be two numbers")
         for i, beta in enumerate(betas):
-            check_number(f"betas[{i}]", beta, below=1.0)
-        check_number("eps", group["eps"])
+            check_number(f"betas[{i}]", beta, least=0, below=1)
+        check_number("eps", group["eps"], least=0)
         check_flag("adapt_all", group["adapt_all"])
         limits = {g["max_grad_norm"] for g in self.param_groups}
         if len(limits) > 1:
             raise ValueError("max_grad_norm is for all gradients together: give one, to LAMB itself and not to a group")
 
     def attached(self, sync: GradientSync, scaler: Any) -> Any:
-        """Do as every optimizer here; but clipping by the norm of all gradients needs them all at once."""
         options = deferring(method := sync.services.method)
         limit = self.param_groups[0]["max_grad_norm"]
         if options is not None and options.update_in_step is not True and limit is not None:
@@ -126,7 +113,6 @@ class LAMB(LayerWise):
         return found
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        """Update ``w`` of one group."""
         rate, chosen = work.group["lr"], set(work.chosen)
         if ratios is not None:
             rates = (ratios * -rate).unbind()

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_choice, check_flag
-from thinwire.systems.optim.base import GroupTensors, LayerWise, check_number
-from thinwire.systems.optim.pto import NormShardingOptions
-from thinwire.systems.optim.ratios import Layers, Rule
+from thinwire.core.checks import check_choice, check_flag, check_number
+from thinwire.systems.optim.base import GroupTensors, LayerWise
+from thinwire.systems.optim.pto import Layers, NormSharding, Rule
 
 logger = logging.getLogger("thinwire")
-
-HOLDS = ("update", "scaled_gradient")
 
 
 class LARS(LayerWise):
@@ -38,9 +35,7 @@ class LARS(LayerWise):
         params: parameters, named parameters or groups, as for ``torch.optim``.
         lr: gamma; typically raised over some epochs and then lowered (``optim.warmup_poly``).
         momentum: of v; 0 keeps no state.
-        weight_decay: beta.
-        trust_coefficient: eta.
-        eps: added to the denominator.
+        weight_decay, trust_coefficient, eps: beta, eta and eps of the formula.
         nesterov: step along the new v once more.
         clamp: (lowest, highest) ratio.
         decay_in_ratio: whether the denominator contains the decay term.
@@ -83,27 +78,17 @@ class LARS(LayerWise):
         scaler: Any = None,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "clamp": clamp,
-            "decay_in_ratio": decay_in_ratio,
-            "momentum_holds": momentum_holds,
-            "skip": skip,
-            "skip_lr_scale": skip_lr_scale,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, NormShardingOptions(parallel, partition), scaler)
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient,
+            "eps": eps, "nesterov": nesterov, "clamp": clamp, "decay_in_ratio": decay_in_ratio,
+            "momentum_holds": momentum_holds, "skip": skip, "skip_lr_scale": skip_lr_scale, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, NormSharding(parallel, partition), scaler)
         self._warn_of_rates()
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if an option is out of range."""
         for name in ("trust_coefficient", "eps", "skip_lr_scale"):
-            check_number(name, group[name])
-        check_number("momentum", group["momentum"], below=1.0)
+            check_number(name, group[name], least=0)
+        check_number("momentum", group["momentum"], least=0, below=1)
         for name in ("nesterov", "decay_in_ratio"):
             check_flag(name, group[name])
         if group["nesterov"] and not group["momentum"]:
@@ -112,11 +97,11 @@ class LARS(LayerWise):
         if clamp is not None:
             if not isinstance(clamp, (tuple, list)) or len(clamp) != 2:
                 raise ValueError(f"clamp={clamp!r} must be (lowest, highest) or None")
-            check_number("clamp[0]", clamp[0])
-            check_number("clamp[1]", clamp[1])
+            for place in (0, 1):
+                check_number(f"clamp[{place}]", clamp[place], least=0)
             if clamp[0] > clamp[1]:
                 raise ValueError(f"clamp={clamp!r} must have the lower number first")
-        check_choice("momentum_holds", group["momentum_holds"], HOLDS)
+        check_choice("momentum_holds", group["momentum_holds"], ("update", "scaled_gradient"))
 
     def _warn_of_rates(self) -> None:
         """Warn if biases are about to get a learning rate that only models with norm layers tolerate."""
@@ -131,7 +116,6 @@ class LARS(LayerWise):
         )
 
     def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
-        """Return the layers; ratios are of weights and gradients."""
         found = []
         for work in works:
             group, part = work.group, work.part(work.adapted)
@@ -141,7 +125,6 @@ class LARS(LayerWise):
         return found
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        """Update ``v`` and ``w`` of one group."""
         group = work.group
         rate, sign = group["lr"], -1.0 if group["maximize"] else 1.0
         held = group["momentum_holds"] == "update"
@@ -157,14 +140,7 @@ class LARS(LayerWise):
 def _advance(
     work: GroupTensors, rates: Sequence[Tensor] | float, decay: Sequence[Tensor] | None, outside: float
 ) -> None:
-    """Compute ``v <- momentum * v + d; w <- w - outside * v`` with ``d = rates * g + decay * w``, per tensor.
-
-    Args:
-        work: tensors of one group.
-        rates: factor of each gradient, 0-dim tensors; or one number.
-        decay: factor of each weight, 0-dim tensors; None: no decay.
-        outside: factor of v.
-    """
+    """Compute ``v <- momentum * v + d; w <- w - outside * v`` with ``d = rates * g + decay * w``, per tensor."""
     weights, momentum = work.weights, work.group["momentum"]
     buffers = work.held("momentum_buffer") if momentum else []
     if momentum and not work.group["nesterov"]:  # directly into v: saves a pass over memory

@@ -26,12 +26,70 @@ from thinwire.core.pricing.placement import Placement, place
 from thinwire.core.program import WORLD, AllGather, Program, Scope
 from thinwire.engine.sync import GradientSync
 from thinwire.predict.measure.kernels import Stopwatch, median_seconds
-from thinwire.systems.optim.ratios import Layers, replicated, trust_ratios
+
+_ROW = 1 << 12
+"""Elements per partial sum: a single fp32 sum over millions of squares loses the sixth digit."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``coefficient * |w| / (|x| + decay * |w| + eps)``, within ``clamp``; 1 if ``|w|`` or ``|x|`` is 0."""
+
+    coefficient: float = 1.0
+    decay: float = 0.0
+    eps: float = 0.0
+    clamp: tuple[float, float] | None = None
+
+
+@dataclass
+class Layers:
+    """Tensors under one rule: weights, and in the same shapes gradients (LARS) or updates (LAMB): the denominator."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    others: list[Tensor] = field(default_factory=list)
+    rule: Rule = field(default_factory=Rule)
+
+    def part(self, indices: Sequence[int]) -> Layers:
+        return Layers([self.weights[i] for i in indices], [self.others[i] for i in indices], self.rule)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return each tensor's 2-norm, to the last digits of fp32, whatever the other tensors are: ``[len(tensors)]``."""
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(list(tensors)))
+    return torch.stack([_norm(x) for x in tensors])
+
+
+def _norm(x: Tensor) -> Tensor:
+    if x.numel() <= _ROW:
+        norm: Tensor = torch.linalg.vector_norm(x)
+        return norm
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        x = x.permute(0, 2, 3, 1)  # the order in which the elements lie in memory
+    flat = x.reshape(-1)
+    whole = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
+    if whole < flat.numel():
+        rows = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)])
+    return _norm(rows)
+
+
+def trust_ratios(layers: Layers) -> Tensor:
+    """Return the ratio of each layer, ``[len(layers)]``, in their dtype. Zero norms are handled on the device."""
+    rule, count = layers.rule, len(layers)
+    both = norms([*layers.weights, *layers.others])
+    weight, other = both[:count], both[count:]
+    ratio = rule.coefficient * weight / (other + rule.decay * weight + rule.eps)
+    if rule.clamp is not None:
+        ratio = ratio.clamp(*rule.clamp)
+    return torch.where((weight == 0) | (other == 0), 1.0, ratio)
+
 
 logger = logging.getLogger("thinwire")
 
-PARALLEL = (None, "auto", "node", "world")
-PARTITIONS = ("cost", "contiguous")
 _STEPS = 10
 
 
@@ -58,18 +116,11 @@ class ParallelStats:
     shared_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return dataclasses.asdict(self)
 
 
 def split(sizes: Sequence[int], workers: int, partition: str = "cost") -> Placement:
-    """Assign layers to workers: longest first, or equal numbers of neighbouring layers (the paper's chunks).
-
-    Args:
-        sizes: elements of each layer.
-        workers: how many share them.
-        partition: "cost" or "contiguous".
-    """
+    """Assign layers, by their elements, to workers: "cost": longest first; "contiguous": the paper's chunks."""
     if partition == "cost":
         return place([float(size) for size in sizes], workers)
     owner = tuple(i * workers // len(sizes) for i in range(len(sizes)))
@@ -80,31 +131,20 @@ def split(sizes: Sequence[int], workers: int, partition: str = "cost") -> Placem
 
 
 def decide(full_seconds: float, shared_seconds: Mapping[str, float]) -> tuple[str, str]:
-    """Decide whether to share, and over what: ("off" | "node" | "world", why).
-
-    Args:
-        full_seconds: time of all norms, computed on every rank.
-        shared_seconds: for each scope over which they could be shared, the time with the exchange.
-    """
+    """Decide what to share over: ("off" | "node" | "world", why). ``shared_seconds``: with the exchange."""
     if not shared_seconds:
         return "off", "there is nobody to share with"
-    best = min(shared_seconds, key=lambda name: shared_seconds[name])
-    faster = shared_seconds[best] < full_seconds
-    sentence = (
-        f"all norms take {full_seconds * 1e6:.0f} us on each rank; shared out over the {best}, "
-        f"{shared_seconds[best] * 1e6:.0f} us"
-    )
-    return (best if faster else "off"), sentence
+    best, seconds = min(shared_seconds.items(), key=lambda item: item[1])
+    why = f"all norms take {full_seconds * 1e6:.0f} us on each rank; shared out over the {best}, {seconds * 1e6:.0f} us"
+    return (best if seconds < full_seconds else "off"), why
 
 
 class TrustRatios:
     """The program that shares ratios. Made once per list of layers; equal on all ranks of the group.
 
     Args:
-        placement: which member of the group computes which layer.
-        members: number of ranks in the group.
-        group: NODE or WORLD.
-        device: of the ratios.
+        placement: which member of the group computes which layer. members: number of ranks in the group.
+        group: NODE or WORLD. device: of the ratios.
     """
 
     def __init__(self, placement: Placement, members: int, group: Scope, device: torch.device) -> None:
@@ -120,9 +160,7 @@ class TrustRatios:
     def reduce(self, blocks: Sequence[Layers], place: int) -> Program:
         """Do one all-gather of as many numbers as the busiest member has layers. Return the ratios of each block.
 
-        Args:
-            blocks: all layers, on every rank.
-            place: this rank's place in the group.
+        ``place``: this rank's, in the group; ``blocks``: all layers, on every rank.
         """
         found, start = [], 0
         for block in blocks:
@@ -138,125 +176,113 @@ class TrustRatios:
         return list(table.reshape(-1)[self._index].split([len(block) for block in blocks]))
 
 
-@dataclass(frozen=True)
-class NormShardingOptions:
-    """The options of an optimizer about sharing norms: over which ranks, and how."""
+class NormSharding:
+    """The norms of one optimizer: shared over the ranks of a GradientSync once attached, else all computed here."""
 
-    parallel: str | None = None
-    partition: str = "cost"
+    def __init__(self, parallel: str | None = None, partition: str = "cost") -> None:
+        check_choice("parallel", parallel, (None, "auto", "node", "world"))
+        check_choice("partition", partition, ("cost", "contiguous"))
+        self.parallel, self.partition = parallel, partition
+        self._told = False
+        self.detach()
 
-    def __post_init__(self) -> None:
-        check_choice("parallel", self.parallel, PARALLEL)
-        check_choice("partition", self.partition, PARTITIONS)
+    def detach(self) -> None:
+        self._sync: GradientSync | None = None
+        self.stats = ParallelStats(self.parallel)
+        self._scopes: dict[str, Scope] = {}
+        self._marks: list[tuple[Any, Any]] = []
+        self._programs: dict[tuple[str, tuple[int, ...]], TrustRatios] = {}
 
-    def among(self, sync: GradientSync) -> NormSharding | None:
-        """Return the sharing over the ranks of a GradientSync; None: norms are not shared.
-
-        Raises:
-            ValueError: gradients are delivered in parts, one bucket after the other.
-        """
+    def attach(self, sync: GradientSync) -> None:
         if self.parallel is None:
-            return None
+            return
         options = deferring(method := sync.services.method)
         if options is not None and options.update_in_step is not True:
             raise ValueError(
                 f"parallel={self.parallel!r} needs all gradients at once, and {method.name} updates parameters "
                 "bucket by bucket: attach with update_in_step=True, or give parallel=None"
             )
-        if sync.services.topology.world_size == 1:
-            logger.warning("thinwire: parallel=%r has no effect on one rank", self.parallel)
-        return NormSharding(sync, self)
-
-
-class NormSharding:
-    """The norms of one optimizer, shared over the ranks of one GradientSync."""
-
-    def __init__(self, sync: GradientSync, share: NormShardingOptions) -> None:
-        self._sync, self._share = sync, share
-        topology = sync.services.topology
+        topology, asked = sync.services.topology, self.parallel
+        if topology.world_size == 1:
+            logger.warning("thinwire: parallel=%r has no effect on one rank", asked)
+        self._sync = sync
         self._scopes = {"world": WORLD} if topology.world_size > 1 else {}
         if topology.two_levels:
             self._scopes["node"] = Scope.NODE
-        asked = share.parallel
         if asked == "node" and topology.nodes == 1:
             asked = "world"  # all ranks are on one machine
-        self._stats = ParallelStats(share.parallel, "off", "there is nobody to share with")
+        self.stats = ParallelStats(self.parallel, "off", "there is nobody to share with")
         if self._scopes and asked == "auto":
-            self._stats = ParallelStats("auto", "measuring", f"the first {_STEPS} steps are measured")
+            self.stats = ParallelStats("auto", "measuring", f"the first {_STEPS} steps are measured")
         elif asked in self._scopes:
-            self._stats = ParallelStats(share.parallel, str(asked), "as asked for")
-        self._marks: list[tuple[Any, Any]] = []
-        self._programs: dict[tuple[str, tuple[int, ...]], TrustRatios] = {}
-
-    def stats(self) -> ParallelStats:
-        """Return what runs, and why."""
-        return self._stats
+            self.stats = ParallelStats(self.parallel, asked, "as asked for")
 
     def ratios(self, blocks: list[Layers]) -> list[Tensor]:
-        """Return the ratios of each block. All ranks must call it with the same layers."""
-        if not blocks:
-            return []
-        running = self._stats.running
+        """Return the ratios of each block. Ranks that share must all call it, with the same layers."""
+        if self._sync is None:
+            if self.parallel is not None and not self._told:
+                self._told = True
+                logger.warning(
+                    "thinwire: parallel=%r has no effect without ranks: call thinwire.attach(model, optimizer, ...), "
+                    "on more than one rank",
+                    self.parallel,
+                )
+            return list(map(trust_ratios, blocks))
+        running = self.stats.running
+        if not blocks or running == "off":
+            return list(map(trust_ratios, blocks))
         if running == "measuring":
-            return self._measure(blocks)
-        if running == "off":
-            return replicated(blocks)
-        found: list[Tensor] = self._sync.services.run(
-            self._program(running, blocks).reduce(blocks, self._place(running))
-        )
+            return self._measure(blocks, self._sync)
+        place = self._members(running, self._sync).index(self._sync.services.rank)
+        found: list[Tensor] = self._sync.services.run(self._program(running, blocks, self._sync).reduce(blocks, place))
         return found
 
-    def _program(self, scope: str, blocks: Sequence[Layers]) -> TrustRatios:
+    def _members(self, scope: str, sync: GradientSync) -> tuple[int, ...]:
+        return sync.services.topology.members(self._scopes[scope], sync.services.rank)
+
+    def _program(self, scope: str, blocks: Sequence[Layers], sync: GradientSync) -> TrustRatios:
         sizes = tuple(w.numel() for block in blocks for w in block.weights)
         made = self._programs.get((scope, sizes))
         if made is None:
-            members = len(self._members(scope))
-            placement = split(sizes, members, self._share.partition)
+            members = len(self._members(scope, sync))
+            placement = split(sizes, members, self.partition)
             made = TrustRatios(placement, members, self._scopes[scope], blocks[0].weights[0].device)
             self._programs[scope, sizes] = made
-            if scope == self._stats.running:
+            if scope == self.stats.running:
                 busiest = placement.makespan / max(1, sum(sizes))
-                self._stats = dataclasses.replace(self._stats, layers=len(sizes), ranks=members, busiest=busiest)
+                self.stats = dataclasses.replace(self.stats, layers=len(sizes), ranks=members, busiest=busiest)
         return made
-
-    def _members(self, scope: str) -> tuple[int, ...]:
-        return self._sync.services.topology.members(self._scopes[scope], self._sync.services.rank)
-
-    def _place(self, scope: str) -> int:
-        return self._members(scope).index(self._sync.services.rank)
 
     # --- "auto" ----------------------------------------------------------------------------------------------------
 
-    def _measure(self, blocks: list[Layers]) -> list[Tensor]:
+    def _measure(self, blocks: list[Layers], sync: GradientSync) -> list[Tensor]:
         watch = Stopwatch(blocks[0].weights[0].device)
         start = watch.mark()
-        found = replicated(blocks)
+        found = list(map(trust_ratios, blocks))
         self._marks.append((start, watch.mark()))
         if len(self._marks) == _STEPS:
             watch.settle()
-            self._choose(blocks, statistics.median(watch.between(a, b) for a, b in self._marks))
+            self._choose(blocks, statistics.median(watch.between(a, b) for a, b in self._marks), sync)
             self._marks.clear()
         return found
 
-    def _choose(self, blocks: list[Layers], full: float) -> None:
+    def _choose(self, blocks: list[Layers], full: float, sync: GradientSync) -> None:
         """Time the exchanges, take the slowest rank's values, and decide alike on all ranks."""
         device, size = blocks[0].weights[0].device, sum(w.numel() for block in blocks for w in block.weights)
         mine = [full]
         for name, scope in self._scopes.items():
-            program = self._program(name, blocks)
+            program = self._program(name, blocks, sync)
             message = torch.zeros(program.longest, dtype=blocks[0].weights[0].dtype, device=device)
-            gather = lambda: self._sync.services.run(_gather(message.clone(), scope))  # noqa: B023, E731
+            gather = lambda: sync.services.run(_gather(message.clone(), scope))  # noqa: B023, E731
             # The same number of calls on every rank, whatever its clock says.
             exchange = median_seconds(gather, device, seconds=0.0, least=5)
             mine.append(full * program.placement.makespan / max(1, size) + exchange)
-        everyone: Tensor = self._sync.services.run(
-            _gather(torch.tensor(mine, dtype=torch.float64, device=device), WORLD)
-        )
+        everyone: Tensor = sync.services.run(_gather(torch.tensor(mine, dtype=torch.float64, device=device), WORLD))
         worst = everyone.max(dim=0).values.tolist()
         shared = dict(zip(self._scopes, worst[1:]))
         running, why = decide(worst[0], shared)
         count = sum(map(len, blocks))
-        self._stats = ParallelStats("auto", running, why, count, full_seconds=worst[0], shared_seconds=shared)
+        self.stats = ParallelStats("auto", running, why, count, full_seconds=worst[0], shared_seconds=shared)
         self._programs.clear()
         logger.info("thinwire: parallel=%r is %s: %s", "auto", running, why)
 

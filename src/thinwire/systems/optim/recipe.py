@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from thinwire.systems.optim.base import check_number
+from thinwire.core.checks import check_count, check_number
 
 _NORM = re.compile(r"Norm(\d[dD])?$")
 
@@ -26,16 +26,15 @@ def param_groups(
 
     Args:
         model: its trainable parameters are grouped; shared ones once.
-        weight_decay: of the weights.
-        lr: of both groups; None: the optimizer's.
+        weight_decay, lr: of the weights; of both groups (None: the optimizer's).
         skip_lr_scale: factor of the learning rate of biases and norms in :class:`~thinwire.optim.LARS`; others ignore
             it.
 
     Raises:
         ValueError: no trainable parameter, a negative number.
     """
-    check_number("weight_decay", weight_decay)
-    check_number("skip_lr_scale", skip_lr_scale)
+    check_number("weight_decay", weight_decay, least=0)
+    check_number("skip_lr_scale", skip_lr_scale, least=0)
     norms = {id(p) for module in model.modules() if is_norm(module) for p in module.parameters(recurse=False)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
@@ -50,7 +49,7 @@ def param_groups(
     }
     groups = [group for group in (decayed, kept) if group["params"]]
     if lr is not None:
-        check_number("lr", lr)
+        check_number("lr", lr, least=0)
         for group in groups:
             group["lr"] = lr
     return groups
@@ -62,31 +61,22 @@ def scaled_lr(base_lr: float, batch: int, base_batch: int = 256) -> float:
     Raises:
         ValueError: a rate is negative, or a batch below 1.
     """
-    check_number("base_lr", base_lr)
-    for name, value in (("batch", batch), ("base_batch", base_batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    return base_lr * batch / base_batch
+    check_number("base_lr", base_lr, least=0)
+    return base_lr * check_count("batch", batch) / check_count("base_batch", base_batch)
 
 
 class WarmupPoly(LRScheduler):
     """See :func:`warmup_poly`."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int,
-        power: float,
-        start: float,
+        self, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int, power: float, start: float,
         end: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.total_steps, self.warmup_steps = total_steps, warmup_steps
         self.power, self.start, self.end = power, start, end
         super().__init__(optimizer)
 
     def rate(self, peak: float, step: int) -> float:
-        """Return the rate of a step; the first step is 0."""
         if step < self.warmup_steps:
             return self.start + (peak - self.start) * (step + 1) / self.warmup_steps
         gone = (min(step, self.total_steps) - self.warmup_steps) / (self.total_steps - self.warmup_steps)
@@ -113,20 +103,16 @@ def warmup_poly(
 
     Args:
         optimizer: its groups' rates are the peaks.
-        total_steps: T, the step from which on the rate is ``end``.
-        warmup_steps: w.
-        power: of the polynomial.
-        start: rate before the first step.
-        end: rate after the last step.
+        total_steps, warmup_steps: T, the step from which on the rate is ``end``; w.
+        power, start, end: as in the formula.
 
     Raises:
         ValueError: no step is left after the warm-up, or a number is negative.
     """
     for name, value in (("power", power), ("start", start), ("end", end)):
-        check_number(name, value)
+        check_number(name, value, least=0)
     for name, count in (("total_steps", total_steps), ("warmup_steps", warmup_steps)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"{name}={count!r} must be a whole number of at least 0")
+        check_count(name, count, 0)
     if warmup_steps >= total_steps:
         raise ValueError(f"warmup_steps={warmup_steps} must be below total_steps={total_steps}")
     return WarmupPoly(optimizer, total_steps, warmup_steps, power, start, end)
@@ -136,14 +122,7 @@ def zero_last_norm(model: nn.Module, blocks: type[nn.Module] | tuple[type[nn.Mod
     """Set the scale of the last norm of each residual block to 0, so that the block starts as its shortcut.
 
     The last norm is the last one among the block's own children. A norm in a shortcut's container does not count,
-    unless the block holds all its layers in containers.
-
-    Args:
-        model: the model with the blocks.
-        blocks: the class or classes of residual blocks.
-
-    Returns:
-        How many norms were set.
+    unless the block holds all its layers in containers. Returns how many norms were set.
 
     Raises:
         ValueError: there is no such block with a norm that has a scale.

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.systems.supernet.space import round8
+
 Rect = tuple[slice, ...] | None
 """The part of a parameter that can have a gradient; None: no part."""
 
@@ -35,7 +37,6 @@ class ElasticBatchNorm(nn.BatchNorm2d):
         )  # fmt: skip
 
     def cut(self, channels: int) -> nn.BatchNorm2d:
-        """Return a plain BatchNorm for the first channels."""
         plain = nn.BatchNorm2d(channels, self.eps, self.momentum)
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -48,16 +49,11 @@ class ElasticBatchNorm(nn.BatchNorm2d):
 
     @staticmethod
     def rectangles(channels: int) -> Mapping[str, Rect]:
-        """Return the used rectangle of each parameter."""
         return {"weight": (slice(0, channels),), "bias": (slice(0, channels),)}
 
 
 class ElasticDepthwise(nn.Module):
-    """A depthwise kernel ``[M, 1, K, K]`` whose centres can be used as smaller kernels, each through its own map.
-
-    Args:
-        channels: M. kernels: the sizes, ascending; the last is K.
-    """
+    """A depthwise kernel ``[M, 1, K, K]`` whose centres can be used as smaller kernels, each through its own map."""
 
     def __init__(self, channels: int, kernels: tuple[int, ...]) -> None:
         super().__init__()
@@ -72,12 +68,13 @@ class ElasticDepthwise(nn.Module):
         for larger, smaller in pairwise(reversed(self.kernels)):
             if larger == size:
                 break
-            flat = centre(weight, smaller).reshape(channels, smaller * smaller)
+            edge = (larger - smaller) // 2
+            inner = weight[..., edge : larger - edge, edge : larger - edge]
+            flat = inner.reshape(channels, smaller * smaller)
             weight = F.linear(flat, self.maps[f"{larger}to{smaller}"]).view(channels, 1, smaller, smaller)
         return weight
 
     def rectangles(self, size: int, channels: int) -> Mapping[str, Rect]:
-        """Return the used rectangles; a kernel smaller than K uses the centre of the next size below K."""
         largest = self.kernels[-1]
         seen = largest if size == largest else self.kernels[-2]
         edge = (largest - seen) // 2
@@ -89,7 +86,114 @@ class ElasticDepthwise(nn.Module):
         return found
 
 
-def centre(weight: Tensor, size: int) -> Tensor:
-    """Return the centre ``[..., size, size]`` of a kernel."""
-    edge = (weight.shape[-1] - size) // 2
-    return weight[..., edge : edge + size, edge : edge + size]
+class SqueezeExcite(nn.Module):
+    """Scale each channel by a factor between 0 and 1 that depends on the means of all channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(channels, round8(channels // 4), 1)
+        self.expand = nn.Conv2d(round8(channels // 4), channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = x.shape[1]
+        q = round8(c // 4)
+        s = x.mean((2, 3), keepdim=True)
+        s = F.relu(F.conv2d(s, self.reduce.weight[:q, :c], self.reduce.bias[:q]))  # type: ignore[index]
+        s = F.conv2d(s, self.expand.weight[:c, :q], self.expand.bias[:c])  # type: ignore[index]
+        return x * (F.relu6(s + 3) / 6)
+
+    def cut(self, channels: int) -> SqueezeExcite:
+        plain, q = SqueezeExcite(channels), round8(channels // 4)
+        with torch.no_grad():
+            plain.reduce.weight.copy_(self.reduce.weight[:q, :channels])
+            plain.reduce.bias.copy_(self.reduce.bias[:q])  # type: ignore[union-attr,index]
+            plain.expand.weight.copy_(self.expand.weight[:channels, :q])
+            plain.expand.bias.copy_(self.expand.bias[:channels])  # type: ignore[union-attr,index]
+        return plain
+
+    @staticmethod
+    def rectangles(channels: int) -> Mapping[str, Rect]:
+        c, q, one = slice(0, channels), slice(0, round8(channels // 4)), slice(0, 1)
+        return {"reduce.weight": (q, c, one, one), "reduce.bias": (q,), "expand.weight": (c, q, one, one),
+                "expand.bias": (c,)}  # fmt: skip
+
+
+class MBConv(nn.Module):
+    """A plain block; the depthwise convolution has the stride."""
+
+    def __init__(self, c_in: int, middle: int, c_out: int, kernel: int, stride: int, excite: bool) -> None:
+        super().__init__()
+        self.expand = nn.Conv2d(c_in, middle, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(middle)
+        self.depthwise = nn.Conv2d(middle, middle, kernel, stride, kernel // 2, groups=middle, bias=False)
+        self.norm2 = nn.BatchNorm2d(middle)
+        self.excite = SqueezeExcite(middle) if excite else None
+        self.project = nn.Conv2d(middle, c_out, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(c_out)
+        self.shortcut = stride == 1 and c_in == c_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.relu(self.norm1(self.expand(x)))
+        y = F.relu(self.norm2(self.depthwise(y)))
+        if self.excite is not None:
+            y = self.excite(y)
+        y = self.norm3(self.project(y))
+        return x + y if self.shortcut else y
+
+
+class ElasticMBConv(nn.Module):
+    """A block with variable kernel size and width: the allowed values are ascending."""
+
+    def __init__(
+        self, c_in: int, c_out: int, kernels: tuple[int, ...], expands: tuple[int, ...], stride: int, excite: bool
+    ) -> None:
+        super().__init__()
+        self.c_in, self.c_out, self.stride = c_in, c_out, stride
+        middle = self.middle(expands[-1])
+        self.expand = nn.Conv2d(c_in, middle, 1, bias=False)
+        self.norm1 = ElasticBatchNorm(middle)
+        self.depthwise = ElasticDepthwise(middle, kernels)
+        self.norm2 = ElasticBatchNorm(middle)
+        self.excite = SqueezeExcite(middle) if excite else None
+        self.project = nn.Conv2d(middle, c_out, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(c_out)
+        self.shortcut = stride == 1 and c_in == c_out
+
+    def middle(self, expand: int) -> int:
+        return round8(self.c_in * expand)
+
+    def forward(self, x: Tensor, kernel: int, expand: int) -> Tensor:
+        m = self.middle(expand)
+        y: Tensor = F.relu(self.norm1(F.conv2d(x, self.expand.weight[:m])))
+        weight = self.depthwise.kernel(kernel, m)
+        y = F.relu(self.norm2(F.conv2d(y, weight, stride=self.stride, padding=kernel // 2, groups=m)))
+        if self.excite is not None:
+            y = self.excite(y)
+        y = self.norm3(F.conv2d(y, self.project.weight[:, :m]))
+        return x + y if self.shortcut else y
+
+    @torch.no_grad()
+    def extract(self, kernel: int, expand: int) -> MBConv:
+        """Return a plain block that computes the same: kernel maps are applied, slices copied."""
+        m = self.middle(expand)
+        plain = MBConv(self.c_in, m, self.c_out, kernel, self.stride, excite=False)
+        plain.expand.weight.copy_(self.expand.weight[:m])
+        plain.norm1 = self.norm1.cut(m)
+        plain.depthwise.weight.copy_(self.depthwise.kernel(kernel, m))
+        plain.norm2 = self.norm2.cut(m)
+        plain.excite = None if self.excite is None else self.excite.cut(m)
+        plain.project.weight.copy_(self.project.weight[:, :m])
+        plain.norm3.load_state_dict(self.norm3.state_dict())
+        return plain
+
+    def rectangles(self, kernel: int, expand: int) -> Mapping[str, Rect]:
+        m, one = self.middle(expand), slice(0, 1)
+        found: dict[str, Rect] = {
+            "expand.weight": (slice(0, m), slice(0, self.c_in), one, one),
+            "project.weight": (slice(0, self.c_out), slice(0, m), one, one),
+        }
+        inside = {"norm1": ElasticBatchNorm.rectangles(m), "norm2": ElasticBatchNorm.rectangles(m)}
+        inside |= {"norm3": ElasticBatchNorm.rectangles(self.c_out), "depthwise": self.depthwise.rectangles(kernel, m)}
+        if self.excite is not None:
+            inside["excite"] = SqueezeExcite.rectangles(m)
+        return found | {f"{name}.{key}": rect for name, rects in inside.items() for key, rect in rects.items()}

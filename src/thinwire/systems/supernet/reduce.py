@@ -10,19 +10,19 @@ DDP has no equivalent: with ``find_unused_parameters=True`` it still reduces eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from thinwire.core.checks import check_choice
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
 from thinwire.core.program.trace import memory
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.supernet.active import ActiveSet
-from thinwire.systems.supernet.packing import PackedState, pack, unpack
+from thinwire.systems.supernet.active import ActiveSet, PackedState, pack, unpack
 
 
 class ScheduleMismatch(RuntimeError):
@@ -76,8 +76,7 @@ class ActiveReduce(Method):
         inner = self.inner
         if not isinstance(inner, Method):
             raise TypeError(f"inner={inner!r} must be a method, such as thinwire.SSGD()")
-        if self.divisor not in ("world", "participants"):
-            raise ValueError(f'divisor={self.divisor!r} must be "world" or "participants"')
+        check_choice("divisor", self.divisor, ("world", "participants"))
         if self.divisor == "participants" and not inner.exact:
             raise ValueError(f'divisor="participants" needs an exact method, not {inner.name}')
         whole = memory(inner, [("weight", (64, 64))], Topology(2), rank=0, dtype=torch.float32)
@@ -108,7 +107,6 @@ class ActiveReduce(Method):
         self.announced.active, self.announced.everyone = active, tuple(everyone)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Pack, run the inner method, unpack."""
         active = self.announced.active
         if active is None or bucket.device.type == "meta":
             yield from self.inner.reduce(bucket, state)
@@ -121,14 +119,13 @@ class ActiveReduce(Method):
         unpack(packed, bucket, active, everyone)
 
     def _buffer(self, bucket: Bucket, rank: int) -> Tensor:
-        """Return memory for the bucket's message, kept from step to step; in LocalWorld one method serves all ranks."""
+        """Memory for the bucket's message, kept from step to step; in LocalWorld one method serves all ranks."""
         buffers, key = self.announced.buffers, (rank, bucket.index, bucket.slots[0].name)
         if key not in buffers or buffers[key].numel() < bucket.numel:
             buffers[key] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         return buffers[key]
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """Return what the inner method returns."""
         return self.inner.dense(name, shape, embedding)
 
     def dense_method(self) -> Method:
@@ -137,19 +134,103 @@ class ActiveReduce(Method):
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Return the inner method's payload for the whole network."""
         return self.inner.payload(shapes, phase)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
     ) -> list[float] | None:
-        """Return the inner method's seconds for the whole network."""
         return self.inner.compute_seconds(shapes, phase, topology, costs)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check as the inner method does."""
         self.inner.check_optimizer(optimizer)
 
     def options(self) -> Mapping[str, Any]:
-        """Return the inner method and its options."""
         return {"inner": self.inner.name, "divisor": self.divisor, **self.inner.options()}
+
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+
+
+class InactiveWeights:
+    """Hooks into ``optimizer.step``, until they are removed.
+
+    * "skip": outside the active rectangles, parameters and all state tensors in a parameter's shape keep their bits.
+      Adam has one step counter per tensor, so a slice's bias correction follows the count of its tensor.
+    * "zero": every parameter has a gradient, so momentum and weight decay change unused weights, as in torch before 2.0
+      and Horovod: for reproducing results.
+
+    Args:
+        optimizer: element-wise, of ``torch.optim``; with "skip", others can only run steps in which everything is
+            active.
+        net: the module with the parameters.
+        current: returns the active set of the step; None: everything.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        net: nn.Module,
+        current: Callable[[], ActiveSet | None],
+        semantics: str = "skip",
+    ) -> None:
+        check_choice("semantics", semantics, ("skip", "zero"))
+        self._names = {id(p): name for name, p in net.named_parameters()}
+        self._current, self._skip = current, semantics == "skip"
+        self._saved: list[tuple[Tensor, Any, Tensor, dict[str, Tensor]]] = []
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        active = self._current()
+        self._saved.clear()
+        if active is None:
+            return
+        if self._skip and not active.is_full and not elementwise(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} does not work element by element, so unused weights cannot be left as "
+                'they are: use an optimizer of torch.optim such as Adam, or semantics="zero"'
+            )
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = self._names.get(id(p))
+                if name is None or active.whole(name):
+                    continue
+                rect = active.rect(name)
+                if not self._skip:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+                elif rect is None:
+                    p.grad = None
+                elif p.grad is not None:
+                    held = {key: x.clone() for key, x in optimizer.state.get(p, {}).items() if _shaped(x, p)}
+                    self._saved.append((p, rect, p.detach().clone(), held))
+
+    @torch.no_grad()
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for p, rect, before, held in self._saved:
+            before[rect] = p[rect]
+            p.copy_(before)
+            for key, x in optimizer.state.get(p, {}).items():
+                if _shaped(x, p):
+                    old = held.get(key)
+                    if old is None:  # created by this step
+                        old = torch.zeros_like(x)
+                    old[rect] = x[rect]
+                    x.copy_(old)
+        self._saved.clear()
+
+
+def _shaped(x: Any, p: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == p.shape and p.ndim > 0
+
+
+def elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether each weight's update depends only on its own gradient and state."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE

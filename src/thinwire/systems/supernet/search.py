@@ -11,17 +11,17 @@ answer is within the limit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import check_count, check_number
 from thinwire.core.program import AllGather, Broadcast, Program
 from thinwire.systems.supernet.space import Space, SubNet
 
-Fitness = Callable[[SubNet], float]
-Milliseconds = Callable[[SubNet], float]
+Score = Callable[[SubNet], float]
 _TRIES = 200  # to find one child within the limit
 
 
@@ -46,15 +46,6 @@ class Candidate:
     measured_ms: float | None = None
 
 
-def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the Pareto front: the candidates that no faster one equals or beats, fastest first."""
-    found: list[Candidate] = []
-    for c in sorted(candidates, key=lambda c: (c.predicted_ms, -c.fitness)):
-        if not found or c.fitness > found[-1].fitness:
-            found.append(c)
-    return found
-
-
 @dataclass(frozen=True)
 class SearchResult:
     """The answer and how it was found.
@@ -69,8 +60,12 @@ class SearchResult:
     archive: tuple[Candidate, ...]
 
     def pareto(self) -> list[Candidate]:
-        """Return the Pareto front of the archive, fastest first."""
-        return pareto(self.archive)
+        """Return the candidates of the archive that no faster one equals or beats, fastest first."""
+        found: list[Candidate] = []
+        for c in sorted(self.archive, key=lambda c: (c.predicted_ms, -c.fitness)):
+            if not found or c.fitness > found[-1].fitness:
+                found.append(c)
+        return found
 
 
 @dataclass(frozen=True)
@@ -91,18 +86,18 @@ class Evolution:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.population < 2 or self.generations < 0 or self.finalists < 1:
-            raise ValueError("population must be at least 2, generations at least 0, finalists at least 1")
-        if not (0 < self.parents <= 1 and 0 < self.mutate <= 1):
-            raise ValueError("parents and mutate must be above 0 and at most 1")
+        for name, least in (("population", 2), ("generations", 0), ("finalists", 1)):
+            check_count(name, getattr(self, name), least)
+        for name in ("parents", "mutate"):
+            check_number(name, getattr(self, name), above=0, most=1)
 
 
 def search(
     space: Space,
-    fitness: Fitness,
+    fitness: Score,
     limit_ms: float,
-    predict: Milliseconds,
-    measured: Milliseconds,
+    predict: Score,
+    measured: Score,
     evolution: Evolution = Evolution(),
     *,
     rank: int = 0,
@@ -118,10 +113,8 @@ def search(
         fitness: of a sub-network, the higher the better, the same wherever it is computed: minus its end-point error on
             a fixed set after calibration. Ranks share the evaluation of new sub-networks.
         limit_ms: of the latency. predict: by the table. measured: on the device; rank 0's value counts.
-        evolution: how to search.
-        rank, world: of the group that runs the search.
+        evolution, rank, world, device: how to search, and the group that does.
         canonical: maps equal networks to one of them.
-        device: of the tensors that are exchanged.
         on_generation: called with its number and the best candidate so far.
 
     Raises:
@@ -133,18 +126,15 @@ def search(
         raise Infeasible(predict(smallest), limit_ms)
     archive: dict[SubNet, Candidate] = {}
 
-    def keeps(net: SubNet) -> bool:
-        return predict(net) <= limit_ms
-
     def drawn(make: Callable[[], SubNet], otherwise: SubNet) -> SubNet:
         for _ in range(_TRIES):
             net = canonical(make())
-            if keeps(net):
+            if predict(net) <= limit_ms:
                 return net
         return otherwise
 
     population = [smallest]
-    if keeps(largest := canonical(space.largest)):
+    if predict(largest := canonical(space.largest)) <= limit_ms:
         population.append(largest)
     while len(population) < evolution.population:
         population.append(drawn(lambda: space.sample(rng), smallest))
@@ -169,10 +159,10 @@ def search(
 
 
 def _order(c: Candidate) -> tuple[float, float, str]:
-    return -c.fitness, c.predicted_ms, c.sub_net.key
+    return -c.fitness, c.predicted_ms, c.sub_net.hash
 
 
-def _scored(nets: Sequence[SubNet], fitness: Fitness, rank: int, world: int, device: torch.device) -> Program:
+def _scored(nets: Sequence[SubNet], fitness: Score, rank: int, world: int, device: torch.device) -> Program:
     """Score every ``world``-th network on each rank, and gather all scores on all ranks."""
     if not nets:
         return []
@@ -188,7 +178,7 @@ def _scored(nets: Sequence[SubNet], fitness: Fitness, rank: int, world: int, dev
 def _finals(
     archive: dict[SubNet, Candidate],
     limit_ms: float,
-    measured: Milliseconds,
+    measured: Score,
     finalists: int,
     smallest: SubNet,
     rank: int,
@@ -198,22 +188,17 @@ def _finals(
     best = sorted(archive.values(), key=_order)[:finalists]
     if all(c.sub_net != smallest for c in best):
         best.append(archive[smallest])
-    times = torch.zeros(len(best), dtype=torch.float64)
-    if rank == 0:
-        times = torch.tensor([measured(c.sub_net) for c in best], dtype=torch.float64)
-    times = (yield Broadcast(times.to(device))).cpu()
-    done = [Candidate(c.sub_net, c.fitness, c.predicted_ms, float(t)) for c, t in zip(best, times)]
-    kept = [c for c in done if c.measured_ms is not None and c.measured_ms <= limit_ms]
+    mine = torch.tensor([measured(c.sub_net) if rank == 0 else 0.0 for c in best], dtype=torch.float64)
+    times = (yield Broadcast(mine.to(device))).tolist()
+    done = [replace(c, measured_ms=ms) for c, ms in zip(best, times)]
+    kept = [c for c, ms in zip(done, times) if ms <= limit_ms]
     if not kept:
-        raise Infeasible(min(float(t) for t in times), limit_ms)
+        raise Infeasible(min(times), limit_ms)
     return SearchResult(min(kept, key=_order), tuple(done), tuple(sorted(archive.values(), key=_order)))
 
 
 def mutated(space: Space, net: SubNet, rng: random.Random, probability: float) -> SubNet:
-    """Return a copy in which each gene changes with this probability, and the number of scales with 0.5.
-
-    New stages and blocks are drawn as in ``Space.sample``.
-    """
+    """Return a copy in which each gene changes with this probability, and the number of scales with 0.5."""
     fresh = space.sample(rng)
     full = space.uniform(space.kernels[-1], space.depths[-1], space.expands[-1], space.scales[-1])
     scales = rng.choice(space.scales) if rng.random() < 0.5 else net.scales

@@ -6,37 +6,32 @@ number of blocks of every stage, and the number of scales.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from thinwire.core.records import UNREADABLE
+from thinwire.core.records import Record
 
 Block = tuple[int, int]
 """(kernel size, expansion ratio) of one block."""
 
 
 def round8(width: float) -> int:
-    """Return the nearest multiple of 8 that is at least 8 and at least 0.9 of ``width``: a block's middle channels.
-
-    Example:
-        >>> [round8(3 * e) for e in (2, 4, 6, 8)]
-        [8, 16, 24, 24]
-    """
+    """Return the nearest multiple of 8 that is at least 8 and at least 0.9 of ``width``: a block's middle channels."""
     n = max(8, 8 * int((width + 4) // 8))
     return n + 8 if n < 0.9 * width else n
 
 
 @dataclass(frozen=True)
-class SubNet:
+class SubNet(Record):
     """One sub-network; hashable. It has no genes for skipped blocks, so equal networks compare equal.
 
     Attributes:
         stages: ``stages[s][b]`` is (kernel, expand) of block b of stage s; there are as many stages as scales.
         refine: (width, depth) of the refinement, if the space makes it elastic; else None.
     """
+
+    called: ClassVar[str] = "a sub-network of `thinwire supernet`"
 
     stages: tuple[tuple[Block, ...], ...]
     refine: tuple[int, int] | None = None
@@ -47,31 +42,7 @@ class SubNet:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Number of blocks of each stage."""
         return tuple(map(len, self.stages))
-
-    def to_json(self) -> str:
-        return json.dumps({"stages": self.stages, "refine": self.refine})
-
-    @classmethod
-    def from_json(cls, text: str) -> SubNet:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a sub-network.
-        """
-        try:
-            data: Any = json.loads(text)
-            stages = tuple(tuple((int(k), int(e)) for k, e in stage) for stage in data["stages"])
-            refine = data.get("refine")
-            return cls(stages, None if refine is None else (int(refine[0]), int(refine[1])))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a sub-network of `thinwire supernet`: {error}") from error
-
-    @property
-    def key(self) -> str:
-        """A short digest, the same on all machines."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         stages = " ".join("".join(f"k{k}e{e}," for k, e in stage).rstrip(",") for stage in self.stages)
@@ -147,16 +118,13 @@ class Space:
 
     def check(self, net: SubNet) -> None:
         """Raise ``ValueError``, naming the value, unless the sub-network is in the space."""
-        if net.scales not in self.scales:
-            raise ValueError(f"{net.scales} scales are outside the space, which has {_words(self.scales)}")
+        genes = [("scales", net.scales, self.scales), *(("depth", len(stage), self.depths) for stage in net.stages)]
         for stage in net.stages:
-            if len(stage) not in self.depths:
-                raise ValueError(f"depth {len(stage)} is outside the space, which has {_words(self.depths)}")
             for kernel, expand in stage:
-                if kernel not in self.kernels:
-                    raise ValueError(f"kernel {kernel} is outside the space, which has {_words(self.kernels)}")
-                if expand not in self.expands:
-                    raise ValueError(f"expansion {expand} is outside the space, which has {_words(self.expands)}")
+                genes += [("kernel", kernel, self.kernels), ("expansion", expand, self.expands)]
+        for name, value, allowed in genes:
+            if value not in allowed:
+                raise ValueError(f"{name} {value} is outside the space, which has {_words(allowed)}")
         if (net.refine is None) != (not self.refine_widths):
             raise ValueError("the sub-network must name a refinement if, and only if, the space makes it elastic")
         if net.refine is not None and not (net.refine[0] in self.refine_widths and net.refine[1] in self.refine_depths):

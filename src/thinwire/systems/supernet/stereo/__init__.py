@@ -3,19 +3,12 @@
 Not here: how gradients are exchanged (engine/, core/methods/), other elastic models, other people's weights.
 """
 
-from thinwire.systems.supernet.stereo.calibrate import calibrate, evaluate
-from thinwire.systems.supernet.stereo.export import export
-from thinwire.systems.supernet.stereo.files import StereoFiles
+from thinwire.systems.supernet.stereo.data import Pairs, RandomDots, StereoFiles, batches, pad, random_dot_pair
+from thinwire.systems.supernet.stereo.evaluation import calibrate, evaluate, measure
+from thinwire.systems.supernet.stereo.export import export, load_net, save_net
 from thinwire.systems.supernet.stereo.latency import LatencyTable, build_table, measure_net
-from thinwire.systems.supernet.stereo.loss import pyramid_loss
-from thinwire.systems.supernet.stereo.metrics import measure
 from thinwire.systems.supernet.stereo.network import ElasticStereo
-from thinwire.systems.supernet.stereo.pairs import Pairs, batches, pad
-from thinwire.systems.supernet.stereo.phases import Phase, published, short
-from thinwire.systems.supernet.stereo.shrink import shrink
-from thinwire.systems.supernet.stereo.step import SupernetTrainer
-from thinwire.systems.supernet.stereo.stereograms import RandomDots, random_dot_pair
-from thinwire.systems.supernet.stereo.store import load_net, save_net
+from thinwire.systems.supernet.stereo.training import Phase, SupernetTrainer, published, pyramid_loss, short, shrink
 
 __all__ = [
     "ElasticStereo",

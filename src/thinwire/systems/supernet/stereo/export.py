@@ -9,18 +9,42 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thinwire.systems.supernet.stereo.network import Stereo
+from thinwire.core.durable import read_file, write_whole
+from thinwire.systems.supernet.stereo.network import ElasticStereo, Stereo
+
+_FORMAT = "thinwire supernet 1"
+
+
+def save_net(net: ElasticStereo, path: str | Path) -> None:
+    """Write its arguments and its state, completely or not at all."""
+    write_whole(Path(path), {"format": _FORMAT, "config": net.config, "state": net.state_dict()})
+
+
+def load_net(path: str | Path) -> ElasticStereo:
+    """Read what ``save_net`` wrote.
+
+    Raises:
+        ValueError: the file is missing, or it is something else.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}: thinwire supernet train writes net.pt, and search calibrated.pt")
+    content = read_file(Path(path))
+    try:
+        if content["format"] != _FORMAT:
+            raise KeyError(content["format"])
+        net = ElasticStereo.from_config(content["config"])
+        net.load_state_dict(content["state"])
+    except Exception as error:
+        raise ValueError(f"{path} is not a network of thinwire supernet train: {type(error).__name__}") from error
+    return net
 
 
 class Finest(nn.Module):
-    """A plain network that returns only the last disparity."""
-
     def __init__(self, net: Stereo) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Compute ``[B, 3, H, W]`` twice -> ``[B, H, W]``, in pixels."""
         finest: Tensor = self.net(left, right)[-1]
         return finest
 
@@ -29,8 +53,7 @@ class Finest(nn.Module):
 def export(net: Stereo, path: str | Path, size: tuple[int, int]) -> float:
     """Write a ``.pt2`` (``torch.export``) or ``.onnx`` file for pairs of one size, and compare it with ``net``.
 
-    Returns:
-        The largest difference of a disparity between the file, read back, and ``net``, in pixels.
+    Returns the largest difference of a disparity between the file, read back, and ``net``, in pixels.
 
     Raises:
         ValueError: the name has another ending, or libraries for ONNX are missing.

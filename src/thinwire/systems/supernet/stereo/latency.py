@@ -6,21 +6,21 @@ sum is corrected by one factor, found on whole networks; its error is part of th
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.records import UNREADABLE
+from thinwire.core.checks import check_count
+from thinwire.core.records import Record
 from thinwire.predict.measure.kernels import settle
 from thinwire.systems.supernet.space import SubNet
-from thinwire.systems.supernet.stereo.cost_volume import correlation, soft_argmax
+from thinwire.systems.supernet.stereo.layers import correlation, soft_argmax
 from thinwire.systems.supernet.stereo.network import ElasticStereo, check_size
 
 Progress = Callable[[int, int], None]
@@ -35,7 +35,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class LatencyTable:
+class LatencyTable(Record):
     """Milliseconds of all parts on one device for one image size, one pair at a time.
 
     Attributes:
@@ -44,7 +44,10 @@ class LatencyTable:
         aggregation: volumes, aggregation and disparity, by number of scales.
         refinement: by "width.depth", or "whole".
         factor: by which sums are multiplied. error: largest relative error of a whole network after that.
+        load: of the machine meanwhile, which the command adds.
     """
+
+    called: ClassVar[str] = "a latency table of thinwire supernet"
 
     device: str
     size: tuple[int, int]
@@ -57,13 +60,10 @@ class LatencyTable:
     refinement: Mapping[str, Timing]
     factor: float = 1.0
     error: float = 0.0
+    load: Any = None
 
     def predict(self, net: SubNet) -> float:
-        """Return the predicted milliseconds of a sub-network.
-
-        Raises:
-            ValueError: the table was made for another space.
-        """
+        """Return the predicted milliseconds of a sub-network."""
         try:
             total = self.aggregation[str(net.scales)].p50
             total += self.refinement["whole" if net.refine is None else f"{net.refine[0]}.{net.refine[1]}"].p50
@@ -73,30 +73,9 @@ class LatencyTable:
             raise ValueError(f"the latency table has no entry {error}: it was made for another space") from None
         return self.factor * total
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> LatencyTable:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is not a latency table.
-        """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            data.pop("load", None)  # the machine's load, which the command adds
-            for name in ("blocks", "aggregation", "refinement"):
-                data[name] = {key: Timing(**value) for key, value in data[name].items()}
-            data["size"] = tuple(data["size"])
-            return cls(**data)
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a latency table of thinwire supernet: {error}") from error
-
 
 @torch.no_grad()
 def time_call(call: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> Timing:
-    """Time a call ``repeats`` times, after ``warmup`` untimed calls."""
     for _ in range(warmup):
         call()
     settle(device)
@@ -121,17 +100,12 @@ def measure_net(net: ElasticStereo, sub_net: SubNet, size: tuple[int, int], repe
 def build_table(
     net: ElasticStereo, size: tuple[int, int], repeats: int = 30, seed: int = 0, on_part: Progress | None = None
 ) -> LatencyTable:
-    """Measure every part of every sub-network on the network's device.
+    """Measure every part of every sub-network on the network's device; weights do not matter.
 
-    Args:
-        net: its weights do not matter.
-        size: (height, width) of the images.
-        repeats: timed calls of each part.
-        seed: for drawing the whole networks that correct the sums.
-        on_part: called with (number done, number of all).
+    ``size``: (height, width) of the images; ``seed``: for drawing the whole networks that correct the sums;
+    ``on_part``: called with (number done, number of all).
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
+    check_count("repeats", repeats)
     first = next(net.parameters())
     device, space = first.device, net.space
     view = torch.randn(1, 3, *size, dtype=first.dtype, device=device)
@@ -176,7 +150,7 @@ def build_table(
         tick()
     factor = sum(m for m, _ in pairs) / sum(p for _, p in pairs)
     error = max(abs(factor * p - m) / m for m, p in pairs)
-    return LatencyTable(**{**table.__dict__, "factor": factor, "error": error})
+    return replace(table, factor=factor, error=error)
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ Statistics gathered while sub-networks take turns do not fit any of them. Both f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -14,20 +15,69 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.program import AllReduce, Program
+from thinwire.engine.executors.alone import run_alone
 from thinwire.systems.supernet.space import SubNet
-from thinwire.systems.supernet.stereo.metrics import Metrics, measure
+from thinwire.systems.supernet.stereo.data import StereoBatch
 from thinwire.systems.supernet.stereo.network import ElasticStereo
-from thinwire.systems.supernet.stereo.pairs import StereoBatch
+from thinwire.systems.supernet.stereo.training import valid
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Sums over valid pixels.
+
+    Attributes:
+        pixels: how many. error: sum of absolute errors in pixels.
+        over1, over2, over3: pixels with a larger error. outliers: error above 3 px and above 5 % (D1 of KITTI).
+    """
+
+    pixels: float = 0.0
+    error: float = 0.0
+    over1: float = 0.0
+    over2: float = 0.0
+    over3: float = 0.0
+    outliers: float = 0.0
+
+    @property
+    def epe(self) -> float:
+        """End-point error: mean absolute error in pixels; NaN without a valid pixel."""
+        return self.error / self.pixels if self.pixels else float("nan")
+
+    @property
+    def d1(self) -> float:
+        return self.outliers / self.pixels if self.pixels else float("nan")
+
+    @property
+    def bad3(self) -> float:
+        """Share of pixels with an error above 3."""
+        return self.over3 / self.pixels if self.pixels else float("nan")
+
+    def vector(self) -> Tensor:
+        return torch.tensor(astuple(self), dtype=torch.float64)
+
+    @classmethod
+    def of(cls, vector: Tensor) -> Metrics:
+        return cls(*vector.tolist())
+
+    def __add__(self, other: Metrics) -> Metrics:
+        return Metrics.of(self.vector() + other.vector())
+
+
+def measure(disparity: Tensor, truth: Tensor, max_disparity: float) -> Metrics:
+    """Compare ``[B, H, W]`` with the truth where it is valid."""
+    mask = valid(truth, max_disparity)
+    goal = torch.where(mask, truth, 0.0).double()
+    error = torch.where(mask, (disparity.double() - goal).abs(), 0.0)
+    one, two, three = (float((error > bound).sum()) for bound in (1, 2, 3))
+    outliers = float(((error > 3) & (error > 0.05 * goal)).sum())
+    return Metrics(float(mask.sum()), float(error.sum()), one, two, three, outliers)
 
 
 def active_norms(net: ElasticStereo, sub_net: SubNet) -> list[tuple[nn.BatchNorm2d, int]]:
     """Return the BatchNorms that a sub-network uses, and how many channels of each."""
     bounds = net.active_set(sub_net).bounds
-    found = []
-    for name, module in net.named_modules():
-        if isinstance(module, nn.BatchNorm2d) and (b := bounds[f"{name}.weight"]) is not None:
-            found.append((module, b[0][1]))
-    return found
+    norms = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    return [(norm, b[0][1]) for name, norm in norms if (b := bounds[f"{name}.weight"]) is not None]
 
 
 @torch.no_grad()
@@ -93,3 +143,27 @@ def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]
     net.train(was)
     device = next(net.parameters()).device
     return Metrics.of((yield AllReduce(found.vector().to(device))).cpu())
+
+
+class Calibrated:
+    """Calling it calibrates a sub-network and returns minus its end-point error in pixels: the higher the better."""
+
+    def __init__(self, net: ElasticStereo, calibration: Sequence[StereoBatch], held_out: Sequence[StereoBatch]) -> None:
+        if not calibration or not held_out:
+            raise ValueError("calibration and evaluation need at least one batch each")
+        self._net, self._calibration, self._held_out = net, calibration, held_out
+
+    def __call__(self, sub_net: SubNet) -> float:
+        return -self.metrics(sub_net).epe
+
+    def metrics(self, sub_net: SubNet) -> Metrics:
+        run_alone(calibrate(self._net, sub_net, self._calibration))
+        found: Metrics = run_alone(evaluate(self._net, sub_net, self._held_out))
+        return found
+
+
+def constant_guess(held_out: Sequence[StereoBatch], max_disparity: float) -> float:
+    """Return the end-point error of the median of the truth, the best constant: every network must be better."""
+    known: Tensor = torch.cat([batch.disparity.flatten() for batch in held_out])
+    known = known[valid(known, max_disparity)]
+    return float((known - known.median()).abs().mean()) if known.numel() else float("nan")
