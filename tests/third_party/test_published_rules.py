@@ -20,7 +20,7 @@ from thinwire.core.pricing.curves import Linear
 from thinwire.core.pricing.placement import place_threshold
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import LocalWorld
-from thinwire.systems.federated.estimate import fit
+from thinwire.systems.federated.schedule import fit
 from thinwire.systems.kfac.fusion import one_direction
 from thinwire.systems.kfac.plan import FactorLayer
 from thinwire.systems.kfac.times import LayerTimes, layers_of

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.systems.federated.pages import PAGE, Pages, Stored
+from thinwire.systems.federated.state import PAGE, Pages, Stored
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,7 +8,7 @@ from fed_calls import SMALL, call
 from scipy import stats
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.algorithms.fedrobust import middle_of
+from thinwire.systems.federated.algorithms.fedavg import middle_of
 
 RULES = {"median": lambda rows: np.median(rows, 0), "trimmed": lambda rows: stats.trim_mean(rows, 0.2, 0)}
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from thinwire.systems.federated import Speed, predict
 from thinwire.systems.federated import schedule as s
-from thinwire.systems.federated.coordinator import Coordinator, DeviceLost
-from thinwire.systems.federated.estimate import ClientTime, Estimates, Fit, fit
-from thinwire.systems.federated.events import drive
+from thinwire.systems.federated.coordinator import Coordinator, DeviceLost, drive
+from thinwire.systems.federated.schedule import ClientTime, Estimates, Fit, fit
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=7)
 FITS = st.lists(st.builds(Fit, st.floats(0.1, 4.0), st.floats(0.0, 3.0)), min_size=1, max_size=3)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.accumulate import Accumulator
 from thinwire.systems.federated.aggregator import NotLinear, Operator
+from thinwire.systems.federated.device import Accumulator
 
 DATA = p.population(count=9)
 
@@ -196,7 +196,7 @@ def test_a_rule_that_is_not_linear_must_collect():
         ({"devices": 0}, "devices=0"),
         ({"reduction": "fp16"}, "one of fp32, fp64, exact"),
         ({"schedule": "best"}, "one of auto, equal"),
-        ({"backend": "mpi"}, "auto, inprocess or ranks"),
+        ({"backend": "mpi"}, "one of auto, inprocess, ranks"),
         ({"backend": "ranks"}, "needs a process group"),
         ({"speeds": [fl.Speed(1.0)], "devices": 2}, "1 entries for 2 devices"),
         ({"evaluate_every": -1}, "evaluate_every"),

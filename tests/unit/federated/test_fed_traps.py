@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated import cohort, device
+from thinwire.systems.federated import device
+from thinwire.systems.federated.data import sample
 from thinwire.systems.federated.state import ClientStateStore
 from thinwire.systems.federated.workspace import Workspace
 
@@ -191,7 +192,7 @@ def test_t8a_only_the_last_client_counts(monkeypatch):
     """Deltas and variates overwritten instead of added."""
     wanted = p.scaffold(DATA, PLAN, 0.1, three)
     assert off(scaffold(), wanted) < 1e-12
-    from thinwire.systems.federated.accumulate import Accumulator
+    from thinwire.systems.federated.device import Accumulator
 
     def overwrite(self, name, x, weight):
         self.sums[name], self.bounds[name] = x.detach().clone(), 0.0
@@ -233,13 +234,13 @@ def test_t9_feddyn_without_one_over_alpha(monkeypatch):
 
 def test_t10_cohorts_depend_on_run_and_round_only():
     """B19: another run draws other clients, more devices do not."""
-    draws = {(run, r): tuple(cohort.sample(run, r, 1_000_000, 50)) for run in range(3) for r in range(3)}
+    draws = {(run, r): tuple(sample(run, r, 1_000_000, 50)) for run in range(3) for r in range(3)}
     assert len(set(draws.values())) == 9
     assert all(sorted(set(found)) == list(found) for found in draws.values())
-    assert cohort.sample(0, 0, 5, 5) == [0, 1, 2, 3, 4]
+    assert sample(0, 0, 5, 5) == [0, 1, 2, 3, 4]
     counts = np.zeros(20)
     for r in range(400):
-        counts[cohort.sample(7, r, 20, 5)] += 1
+        counts[sample(7, r, 20, 5)] += 1
     assert abs(counts - 100).max() < 45  # five standard deviations
 
 

@@ -12,7 +12,7 @@ from thinwire.core.collectives.socket_loop import socket_loop
 from thinwire.core.collectives.stream import Stream
 from thinwire.systems.link.door import Door
 from thinwire.systems.link.duplex import Duplex, dial, end_of
-from thinwire.systems.split.serve import CloudServer
+from thinwire.systems.split.connection import CloudServer
 
 
 class Orphan:

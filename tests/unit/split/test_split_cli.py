@@ -8,8 +8,7 @@ from thinwire.systems.cli.split_inputs import compare_table, read_rows
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split.compare import ComparisonRow
 from thinwire.systems.split.files import read_facts
-from thinwire.systems.split.tasks import TextData
-from thinwire.systems.split.tasks.base import Task
+from thinwire.systems.split.tasks import Task, TextData
 from thinwire.tools.cli.main import app
 from verbs import CliRunner
 

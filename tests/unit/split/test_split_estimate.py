@@ -16,7 +16,7 @@ from thinwire.systems.split import (
     estimate,
     split_model,
 )
-from thinwire.systems.split.ledger import ByteLedger
+from thinwire.systems.split.frames import ByteLedger, Message
 
 BERT_BASE = Shape(768, 3072, 2)
 
@@ -124,9 +124,9 @@ def test_what_is_no_link(words):
 
 def test_ledger_adds_up():
     ledger = ByteLedger()
-    ledger.note(ledger.sent, "z", 100, 44)
-    ledger.note(ledger.received, "dz", 50, 44)
-    ledger.note(ledger.sent, "hello", 10, 32)
+    ledger.count(Message("z", parts=(("z", torch.zeros(5, 5, 1)),)), ledger.sent)
+    ledger.count(Message("dz", parts=(("dz", torch.zeros(5, 5, 2, dtype=torch.uint8)),)), ledger.received)
+    ledger.count(Message("hello", fields={"a": 100}), ledger.sent)
     assert ledger.state == 150
     assert ledger.wire == 280
     assert ledger.sent == {"activation": 100, "control": 10, "header": 76}

@@ -19,11 +19,9 @@ from thinwire.systems.split import (
     split_finetune,
     split_model,
 )
-from thinwire.systems.split.finetune import remaining, train
-from thinwire.systems.split.models.presets import preset, pretrained
-from thinwire.systems.split.tasks import TextData
-from thinwire.systems.split.tasks.base import Task
-from thinwire.systems.split.unsplit import train_unsplit
+from thinwire.systems.split.finetune import remaining, train, train_unsplit
+from thinwire.systems.split.models import preset, pretrained
+from thinwire.systems.split.tasks import Task, TextData
 
 
 def toy_task(samples=160, held_out=40, seed=0):
@@ -163,7 +161,7 @@ def test_compare_rows():
 
 
 def test_the_ledger_of_a_training_is_that_of_the_formulas():
-    from thinwire.systems.split.compare import shape_of, steps_of
+    from thinwire.systems.split.estimate import shape_of, steps_of
     from thinwire.systems.split.models import view_of
 
     task = toy_task(40, 8)

@@ -24,8 +24,8 @@ from thinwire.systems.split import (
     prepare,
     split_model,
 )
-from thinwire.systems.split.compare import shape_of, steps_of
 from thinwire.systems.split.errors import SessionError
+from thinwire.systems.split.estimate import shape_of, steps_of
 from thinwire.systems.split.frames import Message, MessageReader
 from thinwire.systems.split.models import view_of
 from thinwire.systems.split.tasks import TextData

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from thinwire.systems.split import SplitPlan, split_model
-from thinwire.systems.split.factors import factorise, principal_directions
+from thinwire.systems.split.finetune import whole_forward
 from thinwire.systems.split.models import View, dense_weight, view_of
-from thinwire.systems.split.unsplit import whole_forward
+from thinwire.systems.split.surgery import factorise, principal_directions
 
 BARS = {torch.float32: 1e-5, torch.float64: 1e-12}
 

@@ -78,9 +78,9 @@ def run(
         traffic,
     )  # fmt: skip
     from thinwire.systems.federated import ClientStateStore, ClientTrace, History
-    from thinwire.systems.federated.options import use_ranks
-    from thinwire.systems.federated.picture import history_picture
+    from thinwire.systems.federated.history import history_picture
     from thinwire.systems.federated.schedule import check_schedule
+    from thinwire.systems.federated.simulate import use_ranks
     from thinwire.tools.pictures import write_picture
 
     check_plot(plot)
@@ -132,9 +132,9 @@ def run(
         console.print(algorithms_table(runs, f"{title}, {made.rounds} rounds", console.width))
     if out is not None:
         from thinwire.core.durable import write_whole
-        from thinwire.systems.federated import files
+        from thinwire.systems.federated.state import pack
 
-        write_whole(out, files.pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
+        write_whole(out, pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
         console.print(f"written: {out}", markup=False)
     if plot is not None:
         write_picture(picture, plot)

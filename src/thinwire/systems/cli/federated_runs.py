@@ -29,9 +29,10 @@ def federations(
     Raises:
         ValueError: an unknown name, one algorithm twice, or a federation that does not say how to look at its clients.
     """
-    from thinwire.systems.federated.accumulate import check_mode
+    from thinwire.core.checks import check_choice
     from thinwire.systems.federated.builtin import build_algorithm, build_federation, compressed
-    from thinwire.systems.federated.options import check_numbers
+    from thinwire.systems.federated.device import REDUCTIONS
+    from thinwire.systems.federated.simulate import check_numbers
 
     texts = [None] if algorithms is None else [text.strip() for text in algorithms.split(",") if text.strip()]
     if not texts:
@@ -46,7 +47,7 @@ def federations(
         for option, value in given.items():
             if value is not None:
                 setattr(made, option, value)
-        check_mode(made.reduction)
+        check_choice("reduction", made.reduction, REDUCTIONS)
         check_numbers(made.rounds, made.clients_per_round, len(made.clients), made.evaluate_every, checkpoint_every)
         if per_client:
             if made.per_client is None:

@@ -21,10 +21,10 @@ _CONSTANT = ("lr_decay", 1.0)
 
 def in_force(algorithm: Any) -> str:
     """Return the algorithm and its options, without those that are off."""
-    from thinwire.systems.federated.aggregator import facts
+    from thinwire.systems.federated.aggregator import facts_of
 
     inner = getattr(algorithm, "inner", algorithm)
-    found = facts(inner)
+    found = facts_of(inner)
     said = f"{found.pop('algorithm')} with {_words(found)}"
     if inner is not algorithm:
         said += f"; changes compressed by {algorithm.method.name} with {_words(algorithm.method.options())}"

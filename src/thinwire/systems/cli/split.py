@@ -94,7 +94,7 @@ def plan(
 
     from thinwire.systems.cli.split_inputs import model_builder, plan_table, read_link, read_plan, read_task, task_words
     from thinwire.systems.split import Recipe, prepare
-    from thinwire.systems.split.advise import advise, name_of
+    from thinwire.systems.split.estimate import advise, name_of
 
     chosen = read_plan(cut, kind, rank, residual, labels, init, up, down, front_on)
     wire = read_link(link, link_down, latency)
@@ -239,7 +239,7 @@ def compare(
     from thinwire.systems.cli.split_inputs import compare_table, model_builder, read_link, read_rows, read_task
     from thinwire.systems.split import Recipe
     from thinwire.systems.split import compare as compare_plans
-    from thinwire.systems.split.picture import compare_picture
+    from thinwire.systems.split.compare import compare_picture
     from thinwire.tools.pictures import write_picture
 
     if seeds < 1:

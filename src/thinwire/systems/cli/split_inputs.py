@@ -45,8 +45,14 @@ def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) ->
 
 def read_task(name: str, data: Path | None, model: str, length: int, most: int, seed: int) -> Task:
     """Return ``stdlib``, or a GLUE task with its files in ``data``; the tokeniser is the model's, or a trained one."""
-    from thinwire.systems.split.tasks import COLUMNS, glue_task, local_tokenizer, stdlib_task, trained_tokenizer
-    from thinwire.systems.split.tasks.glue import read_tsv
+    from thinwire.systems.split.tasks import (
+        COLUMNS,
+        glue_task,
+        local_tokenizer,
+        read_tsv,
+        stdlib_task,
+        trained_tokenizer,
+    )
 
     if name != "stdlib" and name not in COLUMNS:
         raise ValueError(f"task {name!r} is unknown: use stdlib, or one of GLUE's {', '.join(COLUMNS)} with --data")
@@ -70,7 +76,7 @@ def model_builder(text: str, length: int, plans: Iterable[SplitPlan] = ()) -> Ca
     Raises:
         ValueError: there is no such model, or one of the plans cannot cut it.
     """
-    from thinwire.systems.split.models.presets import preset, pretrained, sizes_of
+    from thinwire.systems.split.models import preset, pretrained, sizes_of
     from thinwire.tools.bench.words import split_options
 
     if Path(text).is_dir():
@@ -157,7 +163,7 @@ def read_address(text: str) -> tuple[str, int]:
 def read_keys(directory: Path | None, fingerprint: str | None, host: str, insecure: bool) -> Credentials | None:
     """Read what ``thinwire keys new`` wrote for a machine; None: no TLS, for this machine only or on request."""
     from thinwire.systems.split import Credentials
-    from thinwire.systems.split.link import check_plain
+    from thinwire.systems.split.connection import check_plain
 
     if directory is None:
         check_plain(host, insecure)

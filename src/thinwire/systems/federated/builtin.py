@@ -16,15 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.systems.federated import (
-    ArrayClients,
-    FedAvg,
-    Federation,
-    FunctionClients,
-    TextClients,
-    over_clients,
-    partition,
-)
+from thinwire.core.kernels.seeding import generator
+from thinwire.systems.federated import algorithms, partition
+from thinwire.systems.federated.algorithms import FedAvg, Scaffold
+from thinwire.systems.federated.compress import Compressed
+from thinwire.systems.federated.data import ArrayClients, FunctionClients, TextClients, over_clients
+from thinwire.systems.federated.simulate import Federation, check_federation
 from thinwire.tools.bench.functions import check_options, load_function, told
 from thinwire.tools.bench.words import nearest, split_options
 
@@ -78,7 +75,8 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
 
     Args:
         width, layers: size of the model.
-        length: bytes per sample. most: largest number of samples per client.
+        length: bytes per sample.
+        most: largest number of samples per client.
     """
     from thinwire.tools.bench.models.chargpt import CharGPT
 
@@ -109,8 +107,6 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
 
 def million(clients: int = 1_000_000, samples: int = 10, features: int = 100) -> Federation:
     """Build a population of any size: client i's samples are drawn when needed. Logistic regression, SCAFFOLD."""
-    from thinwire.core.kernels.seeding import generator
-    from thinwire.systems.federated import Scaffold
 
     def load(client: int) -> tuple[Tensor, Tensor]:
         draw = generator("federation of a million", client)
@@ -137,8 +133,6 @@ def build_federation(name: str) -> Federation:
     Raises:
         ValueError: the name does not exist, or the result is not a ``Federation``.
     """
-    from thinwire.systems.federated.federation import check_federation
-
     function, options = split_options(name)
     ours = function in BUILT_IN
     if not ours and ":" not in function:
@@ -152,7 +146,7 @@ def build_federation(name: str) -> Federation:
     return check_federation(made, name)
 
 
-ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn", "FedRobust")
+ALGORITHMS = tuple(algorithms.__all__)
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "FedOpt": {"server_lr": 0.02},
     "Mime": {"beta": 0.5},
@@ -172,13 +166,11 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
     Raises:
         ValueError: an unknown name or option, or options that cannot be combined.
     """
-    from thinwire.systems import federated
-
     name, options = split_options(text)
     known = {found.lower(): found for found in ALGORITHMS}
     if name.lower() not in known:
         raise ValueError(f"unknown algorithm {name!r}; {nearest(name.lower(), known)}")
-    cls = getattr(federated, known[name.lower()])
+    cls = getattr(algorithms, known[name.lower()])
     fields = {field.name for field in dataclasses.fields(cls)}
     for key in options:
         if key not in fields:
@@ -215,8 +207,6 @@ def _set_in(algorithm: Any) -> dict[str, Any]:
 def compressed(algorithm: Any, compress: str | None, base: Any = None) -> Any:
     """Return the algorithm with its clients' changes compressed by a method such as ``"topk:density=0.01"``, or as in
     ``base`` if ``compress`` is None."""
-    from thinwire.systems.federated import Compressed
-
     if compress is not None:
         method, options = split_options(compress)
         return Compressed(_inner(algorithm), method, **options)

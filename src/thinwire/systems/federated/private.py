@@ -15,17 +15,12 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.seeding import generator
-from thinwire.systems.federated.client import ClientContext
+from thinwire.systems.federated.aggregator import ClientContext
 from thinwire.systems.federated.data import ClientData, chosen_samples, size_of
 
 
 def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor]:
-    """Yield the gradients ``[D]`` of a client's local steps, each in memory that the next one overwrites.
-
-    Args:
-        algorithm: gives ``epochs``, ``batch_size``, ``max_steps``, ``max_grad_norm`` and ``noise_multiplier``.
-        context: the client.
-    """
+    """Yield the gradients ``[D]`` of a client's local steps, each in memory that the next one overwrites."""
     size = size_of(context.data)
     rate, steps = _rate_and_steps(algorithm, size)
     draw = generator(context.seed, "privacy")

@@ -12,6 +12,8 @@ from thinwire.systems.federated.aggregator import WEIGHTED_MEAN, Reduced, RoundP
 from thinwire.systems.federated.device import BUFFERS, RoundTask, Sums
 from thinwire.systems.federated.workspace import buffers_of_sum
 
+_EVALUATIONS = 20  # in a run, if the user does not say how many
+
 
 class AllClientsFailed(RuntimeError):
     """All clients of a cohort failed."""
@@ -33,8 +35,7 @@ class FederatedServer:
         check_operators(algorithm.operators)
         if BUFFERS in algorithm.operators:
             raise ValueError(f"{BUFFERS!r} is the name of the model's own buffers: call the operator something else")
-        self.algorithm = algorithm
-        self.buffers, self.sizes = buffers, sizes
+        self.algorithm, self.buffers, self.sizes = algorithm, buffers, sizes
         self.request: RoundRequest | None = None
         self._program: RoundProgram | None = None
         self._new_buffers = buffers
@@ -53,6 +54,7 @@ class FederatedServer:
         return chosen
 
     def begin(self, round: int) -> None:
+        """Begin a round."""
         self._program = self.algorithm.program(round)
         self._new_buffers = self.buffers
         with torch.no_grad():
@@ -70,9 +72,7 @@ class FederatedServer:
                 self.request, self.buffers = None, self._new_buffers
 
     def _set(self, request: RoundRequest | None) -> None:
-        self.request = (
-            None if request is None else RoundRequest({**request.payload, BUFFERS: self.buffers}, request.name)
-        )
+        self.request = request and RoundRequest({**request.payload, BUFFERS: self.buffers}, request.name)
 
     def state(self) -> dict[str, Tensor]:
         """Return the server's part of a checkpoint."""
@@ -80,11 +80,9 @@ class FederatedServer:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore a ``state``."""
-        prefix = "algorithm/"
-        own = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
-        device = self.buffers.device
-        self.algorithm.load_state_dict({name: x.to(device) for name, x in own.items()})
-        self.buffers = state[BUFFERS].to(device)
+        found = {name: x.to(self.buffers.device) for name, x in state.items()}
+        self.buffers = found.pop(BUFFERS)
+        self.algorithm.load_state_dict({name.removeprefix("algorithm/"): x for name, x in found.items()})
 
 
 def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> Reduced:
@@ -92,7 +90,7 @@ def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> R
 
     Raises:
         AllClientsFailed: no client answered.
-        OverflowError: see :class:`~thinwire.federated.accumulate.Accumulator`.
+        OverflowError: see :class:`~thinwire.federated.device.Accumulator`.
     """
     if sums.clients == 0:
         client, why = next(iter(sorted(sums.failed.items())))
@@ -117,10 +115,6 @@ def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> R
         failed=dict(sorted(sums.failed.items())),
         metrics={name: value / sums.samples for name, value in sorted(sums.metrics.items())},
     )
-
-
-_EVALUATIONS = 20
-"""Evaluations in a run if the user does not say how many."""
 
 
 def evaluation_due(round: int, rounds: int, every: int | None) -> bool:

@@ -27,7 +27,8 @@ class Workspace:
 
     Attributes:
         x: the trainable parameters, ``[D]``, in order of ``named_parameters``.
-        names: of these parameters. shapes: of these parameters.
+        names: of these parameters.
+        shapes: of these parameters.
         buffer_sizes: elements of each dense floating-point buffer.
 
     Raises:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from statistics import mean
 from typing import Any
 
 from torch import nn
 
-from thinwire.systems.split.estimate import Crossing, Link, Shape, crossings, estimate
-from thinwire.systems.split.finetune import OnStep, split_finetune
-from thinwire.systems.split.models import View, view_of
-from thinwire.systems.split.plan import SplitPlan
-from thinwire.systems.split.recipe import Recipe
-from thinwire.systems.split.tasks import Task, TextData
-from thinwire.systems.split.unsplit import train_unsplit
+from thinwire.systems.split.estimate import Link, estimate, shape_of, steps_of
+from thinwire.systems.split.finetune import OnStep, split_finetune, train_unsplit
+from thinwire.systems.split.models import view_of
+from thinwire.systems.split.plan import Recipe, SplitPlan
+from thinwire.systems.split.tasks import Task
+from thinwire.tools.pictures import Level, Panel, Picture, Series
 
 UNSPLIT = "unsplit"
 
@@ -46,6 +46,7 @@ class ComparisonRow:
         return mean(self.scores)
 
     def to_data(self) -> dict[str, Any]:
+        """Return the results as plain data."""
         return asdict(self) | {"score": self.score}
 
 
@@ -79,22 +80,22 @@ def compare(
     steps = recipe.steps(len(task.train))
     for seed in seeds:
         model, seeded = build(seed), replace(recipe, seed=seed)
-        if on_row is not None:
-            on_row(UNSPLIT, seed)
-        score, spent = train_unsplit(model, task, seeded, on_step)
-        scores[UNSPLIT].append(score)
-        seconds[UNSPLIT].append(spent / steps)
-        for name, plan in plans.items():
+        for name in scores:
             if on_row is not None:
                 on_row(name, seed)
-            report = split_finetune(plan, model, task, recipe=seeded, on_step=on_step)
-            assert report.score is not None
-            scores[name].append(report.score)
-            seconds[name].append(report.seconds / steps)
-    view = view_of(build(seeds[0]))
-    rows = [ComparisonRow(UNSPLIT, tuple(scores[UNSPLIT]), None, None, mean(seconds[UNSPLIT]), mean(seconds[UNSPLIT]))]
+            if name == UNSPLIT:
+                score, spent = train_unsplit(model, task, seeded, on_step)
+            else:
+                report = split_finetune(plans[name], model, task, recipe=seeded, on_step=on_step)
+                assert report.score is not None
+                score, spent = report.score, report.seconds
+            scores[name].append(score)
+            seconds[name].append(spent / steps)
+    shape = shape_of(view_of(build(seeds[0])), task.classes)
+    spent = mean(seconds[UNSPLIT])
+    rows = [ComparisonRow(UNSPLIT, tuple(scores[UNSPLIT]), None, None, spent, spent)]
     for name, plan in plans.items():
-        made = [estimate(step, link) for step in steps_of(plan, shape_of(view, task.classes), task.train, recipe)]
+        made = [estimate(step, link) for step in steps_of(plan, shape, task.train, recipe)]
         spent = mean(seconds[name])
         on_link = spent + mean(one.link_seconds for one in made)
         state, wire = mean(one.state for one in made), mean(one.wire for one in made)
@@ -102,19 +103,27 @@ def compare(
     return rows
 
 
-def shape_of(view: View, classes: int) -> Shape:
-    """Return the properties of a model that determine the bytes."""
-    types = "token_type_ids" in view.inputs
-    return Shape(view.hidden, view.intermediate, classes, view.uses_lengths, types=types, pixels=view.pixels)
+_WINDOW = 20  # steps
 
 
-def steps_of(plan: SplitPlan, shape: Shape, data: TextData, recipe: Recipe) -> list[list[Crossing]]:
-    """Return the messages of every step of a training."""
-    shape = replace(shape, types=shape.types and data.types is not None)
-    made = []
-    for epoch in range(recipe.epochs):
-        for indices in recipe.batches(len(data), epoch):
-            lengths = [len(data.tokens[i]) for i in indices]
-            fresh = sum(lengths) if epoch == 0 else 0
-            made.append(crossings(plan, shape, lengths, len(indices), max(lengths), fresh_tokens=fresh))
-    return made
+def compare_picture(
+    rows: Sequence[ComparisonRow], losses: Mapping[str, Sequence[float]], metric: str, title: str
+) -> Picture:
+    """Draw scores against bytes, and losses (of every step of one seed, by row) against seconds."""
+    sent = tuple(
+        Series(row.name, (row.wire_bytes / 1e3,), (row.score,), "points", (row.wire_bytes / 1e3, row.score))
+        for row in rows
+        if row.wire_bytes is not None
+    )
+    whole = tuple(Level(row.score, UNSPLIT) for row in rows if row.name == UNSPLIT)
+    trained = []
+    for row in rows:
+        sums = (0.0, *accumulate(losses[row.name]))
+        ends = range(min(_WINDOW, len(sums) - 1), len(sums))
+        y = tuple((sums[end] - sums[max(0, end - _WINDOW)]) / min(_WINDOW, end) for end in ends if end)
+        trained.append(Series(row.name, tuple(end * row.step_seconds for end in ends if end), y))
+    panels = (
+        Panel("kB per step through the socket", metric, sent, (), whole, log_x=True),
+        Panel("seconds, the link's by the formulas", f"training loss, mean of {_WINDOW} steps", tuple(trained)),
+    )
+    return Picture(title, panels)

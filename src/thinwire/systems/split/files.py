@@ -12,30 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.systems.split.factors import Factors
-from thinwire.systems.split.halves import Back, Front, by_role
 from thinwire.systems.split.models import build, require, view_of
 from thinwire.systems.split.plan import SplitPlan
-from thinwire.systems.split.surgery import Sample, assemble, split_model
+from thinwire.systems.split.surgery import Back, Factors, Front, Sample, assemble, by_role, split_model
 
 
 @dataclass(frozen=True)
 class Half:
-    """The content of one file.
+    """The content of one file."""
 
-    Attributes:
-        role: "edge" or "cloud".
-        module: the `Front` or the `Back`.
-        plan: with which it was cut.
-        pair: a hash over both halves, which the two ends compare.
-        notes: what else was saved with it, such as the task.
-    """
-
-    role: str
+    role: str  # "edge" or "cloud"
     module: Front | Back
-    plan: SplitPlan
-    pair: str
-    notes: dict[str, Any]
+    plan: SplitPlan  # with which it was cut
+    pair: str  # a hash over both halves, which the two ends compare
+    notes: dict[str, Any]  # what else was saved with it, such as the task
 
 
 def prepare(
@@ -89,11 +79,7 @@ def half_file(path: str | Path, role: str) -> Path:
 
 
 def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
-    """Read the facts of a file, without its tensors.
-
-    Args:
-        path: the file.
-        role: which half is expected; None: either.
+    """Read the facts of a file, without its tensors; ``role``: which half is expected, None: either.
 
     Raises:
         ValueError: it is not a half of ours, or it is the other half.
@@ -114,11 +100,9 @@ def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
 
 
 def load_half(path: str | Path, role: str) -> Half:
-    """Build a half from its file. No memory is allocated for the rest of the model.
+    """Build a half from its file, or the directory that holds it; ``role``: which half is expected.
 
-    Args:
-        path: the file, or the directory that holds it.
-        role: which half is expected.
+    No memory is allocated for the rest of the model.
 
     Raises:
         ValueError: it is not such a file.

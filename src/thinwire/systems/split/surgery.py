@@ -1,17 +1,198 @@
-"""Cut a model into two halves: factorised once, each parameter in exactly one half."""
+"""Cut a model into two halves: factorised once, each parameter in exactly one half.
+
+The front takes the data; the back ends in the logits. The thin factors of a cut dense layer are those of a truncated
+SVD of the weight, or of its output on sample activations. Singular vectors are unique only up to sign, and up to
+rotation if values are equal: so the factorisation is done once, in one place, and its parts are given to the two
+machines. With random weights the spectrum is flat: the truncation error of an untrained model says nothing about that
+of a trained one.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.systems.split.factors import Factors, factorise, principal_directions
-from thinwire.systems.split.halves import Back, Front
-from thinwire.systems.split.models import View, dense_weight, view_of
+from thinwire.systems.split.models import Parts, View, dense_bias, dense_weight, inputs_of, view_of
 from thinwire.systems.split.plan import SplitPlan
+
+_DAMPING = 1e-6
+
+
+@dataclass(frozen=True)
+class Factors:
+    """``W ~ u @ s @ v`` of one dense layer, and the residual's directions that are kept."""
+
+    u: Tensor  # [f, r], for the back
+    s: Tensor  # [r, r], for the front; diagonal at first, a full matrix in training
+    v: Tensor  # [r, h], for the front
+    directions: Tensor  # [q, h], orthonormal rows; q is 0 unless the residual is "lowrank:q"
+
+    @classmethod
+    def empty(cls, f: int, h: int, r: int, q: int) -> Factors:
+        """Return factors without values (meta tensors), to be filled from a file."""
+        shapes = ((f, r), (r, r), (r, h), (q, h))
+        return cls(*(torch.empty(shape, device="meta") for shape in shapes))
+
+
+def factorise(weight: Tensor, rank: int, moment: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best factors of a given rank.
+
+    Args:
+        weight: ``[f, h]``, as ``Linear.weight``.
+        rank: r, 1 to ``min(f, h)``.
+        moment: ``[h, h]``, the mean of x^T x over input rows x: the factors then minimise the mean squared error of the
+            output instead of the weight. With C = G G^T (Cholesky), that is the SVD of ``weight @ G``.
+
+    Returns:
+        ``u [f, r], s [r, r], v [r, h]`` in the dtype of the weight; computed in fp64.
+    """
+    w = weight.detach().double()
+    if moment is None:
+        u, values, v = _svd(w, rank)
+    else:
+        c = moment.double()
+        c = c + torch.eye(len(c), dtype=c.dtype, device=c.device) * (_DAMPING * c.diagonal().mean())
+        g = torch.linalg.cholesky(c)
+        u, values, v = _svd(w @ g, rank)
+        v = torch.linalg.solve_triangular(g, v, upper=False, left=False)
+    return u.to(weight.dtype), torch.diag(values).to(weight.dtype), v.to(weight.dtype)
+
+
+def principal_directions(moment: Tensor, count: int) -> Tensor:
+    """Return the ``count`` leading eigenvectors ``[count, h]`` of a second moment ``[h, h]``, largest value first."""
+    vectors = torch.linalg.eigh(moment.double()).eigenvectors.T.flip(0)[:count]
+    return _signed(vectors)[0]
+
+
+def _svd(w: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    u, values, v = torch.linalg.svd(w, full_matrices=False)
+    v, signs = _signed(v)
+    return u[:, :rank] * signs[:rank], values[:rank], v[:rank]
+
+
+def _signed(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows with their largest entry positive, and the signs: LAPACK leaves the sign open, this fixes it."""
+    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    signs = torch.where(largest < 0, -1.0, 1.0).to(rows.dtype)
+    return rows * signs, signs.squeeze(1)
+
+
+class Front(nn.Module):
+    """Embeddings, the layers before the cut, and the first half of the layer that is cut.
+
+    The published pseudo-code in one line: ``z = (attention_l(layers_1..l-1(embed(ids))) @ v.T) @ s.T``.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        plan: SplitPlan,
+        embed: nn.Module,
+        layers: Sequence[nn.Module],
+        parts: Parts | None,
+        f: Factors,
+    ) -> None:
+        super().__init__()
+        self.view, self.plan = view, plan
+        self.embeddings = embed
+        self.layers = nn.ModuleList(layers)
+        self.attend = parts.attend if parts else None
+        self.before = parts.before if parts else None
+        self.first = parts.first if parts and plan.kind == "ffn" else None
+        lowrank = plan.kind == "lowrank"
+        self.v = nn.Parameter(f.v) if lowrank else None
+        self.s = nn.Parameter(f.s) if lowrank else None
+        self.directions = nn.Parameter(f.directions) if plan.kept_directions else None
+
+    def forward(self, inputs: Mapping[str, Tensor], lengths: Tensor | None = None) -> Tensor:
+        """Return what crosses the cut: ``[B, L, width]``."""
+        return self.compress(*self.activations(inputs, lengths))
+
+    def activations(self, inputs: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream a ``[B, L, h]`` at the cut, and the input of the first dense layer."""
+        hidden = self.embeddings(**inputs_of(inputs, *self.view.inputs))
+        mask = self.view.mask(hidden, lengths)
+        for layer in self.layers:
+            hidden = self.view.run(layer, hidden, mask)
+        if self.attend is None:
+            return hidden, hidden
+        a: Tensor = self.attend(hidden, mask)
+        return a, (a if self.before is None else self.before(a))
+
+    def compress(self, a: Tensor, x: Tensor) -> Tensor:
+        """Return what crosses the cut, of what :meth:`activations` returned."""
+        if self.plan.kind == "boundary":
+            return a
+        if self.first is not None:
+            z: Tensor = self.first(x)
+        else:
+            z = (x @ self.v.T) @ self.s.T  # type: ignore[union-attr]
+        if self.plan.residual == "keep":
+            return torch.cat([z, a], dim=-1)
+        if self.directions is not None:
+            return torch.cat([z, a @ self.directions.T], dim=-1)
+        return z
+
+
+class Back(nn.Module):
+    """The second half of the layer that is cut, the layers after it, and the head."""
+
+    def __init__(
+        self, view: View, plan: SplitPlan, layers: Sequence[nn.Module], parts: Parts | None, head: nn.Module, f: Factors
+    ) -> None:
+        super().__init__()
+        self.view, self.plan = view, plan
+        self.width = plan.width(view.hidden, view.intermediate)
+        if parts and plan.kind == "lowrank":
+            self.u = nn.Parameter(f.u)
+            self.bias = nn.Parameter(dense_bias(parts.first).detach().clone())
+        self.activation = parts.activation if parts else None
+        self.second = parts.second if parts else None
+        self.dropout = parts.dropout if parts else None
+        self.after = parts.after if parts else None
+        self.directions = nn.Parameter(f.directions.T.clone()) if plan.kept_directions else None
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+
+    def forward(self, z: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return the logits from what crossed, ``[B, L, width]``."""
+        hidden = z if self.second is None else self._second_half(z)
+        mask = self.view.mask(hidden, lengths)
+        for layer in self.layers:
+            hidden = self.view.run(layer, hidden, mask)
+        logits: Tensor = self.head(hidden, lengths)
+        return logits
+
+    def _second_half(self, z: Tensor) -> Tensor:
+        extra = self.view.hidden if self.plan.residual == "keep" else self.plan.kept_directions
+        main, rest = z.split([self.width - extra, extra], dim=-1)
+        u = main if self.plan.kind == "ffn" else main @ self.u.T + self.bias
+        y: Tensor = self.dropout(self.second(self.activation(u)))  # type: ignore[misc]
+        if self.plan.residual == "keep":
+            y = y + rest
+        elif self.directions is not None:
+            y = y + rest @ self.directions.T
+        return y if self.after is None else self.after(y)
+
+
+def by_role(front: Front, back: Back) -> dict[str, Front | Back]:
+    """Return the halves under "edge" and "cloud", as their plan places them."""
+    return {"edge": front, "cloud": back} if front.plan.front_on == "edge" else {"edge": back, "cloud": front}
+
+
+def check_holder(half: Front | Back, role: str) -> None:
+    """Raise ``ValueError`` if the plan gives this half to the other machine."""
+    due = Front if half.plan.front_on == role else Back
+    if not isinstance(half, due):
+        raise ValueError(
+            f"front_on={half.plan.front_on!r} gives the {role} the {due.__name__.lower()}: this is the "
+            f"{type(half).__name__.lower()}"
+        )
+
 
 Sample = tuple[Mapping[str, Tensor], Tensor | None]
 """A front's inputs: tensors by name, and lengths [B] (None: no padding)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,27 +10,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.systems.federated.aggregator import Operator, RoundProgram
-from thinwire.systems.federated.client import ClientContext, ClientResult
-from thinwire.systems.federated.cohort import sample
+from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.systems.federated.aggregator import ClientContext, ClientResult, Operator, RoundProgram
+from thinwire.systems.federated.data import sample
 from thinwire.systems.federated.private import opacus, private_gradients
 
+Tensors = Mapping[str, Tensor]
 Adjust = Callable[[Tensor, Tensor], None]
 """(gradient, x): modify the gradient [D] in place before the step."""
 
 
 @dataclass(frozen=True)
 class LocalResult:
-    """The result of local SGD.
+    """The result of local SGD."""
 
-    Attributes:
-        x: the weights, ``[D]``; this is the model's own memory, so copy what you keep.
-        steps: how many were made. lr: their learning rate.
-    """
-
-    x: Tensor
-    steps: int
-    lr: float
+    x: Tensor  # the weights, [D]; this is the model's own memory, so copy what you keep
+    steps: int  # how many were made
+    lr: float  # their learning rate
 
 
 @dataclass(kw_only=True)
@@ -80,24 +75,17 @@ class Algorithm(abc.ABC):
     weights: str = "samples"
 
     def __post_init__(self) -> None:
-        for name in ("lr", "lr_decay", "server_lr"):
-            positive(name, getattr(self, name))
+        for name in ("lr", "lr_decay", "server_lr", "max_grad_norm", "noise_multiplier"):
+            if (rate := getattr(self, name)) is not None:
+                check_number(name, rate, above=0)
         for name in ("batch_size", "max_steps", "epochs"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum} must be at least 0 and below 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay} must be a number of at least 0")
-        if self.max_grad_norm is not None:
-            positive("max_grad_norm", self.max_grad_norm)
-        if self.noise_multiplier is not None:
-            positive("noise_multiplier", self.noise_multiplier)
-            if self.max_grad_norm is None:
-                raise ValueError("noise_multiplier= is in units of max_grad_norm=: give both")
-        if self.weights not in ("samples", "uniform"):
-            raise ValueError(f"weights={self.weights!r} is unknown; use 'samples' or 'uniform'")
+            if (count := getattr(self, name)) is not None:
+                check_count(name, count)
+        check_below_1("momentum", self.momentum)
+        check_number("weight_decay", self.weight_decay, least=0)
+        if self.noise_multiplier is not None and self.max_grad_norm is None:
+            raise ValueError("noise_multiplier= is in units of max_grad_norm=: give both")
+        check_choice("weights", self.weights, ("samples", "uniform"))
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run with these weights ``[D]``. The server's other tensors start at zero."""
@@ -118,12 +106,11 @@ class Algorithm(abc.ABC):
         """Run one round on the server."""
 
     @abc.abstractmethod
-    def train(
-        self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
-    ) -> ClientResult:
+    def train(self, context: ClientContext, payload: Tensors, state: Tensors | None) -> ClientResult:
         """Do one client's work."""
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Return the server's tensors by name."""
         return {name: getattr(self, name) for name in self.server_state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -182,17 +169,7 @@ class Algorithm(abc.ABC):
             yield g
 
 
-def proximal(mu: float, theta: Tensor) -> Adjust | None:
-    """Return FedProx's proximal term, which adds mu * (x - theta) to each gradient; None if ``mu`` is 0."""
-
-    def pull(g: Tensor, x: Tensor) -> None:
-        g.add_(x, alpha=mu).sub_(theta, alpha=mu)
-
-    return pull if mu else None
-
-
-def positive(name: str, value: float, *, zero: bool = False) -> None:
-    """Raise ``ValueError`` unless an option is a positive number (or, with ``zero``, 0)."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{name}={value!r} must be a number {'of at least' if zero else 'above'} 0")
+def check_below_1(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless an option is at least 0 and below 1."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value} must be at least 0 and below 1")

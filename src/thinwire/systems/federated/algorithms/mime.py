@@ -1,14 +1,4 @@
-"""Mime: local steps with the server's momentum, kept fixed, and gradients corrected with the whole cohort's gradient.
-
-Paper: Karimireddy et al.: Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning, 2020, Algorithm 1
-with SGD with momentum.
-
-Visit 1: c = mean of the clients' full gradients at theta. Visit 2, on the same cohort: x -= lr ((1 - b)(g(x) - g(theta)
-+ c) + b s), both gradients on the same batch. Server: theta = mean x; s = (1 - b) c + b s. ``lite=True``: no
-correction, so one visit is enough.
-
-Differences from the paper: momentum SGD only; means weighted by samples.
-"""
+"""Mime: local steps with the server's momentum, in two visits to the same cohort."""
 
 from __future__ import annotations
 
@@ -19,14 +9,29 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.systems.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, RoundRequest
-from thinwire.systems.federated.algorithms.base import Algorithm
-from thinwire.systems.federated.client import ClientContext, ClientResult
+from thinwire.systems.federated.aggregator import (
+    WEIGHTED_MEAN,
+    ClientContext,
+    ClientResult,
+    Operator,
+    RoundProgram,
+    RoundRequest,
+)
+from thinwire.systems.federated.algorithms.base import Algorithm, Tensors, check_below_1
 
 
 @dataclass(kw_only=True)
 class Mime(Algorithm):
-    """Mime or MimeLite.
+    """Local steps with the server's momentum, kept fixed, and gradients corrected with the whole cohort's gradient.
+
+    Paper: Karimireddy et al.: Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning, 2020, Algorithm
+    1 with SGD with momentum.
+
+    Visit 1: c = mean of the clients' full gradients at theta. Visit 2, on the same cohort: x -= lr ((1 - b)(g(x) -
+    g(theta) + c) + b s), both gradients on the same batch. Server: theta = mean x; s = (1 - b) c + b s. ``lite=True``:
+    no correction, so one visit is enough.
+
+    Differences from the paper: momentum SGD only; means weighted by samples.
 
     Args:
         beta: momentum of the server.
@@ -40,9 +45,9 @@ class Mime(Algorithm):
     lite: bool = False
 
     def __post_init__(self) -> None:
+        self.s: Tensor
         super().__post_init__()
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta={self.beta} must be at least 0 and below 1")
+        check_below_1("beta", self.beta)
         if self.momentum:
             raise ValueError("Mime's momentum is the server's: use beta=, and leave momentum= out")
         if self.max_grad_norm is not None:
@@ -53,13 +58,7 @@ class Mime(Algorithm):
         """Two, or one with ``lite``."""
         return 1 if self.lite else 2
 
-    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
-        """Begin a run: s = 0."""
-        self.s: Tensor
-        super().setup(theta, population, clients_per_round)
-
     def program(self, round: int) -> RoundProgram:
-        """Make two visits; with ``lite`` one."""
         b, payload = self.beta, {"theta": self.theta, "s": self.s}
         if self.lite:
             mean = yield RoundRequest(payload)
@@ -70,9 +69,7 @@ class Mime(Algorithm):
         self.theta = self.theta + self.server_lr * (mean["x"] - self.theta) if self.server_lr != 1 else mean["x"]
         self.s = (1 - b) * c + b * self.s
 
-    def train(
-        self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
-    ) -> ClientResult:
+    def train(self, context: ClientContext, payload: Tensors, state: Tensors | None) -> ClientResult:
         """Compute the full gradient at theta, or make the local steps, or (lite) both."""
         theta, b = payload["theta"], self.beta
         if context.visit == "gradient":
