@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.systems.cli.split_inputs import model_builder
+from thinwire.systems.cli.split import model_builder
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split import (
     Batch,

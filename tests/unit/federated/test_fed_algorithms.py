@@ -149,6 +149,9 @@ def test_a_new_algorithm_is_a_few_lines():
         (lambda: fl.Scaffold(momentum=0.9), "plain SGD"),
         (lambda: fl.FedDyn(alpha=0), "alpha"),
         (lambda: fl.FedDyn(server_lr=0.5), "takes no step"),
+        (lambda: fl.FedRobust(rule="mode"), "rule='mode' is unknown"),
+        (lambda: fl.FedRobust(trim=0.5), "trim=0.5 must be"),
+        (lambda: fl.FedRobust(weights="samples"), "leave weights= out"),
     ],
 )
 def test_bad_options(make, words):

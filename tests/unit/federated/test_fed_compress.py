@@ -128,6 +128,8 @@ def test_density_one_is_no_compression():
     [
         (lambda: fl.Compressed(fl.Mime(), "topk", density=0.1), "Mime sends weights, gradients"),
         (lambda: fl.Compressed(fl.FedDyn(), "topk", density=0.1), "FedDyn sends weights"),
+        (lambda: fl.Compressed(fl.FedRobust(), "topk", density=0.1), "FedRobust sends"),
+        (lambda: fl.Compressed(fl.Compressed(fl.FedAvg(), "signsgd"), "topk", density=0.1), "Compressed sends"),
         (lambda: fl.Compressed(fl.FedAvg(), "dgc"), "use topk"),
         (lambda: fl.Compressed(fl.FedAvg(), "ssgd"), "does not compress"),
         (lambda: fl.Compressed(fl.FedAvg(), "topp"), "unknown method"),

@@ -4,11 +4,9 @@ import numpy as np
 import problems as p
 import pytest
 import torch
-from fed_calls import SMALL, call
 from scipy import stats
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.algorithms.fedavg import middle_of
 
 RULES = {"median": lambda rows: np.median(rows, 0), "trimmed": lambda rows: stats.trim_mean(rows, 0.2, 0)}
 
@@ -38,14 +36,6 @@ def test_the_formula(rule, cohort):
     each = p.D * 8
     assert [row.client_bytes for row in history.rounds] == [cohort * each] * 4
     assert [row.bytes_up + row.control_bytes for row in history.rounds] == [cohort * each] * 4
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 31])
-def test_the_middle_of_rows_is_scipys(count):
-    rows = np.random.default_rng(count).standard_cauchy((count, 50))
-    for trim in (0.0, 0.1, 0.29, 0.49):
-        found = middle_of(torch.tensor(rows), int(trim * count))
-        np.testing.assert_allclose(found, stats.trim_mean(rows, trim, 0), rtol=1e-12)
 
 
 def lying(cls, share):
@@ -109,27 +99,3 @@ def test_an_answer_of_another_shape_is_not_counted():
     np.testing.assert_allclose(found, by_hand(data[2:], [range(5)], "median"), rtol=1e-12)
     with pytest.raises(ValueError, match="no client of round 0 has answered with a change of the model's shape"):
         p.train(Short(), p.population(2), rounds=1)
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"rule": "mode"}, "rule='mode' is unknown"),
-        ({"trim": 0.5}, "trim=0.5 must be"),
-        ({"weights": "samples"}, "leave weights= out"),
-    ],
-)
-def test_options_that_are_wrong(options, words):
-    with pytest.raises(ValueError, match=words):
-        fl.FedRobust(**options)
-
-
-def test_what_is_not_compressible_says_so():
-    with pytest.raises(ValueError, match="FedRobust sends"):
-        fl.Compressed(fl.FedRobust(), "topk", density=0.1)
-
-
-def test_the_verb(alone):
-    done = call(*SMALL, "--algorithm", "fedrobust:rule=trimmed:trim=0.3")
-    assert done.exit_code == 0, done.output
-    assert "rule=trimmed, trim=0.3" in " ".join(done.stdout.split())

@@ -4,7 +4,7 @@ import socket
 import pytest
 from rich.console import Console
 
-from thinwire.systems.cli.split_inputs import compare_table, read_rows
+from thinwire.systems.cli.split import compare_table, read_rows
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split.compare import ComparisonRow
 from thinwire.systems.split.files import read_facts

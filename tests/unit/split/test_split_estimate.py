@@ -58,12 +58,11 @@ PLANS = [
 
 
 @pytest.mark.parametrize(
-    "plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.labels}-{','.join(plan.up)}-{plan.front_on}"
-)
-@pytest.mark.parametrize("architecture", ["bert", "vit", "gpt2-lm"])
+    "architecture, plan",
+    [*(("bert", plan) for plan in PLANS), *(("gpt2-lm", plan) for plan in PLANS[3::2]),
+     *(("vit", PLANS[i]) for i in (0, 2, 3, 4, 8))],
+)  # fmt: skip
 def test_the_formulas_are_what_is_counted(plan, architecture):
-    if architecture == "vit" and "pack" in plan.up + plan.down:
-        pytest.skip("patches are never padding: there is nothing to pack")
     recipe = Recipe(loss="next_token" if architecture == "gpt2-lm" else "classification")
     pair = LocalPair(*split_model(small.model(architecture), plan), recipe, 3)
     classes = small.VOCABULARY if architecture == "gpt2-lm" else small.LABELS

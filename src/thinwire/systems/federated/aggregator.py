@@ -52,12 +52,7 @@ class NotLinear(ValueError):
 
 
 def check_operators(operators: Mapping[str, Operator]) -> None:
-    """Refuse operators that cannot be computed.
-
-    Raises:
-        NotLinear: a summed name has an operator that is not linear.
-        ValueError: an object is not an operator.
-    """
+    """Raise ``NotLinear`` for a rule that sums cannot express, ``ValueError`` for what is no operator."""
     for name, operator in operators.items():
         if not isinstance(operator, Operator):
             raise ValueError(f"operators[{name!r}] must be WEIGHTED_MEAN, SUM or COLLECT, not {operator!r}")

@@ -51,13 +51,10 @@ class VisitReport:
 
 
 class InProcess:
-    """The back end ``"inprocess"``.
+    """The back end ``"inprocess"``: one model, which all devices use in turn.
 
-    Args:
-        device: the one model that all devices use in turn.
-        planner: distributes the cohort.
-        speeds: of the devices, for their clock; None: measured seconds.
-        faults: (round, device) -> seconds after which the device is lost in that round (it is back in the next).
+    ``speeds``: of the devices, for their clock; None: measured seconds. ``faults``: (round, device) -> seconds after
+    which the device is lost in that round; it is back in the next.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class InProcess:
         self._device, self._planner, self._speeds, self._faults = device, planner, speeds, dict(faults or {})
 
     def visit(self, task: RoundTask, cohort: Sequence[int]) -> VisitReport:
-        """Visit all clients of the cohort once."""
         device, count = self._device, self._planner.devices
         sizes = [device.clients.samples(client) for client in cohort]
         name, assignment = self._planner.plan(task.round, task.request.name, sizes)
@@ -119,20 +115,13 @@ class InProcess:
         )
 
     def commit(self, round: int) -> None:
-        """End the round: make the clients' new states valid."""
         if self._device.store is not None:
             self._device.store.prepare()
             self._device.store.commit(round)
 
 
 class AllReduceBackend:
-    """The back end ``"ranks"``: the ranks of the default process group.
-
-    Args:
-        device: this rank's device, with its model.
-        planner: distributes the cohort; its number of devices is the number of ranks.
-        communicator: see ``join``.
-    """
+    """The back end ``"ranks"``: the ranks of the default process group, each with a device of its own."""
 
     def __init__(self, device: Device, planner: Planner, communicator: Communicator) -> None:
         self._device, self._planner, self._comm = device, planner, communicator
@@ -144,7 +133,6 @@ class AllReduceBackend:
         self._run = int(self._comm.gather(str(number).encode())[0])  # counters of earlier runs are used up
 
     def visit(self, task: RoundTask, cohort: Sequence[int]) -> VisitReport:
-        """Visit all clients of the cohort once. All ranks must call this."""
         sizes = [self._device.clients.samples(client) for client in cohort]
         name, assignment = self._planner.plan(task.round, task.request.name, sizes)
         # rank 0's plan: fits are floats, which another machine may round differently
@@ -172,7 +160,6 @@ class AllReduceBackend:
         )
 
     def commit(self, round: int) -> None:
-        """End the round: make the clients' new states valid, on all ranks."""
         store = self._device.store
         if store is None:
             return
@@ -186,11 +173,7 @@ class AllReduceBackend:
         self.guarded(round, lambda: self._comm.agree(hashes))
 
     def guarded(self, round: int, exchange: Callable[[], T]) -> T:
-        """Run an exchange.
-
-        Raises:
-            DeviceLost: another rank is gone.
-        """
+        """Run an exchange; ``DeviceLost``: another rank is gone."""
         try:
             return exchange()
         except (RuntimeError, TimeoutError) as error:
@@ -250,7 +233,6 @@ def _unpacked(message: bytes) -> dict[str, Any]:
 
 
 def _summed(flat: Tensor) -> Program:
-    """Run the one large exchange of a visit."""
     if flat.numel():
         flat = yield AllReduce(flat)
     return flat

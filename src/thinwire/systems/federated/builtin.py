@@ -29,14 +29,7 @@ from thinwire.tools.bench.words import nearest, split_options
 def digits(
     clients: int = 100, alpha: float = 0.5, split: str = "dirichlet", width: int = 8, hidden: int = 64
 ) -> Federation:
-    """Build a federation of scikit-learn's digits: 1,437 for training, split over clients, 360 held out; a small CNN.
-
-    Args:
-        clients: number of clients.
-        alpha: parameter of the Dirichlet distribution.
-        split: "dirichlet", "iid" or "shards".
-        width, hidden: sizes of the network.
-    """
+    """Build a federation of scikit-learn's digits: 1,437 split over clients for training, 360 held out; a small CNN."""
     from thinwire.tools.bench.models.digits import HELD_OUT, images, network
 
     pixels, labels = images()
@@ -71,13 +64,7 @@ def digits(
 
 
 def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> Federation:
-    """Build a federation of Python's standard library, one file per client: a small character GPT predicts bytes.
-
-    Args:
-        width, layers: size of the model.
-        length: bytes per sample.
-        most: largest number of samples per client.
-    """
+    """Build a federation of Python's standard library, one file per client: a small character GPT predicts bytes."""
     from thinwire.tools.bench.models.chargpt import CharGPT
 
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -128,11 +115,7 @@ BUILT_IN: Mapping[str, Callable[..., Federation]] = {"digits": digits, "text": t
 
 
 def build_federation(name: str) -> Federation:
-    """Build ``"digits"``, ``"digits:clients=50"``, or a user's own ``"my_module:build"``.
-
-    Raises:
-        ValueError: the name does not exist, or the result is not a ``Federation``.
-    """
+    """Build ``"digits"``, ``"digits:clients=50"``, or a user's own ``"my_module:build"``."""
     function, options = split_options(name)
     ours = function in BUILT_IN
     if not ours and ":" not in function:
@@ -162,9 +145,6 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
 
     Options that are not given are taken from ``base``, a federation's algorithm, where it sets more than the defaults;
     options that another algorithm needs for itself (``TUNED``) are not taken over.
-
-    Raises:
-        ValueError: an unknown name or option, or options that cannot be combined.
     """
     name, options = split_options(text)
     known = {found.lower(): found for found in ALGORITHMS}
@@ -194,12 +174,10 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
 
 
 def _inner(algorithm: Any) -> Any:
-    """Return the algorithm without the compression around it."""
     return getattr(algorithm, "inner", algorithm)
 
 
 def _set_in(algorithm: Any) -> dict[str, Any]:
-    """Return the options of an algorithm that differ from the defaults of its class."""
     fields = dataclasses.fields(algorithm) if dataclasses.is_dataclass(algorithm) else ()
     return {f.name: getattr(algorithm, f.name) for f in fields if f.init and getattr(algorithm, f.name) != f.default}
 

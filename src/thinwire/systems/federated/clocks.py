@@ -81,11 +81,7 @@ class ClientTrace:
 
 
 def read_speeds(path: str | Path) -> Sequence[Speed]:
-    """Read speeds from a JSON list of objects with the fields of :class:`Speed`.
-
-    Raises:
-        ValueError: the file is missing or holds something else.
-    """
+    """Read speeds from a JSON list of objects with the fields of :class:`Speed`."""
     try:
         rows: Any = json.loads(Path(path).read_text())
         speeds = [Speed(**row) for row in rows]
@@ -129,7 +125,6 @@ class Prediction:
 
 
 def check_cohort(clients_per_round: int, population: int) -> None:
-    """Raise ``ValueError`` unless a round can have that many clients."""
     if not 1 <= clients_per_round <= population:
         raise ValueError(
             f"clients_per_round={clients_per_round} must be between 1 and the number of clients, {population}"

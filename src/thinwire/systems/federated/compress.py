@@ -122,7 +122,6 @@ def _counting(size: list[int]) -> Callable[[Op], Tensor | None]:
 
 
 def _plain(state: State) -> dict[str, Tensor]:
-    """Return a method's memory as tensors by name."""
     found = state.snapshot()
     rows = {"step": torch.tensor(found["step"])}
     rows.update({f"residual/{name}": x for name, x in found["residual"].items()})

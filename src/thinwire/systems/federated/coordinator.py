@@ -38,17 +38,7 @@ class DeviceWork:
 
 
 class Coordinator:
-    """One visit of one cohort.
-
-    Args:
-        cohort: number of clients, which are named by index.
-        assignment: lists, or a queue from which devices pull.
-        devices: ids of the devices that take part.
-
-    Attributes:
-        reported: clients whose sums have arrived.
-        lost_devices: in the order in which they were lost.
-    """
+    """One visit of one cohort of so many clients, which are named by index."""
 
     def __init__(self, cohort: int, assignment: Assignment, devices: Collection[int]) -> None:
         self._cohort = cohort
@@ -63,7 +53,6 @@ class Coordinator:
 
     @property
     def done(self) -> bool:
-        """Whether all clients' sums have arrived."""
         return len(self.reported) == self._cohort
 
     def start(self) -> list[DeviceWork]:
@@ -80,19 +69,14 @@ class Coordinator:
         return [work for work in works if work.clients]
 
     def ask(self, device: int) -> DeviceWork:
-        """Return the next client for a free device, or the end.
-
-        Raises:
-            DeviceLost: it was declared lost; its work is not used.
-        """
+        """Return the next client for a free device, or the end. ``DeviceLost``: it was declared lost before."""
         self._check(device)
         return self._next(device)
 
     def result(self, device: int) -> list[DeviceWork]:
         """Note that a device's sum has arrived. Return more work if a lost device has left some.
 
-        Raises:
-            DeviceLost: it was declared lost before: the sum must not be used, because others have its clients now.
+        ``DeviceLost``: it was declared lost before: the sum must not be used, because others have its clients now.
         """
         self._check(device)
         self.reported += self._holding[device]
@@ -103,8 +87,7 @@ class Coordinator:
     def lost(self, device: int) -> list[DeviceWork]:
         """Note that a device is gone, with everything it has not sent. Return work for idle devices.
 
-        Raises:
-            DeviceLost: it was the last device.
+        ``DeviceLost``: it was the last device.
         """
         if device not in self._alive:
             return []
@@ -139,13 +122,7 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a visit.
-
-    Attributes:
-        seconds: when the last sum arrived.
-        busy_seconds: per device.
-        records: (device, client, seconds) of all trainings, including lost ones.
-    """
+    """When the last sum arrived, and what each device did until then."""
 
     seconds: float
     busy_seconds: tuple[float, ...]
@@ -170,9 +147,6 @@ def drive(
         on_report: called when a device's sum has arrived.
         on_lost: called when a device is lost, with the clients whose sum it holds.
         losses: device -> seconds after which it is lost.
-
-    Raises:
-        DeviceLost: no device is left.
     """
     events: list[tuple[float, int, int, int, DeviceWork | None]] = []
     order = itertools.count()

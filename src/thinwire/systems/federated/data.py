@@ -224,10 +224,7 @@ def client_seed(run: int, round: int, purpose: str, client: int) -> int:
 
 
 def sample(run: int, round: int, population: int, clients_per_round: int) -> list[int]:
-    """Return ``clients_per_round`` of ``population`` clients, uniform without replacement, ascending.
-
-    Runs with different seeds draw different cohorts in the same round.
-    """
+    """Return that many of ``population`` clients, uniform without replacement, ascending; the run's seed is ``run``."""
     chosen = random.Random(client_seed(run, round, "cohort", 0)).sample(range(population), clients_per_round)
     return sorted(chosen)
 
@@ -252,18 +249,13 @@ def over_clients(right: Callable[[nn.Module, Any], float], clients: ClientData, 
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move tensors to the device; return anything else unchanged."""
     if isinstance(data, (tuple, list)) and all(isinstance(x, Tensor) for x in data):
         return tuple(x.to(device) for x in data)
     return data
 
 
 def size_of(data: Any) -> int:
-    """Return how many samples there are in what ``load`` returned.
-
-    Raises:
-        TypeError, ValueError: batches cannot be made of it.
-    """
+    """Return how many samples there are in what ``load`` returned; refuse what batches cannot be made of."""
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
     if not indexed or (isinstance(data, tuple) and not all(isinstance(x, Tensor) for x in data)):
         raise TypeError(
@@ -279,7 +271,6 @@ def size_of(data: Any) -> int:
 
 
 def chosen_samples(data: Any, chosen: Tensor) -> Any:
-    """Return some samples as a batch."""
     if isinstance(data, tuple):
         return tuple(x[chosen.to(x.device)] for x in data)
     return _collate(data, chosen.tolist())

@@ -44,15 +44,7 @@ _LIMIT = 2.0**22
 
 
 class Accumulator:
-    """Weighted sums by name.
-
-    Args:
-        mode: "fp32", "fp64" or "exact".
-
-    Attributes:
-        sums: by name, in the dtype of the mode.
-        bounds: by name, in exact mode: an upper bound on the largest magnitude in the sum.
-    """
+    """Weighted sums by name, in "fp32", "fp64" or "exact"; ``bounds``: with "exact", on their largest magnitude."""
 
     def __init__(self, mode: str) -> None:
         self.mode = check_choice("reduction", mode, REDUCTIONS)
@@ -60,7 +52,6 @@ class Accumulator:
         self.bounds: dict[str, float] = {}
 
     def add(self, name: str, x: Tensor, weight: float) -> None:
-        """Add ``weight * x``. ``x`` is not kept."""
         x = x.detach()
         total = self.sums.get(name)
         if total is None:
@@ -78,7 +69,6 @@ class Accumulator:
             total.add_(scaled.mul_(_SCALE).round_().to(torch.int64))
 
     def merge(self, other: Accumulator) -> None:
-        """Add another device's sums."""
         for name, x in other.sums.items():
             if name in self.sums:
                 self.sums[name] += x
@@ -87,7 +77,6 @@ class Accumulator:
                 self.sums[name], self.bounds[name] = x.clone(), other.bounds[name]
 
     def shapes(self) -> dict[str, list[int]]:
-        """Return the shapes by name."""
         return {name: list(x.shape) for name, x in self.sums.items()}
 
     def flat(self, shapes: Mapping[str, list[int]], device: torch.device) -> Tensor:
@@ -108,11 +97,7 @@ class Accumulator:
             self.sums[name], self.bounds[name] = piece.view(shapes[name]), bounds[name]
 
     def result(self, name: str, factor: float, dtype: torch.dtype) -> Tensor:
-        """Return ``factor`` times a sum, rounded to ``dtype`` once.
-
-        Raises:
-            OverflowError: in exact mode, if the sum may have left its range.
-        """
+        """Return ``factor`` times a sum, rounded to ``dtype`` once; ``OverflowError``: it may have left its range."""
         total = self.sums[name]
         if self.mode == "exact":
             if not self.bounds[name] < _LIMIT:
@@ -131,7 +116,6 @@ def all_finite(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors together."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
@@ -147,7 +131,6 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore the process's generators afterwards."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -181,7 +164,6 @@ class Sums:
     sent_bytes: int = 0
 
     def merge(self, other: Sums) -> None:
-        """Add another device's report."""
         self.sums.merge(other.sums)
         self.samples += other.samples
         self.clients += other.clients
@@ -192,7 +174,6 @@ class Sums:
         self.sent_bytes += other.sent_bytes
 
     def add_metrics(self, metrics: Mapping[str, float], samples: int = 1) -> None:
-        """Add numbers, times that many samples."""
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + samples * float(value)
 
@@ -208,18 +189,6 @@ class RoundTask:
 
 
 class Device:
-    """One model that trains one client at a time.
-
-    Args:
-        algorithm: the executor, with its ``operators`` and ``weights``.
-        workspace: holds the model.
-        clients: the population.
-        loss: of a batch.
-        store: of the clients' states; None if the algorithm keeps none.
-        seed: of the run.
-        reduction: the arithmetic of the sums.
-    """
-
     def __init__(
         self, algorithm: Any, workspace: Workspace, clients: ClientData, loss: Loss, store: ClientStateStore | None,
         seed: int, reduction: str,
@@ -229,11 +198,9 @@ class Device:
         self.store, self.seed, self.reduction = store, seed, reduction
 
     def empty(self) -> Sums:
-        """Return a report of no client."""
         return Sums(Accumulator(self.reduction))
 
     def train_list(self, task: RoundTask, clients: Sequence[int]) -> Sums:
-        """Train clients one after another."""
         into = self.empty()
         for i, client in enumerate(clients):
             self.train(task, client, into, clients[i + 1] if i + 1 < len(clients) else None)

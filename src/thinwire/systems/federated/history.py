@@ -125,15 +125,7 @@ class History:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete round on disk.
-
-    Attributes:
-        round: the one that is complete.
-        server: the server's tensors by name.
-        versions: which client states are valid; None if the algorithm keeps none.
-        history: up to now.
-        facts: about the run.
-    """
+    """A complete round on disk: the server's tensors, and which client states are valid (None: there are none)."""
 
     round: int
     server: Mapping[str, Tensor]
@@ -142,11 +134,7 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
     def save(self, folder: Path) -> None:
-        """Write it completely or not at all (one rename decides), and remove the previous one.
-
-        Raises:
-            OSError: it could not be written; nothing of it remains.
-        """
+        """Write it completely or not at all (one rename decides), and remove the previous one."""
         tensors = {**self.server, **({} if self.versions is None else {_VERSIONS: self.versions})}
         with CheckpointDirectory(folder, "round", keep=1).write(self.round) as partial:
             write_file(partial / "server.safetensors", pack(tensors))
@@ -154,11 +142,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, folder: Path, facts: Mapping[str, Any]) -> Checkpoint | None:
-        """Return the newest complete one; None if there is none.
-
-        Raises:
-            ValueError: it belongs to a run with other ``facts``; the message names the first difference.
-        """
+        """Return the newest complete one; None if there is none. Refuse one of a run with other ``facts``."""
         found = CheckpointDirectory(folder, "round").found()
         if not found:
             return None
@@ -179,10 +163,7 @@ class Checkpoint:
 def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str, float] | None = None) -> Picture:
     """Draw a panel for each evaluated number and the training loss, against rounds; the first also against seconds.
 
-    Args:
-        runs: by the names of their lines.
-        title: of the picture.
-        chance: what guessing reaches, by number: a horizontal line in its panels.
+    ``chance``: what guessing reaches, by number: a horizontal line in its panels.
     """
     evaluated = sorted({number for history in runs.values() for row in history.rounds for number in row.evaluation})
     traced = any(row.client_seconds is not None for history in runs.values() for row in history.rounds)

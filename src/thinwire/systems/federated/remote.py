@@ -55,11 +55,7 @@ class RefusedAnswer(ValueError):
 
 
 def run_facts(federation: Federation) -> dict[str, Any]:
-    """Return what server and nodes must have in common.
-
-    Raises:
-        ValueError: the algorithm draws noise that would hide nothing.
-    """
+    """Return what server and nodes must have in common; refuse noise that would hide nothing."""
     algorithm = federation.algorithm
     if getattr(getattr(algorithm, "inner", algorithm), "noise_multiplier", None) is not None:
         raise ValueError(
@@ -72,16 +68,8 @@ def run_facts(federation: Federation) -> dict[str, Any]:
 class RemoteServer:
     """The server of a deployment, without I/O: messages out, messages in, one visit after another.
 
-    Args:
-        federation: what is trained. Its clients' data are not read, only the clients counted.
-        hosts: node -> {client: samples}, as the nodes describe themselves.
-
-    Attributes:
-        history: of the completed rounds.
-        round: the current one.
-
-    Raises:
-        ValueError: two nodes host one client, or one hosts a client that does not exist.
+    Its clients' data are not read, only the clients counted; ``hosts``: node -> {client: samples}, as the nodes
+    describe themselves.
     """
 
     def __init__(self, federation: Federation, hosts: Mapping[int, Mapping[int, int]]) -> None:
@@ -110,15 +98,10 @@ class RemoteServer:
 
     @property
     def done(self) -> bool:
-        """Whether all rounds are over."""
         return self.round >= self.federation.rounds
 
     def outgoing(self) -> dict[int, NodeMessage]:
-        """Return the current visit's messages, one for every node that has clients in the cohort.
-
-        Raises:
-            ValueError: a message would be too large.
-        """
+        """Return the current visit's messages, one for every node that has clients in the cohort."""
         assert self.server.request is not None
         request, self._sent_at = self.server.request, time.perf_counter()
         self._asked: dict[int, list[int]] = {}
@@ -139,11 +122,7 @@ class RemoteServer:
         }
 
     def incoming(self, answers: Mapping[int, NodeMessage | str]) -> RoundRecord | None:
-        """Handle the nodes' answers (a str: why there is none). Return the round's record if the round is complete.
-
-        Raises:
-            AllClientsFailed: no client's answer could be used.
-        """
+        """Handle the nodes' answers (a str: why there is none). Return the round's record if the round is complete."""
         task = RoundTask(self.round, self.server.request, self._total, len(self._cohort))  # type: ignore[arg-type]
         total = Sums(Accumulator(self.federation.reduction))
         for client in self._cohort:
@@ -194,7 +173,6 @@ class RemoteServer:
         return record
 
     def finish(self) -> None:
-        """Write the weights into the federation's model."""
         self._workspace.write_to(self.federation.model, self.algorithm.theta, self.server.buffers)
 
     def _begin_round(self) -> None:
@@ -212,7 +190,6 @@ class RemoteServer:
         self.server.begin(self.round)
 
     def _evaluated(self) -> dict[str, float]:
-        """Return the user's evaluation, if it is due."""
         made = self.federation
         if made.evaluate is None or not evaluation_due(self.round, made.rounds, made.evaluate_every):
             return {}
@@ -266,13 +243,7 @@ class RemoteServer:
 class RemoteNode:
     """Trains the clients that it hosts. All lasting state is on disk: the next message may reach a new process.
 
-    Args:
-        federation: as on the server; only the data of this node's clients are loaded.
-        clients: the clients that it hosts.
-        folder: for their states; used only by this node and this run.
-
-    Raises:
-        ValueError: a client does not exist.
+    ``folder``: for their states; used only by this node and this run.
     """
 
     def __init__(self, federation: Federation, clients: Sequence[int], folder: str | Path) -> None:
@@ -283,7 +254,6 @@ class RemoteNode:
         self.federation, self.clients, self._folder = federation, sorted(set(clients)), Path(folder)
 
     def describe(self) -> NodeMessage:
-        """Return its clients and their numbers of samples."""
         return NodeMessage(facts={"clients": [[c, self.federation.clients.samples(c)] for c in self.clients]})
 
     def answer(self, message: NodeMessage) -> NodeMessage:

@@ -39,7 +39,6 @@ class Fit:
     b: float
 
     def seconds(self, samples: int) -> float:
-        """Return the seconds for a client with that many samples."""
         return self.a * samples + self.b
 
 
@@ -58,9 +57,6 @@ def fit(samples: Iterable[int], seconds: Iterable[float]) -> Fit:
 
     If there is only one size, or the intercept would be negative, the line goes through the origin; if the slope would
     not be positive, the line is flat.
-
-    Raises:
-        ValueError: no data.
     """
     n, t = np.asarray(list(samples), dtype=np.float64), np.asarray(list(seconds), dtype=np.float64)
     if n.size == 0:
@@ -78,11 +74,7 @@ def fit(samples: Iterable[int], seconds: Iterable[float]) -> Fit:
 
 
 class Estimates:
-    """The fits of all devices.
-
-    Args:
-        window_rounds: how many past rounds' records count; None: all.
-    """
+    """The fits of all devices, of the last ``window_rounds`` rounds (None: of all)."""
 
     def __init__(self, window_rounds: int | None = 5) -> None:
         if window_rounds is not None and window_rounds < 1:
@@ -91,7 +83,6 @@ class Estimates:
         self._rounds: dict[str, deque[tuple[int, list[ClientTime]]]] = {}
 
     def add(self, round: int, visit: str, records: Iterable[ClientTime]) -> None:
-        """Record the times of a round."""
         kept = self._rounds.setdefault(visit, deque())
         kept.append((round, list(records)))
         while self._window is not None and kept and kept[0][0] <= round - self._window:
@@ -128,22 +119,15 @@ class Assignment:
     predicted_seconds: float | None = None
 
     def to_json(self) -> str:
-        """Return who trains whom, without the prediction."""
         return json.dumps([self.lists, self.queue])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Assignment:
-        """Read what ``to_json`` wrote."""
         lists, queue = json.loads(text)
         return cls(tuple(map(tuple, lists)), None if queue is None else tuple(queue))
 
 
 def check_schedule(name: str) -> str:
-    """Return the name of a schedule.
-
-    Raises:
-        ValueError: there is no such schedule.
-    """
     return check_choice("schedule", name, SCHEDULES)
 
 
@@ -159,7 +143,6 @@ def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: 
 
 
 def by_size(sizes: Sequence[int]) -> list[int]:
-    """Return indices, largest first; of equal sizes the lower index first."""
     return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
 
@@ -211,15 +194,7 @@ def lower_bound(sizes: Sequence[int], fits: Sequence[Fit]) -> float:
 
 
 def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: int, seed: int) -> Assignment:
-    """Distribute a cohort by ``equal``, ``lpt`` or ``pull``.
-
-    Args:
-        name: the schedule.
-        sizes: samples of each client of the cohort.
-        fits: one per device; None: none yet.
-        devices: how many there are.
-        seed: for the round, used by ``equal``.
-    """
+    """Distribute a cohort of clients of these sizes by ``equal``, ``lpt`` or ``pull``; there may be no fits yet."""
     check_count("devices", devices)
     if name == "lpt":
         return lpt(sizes, fits or [Fit(1.0, 0.0)] * devices)
@@ -233,12 +208,7 @@ def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: i
 class Planner:
     """Distributes cohorts over devices, and learns from their times.
 
-    Args:
-        schedule: "auto", "equal", "lpt" or "pull".
-        devices: how many there are.
-        seed: of the run.
-        warmup_rounds: rounds that are distributed equally, to time every device.
-        window_rounds: how many past rounds the fits use.
+    The first ``warmup_rounds`` are distributed equally, to time every device.
     """
 
     def __init__(
@@ -250,13 +220,11 @@ class Planner:
         self._seen: dict[str, int] = {}
 
     def plan(self, round: int, visit: str, sizes: Sequence[int]) -> tuple[str, Assignment]:
-        """Return the schedule in use and the assignment."""
         seen = self._seen.get(visit, 0)
         name = chosen(self.schedule, round=seen, warmup_rounds=self._warmup, clients=len(sizes), devices=self.devices)
         fits = self._estimates.fits(visit, self.devices) if seen else None
         return name, plan(name, sizes, fits, self.devices, seed_of(self._seed, round))
 
     def learn(self, round: int, visit: str, records: Sequence[ClientTime]) -> None:
-        """Record how long clients took."""
         self._seen[visit] = self._seen.get(visit, 0) + 1
         self._estimates.add(round, visit, records)

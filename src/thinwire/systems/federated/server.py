@@ -22,13 +22,7 @@ class AllClientsFailed(RuntimeError):
 class FederatedServer:
     """Drives an algorithm round by round; the same for every back end and for a deployment.
 
-    Args:
-        algorithm: the aggregator; ``setup`` has been called on it.
-        buffers: the model's floating-point buffers, ``[B]``.
-        sizes: elements of each of them.
-
-    Attributes:
-        request: the next visit, with the buffers in its payload; None between rounds.
+    ``request`` is the next visit, with the model's floating-point buffers in its payload; None between rounds.
     """
 
     def __init__(self, algorithm: Any, buffers: Tensor, sizes: Sequence[int]) -> None:
@@ -41,11 +35,6 @@ class FederatedServer:
         self._new_buffers = buffers
 
     def cohort(self, round: int, population: int, clients_per_round: int, seed: int) -> list[int]:
-        """Return the clients that take part in a round.
-
-        Raises:
-            ValueError: the algorithm names an unknown client, a client twice, or none.
-        """
         chosen = [int(client) for client in self.algorithm.select(round, population, clients_per_round, seed)]
         if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError("select() must name at least one client, and each only once")
@@ -54,7 +43,6 @@ class FederatedServer:
         return chosen
 
     def begin(self, round: int) -> None:
-        """Begin a round."""
         self._program = self.algorithm.program(round)
         self._new_buffers = self.buffers
         with torch.no_grad():
@@ -75,23 +63,16 @@ class FederatedServer:
         self.request = request and RoundRequest({**request.payload, BUFFERS: self.buffers}, request.name)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the server's part of a checkpoint."""
         return {**{f"algorithm/{name}": x for name, x in self.algorithm.state_dict().items()}, BUFFERS: self.buffers}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a ``state``."""
         found = {name: x.to(self.buffers.device) for name, x in state.items()}
         self.buffers = found.pop(BUFFERS)
         self.algorithm.load_state_dict({name.removeprefix("algorithm/"): x for name, x in found.items()})
 
 
 def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> Reduced:
-    """Turn sums into what the algorithm requested; means are over the clients that answered.
-
-    Raises:
-        AllClientsFailed: no client answered.
-        OverflowError: see :class:`~thinwire.federated.device.Accumulator`.
-    """
+    """Turn sums into what the algorithm requested; means are over the clients that answered."""
     if sums.clients == 0:
         client, why = next(iter(sorted(sums.failed.items())))
         raise AllClientsFailed(

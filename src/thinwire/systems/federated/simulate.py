@@ -159,7 +159,6 @@ def simulate(
 def check_numbers(
     rounds: int, clients_per_round: int, population: int, evaluate_every: int | None, checkpoint_every: int
 ) -> None:
-    """Raise ``ValueError`` for a number out of range."""
     check_count("rounds", rounds)
     if population < 1:
         raise ValueError("there are no clients")
@@ -170,11 +169,7 @@ def check_numbers(
 
 
 def use_ranks(backend: str, devices: int | None, speeds: Any, faults: Any) -> bool:
-    """Return whether the run uses the ranks of the process group.
-
-    Raises:
-        ValueError: the options do not match.
-    """
+    """Return whether the run uses the ranks of the process group; refuse options that do not match."""
     check_choice("backend", backend, ("auto", "inprocess", "ranks"))
     joined = dist.is_available() and dist.is_initialized()
     if backend == "ranks" and not joined:
@@ -212,8 +207,6 @@ def _make_store(
 
 
 class _Run:
-    """The state of a run, from round to round."""
-
     def __init__(
         self, server: FederatedServer, back: InProcess | AllReduceBackend, device: Device, facts: Mapping[str, Any],
         folder: Path | None, comm: Any,
@@ -240,7 +233,6 @@ class _Run:
         return found.round + 1
 
     def round(self, round: int, clients_per_round: int, seed: int, trace: ClientTrace | None) -> RoundRecord:
-        """Run all visits of a round, and commit it."""
         began = time.perf_counter()
         algorithm, server, population = self.server.algorithm, self.server, self.device.clients
         chosen = server.cohort(round, len(population), clients_per_round, seed)
@@ -288,11 +280,7 @@ class _Run:
         )
 
     def save(self, folder: Path, round: int) -> None:
-        """Write the checkpoint. All ranks call this, and wait until it is complete.
-
-        Raises:
-            OSError: on all ranks, if one of them could not write.
-        """
+        """Write the checkpoint. All ranks call this, wait until it is complete, and fail together."""
         store = self.device.store
         with self._together(round):  # afterwards all states are on disk
             if store is not None:
@@ -358,7 +346,6 @@ Build = Callable[[], Federation]
 
 
 def check_federation(made: Any, name: str) -> Federation:
-    """Raise ``ValueError`` unless a user's function has returned a ``Federation``."""
     if not isinstance(made, Federation):
         raise ValueError(f"{name} must return a thinwire.systems.federated.Federation, not {type(made).__name__}")
     return made

@@ -50,32 +50,23 @@ def _safetensors() -> Any:
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return tensors as the bytes of one safetensors file.
-
-    Raises:
-        ValueError: safetensors is not installed.
-    """
     kept = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     packed: bytes = _safetensors().save(kept)
     return packed
 
 
 def unpack(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors that ``pack`` packed."""
     found: dict[str, Tensor] = _safetensors().load(data)
     return found
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of a byte string in a block of pages."""
-
     pages: NDArray[np.int32]
     length: int
 
     @property
     def cost(self) -> int:
-        """Bytes of memory it takes, including its record."""
         return len(self.pages) * PAGE + _ENTRY
 
 
@@ -84,9 +75,6 @@ class Pages:
 
     With separate tensors, states of clients took up to 1.6 times their bytes, because memory that one thread allocates
     and another frees leaves holes. A block has no holes, and only pages that were used take memory.
-
-    Args:
-        memory_bytes: for the block and the records of its entries.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -96,15 +84,10 @@ class Pages:
         self._touched = 0
 
     def room_for(self, length: int) -> bool:
-        """Return whether a byte string of this length fits now."""
         return self.used + -(-length // PAGE) * PAGE + _ENTRY <= self.memory_bytes
 
     def put(self, data: bytes) -> Stored:
-        """Store a copy.
-
-        Raises:
-            MemoryError: there is no room.
-        """
+        """Store a copy; ``MemoryError``: there is no room."""
         if not self.room_for(len(data)):
             raise MemoryError(f"{len(data)} bytes do not fit: {self.used} of {self.memory_bytes} bytes are taken")
         if self._memory is None:
@@ -124,13 +107,11 @@ class Pages:
         return stored
 
     def get(self, stored: Stored) -> bytes:
-        """Return a copy of what was stored."""
         if self._memory is None:
             return b""
         return self._memory[stored.pages].tobytes()[: stored.length]
 
     def free(self, stored: Stored) -> None:
-        """Make its pages available again."""
         self._free.extend(stored.pages.tolist())
         self.used -= stored.cost
 

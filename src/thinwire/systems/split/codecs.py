@@ -105,11 +105,7 @@ class Quantised(Codec):
         self.bits = bits
 
     def encode(self, rows: Tensor) -> list[Tensor]:
-        """Return codes, uint8 ``[n, ceil(w bits / 8)]``, and scales, bf16 ``[n]``.
-
-        Raises:
-            ValueError: a number is not finite, so no level represents it.
-        """
+        """Return codes, uint8 ``[n, ceil(w bits / 8)]``, and scales, bf16 ``[n]``; refuse what is not finite."""
         if not bool(torch.isfinite(rows).all()):
             raise ValueError(
                 "the activation or its gradient holds NaN or infinity: lower the learning rate, or leave codecs out"
@@ -163,11 +159,7 @@ class Delta(Codec):
     def decode_visits(
         self, parts: Sequence[Tensor], slots: Sequence[int], lengths: Sequence[int], width: int
     ) -> Tensor:
-        """Return the cached rows of all samples after the update, ``[sum of lengths, w]`` fp32.
-
-        Raises:
-            ValueError: the parts do not match the cache.
-        """
+        """Return the cached rows of all samples after the update, ``[sum of lengths, w]`` fp32."""
         fresh, known = self._sort(slots)
         if len(parts) != 3:
             raise ValueError(f"the other end sent {len(parts)} parts, codec {self.name!r} expects 3")
@@ -204,7 +196,6 @@ class Delta(Codec):
         return made.hexdigest()
 
     def _sort(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the batch positions of first visits, and of the others."""
         if len(set(slots)) != len(slots):
             raise ValueError("a sample occurs twice in one batch: delta needs distinct slots")
         fresh = [i for i, slot in enumerate(slots) if slot not in self.cache]
@@ -214,7 +205,6 @@ class Delta(Codec):
         self, slots: Sequence[int], fresh: Sequence[int], known: Sequence[int], lengths: Sequence[int], first: Tensor,
         parts: Sequence[Tensor], width: int,
     ) -> None:  # fmt: skip
-        """Update the cache with the same arithmetic at both ends."""
         change = self._change.decode(parts, width, torch.float32)
         for i, rows in zip(known, change.split([lengths[i] for i in known])):
             self.cache[slots[i]] = self.cache[slots[i]] + rows
@@ -334,7 +324,6 @@ def _codec(word: str) -> Codec:
 
 
 def _check_parts(name: str, parts: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Raise ``ValueError`` unless the parts have these dtypes and trailing dimensions, and equal first dimensions."""
     found = [(part.dtype, tuple(part.shape[1:])) for part in parts]
     if found != list(wanted) or len({len(part) for part in parts}) != 1:
         come, due = ([(str(d), s) for d, s in these] for these in (found, wanted))
@@ -360,7 +349,6 @@ def _real_rows(x: Tensor, lengths: Sequence[int] | None) -> Tensor:
 
 
 def _spread(rows: Tensor, lengths: Sequence[int], length: int) -> Tensor:
-    """Return the inverse of ``_real_rows``, with zeros at padding."""
     out = rows.new_zeros(len(lengths), length or max(lengths), rows.shape[1])
     for sample, part in zip(out, rows.split(list(lengths))):
         sample[: len(part)] = part

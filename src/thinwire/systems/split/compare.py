@@ -42,11 +42,9 @@ class ComparisonRow:
 
     @property
     def score(self) -> float:
-        """Mean over the seeds."""
         return mean(self.scores)
 
     def to_data(self) -> dict[str, Any]:
-        """Return the results as plain data."""
         return asdict(self) | {"score": self.score}
 
 

@@ -47,13 +47,8 @@ def check_plain(host: str, insecure: bool) -> None:
 class FrameConnection:
     """One end of a connection: messages as frames, blocking, with a deadline for every operation.
 
-    Args:
-        duplex: belongs to this object from now on.
-        credentials: for TLS; None: unencrypted.
-        host: of the cloud that was called; None: this end is the cloud. It accepts at most 64 KiB until `admit`.
-        ledger: counts the bytes.
-        limit: most bytes of a received message.
-        seconds: for the TLS handshake, and at the cloud for everything until `admit`.
+    Without a ``host`` this end is the cloud. Until `admit` it accepts at most 64 KiB, within ``seconds`` together with
+    the TLS handshake.
     """
 
     def __init__(
@@ -82,7 +77,6 @@ class FrameConnection:
 
     @property
     def peer(self) -> str | None:
-        """The common name in the other end's certificate; None without TLS."""
         return self._duplex.shown.name if self._duplex.shown else None
 
     def admit(self, ledger: ByteLedger) -> None:
@@ -91,15 +85,10 @@ class FrameConnection:
         self._ledger = self._reader.ledger = ledger
 
     def fileno(self) -> int:
-        """Return the descriptor, for :func:`readable`."""
         return self._duplex.fileno()
 
     def send(self, message: Message, seconds: float) -> None:
-        """Send a whole message; the other end may take ``seconds`` for each 256 KiB.
-
-        Raises:
-            LinkError: the connection is lost; `LinkTimeout`: the other end did not accept them in that time.
-        """
+        """Send a whole message; the other end may take ``seconds`` for each 256 KiB."""
         waiting = bytearray()  # frames share TLS records, whose overhead is 22 bytes each
         for piece in encode(message, self._ledger):
             waiting += piece
@@ -109,12 +98,7 @@ class FrameConnection:
         self._write(waiting, seconds)
 
     def receive(self, seconds: float, waiting_for: str = "a message") -> Message:
-        """Return the next message; ``waiting_for`` is for the error.
-
-        Raises:
-            LinkError: the connection is lost; `LinkTimeout`: the other end was silent for ``seconds``.
-            FrameError: the bytes are not a message.
-        """
+        """Return the next message; the other end may be silent for ``seconds``. ``waiting_for`` is for the error."""
         while not self._ready:
             self._read(seconds, waiting_for)
         return self._ready.popleft()
@@ -127,11 +111,9 @@ class FrameConnection:
 
     @property
     def middle(self) -> bool:
-        """Whether a part of a message has come."""
         return self._reader.middle
 
     def close(self) -> None:
-        """Close it; never raises."""
         self._duplex.close()
 
     def _write(self, plain: bytearray, seconds: float) -> None:
@@ -153,7 +135,6 @@ class FrameConnection:
 
     @contextlib.contextmanager
     def _lost(self, waiting_for: str, seconds: float) -> Iterator[None]:
-        """Turn errors of the link into errors of this package."""
         try:
             yield
         except NotAdmitted as error:
@@ -309,8 +290,6 @@ class CloudClient:
 
 @dataclass
 class _Newcomer:
-    """A connection until its hello has been answered."""
-
     duplex: Duplex
     ledger: ByteLedger = field(default_factory=ByteLedger)  # its bytes until then
     wire: FrameConnection | None = None

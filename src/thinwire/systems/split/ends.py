@@ -41,11 +41,8 @@ Call = Callable[[Message], Message]
 class Checkpoints:
     """Checkpoints of one end: one directory per step, complete or absent, read without unpickling.
 
-    Two are kept, because the other end may have died before writing its newest.
-
-    Args:
-        directory: of them; None: there are none, and none is written.
-        pair: id of the files that the halves came from.
+    Two are kept, because the other end may have died before writing its newest. Without a directory there are none, and
+    none is written. ``pair``: id of the files that the halves came from.
     """
 
     def __init__(self, directory: Path | None, pair: str) -> None:
@@ -53,26 +50,17 @@ class Checkpoints:
         self._pair = pair
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, ascending."""
         return [] if self._kept is None else list(self._kept.found())
 
     def save(self, step: int, half: Front | Back, optimizer: torch.optim.Optimizer, **content: Any) -> None:
-        """Write half, optimizer and what else the end keeps, completely or not at all.
-
-        Raises:
-            OSError, ValueError: it cannot be written.
-        """
+        """Write half, optimizer and what else the end keeps, completely or not at all."""
         if self._kept is not None:
             content |= {"half": half.state_dict(), "optimizer": optimizer.state_dict(), "pair": self._pair}
             with self._kept.write(step) as partial:
                 write_file(partial / "state.pt", content)
 
     def read(self, step: int) -> dict[str, Any]:
-        """Return the content of a checkpoint.
-
-        Raises:
-            SessionError: it is missing or damaged, or of other halves.
-        """
+        """Return the content of a checkpoint; refuse one that is damaged, or of other halves."""
         assert self._kept is not None
         try:
             content = read_file(self._kept.found().get(step, self._kept.path(step)) / "state.pt")
@@ -86,7 +74,6 @@ class Checkpoints:
         return content
 
     def load(self, step: int, half: Front | Back, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restore half and optimizer; return the content."""
         content = self.read(step)
         half.load_state_dict(content["half"])
         optimizer.load_state_dict(content["optimizer"])
@@ -460,8 +447,6 @@ class LocalPair(EdgeEnd):
 
 
 def counted(call: Call, ledger: ByteLedger) -> Call:
-    """Return the call, with its requests and replies counted as the edge's."""
-
     def count(request: Message) -> Message:
         ledger.count(request, ledger.sent)
         reply = call(request)
@@ -472,5 +457,4 @@ def counted(call: Call, ledger: ByteLedger) -> Call:
 
 
 def printable(text: object, most: int = 500) -> str:
-    """Return text from the other end, made safe for a terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(text))[:most]

@@ -53,15 +53,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One message.
-
-    Attributes:
-        kind: of its first frame.
-        up: from the edge to the cloud.
-        parts: payload bytes by the ledger's kinds.
-        header: bytes of its frames' headers.
-        tls: bytes added by TLS.
-    """
+    """One message; ``kind`` is that of its first frame, ``parts`` are payload bytes by the ledger's kinds."""
 
     kind: str
     up: bool
@@ -71,7 +63,6 @@ class Crossing:
 
     @property
     def wire(self) -> int:
-        """Bytes through the socket."""
         return sum(count for _, count in self.parts) + self.header + self.tls
 
 
@@ -216,7 +207,6 @@ class Estimate:
 
     @property
     def state(self) -> int:
-        """Bytes of activation and gradient."""
         return self.payload["activation"] + self.payload["gradient"]
 
     @property
@@ -225,7 +215,6 @@ class Estimate:
         return None if self.compute_seconds is None else self.compute_seconds + self.link_seconds
 
     def to_data(self) -> dict[str, Any]:
-        """Return the prediction as plain data."""
         return asdict(self) | {"wire": self.wire, "step_seconds": self.step_seconds}
 
 
@@ -246,13 +235,11 @@ def estimate(messages: Sequence[Crossing], link: Link, compute_seconds: float | 
 
 
 def shape_of(view: View, classes: int) -> Shape:
-    """Return the properties of a model that determine the bytes."""
     types = "token_type_ids" in view.inputs
     return Shape(view.hidden, view.intermediate, classes, view.uses_lengths, types=types, pixels=view.pixels)
 
 
 def steps_of(plan: SplitPlan, shape: Shape, data: TextData, recipe: Recipe) -> list[list[Crossing]]:
-    """Return the messages of every step of a training."""
     shape = replace(shape, types=shape.types and data.types is not None)
     made = []
     for epoch in range(recipe.epochs):
@@ -266,21 +253,9 @@ def steps_of(plan: SplitPlan, shape: Shape, data: TextData, recipe: Recipe) -> l
 def advise(
     model: nn.Module, task: Task, plan: SplitPlan, recipe: Recipe, link: Link, measured_steps: int = 5
 ) -> dict[str, Estimate]:
-    """Return the mean step of a training with ``plan``, and with the plain cuts at the same layer.
+    """Return the mean step of a training with ``plan``, and with the plain cuts ("boundary", "ffn") at the same layer.
 
-    Args:
-        model: its halves are timed; it is not changed.
-        task: its data give lengths and labels.
-        plan: the chosen one.
-        recipe: batch size and epochs.
-        link: between the machines.
-        measured_steps: how many steps to run here to time the computation; the first does not count. 0: none.
-
-    Returns:
-        By name: "boundary", "ffn", and the chosen plan's.
-
-    Raises:
-        ValueError: the model cannot be cut like this.
+    ``measured_steps`` are run here to time the computation; the first does not count. 0: none.
     """
     view = view_of(model)
     plan.check(len(view.layers(model)), view.hidden)
@@ -318,7 +293,6 @@ def _compute_seconds(model: nn.Module, task: Task, plan: SplitPlan, recipe: Reci
 
 
 def _mean(steps: Sequence[Estimate]) -> Estimate:
-    """Return the mean step, with bytes rounded."""
     count = len(steps)
     payload: Counter[str] = Counter()
     for step in steps:

@@ -19,8 +19,6 @@ from thinwire.systems.split.surgery import Back, Factors, Front, Sample, assembl
 
 @dataclass(frozen=True)
 class Half:
-    """The content of one file."""
-
     role: str  # "edge" or "cloud"
     module: Front | Back
     plan: SplitPlan  # with which it was cut
@@ -79,11 +77,7 @@ def half_file(path: str | Path, role: str) -> Path:
 
 
 def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
-    """Read the facts of a file, without its tensors; ``role``: which half is expected, None: either.
-
-    Raises:
-        ValueError: it is not a half of ours, or it is the other half.
-    """
+    """Read the facts of a file, without its tensors; ``role``: which half is expected, None: either."""
     require("safetensors")
     from safetensors import SafetensorError, safe_open
 

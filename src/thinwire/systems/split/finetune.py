@@ -165,7 +165,6 @@ def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, 
 
 
 def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
-    """Return the batches that remain after that many steps."""
     per_epoch = -(-samples // recipe.batch_size)
     return [b for e in range(steps // per_epoch, recipe.epochs) for b in recipe.batches(samples, e)][
         steps % per_epoch :
@@ -173,7 +172,6 @@ def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
 
 
 def check_task(view: View, task: Task) -> None:
-    """Raise ``ValueError`` unless the model can take the task's tokens and classes."""
     longest = max(map(len, (*task.train.tokens, *task.held_out.tokens)))
     places = int(view.config.max_position_embeddings) - (2 if view.model_type == "roberta" else 0)
     for what, needed, there in (
@@ -188,7 +186,6 @@ def check_task(view: View, task: Task) -> None:
 
 
 def evaluate(edge: EdgeEnd, data: TextData, batch_size: int) -> Tensor:
-    """Return the logits of all samples, in order."""
     return torch.cat([edge.evaluate(batch) for batch in _batches(data, batch_size)])
 
 
@@ -239,7 +236,6 @@ def train_unsplit(model: nn.Module, task: Task, recipe: Recipe, on_step: OnStep 
 
 
 def whole_forward(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits of the unsplit model."""
     extra = {}
     if batch.lengths is not None:
         length = next(iter(batch.inputs.values())).shape[1]

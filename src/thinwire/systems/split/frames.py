@@ -127,15 +127,10 @@ class Message:
     fields: Fields | None = None
 
     def tensors(self, kind: str) -> list[Tensor]:
-        """Return the tensors of a kind, in order."""
         return [tensor for name, tensor in self.parts if name == kind]
 
     def one(self, kind: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return the only tensor of a kind.
-
-        Raises:
-            SessionError: there is none or more than one, or it has another dtype or shape.
-        """
+        """Return the only tensor of a kind; refuse none, more than one, and another dtype or shape."""
         found = self.tensors(kind)
         if len(found) != 1:
             raise SessionError(f"step {self.step}: a message {self.kind!r} holds {len(found)} frames {kind!r}, not one")
@@ -148,11 +143,7 @@ class Message:
 
 
 def encode(message: Message, ledger: ByteLedger | None = None) -> Iterator[bytes]:
-    """Yield the bytes of a message, piece by piece.
-
-    Raises:
-        FrameError: it has no frame or too many, a dtype or dimensions that no frame holds, or too long a text.
-    """
+    """Yield the bytes of a message, piece by piece; ``FrameError``: no frame can hold it."""
     _check_byteorder()
     frames: list[tuple[str, int, tuple[int, ...], bytes]] = []
     if message.fields is not None:
@@ -206,7 +197,6 @@ class _Header(NamedTuple):
 
     @property
     def message(self) -> tuple[int, int, bool]:
-        """What is the same in all frames of a message."""
         return self.step, self.sequence, bool(self.flags & _EVALUATION)
 
 
@@ -232,15 +222,10 @@ class MessageReader:
 
     @property
     def middle(self) -> bool:
-        """Whether a message has begun but not ended."""
         return bool(self._buffer) or self._frame is not None or self._first is not None
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take in bytes; return the messages that they complete.
-
-        Raises:
-            FrameError: the bytes are no frame, are damaged, or exceed the limit.
-        """
+        """Take in bytes; return the messages that they complete; refuse damaged ones and those over the limit."""
         if self._broken:
             raise FrameError("bytes after a broken frame")
         self._buffer += data
@@ -256,7 +241,6 @@ class MessageReader:
         return done
 
     def _next(self) -> _Header | None:
-        """Take in a whole frame; None: more bytes are needed."""
         if self._frame is None and len(self._buffer) >= HEADER_BYTES:
             self._frame = self._header(self._take(HEADER_BYTES))
         frame = self._frame

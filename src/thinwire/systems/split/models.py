@@ -138,8 +138,6 @@ class _Attend(nn.Module):
 
 
 class _Head(nn.Module):
-    """Modules one after another; none needs the lengths."""
-
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
         self.steps = nn.Sequential(*modules)
@@ -226,7 +224,6 @@ class ViTView(View):
 
     @property
     def pixels(self) -> int:
-        """Channels times height times width."""
         size = self.config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         return int(self.config.num_channels * height * width)
@@ -343,11 +340,6 @@ def build(class_name: str, config: dict[str, Any]) -> nn.Module:
 
 
 def require(name: str) -> Any:
-    """Import an optional package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -363,7 +355,6 @@ def _valid_tokens(hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
 
 
 def inputs_of(inputs: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
-    """Return the named inputs that are present."""
     return {name: inputs[name] for name in names if name in inputs}
 
 
@@ -401,11 +392,7 @@ def sizes_of(
     heads: int | None = None,
     intermediate: int | None = None,
 ) -> tuple[str, tuple[int, int, int, int]]:
-    """Return the architecture of a name, and its layers, width, heads and inner width; see :func:`preset`.
-
-    Raises:
-        ValueError: the name is unknown, or the numbers do not match.
-    """
+    """Return the architecture of a name, and its layers, width, heads and inner width; see :func:`preset`."""
     kind, dash, size = name.partition("-")
     size = size if dash else "small"
     if kind not in _BY_TYPE or size not in _SIZES:

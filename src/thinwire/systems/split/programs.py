@@ -55,17 +55,7 @@ Program = Generator[Send | Receive, Message, Any]
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a program of either end needs besides its half.
-
-    Attributes:
-        plan: what crosses the cut, and who has the labels.
-        recipe: the loss and the seed.
-        up: codecs for what goes up, with this end's state.
-        down: codecs for what comes down.
-        optimizer: of this end's half.
-        device: of this end's half.
-        dtype: of its numbers.
-    """
+    """What a program of either end needs besides its half: ``up`` and ``down`` are codecs with this end's state."""
 
     plan: SplitPlan
     recipe: Recipe
@@ -77,21 +67,17 @@ class StepContext:
 
     @classmethod
     def of(cls, half: Front | Back, recipe: Recipe, optimizer: torch.optim.Optimizer) -> StepContext:
-        """Return the context of a half, with codecs that have no state yet."""
         plan, first = half.plan, next(half.parameters())
         return cls(plan, recipe, plan.chain("up"), plan.chain("down"), optimizer, first.device, first.dtype)
 
     def update(self) -> None:
-        """Step the optimizer."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the codecs."""
         return {"up": self.up.values.state(), "down": self.down.values.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a state."""
         self.up.values.load_state(state["up"])
         self.down.values.load_state(state["down"])
 
@@ -278,7 +264,6 @@ def _check_size(message: Message, samples: int, tokens: int, width: int, dtype: 
 def _went_up(
     message: Message, back: Back, context: StepContext, *, training: bool
 ) -> tuple[Tensor, Visit, Tensor | None]:
-    """Return the activation, decoded and checked, and the real lengths."""
     visit, lengths = _received_facts(message, back.view, slots=context.up.needs_slots, training=training)
     if visit.lengths is not None:
         _check_size(message, len(visit.lengths), max(visit.lengths), back.width, context.dtype)
@@ -301,8 +286,6 @@ def _came_down(reply: Message, back: Back, batch: Batch, visit: Visit, context: 
 
 
 class _Frame(NamedTuple):
-    """How an input of an embedding is sent."""
-
     kind: str
     dtype: torch.dtype | None  # as sent; None: that of the model
     below: str  # the configuration's name for its (exclusive) upper limit; "": none
@@ -325,11 +308,7 @@ def _input_parts(batch: Batch, view: View) -> list[tuple[str, Tensor]]:
 def _inputs_went_up(
     message: Message, front: Front, context: StepContext, *, training: bool
 ) -> tuple[dict[str, Tensor], Visit, Tensor | None]:
-    """Return what ``_input_parts`` and ``_facts_of`` sent: the inputs by name, ready for the front, and the lengths.
-
-    Raises:
-        SessionError: they are missing, have another dtype or shape, or are outside the model's vocabulary.
-    """
+    """Return what ``_input_parts`` and ``_facts_of`` sent: the inputs by name, ready for the front, and the lengths."""
     view = front.view
     found: dict[str, Tensor] = {}
     for name in view.inputs:

@@ -33,7 +33,6 @@ class Factors:
 
     @classmethod
     def empty(cls, f: int, h: int, r: int, q: int) -> Factors:
-        """Return factors without values (meta tensors), to be filled from a file."""
         shapes = ((f, r), (r, r), (r, h), (q, h))
         return cls(*(torch.empty(shape, device="meta") for shape in shapes))
 
@@ -185,7 +184,6 @@ def by_role(front: Front, back: Back) -> dict[str, Front | Back]:
 
 
 def check_holder(half: Front | Back, role: str) -> None:
-    """Raise ``ValueError`` if the plan gives this half to the other machine."""
     due = Front if half.plan.front_on == role else Back
     if not isinstance(half, due):
         raise ValueError(

@@ -189,7 +189,6 @@ def local_tokenizer(directory: Path) -> Any:
 def _tokens(
     tokenizer: Any, first: Sequence[str], second: Sequence[str] | None, labels: Sequence[int | float], length: int
 ) -> TextData:
-    """Return texts, or pairs of texts, as samples of at most ``length`` tokens."""
     texts = (list(first),) if second is None else (list(first), list(second))
     whole = tokenizer(*texts, add_special_tokens=True, return_token_type_ids=second is not None)
     long = sum(len(ids) > length for ids in whole["input_ids"])

@@ -37,7 +37,6 @@ _TENSORS, _FACTS, _JSON = "tensors", "facts", "json"
 
 
 def require_flower() -> None:
-    """Raise ``ValueError`` unless Flower is installed."""
     try:
         import flwr.serverapp  # noqa: F401
     except ImportError as error:
@@ -143,7 +142,6 @@ def _answer(message: Any) -> tuple[int, NodeMessage | str]:
 
 
 def to_record(message: NodeMessage) -> Any:
-    """Return the message as a ``RecordDict``."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     arrays = {name: Array(x.detach().cpu().contiguous().numpy()) for name, x in message.tensors.items()}
@@ -152,11 +150,7 @@ def to_record(message: NodeMessage) -> Any:
 
 
 def from_record(record: Any) -> NodeMessage:
-    """Convert back what ``to_record`` made. ``Array.numpy`` reads with ``allow_pickle=False``.
-
-    Raises:
-        ValueError: the record has another form.
-    """
+    """Convert back what ``to_record`` made. ``Array.numpy`` reads with ``allow_pickle=False``."""
     try:
         arrays, text = record[_TENSORS], record[_FACTS][_JSON]
         tensors = {name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()}
@@ -169,11 +163,6 @@ def from_record(record: Any) -> NodeMessage:
 
 
 def hosted(config: Any, population: int) -> list[int]:
-    """Return the clients of a node, from its ``node_config``.
-
-    Raises:
-        ValueError: the config names none.
-    """
     if text := config.get("clients"):
         return parse_clients(str(text))
     if "partition-id" in config and "num-partitions" in config:
@@ -185,11 +174,7 @@ def hosted(config: Any, population: int) -> list[int]:
 
 
 def parse_clients(text: str) -> list[int]:
-    """Parse ``"0-3,7"`` as ``[0, 1, 2, 3, 7]``.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Parse ``"0-3,7"`` as ``[0, 1, 2, 3, 7]``."""
     found: list[int] = []
     try:
         for part in text.split(","):
@@ -201,11 +186,6 @@ def parse_clients(text: str) -> list[int]:
 
 
 def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
-    """Wait until at least that many nodes are connected, and return them.
-
-    Raises:
-        TimeoutError: there are fewer after that time.
-    """
     deadline = time.monotonic() + timeout
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
         if time.monotonic() > deadline:
@@ -215,11 +195,7 @@ def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
 
 
 def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int, int]]:
-    """Ask which clients each node hosts, and how many samples each client has.
-
-    Raises:
-        ValueError: a node does not answer this.
-    """
+    """Ask which clients each node hosts, and how many samples each client has."""
     from flwr.app import Message, MessageType
 
     record = to_record(NodeMessage())
@@ -240,7 +216,6 @@ def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int
 
 
 def write_result(folder: Path, server: RemoteServer) -> None:
-    """Write weights (``model.safetensors``, by name) and history (``history.json``)."""
     folder.mkdir(parents=True, exist_ok=True)
     model = server.federation.model
     write_whole(folder / "model.safetensors", pack({**dict(model.named_parameters()), **dict(model.named_buffers())}))
