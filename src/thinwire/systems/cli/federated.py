@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 25
 
+
+def _help(text: str) -> Any:
+    return typer.Option(help=text)
+
+
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
 
 _FEDERATION = Annotated[
@@ -43,37 +48,29 @@ def run(
             "several, separated by commas, run side by side. Options not named stay as the federation has them."
         ),
     ] = None,
-    compress: Annotated[
-        str | None, typer.Option(help="Method for the clients' changes, such as topk:density=0.01.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Total number of rounds; a resumed run continues up to it.")
-    ] = None,
-    clients_per_round: Annotated[int | None, typer.Option(help="How many clients train in each round.")] = None,
+    compress: Annotated[str | None, _help("Method for the clients' changes, such as topk:density=0.01.")] = None,
+    rounds: Annotated[int | None, _help("Total number of rounds; a resumed run continues up to it.")] = None,
+    clients_per_round: Annotated[int | None, _help("How many clients train in each round.")] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Number of emulated devices. Not under torchrun, where each rank is one.")
+        int | None, _help("Number of emulated devices. Not under torchrun, where each rank is one.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="auto, equal, lpt or pull.")] = "auto",
-    reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of cohorts and clients.")] = None,
+    schedule: Annotated[str, _help("auto, equal, lpt or pull.")] = "auto",
+    reduction: Annotated[str | None, _help("fp32, fp64 or exact.")] = None,
+    seed: Annotated[int | None, _help("Seed of cohorts and clients.")] = None,
     evaluate_every: Annotated[
-        int | None, typer.Option(help="Rounds between evaluations; by default at most 20 evaluations.")
+        int | None, _help("Rounds between evaluations; by default at most 20 evaluations.")
     ] = None,
     per_client: Annotated[
         bool, typer.Option("--per-client", help="Also show the accuracy of the median client and of the worst tenth.")
     ] = False,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints; a run found there is continued.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Rounds between checkpoints.")] = 1,
-    state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
-    threads: Annotated[
-        int, typer.Option(help="torch's threads in each process; more than 1 pays off for large models.")
-    ] = 1,
+    checkpoint_dir: Annotated[Path | None, _help("Folder for checkpoints; a run found there is continued.")] = None,
+    checkpoint_every: Annotated[int, _help("Rounds between checkpoints.")] = 1,
+    state_memory: Annotated[int, _help("Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
+    threads: Annotated[int, _help("torch's threads in each process; more than 1 pays off for large models.")] = 1,
     trace: Annotated[
-        Path | None, typer.Option(help="File with the speeds of the clients' own devices, to compute their seconds.")
+        Path | None, _help("File with the speeds of the clients' own devices, to compute their seconds.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the weights, by name, as safetensors.")] = None,
+    out: Annotated[Path | None, _help("File for the weights, by name, as safetensors.")] = None,
     plot: Plot = None,
     json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
 ) -> None:
@@ -156,20 +153,20 @@ def run(
 @app.command(epilog="Example: thinwire federated predict --fast 4 --slow 4")
 def predict(
     devices: Annotated[
-        Path | None, typer.Option(help='File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
+        Path | None, _help('File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
     ] = None,
-    fast: Annotated[int, typer.Option(help="Without --devices: number of devices that take 10 ms per sample.")] = 4,
-    slow: Annotated[int, typer.Option(help="Without --devices: number of devices that are four times slower.")] = 4,
-    clients: Annotated[int, typer.Option(help="Total number of clients.")] = 1000,
-    clients_per_round: Annotated[int, typer.Option(help="How many clients train in each round.")] = 100,
+    fast: Annotated[int, _help("Without --devices: number of devices that take 10 ms per sample.")] = 4,
+    slow: Annotated[int, _help("Without --devices: number of devices that are four times slower.")] = 4,
+    clients: Annotated[int, _help("Total number of clients.")] = 1000,
+    clients_per_round: Annotated[int, _help("How many clients train in each round.")] = 100,
     mean: Annotated[
         float, typer.Option(max=1e9, help="Mean number of samples per client, log-normally distributed.")
     ] = 50.0,
     spread: Annotated[
         float, typer.Option(max=10, help="Standard deviation of that number's logarithm; 0: all the same.")
     ] = 1.0,
-    rounds: Annotated[int, typer.Option(help="Number of rounds to average over.")] = 50,
-    seed: Annotated[int, typer.Option(help="Seed of sizes and cohorts.")] = 0,
+    rounds: Annotated[int, _help("Number of rounds to average over.")] = 50,
+    seed: Annotated[int, _help("Seed of sizes and cohorts.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print all rounds as JSON on stdout.")] = False,
 ) -> None:
     """Predict the seconds per round under each schedule, by the clock alone: nothing is trained."""
@@ -218,15 +215,15 @@ def new(
 @app.command(epilog="Example: thinwire federated serve federation:build --nodes 2 --local")
 def serve(
     federation: Annotated[str, typer.Argument(help="module:function of your own, from a file in this folder.")],
-    nodes: Annotated[int, typer.Option(help="SuperNodes to wait for.")] = 2,
+    nodes: Annotated[int, _help("SuperNodes to wait for.")] = 2,
     local: Annotated[bool, typer.Option("--local", help="Also start these SuperNodes here.")] = False,
-    host: Annotated[str, typer.Option(help="Address of the SuperLink.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the SuperLink; 0: a free one.")] = 0,
+    host: Annotated[str, _help("Address of the SuperLink.")] = "127.0.0.1",
+    port: Annotated[int, _help("Port of the SuperLink; 0: a free one.")] = 0,
     certificates: Annotated[
-        Path | None, typer.Option(help="Folder of ca.crt, server.pem, server.key; created if it does not exist.")
+        Path | None, _help("Folder of ca.crt, server.pem, server.key; created if it does not exist.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for weights and history.")] = Path("federated-result"),
-    timeout: Annotated[float, typer.Option(help="Seconds for nodes to connect and to answer.")] = 600.0,
+    out: Annotated[Path, _help("Folder for weights and history.")] = Path("federated-result"),
+    timeout: Annotated[float, _help("Seconds for nodes to connect and to answer.")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
 ) -> None:
     """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere."""

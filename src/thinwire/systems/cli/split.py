@@ -30,9 +30,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from thinwire.systems.split import Credentials, Link, Recipe, SplitPlan, SplitReport
-    from thinwire.systems.split.compare import ComparisonRow
     from thinwire.systems.split.estimate import Estimate
+    from thinwire.systems.split.finetune import ComparisonRow
     from thinwire.systems.split.tasks import Task
+
+
+def _help(text: str) -> Any:
+    return typer.Option(help=text)
+
 
 app = typer.Typer(help="Fine-tune a model across a cut between an edge and a cloud (SFT).", no_args_is_help=True)
 
@@ -43,38 +48,34 @@ Model = Annotated[
     ),
 ]
 TaskName = Annotated[str, typer.Option("--task", help="stdlib, or a GLUE task with --data: cola, sst2, mrpc, ...")]
-Data = Annotated[Path | None, typer.Option(help="Directory with the task's train.tsv and dev.tsv.")]
-Length = Annotated[int, typer.Option(help="Tokens per sample; longer samples are truncated.")]
+Data = Annotated[Path | None, _help("Directory with the task's train.tsv and dev.tsv.")]
+Length = Annotated[int, _help("Tokens per sample; longer samples are truncated.")]
 Most = Annotated[int, typer.Option("--lines", min=1, help="With stdlib: lines per package.")]
-Cut = Annotated[int, typer.Option(help="The layer to cut, counted from 1.")]
-Kind = Annotated[str, typer.Option(help="lowrank, ffn or boundary.")]
-Rank = Annotated[int, typer.Option(help="With lowrank: numbers per token that cross the cut.")]
-Residual = Annotated[str, typer.Option(help="drop, keep or lowrank:q.")]
-Labels = Annotated[str, typer.Option(help="edge, or cloud, where labels leave the edge.")]
-Init = Annotated[str, typer.Option(help="svd or activation.")]
-Up = Annotated[
-    str, typer.Option(help="Codecs for what goes up: none, fp16, bf16, int8, int4, delta:4; then optionally pack.")
-]
-Down = Annotated[str, typer.Option(help="Codecs for what comes down; delta only if that is the activation.")]
-FrontOn = Annotated[str, typer.Option(help="edge, or cloud as in the published code, where token ids leave the edge.")]
-Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
-Batch = Annotated[int, typer.Option(help="Samples per step.")]
+Cut = Annotated[int, _help("The layer to cut, counted from 1.")]
+Kind = Annotated[str, _help("lowrank, ffn or boundary.")]
+Rank = Annotated[int, _help("With lowrank: numbers per token that cross the cut.")]
+Residual = Annotated[str, _help("drop, keep or lowrank:q.")]
+Labels = Annotated[str, _help("edge, or cloud, where labels leave the edge.")]
+Init = Annotated[str, _help("svd or activation.")]
+Up = Annotated[str, _help("Codecs for what goes up: none, fp16, bf16, int8, int4, delta:4; then optionally pack.")]
+Down = Annotated[str, _help("Codecs for what comes down; delta only if that is the activation.")]
+FrontOn = Annotated[str, _help("edge, or cloud as in the published code, where token ids leave the edge.")]
+Epochs = Annotated[int, _help("Passes over the data.")]
+Batch = Annotated[int, _help("Samples per step.")]
 Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate; from random weights lowrank needs a low one.")]
-Seed = Annotated[int, typer.Option(help="Seed of weights, order and dropout.")]
+Seed = Annotated[int, _help("Seed of weights, order and dropout.")]
 LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the cloud, such as 10mbit.")]
 LinkDown = Annotated[
     str | None, typer.Option("--link-down", help="Rate from the cloud to the edge; by default the same.")
 ]
-Latency = Annotated[str, typer.Option(help="One-way delay, such as 10ms.")]
-Keys = Annotated[Path | None, typer.Option(help="This machine's directory from thinwire keys new; without it, no TLS.")]
-Fingerprint = Annotated[str | None, typer.Option(help="SHA-256 of the other side's certificate; no other is accepted.")]
+Latency = Annotated[str, _help("One-way delay, such as 10ms.")]
+Keys = Annotated[Path | None, _help("This machine's directory from thinwire keys new; without it, no TLS.")]
+Fingerprint = Annotated[str | None, _help("SHA-256 of the other side's certificate; no other is accepted.")]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow other machines without keys: everything goes unencrypted.")
 ]
-Checkpoints = Annotated[
-    Path | None, typer.Option(help="Directory for this side's checkpoints, to continue after a stop.")
-]
-Out = Annotated[Path | None, typer.Option(help="Write the trained half to this .safetensors file.")]
+Checkpoints = Annotated[Path | None, _help("Directory for this side's checkpoints, to continue after a stop.")]
+Out = Annotated[Path | None, _help("Write the trained half to this .safetensors file.")]
 
 
 @app.command(epilog="Example: thinwire split plan --cut 1 --rank 8 --link 10mbit --out halves")
@@ -101,7 +102,7 @@ def plan(
     link_down: LinkDown = None,
     latency: Latency = "0",
     measure: Annotated[int, typer.Option(min=0, help="Steps to run here first, to time the computation; 0: none.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Cut the model and write both halves to this directory.")] = None,
+    out: Annotated[Path | None, _help("Cut the model and write both halves to this directory.")] = None,
     json: Json = False,
 ) -> None:
     """Predict a step's bytes and seconds on a link before anything is sent; --out cuts the model for both machines."""
@@ -148,18 +149,18 @@ def plan(
 @app.command(epilog="Example: thinwire split cloud halves")
 def cloud(
     half: Annotated[Path, typer.Argument(help="cloud.safetensors from thinwire split plan --out, or its directory.")],
-    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = "127.0.0.1:7443",
+    listen: Annotated[str, _help("host:port to listen on.")] = "127.0.0.1:7443",
     keys: Keys = None,
     fingerprint: Fingerprint = None,
     insecure: Insecure = False,
-    edges: Annotated[int, typer.Option(help="How many edges to serve, one after the other.")] = 1,
+    edges: Annotated[int, _help("How many edges to serve, one after the other.")] = 1,
     checkpoint_dir: Checkpoints = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
     """Be the cloud: wait for an edge, train this half with it, and end when it says goodbye."""
     from thinwire.systems.split import split_finetune
-    from thinwire.systems.split.files import half_file, read_facts
+    from thinwire.systems.split.surgery import half_file, read_facts
 
     check_output("--out", out)
     facts = read_facts(half_file(half, "cloud"), "cloud")
@@ -176,24 +177,24 @@ def cloud(
 @app.command(epilog="Example: thinwire split edge halves")
 def edge(
     half: Annotated[Path, typer.Argument(help="edge.safetensors from thinwire split plan --out, or its directory.")],
-    cloud: Annotated[str, typer.Option(help="host:port of the cloud.")] = "127.0.0.1:7443",
+    cloud: Annotated[str, _help("host:port of the cloud.")] = "127.0.0.1:7443",
     keys: Keys = None,
-    name: Annotated[str, typer.Option(help="This edge's name, if no certificate gives it.")] = "edge",
+    name: Annotated[str, _help("This edge's name, if no certificate gives it.")] = "edge",
     fingerprint: Fingerprint = None,
     insecure: Insecure = False,
     data: Data = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a pre-trained model's tokeniser.")] = None,
-    share: Annotated[str, typer.Option(help="With several edges, this one's part of the data, such as 1/4.")] = "1/1",
+    tokenizer: Annotated[Path | None, _help("Directory of a pre-trained model's tokeniser.")] = None,
+    share: Annotated[str, _help("With several edges, this one's part of the data, such as 1/4.")] = "1/1",
     checkpoint_dir: Checkpoints = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
-    reconnect: Annotated[float, typer.Option(help="Seconds to keep trying to reach a lost cloud.")] = 30.0,
-    patience: Annotated[float, typer.Option(help="Seconds to wait for a reply from the cloud.")] = 60.0,
+    checkpoint_every: Annotated[int, _help("Steps between checkpoints.")] = 100,
+    reconnect: Annotated[float, _help("Seconds to keep trying to reach a lost cloud.")] = 30.0,
+    patience: Annotated[float, _help("Seconds to wait for a reply from the cloud.")] = 60.0,
     out: Out = None,
     json: Json = False,
 ) -> None:
     """Be the edge: read the data, lead the training, evaluate the result."""
     from thinwire.systems.split import SplitPlan, split_finetune
-    from thinwire.systems.split.files import half_file, read_facts
+    from thinwire.systems.split.surgery import half_file, read_facts
 
     check_output("--out", out)
     facts = read_facts(half_file(half, "edge"), "edge")
@@ -234,12 +235,12 @@ def compare(
     epochs: Epochs = 3,
     batch: Batch = 32,
     lr: Rate = 1e-3,
-    seeds: Annotated[int, typer.Option(help="Number of seeds; the table shows mean and spread.")] = 1,
+    seeds: Annotated[int, _help("Number of seeds; the table shows mean and spread.")] = 1,
     link: LinkUp = "10mbit",
     link_down: LinkDown = None,
     latency: Latency = "0",
     plot: Annotated[
-        Path | None, typer.Option(help="Also plot score against bytes and loss against seconds: .png or .html.")
+        Path | None, _help("Also plot score against bytes and loss against seconds: .png or .html.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -249,7 +250,7 @@ def compare(
 
     from thinwire.systems.split import Recipe
     from thinwire.systems.split import compare as compare_plans
-    from thinwire.systems.split.compare import compare_picture
+    from thinwire.systems.split.finetune import compare_picture
     from thinwire.tools.pictures import write_picture
 
     if seeds < 1:
@@ -309,7 +310,7 @@ def _long(seconds: float) -> str:
 
 
 def _finish(report: SplitReport, facts: dict[str, Any], out: Path | None, json: bool) -> None:
-    from thinwire.systems.split.files import write_half
+    from thinwire.systems.split.surgery import write_half
 
     if out is not None:
         write_half(report.half[0], facts, out)

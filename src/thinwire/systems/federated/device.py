@@ -142,26 +142,16 @@ def generators_kept() -> Iterator[None]:
 
 @dataclass
 class Sums:
-    """What one device reports: sums of its clients' answers, and facts about the clients.
-
-    Attributes:
-        sums: by name.
-        samples, clients: totals over the clients that answered.
-        seconds: (client, samples, seconds) of all clients, in order; includes loading of data and state.
-        collected: by client, then by name.
-        failed: client -> reason.
-        metrics: sums of samples times value.
-        sent_bytes: what the clients alone would have sent.
-    """
+    """What one device reports: sums of its clients' answers, and facts about the clients."""
 
     sums: Accumulator
-    samples: int = 0
+    samples: int = 0  # total over the clients that answered, like the next
     clients: int = 0
-    seconds: list[tuple[int, int, float]] = field(default_factory=list)
-    collected: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    sent_bytes: int = 0
+    seconds: list[tuple[int, int, float]] = field(default_factory=list)  # (client, samples, seconds) of all
+    collected: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by client, then by name
+    failed: dict[int, str] = field(default_factory=dict)  # client -> reason
+    metrics: dict[str, float] = field(default_factory=dict)  # sums of samples times value
+    sent_bytes: int = 0  # what the clients alone would have sent
 
     def merge(self, other: Sums) -> None:
         self.sums.merge(other.sums)

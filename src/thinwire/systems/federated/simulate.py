@@ -259,6 +259,8 @@ class _Run:
         if isinstance(self.back, AllReduceBackend) and round % _HASH_EVERY == 0:
             self.back.check_state(round, server.state())
         predictions = [report.predicted_seconds for report in reports]
+        summed = ("device_seconds", "bytes_up", "bytes_down", "control_bytes")
+        totals: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in summed}
         return RoundRecord(
             round=round,
             clients=reduced.clients,
@@ -267,14 +269,11 @@ class _Run:
             metrics=dict(reduced.metrics),
             evaluation={},
             seconds=time.perf_counter() - began,
-            device_seconds=sum(report.device_seconds for report in reports),
+            **totals,
             predicted_seconds=None if None in predictions else sum(p for p in predictions if p is not None),
             schedule=" ".join(report.schedule for report in reports),
             busy_seconds=tuple(map(sum, zip(*(report.busy_seconds for report in reports)))),
             client_seconds=None if trace is None else client_seconds,
-            bytes_up=sum(report.bytes_up for report in reports),
-            bytes_down=sum(report.bytes_down for report in reports),
-            control_bytes=sum(report.control_bytes for report in reports),
             client_bytes=sum(report.sums.sent_bytes for report in reports),
             lost_devices=tuple(lost for report in reports for lost in report.lost_devices),
         )

@@ -4,16 +4,14 @@ Not here: data-parallel training (``methods``, ``engine``), averaging over many 
 """
 
 from thinwire.systems.link.tls import Credentials
-from thinwire.systems.split.compare import compare
 from thinwire.systems.split.connection import CloudClient, CloudServer
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, LocalPair
 from thinwire.systems.split.errors import SplitError
 from thinwire.systems.split.estimate import Link, Shape, crossings, estimate
-from thinwire.systems.split.files import load_half, prepare
-from thinwire.systems.split.finetune import SplitReport, split_finetune
+from thinwire.systems.split.finetune import SplitReport, compare, split_finetune
 from thinwire.systems.split.frames import ByteLedger
 from thinwire.systems.split.plan import Recipe, SplitPlan
-from thinwire.systems.split.surgery import Back, Front, split_model
+from thinwire.systems.split.surgery import Back, Front, load_half, prepare, split_model
 from thinwire.systems.split.tasks import Batch
 
 __all__ = [

@@ -180,25 +180,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted cost of a step on a link.
+    """The predicted cost of a step on a link, whose messages follow one another without overlap."""
 
-    Attributes:
-        bytes_up: through the socket, from the edge.
-        bytes_down: through the socket, to the edge.
-        payload: by kind, both directions.
-        messages: how many.
-        link_seconds: of the messages, one after the other; computed from the link's figures.
-        compute_seconds: of both ends; None if not measured.
-        provenance: where ``compute_seconds`` comes from.
-    """
-
-    bytes_up: int
+    bytes_up: int  # through the socket, from the edge
     bytes_down: int
-    payload: dict[str, int]
+    payload: dict[str, int]  # bytes by kind, both directions
     messages: int
-    link_seconds: float
-    compute_seconds: float | None
-    provenance: str
+    link_seconds: float  # computed from the link's figures
+    compute_seconds: float | None  # of both ends; None: not measured
+    provenance: str  # where compute_seconds comes from
 
     @property
     def wire(self) -> int:

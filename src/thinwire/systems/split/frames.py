@@ -108,23 +108,14 @@ class ByteLedger:
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one end to the other.
+    """A message from one end to the other."""
 
-    Attributes:
-        kind: of its first frame.
-        step: of the edge's training, from 0.
-        sequence: number of this request, or of the request that it answers.
-        evaluation: dropout is off, nothing is updated.
-        parts: tensors with the kinds of their frames.
-        fields: of a control message, which has no tensors.
-    """
-
-    kind: str
-    step: int = 0
-    sequence: int = 0
-    evaluation: bool = False
-    parts: tuple[tuple[str, Tensor], ...] = ()
-    fields: Fields | None = None
+    kind: str  # of its first frame
+    step: int = 0  # of the edge's training, from 0
+    sequence: int = 0  # of this request, or of the request that it answers
+    evaluation: bool = False  # dropout is off, nothing is updated
+    parts: tuple[tuple[str, Tensor], ...] = ()  # tensors with the kinds of their frames
+    fields: Fields | None = None  # of a control message, which has no tensors
 
     def tensors(self, kind: str) -> list[Tensor]:
         return [tensor for name, tensor in self.parts if name == kind]

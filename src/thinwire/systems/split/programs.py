@@ -16,7 +16,7 @@ at both ends.
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,15 +85,13 @@ class StepContext:
 def edge_program(half: Front | Back, batch: Batch, context: StepContext, step: int | None) -> Program:
     """Return the edge's program of a training step, which ends in the loss; None: of an evaluation, in the logits."""
     if isinstance(half, Front):
-        return _edge_evaluate(half, batch, context) if step is None else _edge_step(half, batch, context, step)
-    return _edge_back_evaluate(half, batch, context) if step is None else _edge_back_step(half, batch, context, step)
+        return _edge_front(half, batch, context, step)
+    return _edge_back(half, batch, context, step)
 
 
 def cloud_program(half: Front | Back, context: StepContext, step: int | None) -> Program:
     """Return the cloud's program of the same training step; None: of the same evaluation."""
-    if isinstance(half, Back):
-        return _cloud_evaluate(half, context) if step is None else _cloud_step(half, context, step)
-    return _cloud_front_evaluate(half, context) if step is None else _cloud_front_step(half, context, step)
+    return _cloud_front(half, context, step) if isinstance(half, Front) else _cloud_back(half, context, step)
 
 
 def opening(half: Front | Back) -> str:
@@ -101,21 +99,23 @@ def opening(half: Front | Back) -> str:
     return "z" if isinstance(half, Back) else _FRAMES[half.view.inputs[0]].kind
 
 
-def _edge_step(front: Front, batch: Batch, context: StepContext, step: int) -> Program:
-    visit = batch.visit(training=True)
-    with dropout_of(context.recipe, _FRONT_RNG, step):
+def _edge_front(front: Front, batch: Batch, context: StepContext, step: int | None) -> Program:
+    visit = batch.visit(step is not None)
+    with _running(context, _FRONT_RNG, step):
         z = front(batch.inputs, batch.lengths)
-    parts = [*_under("z", context.up.encode(z, visit)), *_facts_of(batch, slots=context.up.needs_slots)]
-    if context.plan.labels == "cloud":
+    parts = [*_under("z", context.up.encode(z, visit)), *_facts_of(batch, context.up, step)]
+    if step is not None and context.plan.labels == "cloud":
         wide = batch.labels.is_floating_point()
-        parts.append(("labels", batch.labels.to(torch.float32 if wide else torch.int32)))
-        yield Send(tuple(parts))
+        yield Send((*parts, ("labels", batch.labels.to(torch.float32 if wide else torch.int32))))
         reply = yield Receive("dz")
         loss = reply.one("loss")
     else:
         yield Send(tuple(parts))
         reply = yield Receive("logits")
-        logits = reply.one("logits").to(z.device).requires_grad_()
+        logits = reply.one("logits")
+        if step is None:
+            return logits
+        logits = logits.to(z.device).requires_grad_()
         loss = _checked_loss(context.recipe, logits, batch.labels)
         loss.backward()
         yield Send((("dlogits", logits.grad),))  # type: ignore[arg-type]
@@ -125,13 +125,14 @@ def _edge_step(front: Front, batch: Batch, context: StepContext, step: int) -> P
     return loss.detach().cpu()
 
 
-def _cloud_step(back: Back, context: StepContext, step: int) -> Program:
-    """Its optimizer steps before dz is sent."""
+def _cloud_back(back: Back, context: StepContext, step: int | None) -> Program:
     message = yield Receive("z")
-    z, visit, lengths = _went_up(message, back, context, training=True)
-    z.requires_grad_()
-    with dropout_of(context.recipe, _BACK_RNG, step):
-        logits = back(z, lengths)
+    z, visit, lengths = _went_up(message, back, context, step)
+    with _running(context, _BACK_RNG, step):
+        logits = back(z.requires_grad_(step is not None), lengths)
+    if step is None:
+        yield Send((("logits", logits),))
+        return
     parts: list[tuple[str, Tensor]] = []
     if context.plan.labels == "cloud":
         loss = _checked_loss(context.recipe, logits, message.one("labels").to(context.device))
@@ -141,33 +142,19 @@ def _cloud_step(back: Back, context: StepContext, step: int) -> Program:
         yield Send((("logits", logits.detach()),))
         reply = yield Receive("dlogits")
         logits.backward(reply.one("dlogits", context.dtype, tuple(logits.shape)).to(context.device))
-    context.update()
+    context.update()  # before dz is sent
     assert z.grad is not None
     yield Send((*_under("dz", context.down.encode(z.grad, visit)), *parts))
 
 
-def _edge_evaluate(front: Front, batch: Batch, context: StepContext) -> Program:
-    with torch.no_grad():
-        z = front(batch.inputs, batch.lengths)
-    yield Send((*_under("z", context.up.encode(z, batch.visit(training=False))), *_facts_of(batch)))
-    reply = yield Receive("logits")
-    return reply.one("logits")
-
-
-def _cloud_evaluate(back: Back, context: StepContext) -> Program:
-    message = yield Receive("z")
-    z, _, lengths = _went_up(message, back, context, training=False)
-    with torch.no_grad():
-        logits = back(z, lengths)
-    yield Send((("logits", logits),))
-
-
-def _edge_back_step(back: Back, batch: Batch, context: StepContext, step: int) -> Program:
-    visit = batch.visit(training=True)
-    yield Send((*_input_parts(batch, back.view), *_facts_of(batch, slots=context.down.needs_slots)))
-    z = _came_down((yield Receive("z")), back, batch, visit, context).requires_grad_()
-    with dropout_of(context.recipe, _BACK_RNG, step):
-        logits = back(z, batch.lengths)
+def _edge_back(back: Back, batch: Batch, context: StepContext, step: int | None) -> Program:
+    visit = batch.visit(step is not None)
+    yield Send((*_input_parts(batch, back.view), *_facts_of(batch, context.down, step)))
+    z = _came_down((yield Receive("z")), back, batch, visit, context).requires_grad_(step is not None)
+    with _running(context, _BACK_RNG, step):
+        logits: Tensor = back(z, batch.lengths)
+    if step is None:
+        return logits.cpu()
     loss = _checked_loss(context.recipe, logits, batch.labels)
     loss.backward()
     assert z.grad is not None
@@ -177,32 +164,21 @@ def _edge_back_step(back: Back, batch: Batch, context: StepContext, step: int) -
     return loss.detach().cpu()
 
 
-def _cloud_front_step(front: Front, context: StepContext, step: int) -> Program:
-    """Its optimizer steps before "done" is sent."""
+def _cloud_front(front: Front, context: StepContext, step: int | None) -> Program:
     message = yield Receive(opening(front))
-    inputs, visit, lengths = _inputs_went_up(message, front, context, training=True)
-    with dropout_of(context.recipe, _FRONT_RNG, step):
+    inputs, visit, lengths = _inputs_went_up(message, front, context, step)
+    with _running(context, _FRONT_RNG, step):
         z = front(inputs, lengths)
     yield Send(tuple(_under("z", context.down.encode(z, visit))))
+    if step is None:
+        return
     _backward(z, (yield Receive("dz")), visit, context.up, step)
-    context.update()
+    context.update()  # before "done" is sent
     yield Send((("done", torch.empty(0)),))
 
 
-def _edge_back_evaluate(back: Back, batch: Batch, context: StepContext) -> Program:
-    yield Send((*_input_parts(batch, back.view), *_facts_of(batch)))
-    z = _came_down((yield Receive("z")), back, batch, batch.visit(training=False), context)
-    with torch.no_grad():
-        logits: Tensor = back(z, batch.lengths)
-    return logits.cpu()
-
-
-def _cloud_front_evaluate(front: Front, context: StepContext) -> Program:
-    message = yield Receive(opening(front))
-    inputs, visit, lengths = _inputs_went_up(message, front, context, training=False)
-    with torch.no_grad():
-        z = front(inputs, lengths)
-    yield Send(tuple(_under("z", context.down.encode(z, visit))))
+def _running(context: StepContext, role: str, step: int | None) -> AbstractContextManager[None]:
+    return torch.no_grad() if step is None else dropout_of(context.recipe, role, step)
 
 
 @contextmanager
@@ -227,7 +203,7 @@ def _checked_loss(recipe: Recipe, logits: Tensor, labels: Tensor) -> Tensor:
         ) from error
 
 
-def _backward(z: Tensor, reply: Message, visit: Visit, codecs: Chain, step: int) -> None:
+def _backward(z: Tensor, reply: Message, visit: Visit, codecs: Chain, step: int | None) -> None:
     """Run backward from the activation with the gradient that came; padding beyond the longest sample has none."""
     dz = codecs.decode([p.to(z.device) for p in reply.tensors("dz")], visit, z.shape[-1], z.dtype, length=z.shape[1])
     if visit.lengths is not None and dz.shape[1] == max(visit.lengths):
@@ -237,20 +213,20 @@ def _backward(z: Tensor, reply: Message, visit: Visit, codecs: Chain, step: int)
     z.backward(dz)
 
 
-def _facts_of(batch: Batch, slots: bool = False) -> list[tuple[str, Tensor]]:
+def _facts_of(batch: Batch, codecs: Chain, step: int | None) -> list[tuple[str, Tensor]]:
     """Return what the cloud needs to mask and decode a batch: real lengths and, for delta, the samples' indices."""
     facts = [] if batch.lengths is None else [("lengths", batch.lengths.to(torch.uint16))]
-    return [*facts, ("slots", batch.slots.to(torch.uint32))] if slots else facts
+    return [*facts, ("slots", batch.slots.to(torch.uint32))] if codecs.needs_slots and step is not None else facts
 
 
-def _received_facts(message: Message, view: View, *, slots: bool, training: bool) -> tuple[Visit, Tensor | None]:
+def _received_facts(message: Message, view: View, codecs: Chain, step: int | None) -> tuple[Visit, Tensor | None]:
     """Return what ``_facts_of`` sent: for the codecs, and the real lengths ``[B]`` for the mask."""
     found = message.tensors("lengths")
     lengths = message.one("lengths", torch.uint16).long() if found else None
     if view.uses_lengths == (lengths is None) or (lengths is not None and lengths.dim() != 1):
         raise SessionError(f"step {message.step}: a batch came without the lengths of its samples, or with wrong ones")
-    numbers = message.one("slots", torch.uint32).tolist() if slots and training else None
-    visit = Visit(None if lengths is None else lengths.tolist(), numbers, training)
+    slots = message.one("slots", torch.uint32).tolist() if codecs.needs_slots and step is not None else None
+    visit = Visit(None if lengths is None else lengths.tolist(), slots, step is not None)
     if visit.lengths is not None and min(visit.lengths, default=0) < 1:
         raise SessionError(f"step {message.step}: a sample without a token, or none at all")
     return visit, lengths
@@ -262,9 +238,9 @@ def _check_size(message: Message, samples: int, tokens: int, width: int, dtype: 
 
 
 def _went_up(
-    message: Message, back: Back, context: StepContext, *, training: bool
+    message: Message, back: Back, context: StepContext, step: int | None
 ) -> tuple[Tensor, Visit, Tensor | None]:
-    visit, lengths = _received_facts(message, back.view, slots=context.up.needs_slots, training=training)
+    visit, lengths = _received_facts(message, back.view, context.up, step)
     if visit.lengths is not None:
         _check_size(message, len(visit.lengths), max(visit.lengths), back.width, context.dtype)
     parts = [part.to(context.device) for part in message.tensors("z")]
@@ -306,7 +282,7 @@ def _input_parts(batch: Batch, view: View) -> list[tuple[str, Tensor]]:
 
 
 def _inputs_went_up(
-    message: Message, front: Front, context: StepContext, *, training: bool
+    message: Message, front: Front, context: StepContext, step: int | None
 ) -> tuple[dict[str, Tensor], Visit, Tensor | None]:
     """Return what ``_input_parts`` and ``_facts_of`` sent: the inputs by name, ready for the front, and the lengths."""
     view = front.view
@@ -328,7 +304,7 @@ def _inputs_went_up(
                 )
             _check_size(message, len(tensor), tensor.shape[1], view.hidden, context.dtype)
         found[name] = tensor.to(context.device)
-    visit, lengths = _received_facts(message, view, slots=context.down.needs_slots, training=training)
+    visit, lengths = _received_facts(message, view, context.down, step)
     samples, length = found[view.inputs[0]].shape[:2]
     if visit.lengths is not None and (len(visit.lengths) != samples or max(visit.lengths) > length):
         raise SessionError(f"step {message.step}: got {samples} x {length} tokens, which do not fit their lengths")
