@@ -116,12 +116,6 @@ class Pages:
         self.used -= stored.cost
 
 
-@dataclass
-class _Entry:
-    place: Stored
-    on_disk: bool
-
-
 class ClientStateStore:
     """The states of a population.
 
@@ -152,7 +146,8 @@ class ClientStateStore:
         self._folder: Path | None = None
         self.versions: Versions = np.full(population, _NONE, dtype=np.int32)
         self._durable: Versions | None = None
-        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], Stored] = OrderedDict()
+        self._unwritten: set[tuple[int, int]] = set()  # entries that are only in memory
         self._pending: dict[int, int] = {}
         self._replaced: list[tuple[int, int]] = []  # superseded, but the last durable version needs them
         self._unflushed: set[Path] = set()
@@ -202,7 +197,7 @@ class ClientStateStore:
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
-            return unpack(self._memory.get(entry.place))
+            return unpack(self._memory.get(entry))
         coming = self._coming.pop(key, None)
         try:
             packed = self.path(*key).read_bytes() if coming is None else coming.result()
@@ -256,10 +251,8 @@ class ClientStateStore:
         With several ranks each prepares, all exchange their clients, and each commits all of them.
         """
         if self.write_through:
-            for client, round in self._pending.items():
-                entry = self._entries.get((client, round))
-                if entry is not None and not entry.on_disk:
-                    self._write_out((client, round), entry)
+            for key in self._pending.items():
+                self._write_out(key)
         return sorted(self._pending)
 
     def commit(self, round: int, clients: Iterable[int] | None = None) -> None:
@@ -283,9 +276,9 @@ class ClientStateStore:
 
     def flush(self) -> None:
         """Write all committed states of this store to disk, so that they survive a loss of power."""
-        for key, entry in self._entries.items():
-            if not entry.on_disk and key[0] not in self._pending:
-                self._write_out(key, entry)
+        for key in list(self._unwritten):
+            if key[0] not in self._pending:
+                self._write_out(key)
         if self._unflushed:
             folders = {path.parent for path in self._unflushed}
             with ThreadPoolExecutor(8) as pool:
@@ -342,24 +335,25 @@ class ClientStateStore:
 
     def _keep(self, key: tuple[int, int], packed: bytes, *, on_disk: bool) -> None:
         while self._entries and not self._memory.room_for(len(packed)):
-            oldest, entry = next(iter(self._entries.items()))
-            self._write_out(oldest, entry)
+            oldest = next(iter(self._entries))
+            self._write_out(oldest)
             self._drop(oldest)
         if self._memory.room_for(len(packed)):
-            self._entries[key] = _Entry(self._memory.put(packed), on_disk)
+            self._entries[key] = self._memory.put(packed)
+            self._unwritten.update([] if on_disk else [key])
             self.memory_peak = max(self.memory_peak, self.memory_used)
         elif not on_disk:
             self._write(key, packed)
 
     def _drop(self, key: tuple[int, int]) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._memory.free(entry.place)
+        self._unwritten.discard(key)
+        if key in self._entries:
+            self._memory.free(self._entries.pop(key))
 
-    def _write_out(self, key: tuple[int, int], entry: _Entry) -> None:
-        if not entry.on_disk:
-            self._write(key, self._memory.get(entry.place))
-            entry.on_disk = True
+    def _write_out(self, key: tuple[int, int]) -> None:
+        if key in self._unwritten:
+            self._write(key, self._memory.get(self._entries[key]))
+            self._unwritten.discard(key)
 
     def _write(self, key: tuple[int, int], packed: bytes) -> None:
         path = self.path(*key)

@@ -417,7 +417,7 @@ class CloudServer:
             if holder and name != holder and held:
                 sentence = f"the cloud is busy with edge {printable(holder)!r}; this one has to wait"
                 wire.send(Message("error", fields={"sentence": sentence, "busy": True}), HELLO_SECONDS)
-                self._close(newcomer)
+                self._refuse(newcomer, None)
                 return
             try:
                 fields = self.cloud.hello(newcomer.hello, wire.peer)
@@ -430,16 +430,13 @@ class CloudServer:
             return
         self.ledger.add(newcomer.ledger)
         wire.admit(self.ledger)
-        if self._wire is not None:
-            self._wire.close()
+        self._drop()
         self._wire, self._heard_at = wire, time.monotonic()
         self._say(f"edge {self.cloud.edge!r} {'is back' if fields['known'] else 'begins'}, step {fields['resume']}")
 
     def _refuse(self, newcomer: _Newcomer, why: Exception | None) -> None:
-        self._say(f"refused a connection from {newcomer.duplex.host}: {why}")
-        self._close(newcomer)
-
-    def _close(self, newcomer: _Newcomer) -> None:
+        if why is not None:
+            self._say(f"refused a connection from {newcomer.duplex.host}: {why}")
         newcomer.duplex.close()
         self.ledger.add(newcomer.ledger)
 
