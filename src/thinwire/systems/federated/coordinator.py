@@ -140,13 +140,8 @@ def drive(
 ) -> Outcome:
     """Run a coordinator, not yet started, until it is done.
 
-    Args:
-        coordinator: of the visit.
-        devices: how many, numbered from 0.
-        train: called once for every client that a device starts.
-        on_report: called when a device's sum has arrived.
-        on_lost: called when a device is lost, with the clients whose sum it holds.
-        losses: device -> seconds after which it is lost.
+    ``train`` is called once for every client that a device starts, ``on_report`` when a device's sum has arrived, and
+    ``on_lost`` when a device is lost, with the clients whose sum it holds. ``losses``: device -> seconds until then.
     """
     events: list[tuple[float, int, int, int, DeviceWork | None]] = []
     order = itertools.count()

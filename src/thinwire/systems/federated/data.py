@@ -7,6 +7,7 @@ Hugging Face.
 from __future__ import annotations
 
 import json
+import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ class FunctionClients:
     """
 
     def __init__(self, count: int, load: Callable[[int], Any], samples: int | Callable[[int], int]) -> None:
-        self._count, self._load, self._samples = check_count("count", count), load, samples
+        self._count, self._load, self._samples = check_count("count", operator.index(count)), load, samples
 
     def __len__(self) -> int:
         return self._count

@@ -106,17 +106,11 @@ class Estimates:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A cohort, distributed over devices.
+    """A cohort, distributed over devices."""
 
-    Attributes:
-        lists: per device, indices into the cohort, in order; empty if devices pull.
-        queue: if devices pull, the order of the clients; otherwise None.
-        predicted_seconds: the makespan predicted by the fits; None without fits.
-    """
-
-    lists: tuple[tuple[int, ...], ...]
-    queue: tuple[int, ...] | None = None
-    predicted_seconds: float | None = None
+    lists: tuple[tuple[int, ...], ...]  # per device, indices into the cohort, in order; empty if devices pull
+    queue: tuple[int, ...] | None = None  # if devices pull, the order of the clients
+    predicted_seconds: float | None = None  # the makespan by the fits; None without fits
 
     def to_json(self) -> str:
         return json.dumps([self.lists, self.queue])

@@ -133,17 +133,7 @@ class DeploymentFailed(RuntimeError):
 
 
 class Deployment:
-    """One run on a SuperLink that is started for it.
-
-    Args:
-        federation: ``module:function``; the module is a file in this folder.
-        nodes: number of SuperNodes to wait for.
-        local: start them on this machine, with the clients assigned in turn.
-        host, port: address of the SuperLink; port 0: a free one.
-        certificates: a folder; None: new ones, for this run.
-        out: folder for weights and history.
-        timeout: seconds for nodes to connect, and for their answers.
-    """
+    """One run on a SuperLink that is started for it; the arguments are the options of ``thinwire federated serve``."""
 
     def __init__(
         self, federation: str, nodes: int, local: bool, host: str, port: int, certificates: Path | None, out: Path,
