@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.systems.cli.split_inputs import model_builder
+from thinwire.systems.cli.split import model_builder
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split import (
     Batch,
@@ -43,15 +43,12 @@ from thinwire.systems.split import (
     prepare,
     split_finetune,
 )
-from thinwire.systems.split.compare import shape_of, steps_of
-from thinwire.systems.split.finetune import remaining
-from thinwire.systems.split.models import view_of
-from thinwire.systems.split.models.presets import preset
-from thinwire.systems.split.pair import LocalPair
+from thinwire.systems.split.ends import LocalPair
+from thinwire.systems.split.estimate import shape_of, steps_of
+from thinwire.systems.split.finetune import remaining, train_unsplit, whole_forward
+from thinwire.systems.split.models import preset, view_of
 from thinwire.systems.split.programs import dropout_of
-from thinwire.systems.split.tasks import local_tokenizer, stdlib_task, trained_tokenizer
-from thinwire.systems.split.tasks.stdlib import lines_of
-from thinwire.systems.split.unsplit import train_unsplit, whole_forward
+from thinwire.systems.split.tasks import lines_of, local_tokenizer, stdlib_task, trained_tokenizer
 from thinwire.tools import lab
 
 RESULTS = Path(__file__).parent / "results" / "split.json"

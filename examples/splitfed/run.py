@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from thinwire.split import Back, CloudEnd, Front, LocalPair, Recipe, SplitPlan, split_model
 from thinwire.split.finetune import train
-from thinwire.split.models.presets import preset
+from thinwire.split.models import preset
 from thinwire.split.tasks import Task, TextData, stdlib_task
 
 from splitfed import SplitFed

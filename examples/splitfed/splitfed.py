@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thinwire.split import ByteLedger, CloudEnd, EdgeEnd, Recipe
+from thinwire.split.ends import counted
 from thinwire.split.finetune import evaluate
-from thinwire.split.frames import Message, count
 from thinwire.split.tasks import Task, TextData
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ class SplitFed(fl.FedAvg):
             name=f"client-{context.client}",
             steps=context.round * per_round,
         )
-        edge.open(self._counted, self.cloud.hello(edge.hello()))
+        edge.open(counted(self.cloud.handle, self.ledger), self.cloud.hello(edge.hello()))
         first = context.round * self.recipe.epochs
         losses = [
             float(edge.step(data.batch(indices)))
@@ -76,10 +76,3 @@ class SplitFed(fl.FedAvg):
         score = task.score(evaluate(edge, task.held_out, self.recipe.batch_size))
         edge.bye()
         return score
-
-    def _counted(self, request: Message) -> Message:
-        """To the cloud in the same process, and back."""
-        count(request, self.ledger, self.ledger.sent)
-        reply = self.cloud.handle(request)
-        count(reply, self.ledger, self.ledger.received)
-        return reply

@@ -17,8 +17,7 @@ from torch import nn
 
 from spawned import run
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.allreduce import AllReduceBackend
-from thinwire.systems.federated.backend import Planner
+from thinwire.systems.federated.backends import AllReduceBackend, Planner
 from thinwire.systems.federated.device import RoundTask
 from thinwire.systems.federated.schedule import Assignment
 

@@ -16,9 +16,12 @@ flwr = pytest.importorskip("flwr", reason="Flower is not installed here: pip ins
 
 from thinwire.adapters import flower, flower_records, flower_strategy  # noqa: E402
 from thinwire.systems import federated as fl  # noqa: E402
-from thinwire.systems.federated import files  # noqa: E402
-from thinwire.systems.federated.node import RemoteNode  # noqa: E402
-from thinwire.systems.federated.remote import NodeMessage, RemoteServer  # noqa: E402
+from thinwire.systems.federated.remote import (  # noqa: E402
+    NodeMessage,
+    RemoteNode,
+    RemoteServer,
+)
+from thinwire.systems.federated.state import unpack  # noqa: E402
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -154,7 +157,7 @@ def test_a_real_deployment_with_tls_gives_the_bits_of_the_simulation(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     straight = federation()
     straight.simulate()
-    found = files.unpack((tmp_path / "out" / "model.safetensors").read_bytes())
+    found = unpack((tmp_path / "out" / "model.safetensors").read_bytes())
     assert all(torch.equal(found[name], x) for name, x in straight.model.named_parameters())
     assert fl.History.from_json(done.stdout) == fl.History.from_json((tmp_path / "out" / "history.json").read_text())
     assert json.loads(done.stdout)["about"]["nodes"] == 2

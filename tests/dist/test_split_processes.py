@@ -13,9 +13,9 @@ import torch
 from spawned import free_port
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split import LocalPair, Recipe, SplitPlan, load_half, prepare
-from thinwire.systems.split.files import read_facts
 from thinwire.systems.split.finetune import train
-from thinwire.systems.split.models.presets import preset
+from thinwire.systems.split.models import preset
+from thinwire.systems.split.surgery import read_facts
 from thinwire.systems.split.tasks import stdlib_task
 
 CLI = [

@@ -8,7 +8,7 @@ from wires import collect
 
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split import Link, Shape, SplitPlan, crossings, estimate, prepare
-from thinwire.systems.split.models.presets import preset
+from thinwire.systems.split.models import preset
 from thinwire.tools import lab
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]

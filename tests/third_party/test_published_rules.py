@@ -19,7 +19,7 @@ from thinwire.core.pricing.costs import Costs, Linear
 from thinwire.core.pricing.placement import place_threshold
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import LocalWorld
-from thinwire.systems.federated.estimate import fit
+from thinwire.systems.federated.schedule import fit
 from thinwire.systems.kfac.plan import FactorLayer
 from thinwire.systems.kfac.prices import LayerTimes, layers_of
 from thinwire.systems.kfac.schedules import one_direction

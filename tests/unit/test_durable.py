@@ -15,9 +15,9 @@ import torch
 
 from thinwire.core.durable import CheckpointDirectory, read_file, user_cache, write_file, write_whole
 from thinwire.engine.controller import network as prices
+from thinwire.systems.data.arena import store
 from thinwire.systems.federated import checkpoint as rounds
 from thinwire.systems.federated.history import History
-from thinwire.systems.split import store
 from thinwire.systems.split.errors import SessionError
 
 

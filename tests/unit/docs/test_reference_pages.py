@@ -76,7 +76,7 @@ def test_the_packages_are_found():
         "thinwire",
         "thinwire.core.program",
         "thinwire.systems.kfac",
-        "thinwire.systems.split.codecs",
+        "thinwire.systems.split",
         "thinwire.engine.state.checkpoint",
     } <= set(PACKAGES)
     assert len(PACKAGES["thinwire"]) > 25

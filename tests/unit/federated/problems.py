@@ -53,7 +53,7 @@ def train(algorithm, data, *, rounds, clients_per_round=None, net=None, **option
 
 
 def cohorts(data, rounds, cohort, seed=0):
-    from thinwire.systems.federated.cohort import sample
+    from thinwire.systems.federated.data import sample
 
     return [sample(seed, r, len(data), cohort) for r in range(rounds)]
 

@@ -135,11 +135,11 @@ def test_a_new_algorithm_is_a_few_lines():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: fl.FedAvg(lr=0.0), "lr=0.0 must be a number above 0"),
+        (lambda: fl.FedAvg(lr=0.0), "lr=0.0 must be a finite number and above 0"),
         (lambda: fl.FedAvg(epochs=0), "epochs=0"),
         (lambda: fl.FedAvg(batch_size=1.5), "batch_size=1.5"),
         (lambda: fl.FedAvg(momentum=1.0), "momentum"),
-        (lambda: fl.FedAvg(weights="equal"), "'samples' or 'uniform'"),
+        (lambda: fl.FedAvg(weights="equal"), "one of samples, uniform"),
         (lambda: fl.FedProx(mu=-1), "mu"),
         (lambda: fl.FedOpt(rule="lion"), "one of adam, yogi"),
         (lambda: fl.FedOpt(beta1=1.0), "beta1"),
@@ -149,6 +149,9 @@ def test_a_new_algorithm_is_a_few_lines():
         (lambda: fl.Scaffold(momentum=0.9), "plain SGD"),
         (lambda: fl.FedDyn(alpha=0), "alpha"),
         (lambda: fl.FedDyn(server_lr=0.5), "takes no step"),
+        (lambda: fl.FedRobust(rule="mode"), "rule='mode' is unknown"),
+        (lambda: fl.FedRobust(trim=0.5), "trim=0.5 must be"),
+        (lambda: fl.FedRobust(weights="samples"), "leave weights= out"),
     ],
 )
 def test_bad_options(make, words):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from fed_calls import MINE, SMALL, call
 
-from thinwire.systems.federated import Compressed, FedAvg, FedOpt, History, Scaffold, files
+from thinwire.systems.federated import Compressed, FedAvg, FedOpt, History, Scaffold
 from thinwire.systems.federated.builtin import build_algorithm
+from thinwire.systems.federated.state import unpack
 
 
 def test_a_run_with_everything(alone):
@@ -23,7 +24,7 @@ def test_a_run_with_everything(alone):
     assert history.about["algorithm"] == "Compressed"
     assert [row.clients for row in history.rounds] == [4, 4]
     assert all(row.client_seconds > 1 and "accuracy" in row.evaluation for row in history.rounds)
-    assert {x.shape[0] for x in files.unpack((alone / "weights.safetensors").read_bytes()).values()} >= {10}
+    assert {x.shape[0] for x in unpack((alone / "weights.safetensors").read_bytes()).values()} >= {10}
     assert "plotly" in (alone / "curves.html").read_text()
     again = call(
         *SMALL[:3], "--rounds", 3, *SMALL[-2:], "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress",
@@ -117,7 +118,7 @@ def test_prediction(alone):
         (["predict", "--mean", "0"], "must be above 0"),
         (["predict", "--fast", "0", "--slow", "0"], "devices=0"),
         (["predict", "--devices", "none.json"], "cannot be read"),
-        (["predict", "--rounds", "0"], "rounds=0 must be at least 1"),
+        (["predict", "--rounds", "0"], "rounds=0 must be a whole number of at least 1"),
     ],
 )
 def test_what_is_wrong_is_a_sentence(alone, arguments, words):

@@ -88,14 +88,17 @@ def test_what_is_not_sent_is_owed(name):
     assert any(left.any() for left in last.values())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_it_trains_and_sends_less(name):
-    def final(algorithm):
-        model = net()
-        history = fl.simulate(algorithm, model, p.as_clients(DATA), rounds=15, clients_per_round=6, loss=loss)
-        return history
+def final(algorithm):
+    return fl.simulate(algorithm, net(), p.as_clients(DATA), rounds=15, clients_per_round=6, loss=loss)
 
-    plain = final(fl.FedAvg(lr=0.1, batch_size=None))
+
+@pytest.fixture(scope="module")
+def plain():
+    return final(fl.FedAvg(lr=0.1, batch_size=None))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_trains_and_sends_less(name, plain):
     found = final(fl.Compressed(fl.FedAvg(lr=0.1, batch_size=None), name, **METHODS[name]))
     start, end = found.rounds[0].metrics["loss"], found.rounds[-1].metrics["loss"]
     assert end < start - 0.5 * (start - plain.rounds[-1].metrics["loss"])
@@ -128,6 +131,8 @@ def test_density_one_is_no_compression():
     [
         (lambda: fl.Compressed(fl.Mime(), "topk", density=0.1), "Mime sends weights, gradients"),
         (lambda: fl.Compressed(fl.FedDyn(), "topk", density=0.1), "FedDyn sends weights"),
+        (lambda: fl.Compressed(fl.FedRobust(), "topk", density=0.1), "FedRobust sends"),
+        (lambda: fl.Compressed(fl.Compressed(fl.FedAvg(), "signsgd"), "topk", density=0.1), "Compressed sends"),
         (lambda: fl.Compressed(fl.FedAvg(), "dgc"), "use topk"),
         (lambda: fl.Compressed(fl.FedAvg(), "ssgd"), "does not compress"),
         (lambda: fl.Compressed(fl.FedAvg(), "topp"), "unknown method"),

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from thinwire.systems.federated.flower.certificates import CA, CERTIFICATE, KEY, ensure_certificates
-from thinwire.systems.federated.flower.project import write_app
+from thinwire.systems.federated.flower.deploy import CA, CERTIFICATE, KEY, ensure_certificates, write_app
 from thinwire.tools.cli.main import app
 from verbs import CliRunner
 

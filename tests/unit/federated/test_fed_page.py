@@ -43,16 +43,9 @@ def last(text):
     return History.from_json(text).rounds[-1].evaluation
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("FedAvg", "Scaffold", "FedDyn") else pytest.param(name, marks=pytest.mark.slow)
-        for name in ALGORITHMS
-    ],
-)
-def test_every_algorithm_begins_to_learn_by_the_pages_command(alone, name):
-    rounds = 15 if name == "FedRobust" else 10
-    assert last(run(ONE.replace("scaffold", name.lower()), "--rounds", rounds, "--json"))["accuracy"] > 0.5
+@pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "FedDyn"])
+def test_algorithms_begin_to_learn_by_the_pages_command(alone, name):
+    assert last(run(ONE.replace("scaffold", name.lower()), "--rounds", 10, "--json"))["accuracy"] > 0.5
 
 
 @pytest.mark.parametrize("words, least", [(PER_CLIENT, 0.5), (COMPRESSED, 0.5), (DEVICES, 0.6)])

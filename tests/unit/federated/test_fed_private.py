@@ -11,8 +11,7 @@ from fed_calls import SMALL, call
 from torch import nn
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.node import RemoteNode
-from thinwire.systems.federated.remote import RemoteServer
+from thinwire.systems.federated.remote import RemoteNode, RemoteServer
 
 DATA = p.population()
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.node import RemoteNode
-from thinwire.systems.federated.remote import NodeMessage, RemoteServer
+from thinwire.systems.federated.remote import NodeMessage, RemoteNode, RemoteServer
 
 DATA = p.population(count=8)
 MAKE = {

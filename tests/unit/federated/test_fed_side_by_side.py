@@ -6,7 +6,7 @@ import pytest
 from fed_calls import MINE, SMALL, call
 
 from thinwire.systems.federated import History
-from thinwire.systems.federated.picture import history_picture
+from thinwire.systems.federated.history import history_picture
 from thinwire.systems.federated.server import evaluation_due
 from thinwire.tools.report.inputs import read_files
 
@@ -23,10 +23,6 @@ def test_the_untrained_model_is_evaluated(alone):
     assert accuracy["lines"][0]["x"] == [0, 1, 2]
     assert accuracy["lines"][0]["y"][0] == untrained["accuracy"]
     assert (accuracy["y_range"], accuracy["levels"]) == ([0, 1], [{"y": 0.1, "text": "chance"}])
-
-
-def test_a_history_from_before_there_was_a_start_is_read():
-    assert History.from_json('{"about": {}, "rounds": []}').start == {}
 
 
 @pytest.mark.parametrize("rounds, every, due", [(50, None, 18), (20, None, 21), (3, None, 4), (50, 0, 1), (7, 3, 4)])

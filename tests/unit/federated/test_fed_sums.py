@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.accumulate import Accumulator
 from thinwire.systems.federated.aggregator import NotLinear, Operator
+from thinwire.systems.federated.device import Accumulator
 
 DATA = p.population(count=9)
 
@@ -83,9 +83,10 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_the_result_does_not_depend_on_devices_and_schedule(make):
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_result_does_not_depend_on_devices_and_schedule(name):
     """B5, B12: bit for bit in exact mode, though states follow their clients from device to device."""
+    make = ALGORITHMS[name]
     options = {"rounds": 4, "clients_per_round": 6, "reduction": "exact"}
     wanted, _ = p.train(make(), DATA, **options)
     slow = [fl.Speed(0.1), fl.Speed(0.5), fl.Speed(0.1)]
@@ -97,7 +98,8 @@ def test_the_result_does_not_depend_on_devices_and_schedule(make):
         {"devices": 3, "schedule": "pull", "speeds": slow, "faults": {(1, 0): 0.3, (2, 2): 0.0}},
         {"devices": 3, "schedule": "lpt", "speeds": slow, "faults": {(0, 1): 0.4}},
     ]
-    for variant in variants:
+    first = [*ALGORITHMS].index(name)
+    for variant in variants if name == "scaffold" else [variants[first % 4], variants[4 + first % 2]]:
         found, history = p.train(make(), DATA, **options, **variant)
         assert np.array_equal(found, wanted), variant
         if "faults" in variant:
@@ -196,7 +198,7 @@ def test_a_rule_that_is_not_linear_must_collect():
         ({"devices": 0}, "devices=0"),
         ({"reduction": "fp16"}, "one of fp32, fp64, exact"),
         ({"schedule": "best"}, "one of auto, equal"),
-        ({"backend": "mpi"}, "auto, inprocess or ranks"),
+        ({"backend": "mpi"}, "one of auto, inprocess, ranks"),
         ({"backend": "ranks"}, "needs a process group"),
         ({"speeds": [fl.Speed(1.0)], "devices": 2}, "1 entries for 2 devices"),
         ({"evaluate_every": -1}, "evaluate_every"),

@@ -10,49 +10,16 @@ import torch
 from torch import nn
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated import cohort, device
-from thinwire.systems.federated.state import ClientStateStore
+from thinwire.systems.federated import device
+from thinwire.systems.federated.data import sample
 from thinwire.systems.federated.workspace import Workspace
 
 DATA = p.population()
 EVEN = p.population(sizes=[4, 6, 8, 6, 4, 8])  # no batch of one sample, which BatchNorm refuses
-PLAN = p.cohorts(DATA, 5, 4)
-
-
-def three(i):
-    return 3
-
-
-def off(algorithm, wanted, **options):
-    """Largest distance from what the formula gives."""
-    found, _ = p.train(algorithm, DATA, rounds=5, clients_per_round=4, **options)
-    return np.abs(found - wanted).max()
 
 
 def fedavg():
     return fl.FedAvg(lr=0.1, epochs=3, batch_size=None)
-
-
-def scaffold():
-    return fl.Scaffold(lr=0.1, epochs=3, batch_size=None)
-
-
-def feddyn():
-    return fl.FedDyn(lr=0.1, epochs=3, batch_size=None, alpha=0.4)
-
-
-def test_t7_clients_that_chain(monkeypatch):
-    """Weights that are not reloaded, so that each client goes on from the one before."""
-    wanted = p.fedavg(DATA, PLAN, 0.1, three)
-    assert off(fedavg(), wanted) < 1e-12
-
-    def chained(self, context, payload, state):
-        local = self.local_sgd(context, context.x.clone())
-        return fl.ClientResult({"delta": local.x - payload["theta"]})
-
-    monkeypatch.setattr(fl.FedAvg, "train", chained)
-    monkeypatch.setattr(Workspace, "reset", lambda self, theta, buffers: None)
-    assert off(fedavg(), wanted) > 1e-3
 
 
 class Leaky(nn.Module):
@@ -187,59 +154,15 @@ def test_each_buffer_is_averaged_over_the_clients_where_it_is_finite(reduction):
     assert torch.equal(net.sparse.to_dense(), torch.eye(2))
 
 
-def test_t8a_only_the_last_client_counts(monkeypatch):
-    """Deltas and variates overwritten instead of added."""
-    wanted = p.scaffold(DATA, PLAN, 0.1, three)
-    assert off(scaffold(), wanted) < 1e-12
-    from thinwire.systems.federated.accumulate import Accumulator
-
-    def overwrite(self, name, x, weight):
-        self.sums[name], self.bounds[name] = x.detach().clone(), 0.0
-
-    monkeypatch.setattr(Accumulator, "add", overwrite)
-    assert off(scaffold(), wanted) > 1e-3
-
-
-def test_t8b_a_state_that_stays_zero(monkeypatch):
-    wanted = p.scaffold(DATA, PLAN, 0.1, three)
-    monkeypatch.setattr(ClientStateStore, "put", lambda self, client, state, round: None)
-    assert off(scaffold(), wanted) > 1e-6
-
-
-def test_t8c_a_state_that_belongs_to_the_slot(monkeypatch):
-    wanted = p.scaffold(DATA, PLAN, 0.1, three)
-    put, get = ClientStateStore.put, ClientStateStore.get
-    monkeypatch.setattr(ClientStateStore, "put", lambda self, c, state, round: put(self, c % 2, state, round))
-    monkeypatch.setattr(ClientStateStore, "get", lambda self, c: get(self, c % 2))
-    assert off(scaffold(), wanted) > 1e-6
-
-
-def test_t9_feddyn_without_one_over_alpha(monkeypatch):
-    """Two rounds are enough, as alpha is not 1."""
-    plan = p.cohorts(DATA, 2, 4)
-    wanted = p.feddyn(DATA, plan, 0.1, three, 0.4)
-    found, _ = p.train(feddyn(), DATA, rounds=2, clients_per_round=4)
-    assert np.abs(found - wanted).max() < 1e-12
-
-    def program(self, round):
-        found = yield fl.RoundRequest({"theta": self.theta})
-        self.h = self.h - (self.alpha / self.population) * found["change"]
-        self.theta = found["x"] - self.h
-
-    monkeypatch.setattr(fl.FedDyn, "program", program)
-    found, _ = p.train(feddyn(), DATA, rounds=2, clients_per_round=4)
-    assert np.abs(found - wanted).max() > 1e-4
-
-
 def test_t10_cohorts_depend_on_run_and_round_only():
     """B19: another run draws other clients, more devices do not."""
-    draws = {(run, r): tuple(cohort.sample(run, r, 1_000_000, 50)) for run in range(3) for r in range(3)}
+    draws = {(run, r): tuple(sample(run, r, 1_000_000, 50)) for run in range(3) for r in range(3)}
     assert len(set(draws.values())) == 9
     assert all(sorted(set(found)) == list(found) for found in draws.values())
-    assert cohort.sample(0, 0, 5, 5) == [0, 1, 2, 3, 4]
+    assert sample(0, 0, 5, 5) == [0, 1, 2, 3, 4]
     counts = np.zeros(20)
     for r in range(400):
-        counts[cohort.sample(7, r, 20, 5)] += 1
+        counts[sample(7, r, 20, 5)] += 1
     assert abs(counts - 100).max() < 45  # five standard deviations
 
 

@@ -11,7 +11,7 @@ import pytest
 from thinwire.core.collectives.sockets import Stream, socket_loop
 from thinwire.systems.link.door import Door
 from thinwire.systems.link.duplex import Duplex, dial, end_of
-from thinwire.systems.split.serve import CloudServer
+from thinwire.systems.split.connection import CloudServer
 
 
 class Orphan:

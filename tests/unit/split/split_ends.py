@@ -20,7 +20,7 @@ from thinwire.systems.split import (
     SplitPlan,
     split_model,
 )
-from thinwire.systems.split.halves import by_role
+from thinwire.systems.split.surgery import by_role
 
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.0)
 

@@ -4,12 +4,11 @@ import socket
 import pytest
 from rich.console import Console
 
-from thinwire.systems.cli.split_inputs import compare_table, read_rows
+from thinwire.systems.cli.split import compare_table, read_rows
 from thinwire.systems.link.keys import new_keys
-from thinwire.systems.split.compare import ComparisonRow
-from thinwire.systems.split.files import read_facts
-from thinwire.systems.split.tasks import TextData
-from thinwire.systems.split.tasks.base import Task
+from thinwire.systems.split.finetune import ComparisonRow
+from thinwire.systems.split.surgery import read_facts
+from thinwire.systems.split.tasks import Task, TextData
 from thinwire.tools.cli.main import app
 from verbs import CliRunner
 

@@ -3,8 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.systems.split.codecs import Chain, Visit
-from thinwire.systems.split.codecs.quantised import dequantise, quantise
+from thinwire.systems.split.codecs import Chain, Quantised, Visit
 
 VALUES = [(), ("fp16",), ("bf16",), ("int8",), ("int4",)]
 CHAINS = [*VALUES, *((*words, "pack") for words in VALUES)]
@@ -28,21 +27,22 @@ def numbers(lengths, width, seed=0, scale=1.0):
 )
 def test_quantised_error_is_within_the_bound(bits, rows, width, exponent, seed):
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
-    codes, scales = quantise(x, bits)
+    codec = Quantised(bits)
+    codes, scales = codec.encode(x)
     assert (codes.dtype, scales.dtype) == (torch.uint8, torch.bfloat16)
     assert codes.shape == (rows, -(-width * bits // 8))
     s = scales.float()[:, None]
     assert (s >= x.abs()).all()  # rounded up: nothing clips
     assert (s <= x.abs().amax(1, keepdim=True) * (1 + 2**-7)).all()
-    back = dequantise(codes, scales, width, bits, torch.float32)
+    back = codec.decode([codes, scales], width, torch.float32)
     assert ((back - x).abs() <= s / (2 * (2 ** (bits - 1) - 1)) * (1 + 1e-5)).all()
 
 
 def test_zeros_and_a_single_large_number():
     x = torch.zeros(3, 5)
     x[1, 2] = 3e38
-    codes, scales = quantise(x, 8)
-    back = dequantise(codes, scales, 5, 8, torch.float32)
+    codec = Quantised(8)
+    back = codec.decode(codec.encode(x), 5, torch.float32)
     assert back[0].abs().max() == 0
     assert back[1, 2] == pytest.approx(3e38, rel=0.01)
 
@@ -55,9 +55,10 @@ def test_what_is_not_finite_is_refused(value):
         Chain(("int8",)).encode(x, Visit([2]))
 
 
-@pytest.mark.parametrize("words", CHAINS)
-@pytest.mark.parametrize("lengths", [(3, 7, 1), (4, 4), (1,)])
-@pytest.mark.parametrize("width", [1, 8, 13])
+@settings(max_examples=60, deadline=None)
+@given(
+    words=st.sampled_from(CHAINS), lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), width=st.integers(1, 13)
+)
 def test_bytes_are_as_said_and_numbers_come_back(words, lengths, width):
     x = numbers(lengths, width)
     chain, visit = Chain(words), Visit(list(lengths))
@@ -114,7 +115,7 @@ def test_delta_comes_nearer_with_every_visit_and_both_caches_stay_equal(words):
                 assert parts[2].float().max() < 0.2  # scales are those of the change
             assert ends[0].values.digest == ends[1].values.digest
     restored = Chain(words)
-    restored.load_state(ends[0].state())
+    restored.values.load_state(ends[0].values.state())
     assert restored.values.digest == ends[1].values.digest
     assert Chain(words).values.digest != restored.values.digest
 
@@ -148,8 +149,8 @@ def test_delta_refuses_what_its_cache_does_not_fit():
     assert other.values.digest == kept
 
 
-@pytest.mark.parametrize("words", [(), ("int8",), ("pack",), ("int8", "pack"), ("fp16",)])
 @pytest.mark.parametrize("spoil", ["width", "dtype", "missing", "rows"])
+@pytest.mark.parametrize("words", [(), ("int8",), ("int8", "pack")])
 def test_parts_of_something_else_are_refused(words, spoil):
     x = numbers((3, 2), 4)
     visit = Visit([3, 2])

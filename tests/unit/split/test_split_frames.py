@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems.split.errors import FrameError, SessionError
-from thinwire.systems.split.frames import CHECKSUM, DTYPES, HEADER, KINDS, Message, MessageReader, encode
-from thinwire.systems.split.ledger import ByteLedger
+from thinwire.systems.split.frames import CHECKSUM, DTYPES, HEADER, KINDS, ByteLedger, Message, MessageReader, encode
 
 LIMIT = 1 << 20
 STEP = Message(

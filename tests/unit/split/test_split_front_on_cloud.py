@@ -14,18 +14,15 @@ from thinwire.systems.split import (
     Batch,
     CloudClient,
     CloudEnd,
-    Front,
     LocalPair,
     Recipe,
     Shape,
     SplitPlan,
     crossings,
-    load_half,
-    prepare,
     split_model,
 )
-from thinwire.systems.split.compare import shape_of, steps_of
 from thinwire.systems.split.errors import SessionError
+from thinwire.systems.split.estimate import shape_of, steps_of
 from thinwire.systems.split.frames import Message, MessageReader
 from thinwire.systems.split.models import view_of
 from thinwire.systems.split.tasks import TextData
@@ -131,22 +128,6 @@ def test_only_then_it_warns():
             edge.bye()
 
 
-@pytest.mark.parametrize("plan", [PLAN, replace(PLAN, kind="boundary"), replace(PLAN, rank=3, residual="keep")])
-def test_files_hold_what_each_end_runs(plan, tmp_path):
-    whole = small.model().eval()
-    pair = prepare(whole, plan, tmp_path)
-    edge, cloud = (load_half(tmp_path, role) for role in ("edge", "cloud"))
-    assert {edge.pair, cloud.pair} == {pair}
-    assert isinstance(edge.module, Back)
-    assert isinstance(cloud.module, Front)
-    assert edge.plan == cloud.plan == plan
-    front, back = (half.eval() for half in split_model(whole, plan))
-    batch = small.batch()
-    expected = back(front(batch.inputs, batch.lengths), batch.lengths)
-    found = edge.module.eval()(cloud.module.eval()(batch.inputs, batch.lengths), batch.lengths)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_halves_of_the_other_end_are_refused():
     for plan, due in ((PLAN, ("back", "front")), (SplitPlan(2), ("front", "back"))):
         of_edge, of_cloud = held(plan)
@@ -208,15 +189,7 @@ def test_answers_that_do_not_fit():
     assert torch.equal(parameters(of_edge), before)
 
 
-def test_bytes_of_a_step_of_bert_base():
-    shape = Shape(768, 3072, 2)
-    step = crossings(replace(PLAN, cut=6), shape, [128] * 32, 32, 128, tls=False)
-    assert [(m.kind, m.up, sum(count for _, count in m.parts)) for m in step] == [
-        ("ids", True, 4 * 32 * 128 + 2 * 32),
-        ("z", False, 4 * 8 * 32 * 128),
-        ("dz", True, 4 * 8 * 32 * 128),
-        ("done", False, 0),
-    ]
+def test_pictures_need_their_size():
     pictures = Shape(768, 3072, 2, uses_lengths=False)
     with pytest.raises(ValueError, match="how many numbers a picture has"):
         crossings(PLAN, pictures, None, 8, 197)

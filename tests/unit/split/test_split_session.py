@@ -93,17 +93,14 @@ def test_ends_that_do_not_fit(words, says):
         CloudEnd(back, "pair", RECIPE).hello(edge_end(front).hello() | words)
 
 
-def test_recipes_must_be_equal():
-    front, back = halves()
-    with pytest.raises(SessionError, match="the same training options"):
-        CloudEnd(back, "pair", Recipe(seed=5)).hello(edge_end(front).hello())
-
-
 def z_of(edge, step=0, sequence=1, **more):
     batch = batch_of(step)
     z = edge.half(batch.inputs, batch.lengths)
     parts = {"z": z, "lengths": batch.lengths.to(torch.uint16)} | more
     return Message("z", step, sequence, parts=tuple((k, v) for k, v in parts.items() if v is not None))
+
+
+HUGE = torch.cat([torch.tensor([65535]), torch.ones(100_000, dtype=torch.int64)]).to(torch.uint16)  # all memory
 
 
 @pytest.mark.parametrize(
@@ -121,6 +118,7 @@ def z_of(edge, step=0, sequence=1, **more):
         (lambda edge: Message("dlogits", 0, 1, parts=(("dlogits", torch.zeros(3, 5)),)), "nothing waits for"),
         (lambda edge: Message("bye", 3, 1, fields={}), "bye at step 3"),
         (lambda edge: Message("hello", 0, 1, fields={}), "nothing waits for"),
+        (lambda edge: Message("z", 0, 1, parts=(("z", torch.zeros(165_535, 8)), ("lengths", HUGE))), "are too many"),
     ],
 )
 def test_requests_that_may_not_come(request_of, says):
@@ -143,18 +141,10 @@ def test_a_gradient_of_another_shape():
     assert torch.equal(parameters(back), before)
 
 
-def test_lengths_that_ask_for_all_memory():
-    plan = SplitPlan(2, up=("pack",))
-    front, back = halves(plan)
-    _, cloud = opened(front, back)
-    lengths = torch.cat([torch.tensor([65535]), torch.ones(100_000, dtype=torch.int64)]).to(torch.uint16)
-    parts = (("z", torch.zeros(165_535, 8)), ("lengths", lengths))
-    with pytest.raises(SessionError, match="are too many"):
-        cloud.handle(Message("z", 0, 1, parts=parts))
-
-
 def test_before_hello_and_after_bye():
     front, back = halves()
+    with pytest.raises(SessionError, match="call open first"):
+        edge_end(front).step(batch_of(0))
     cloud = CloudEnd(back, "pair", RECIPE)
     with pytest.raises(SessionError, match="before hello"):
         cloud.handle(Message("bye", fields={}))
@@ -165,11 +155,6 @@ def test_before_hello_and_after_bye():
         edge.step(batch_of(1))
     with pytest.raises(SessionError, match="before hello"):
         cloud.handle(z_of(edge, step=1, sequence=4))
-
-
-def test_an_edge_that_is_not_connected():
-    with pytest.raises(SessionError, match="call open first"):
-        edge_end(halves()[0]).step(batch_of(0))
 
 
 RESUMED = [
@@ -211,41 +196,16 @@ def test_both_go_on_from_the_newest_common_checkpoint(dies, plan, tmp_path):
     assert torch.equal(parameters(cloud.half), expected[2])
 
 
-@pytest.fixture
-def optimizers(monkeypatch):
-    """Those that recipes have made, in the order edge, cloud."""
-    made, make = [], Recipe.optimizer
-    monkeypatch.setattr(Recipe, "optimizer", lambda recipe, half: made.append(make(recipe, half)) or made[-1])
-    return made
-
-
-def test_numpy_numbers_are_saved_and_loaded(tmp_path, optimizers):
-    front, back = halves()
-    edge, _ = opened(front, back, tmp_path)
-    edge.step(batch_of(0))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["weight_decay"] = np.float64(0.25)
-    edge.checkpoint()
-    again = edge_end(halves()[0], checkpoint_dir=tmp_path / "edge")
-    other = CloudEnd(halves()[1], "pair", RECIPE, tmp_path / "cloud")
-    again.open(other.handle, other.hello(again.hello()))
-    assert again.steps == 1
-    assert len(optimizers) == 4
-    assert [group["weight_decay"] for o in optimizers[2:] for group in o.param_groups] == [0.25] * 4
-
-
-def test_what_could_not_be_loaded_again_is_refused_by_its_key(tmp_path, optimizers):
-    front, back = halves()
-    edge, cloud = opened(front, back, tmp_path)
-    edge.step(batch_of(0))
-    optimizers[1].param_groups[0]["folder"] = tmp_path
-    with pytest.raises(SessionError, match=r"the cloud cannot write its checkpoint: .*'folder'\] is a pathlib"):
-        cloud.handle(Message("checkpoint", 1, 3, fields={}))
-
-
 def test_a_recipe_of_numpy_numbers_is_the_same_recipe():
     assert Recipe(learning_rate=np.float32(0.5), warmup=np.float64(0.25)).hash == Recipe(0.5, warmup=0.25).hash
+
+
+def test_what_could_not_be_loaded_again_is_refused_by_its_key(tmp_path):
+    edge, cloud = opened(*halves(), tmp_path)
+    edge.step(batch_of(0))
+    cloud.half.state_dict = lambda: {"folder": tmp_path}
+    with pytest.raises(SessionError, match=r"the cloud cannot write its checkpoint: .*'folder'\] is a pathlib"):
+        edge.checkpoint()
 
 
 def test_a_side_that_saved_one_less_decides(tmp_path):

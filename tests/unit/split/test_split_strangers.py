@@ -10,8 +10,8 @@ from split_ends import batch_of, edge_end, halves, in_process, linked, parameter
 
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split import Credentials
+from thinwire.systems.split.connection import MOST
 from thinwire.systems.split.frames import Message, encode
-from thinwire.systems.split.serve import MOST
 
 
 @pytest.fixture(scope="module")

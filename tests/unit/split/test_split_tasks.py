@@ -1,9 +1,17 @@
 import pytest
 import torch
 
-from thinwire.systems.split.tasks import COLUMNS, TextData, glue_task, local_tokenizer, stdlib_task, trained_tokenizer
-from thinwire.systems.split.tasks.base import Task
-from thinwire.systems.split.tasks.stdlib import PACKAGES, lines_of
+from thinwire.systems.split.tasks import (
+    COLUMNS,
+    PACKAGES,
+    Task,
+    TextData,
+    glue_task,
+    lines_of,
+    local_tokenizer,
+    stdlib_task,
+    trained_tokenizer,
+)
 
 FILES = {  # as gluebenchmark.com hands them out: header, or none for CoLA; two lines
     "cola": ["gj04\t1\t\tIt is here.", 'gj04\t0\t*\tHere it "is.'],

@@ -11,9 +11,8 @@ from split_ends import parameters
 
 from thinwire.systems import federated as fl
 from thinwire.systems.split import CloudEnd, EdgeEnd, Recipe, SplitPlan, split_model
-from thinwire.systems.split.models.presets import preset
-from thinwire.systems.split.tasks import TextData
-from thinwire.systems.split.tasks.base import Task
+from thinwire.systems.split.models import preset
+from thinwire.systems.split.tasks import Task, TextData
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "splitfed"
 RECIPE = Recipe(learning_rate=3e-3, epochs=2, batch_size=8)

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json as json_module
+import math
+import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.tools.cli.console import Plot, check_folder, check_output, check_plot, progress
+from thinwire.tools.cli.console import Plot, check_folder, check_output, check_plot, plain_table, progress
+from thinwire.tools.cli.errors import RunFailed, exit_code
 from thinwire.tools.cli.ranks import torchrun_group
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from thinwire.systems.federated import Federation, History, Prediction, RoundRecord
+
+_MOST_ROWS = 25
+
+
+def _help(text: str) -> Any:
+    return typer.Option(help=text)
+
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
 
@@ -30,37 +48,29 @@ def run(
             "several, separated by commas, run side by side. Options not named stay as the federation has them."
         ),
     ] = None,
-    compress: Annotated[
-        str | None, typer.Option(help="Method for the clients' changes, such as topk:density=0.01.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Total number of rounds; a resumed run continues up to it.")
-    ] = None,
-    clients_per_round: Annotated[int | None, typer.Option(help="How many clients train in each round.")] = None,
+    compress: Annotated[str | None, _help("Method for the clients' changes, such as topk:density=0.01.")] = None,
+    rounds: Annotated[int | None, _help("Total number of rounds; a resumed run continues up to it.")] = None,
+    clients_per_round: Annotated[int | None, _help("How many clients train in each round.")] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Number of emulated devices. Not under torchrun, where each rank is one.")
+        int | None, _help("Number of emulated devices. Not under torchrun, where each rank is one.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="auto, equal, lpt or pull.")] = "auto",
-    reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of cohorts and clients.")] = None,
+    schedule: Annotated[str, _help("auto, equal, lpt or pull.")] = "auto",
+    reduction: Annotated[str | None, _help("fp32, fp64 or exact.")] = None,
+    seed: Annotated[int | None, _help("Seed of cohorts and clients.")] = None,
     evaluate_every: Annotated[
-        int | None, typer.Option(help="Rounds between evaluations; by default at most 20 evaluations.")
+        int | None, _help("Rounds between evaluations; by default at most 20 evaluations.")
     ] = None,
     per_client: Annotated[
         bool, typer.Option("--per-client", help="Also show the accuracy of the median client and of the worst tenth.")
     ] = False,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints; a run found there is continued.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Rounds between checkpoints.")] = 1,
-    state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
-    threads: Annotated[
-        int, typer.Option(help="torch's threads in each process; more than 1 pays off for large models.")
-    ] = 1,
+    checkpoint_dir: Annotated[Path | None, _help("Folder for checkpoints; a run found there is continued.")] = None,
+    checkpoint_every: Annotated[int, _help("Rounds between checkpoints.")] = 1,
+    state_memory: Annotated[int, _help("Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
+    threads: Annotated[int, _help("torch's threads in each process; more than 1 pays off for large models.")] = 1,
     trace: Annotated[
-        Path | None, typer.Option(help="File with the speeds of the clients' own devices, to compute their seconds.")
+        Path | None, _help("File with the speeds of the clients' own devices, to compute their seconds.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the weights, by name, as safetensors.")] = None,
+    out: Annotated[Path | None, _help("File for the weights, by name, as safetensors.")] = None,
     plot: Plot = None,
     json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
 ) -> None:
@@ -68,19 +78,10 @@ def run(
     import torch
     from rich.console import Console
 
-    from thinwire.systems.cli.federated_runs import federations, folder_of, spent, train
-    from thinwire.systems.cli.federated_tables import (
-        algorithms_table,
-        failures,
-        in_force,
-        outcome,
-        rounds_table,
-        traffic,
-    )  # fmt: skip
-    from thinwire.systems.federated import ClientStateStore, ClientTrace, History
-    from thinwire.systems.federated.options import use_ranks
-    from thinwire.systems.federated.picture import history_picture
+    from thinwire.systems.federated import ClientStateStore, ClientTrace
+    from thinwire.systems.federated.history import history_picture
     from thinwire.systems.federated.schedule import check_schedule
+    from thinwire.systems.federated.simulate import use_ranks
     from thinwire.tools.pictures import write_picture
 
     check_plot(plot)
@@ -106,7 +107,9 @@ def run(
     with torchrun_group() as (rank, _):
         console.quiet = json or rank != 0
         for name, made in asked.items():
-            folder = folder_of(checkpoint_dir, name, len(asked))
+            folder = checkpoint_dir
+            if folder is not None and len(asked) > 1:  # each run has its own
+                folder /= re.sub(r"[^\w.=-]+", "-", name).lower()
             store = {}
             if made.algorithm.stateful:
                 states = None if folder is None else folder / "states"
@@ -132,9 +135,9 @@ def run(
         console.print(algorithms_table(runs, f"{title}, {made.rounds} rounds", console.width))
     if out is not None:
         from thinwire.core.durable import write_whole
-        from thinwire.systems.federated import files
+        from thinwire.systems.federated.state import pack
 
-        write_whole(out, files.pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
+        write_whole(out, pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
         console.print(f"written: {out}", markup=False)
     if plot is not None:
         write_picture(picture, plot)
@@ -150,29 +153,26 @@ def run(
 @app.command(epilog="Example: thinwire federated predict --fast 4 --slow 4")
 def predict(
     devices: Annotated[
-        Path | None, typer.Option(help='File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
+        Path | None, _help('File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
     ] = None,
-    fast: Annotated[int, typer.Option(help="Without --devices: number of devices that take 10 ms per sample.")] = 4,
-    slow: Annotated[int, typer.Option(help="Without --devices: number of devices that are four times slower.")] = 4,
-    clients: Annotated[int, typer.Option(help="Total number of clients.")] = 1000,
-    clients_per_round: Annotated[int, typer.Option(help="How many clients train in each round.")] = 100,
+    fast: Annotated[int, _help("Without --devices: number of devices that take 10 ms per sample.")] = 4,
+    slow: Annotated[int, _help("Without --devices: number of devices that are four times slower.")] = 4,
+    clients: Annotated[int, _help("Total number of clients.")] = 1000,
+    clients_per_round: Annotated[int, _help("How many clients train in each round.")] = 100,
     mean: Annotated[
         float, typer.Option(max=1e9, help="Mean number of samples per client, log-normally distributed.")
     ] = 50.0,
     spread: Annotated[
         float, typer.Option(max=10, help="Standard deviation of that number's logarithm; 0: all the same.")
     ] = 1.0,
-    rounds: Annotated[int, typer.Option(help="Number of rounds to average over.")] = 50,
-    seed: Annotated[int, typer.Option(help="Seed of sizes and cohorts.")] = 0,
+    rounds: Annotated[int, _help("Number of rounds to average over.")] = 50,
+    seed: Annotated[int, _help("Seed of sizes and cohorts.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print all rounds as JSON on stdout.")] = False,
 ) -> None:
     """Predict the seconds per round under each schedule, by the clock alone: nothing is trained."""
-    import math
-
     import numpy as np
     from rich.console import Console
 
-    from thinwire.systems.cli.federated_tables import schedules_table
     from thinwire.systems.federated import Speed
     from thinwire.systems.federated import predict as predicted
     from thinwire.systems.federated.clocks import read_speeds
@@ -199,8 +199,6 @@ def new(
     folder: Annotated[Path, typer.Argument(help="Folder to write to; created if it does not exist.")],
 ) -> None:
     """Start a federation of your own: a folder with a working one, whose data, model and algorithm you replace."""
-    from importlib import resources
-
     template = resources.files("thinwire.systems.federated") / "template"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already exists and is not empty: give another folder")
@@ -217,21 +215,20 @@ def new(
 @app.command(epilog="Example: thinwire federated serve federation:build --nodes 2 --local")
 def serve(
     federation: Annotated[str, typer.Argument(help="module:function of your own, from a file in this folder.")],
-    nodes: Annotated[int, typer.Option(help="SuperNodes to wait for.")] = 2,
+    nodes: Annotated[int, _help("SuperNodes to wait for.")] = 2,
     local: Annotated[bool, typer.Option("--local", help="Also start these SuperNodes here.")] = False,
-    host: Annotated[str, typer.Option(help="Address of the SuperLink.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the SuperLink; 0: a free one.")] = 0,
+    host: Annotated[str, _help("Address of the SuperLink.")] = "127.0.0.1",
+    port: Annotated[int, _help("Port of the SuperLink; 0: a free one.")] = 0,
     certificates: Annotated[
-        Path | None, typer.Option(help="Folder of ca.crt, server.pem, server.key; created if it does not exist.")
+        Path | None, _help("Folder of ca.crt, server.pem, server.key; created if it does not exist.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for weights and history.")] = Path("federated-result"),
-    timeout: Annotated[float, typer.Option(help="Seconds for nodes to connect and to answer.")] = 600.0,
+    out: Annotated[Path, _help("Folder for weights and history.")] = Path("federated-result"),
+    timeout: Annotated[float, _help("Seconds for nodes to connect and to answer.")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
 ) -> None:
     """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere."""
     from rich.console import Console
 
-    from thinwire.systems.cli.federated_tables import failures, outcome
     from thinwire.systems.federated import History
     from thinwire.systems.federated.flower.deploy import Deployment
 
@@ -245,3 +242,222 @@ def serve(
     typer.echo(f"{outcome(history)}, on {history.about['nodes']} nodes; written: {out}")
     for sentence in failures(history):
         Console(stderr=True).print(sentence, style="yellow", markup=False)
+
+
+def federations(
+    federation: str,
+    algorithms: str | None,
+    compress: str | None,
+    given: Mapping[str, Any],
+    checkpoint_every: int,
+    *,
+    per_client: bool,
+) -> dict[str, Federation]:
+    """Return what each algorithm trains, by the name of its line, with the same initial weights and options."""
+    from thinwire.core.checks import check_choice
+    from thinwire.systems.federated.builtin import build_algorithm, build_federation, compressed
+    from thinwire.systems.federated.device import REDUCTIONS
+    from thinwire.systems.federated.simulate import check_numbers
+
+    texts = [None] if algorithms is None else [text.strip() for text in algorithms.split(",") if text.strip()]
+    if not texts:
+        raise ValueError("--algorithm: name one, or several separated by commas, such as scaffold,fedavg")
+    found: dict[str, Federation] = {}
+    for text in texts:
+        made = build_federation(federation)
+        if text is None:
+            made.algorithm = compressed(made.algorithm, compress)
+        else:
+            made.algorithm = build_algorithm(text, made.algorithm, compress)
+        for option, value in given.items():
+            if value is not None:
+                setattr(made, option, value)
+        check_choice("reduction", made.reduction, REDUCTIONS)
+        check_numbers(made.rounds, made.clients_per_round, len(made.clients), made.evaluate_every, checkpoint_every)
+        if per_client:
+            if made.per_client is None:
+                raise ValueError(
+                    f"--per-client: give {federation} a per_client=, such as fl.over_clients(right, clients)"
+                )
+            parts = [part for part in (made.evaluate, made.per_client) if part is not None]
+            made.evaluate = lambda model, round, parts=parts: {k: v for f in parts for k, v in f(model, round).items()}
+        name = " ".join([type(getattr(made.algorithm, "inner", made.algorithm)).__name__, *(text or "").split(":")[1:]])
+        if name in found:
+            raise ValueError(f"--algorithm names {name} twice")
+        found[name] = made
+    return found
+
+
+def spent(made: Federation) -> str | None:
+    """Return how much of its clients' privacy a run with DP-SGD has spent; None: it ran without."""
+    from thinwire.systems.federated.private import epsilons
+
+    algorithm = getattr(made.algorithm, "inner", made.algorithm)
+    if getattr(algorithm, "noise_multiplier", None) is None:
+        return None
+    found = epsilons(
+        algorithm, made.clients, rounds=made.rounds, clients_per_round=made.clients_per_round, seed=made.seed
+    ).values()
+    return f"privacy spent, at delta 1e-05: epsilon {median(found):.3g} for the median client, {max(found):.3g} at most"
+
+
+def train(name: str, made: Federation, rank: int, **options: Any) -> History:
+    """Run one federation here, with a bar that follows its rounds; without a bar, print a line per evaluation.
+
+    ``RunFailed``: it was not finished, by an error of the machine's or of the user's own code.
+    """
+    from thinwire.tools.bench.functions import in_words, is_users
+
+    first: int | None = None
+    with progress(f"{name}, first round", made.rounds, quiet=rank != 0) as bar:
+
+        def shown(row: RoundRecord) -> None:
+            nonlocal first
+            if first is None:
+                first = row.round
+                if first:
+                    bar.log(f"{name}: continuing from round {first}")
+            words = f"{name}  " + ", ".join(f"{key} {value:.3g}" for key, value in list(row.numbers.items())[:3])
+            bar(completed=row.round + 1, description=words)
+            if row.evaluation and bar.hidden:
+                bar.log(f"round {row.round + 1} of {made.rounds}  {words}")
+
+        try:
+            history = made.simulate(on_round=shown, **options)
+        except (OverflowError, OSError) as error:
+            raise RunFailed(str(error)) from error
+        except Exception as error:
+            if exit_code(error) is None and is_users(error):
+                raise RunFailed(in_words(error)) from error
+            raise
+        if first is None:
+            done, folder = len(history.rounds), options["checkpoint_dir"]
+            bar.log(f"{name}: {folder} already contains {done} rounds, none was trained")
+    return history
+
+
+def in_force(algorithm: Any) -> str:
+    """Return the algorithm and its options, without those that are off."""
+    from thinwire.systems.federated.aggregator import facts_of
+
+    def words(options: Mapping[str, Any]) -> str:  # a constant learning rate is not worth a word
+        off = (None, False, 0)
+        on = {k: v for k, v in options.items() if v not in off and (k, v) != ("lr_decay", 1.0)}
+        return ", ".join(f"{key}={value}" for key, value in on.items())
+
+    inner = getattr(algorithm, "inner", algorithm)
+    found = facts_of(inner)
+    said = f"{found.pop('algorithm')} with {words(found)}"
+    if inner is not algorithm:
+        said += f"; changes compressed by {algorithm.method.name} with {words(algorithm.method.options())}"
+    return said
+
+
+def outcome(history: History, chance: Mapping[str, float] | None = None) -> str:
+    last = history.rounds[-1]
+    guessed = {name: f" (chance: {value:.3g})" for name, value in (chance or {}).items()}
+    words = [f"{name} {value:.4g}{guessed.get(name, '')}" for name, value in last.numbers.items()]
+    return f"after {len(history.rounds)} rounds: {', '.join(words)}"
+
+
+def rounds_table(history: History, width: int) -> Table:
+    """Return a table of rounds, from the untrained model on; in a long run only evaluated rounds, or every N-th."""
+    from thinwire.systems.federated.history import TRAINING_LOSS
+
+    about, rows = history.about, history.rounds
+    shown = list(rows)
+    if len(shown) > _MOST_ROWS:
+        shown = [row for row in rows if row.evaluation or row is rows[-1]]
+        shown = shown[:: -(-len(shown) // _MOST_ROWS)]
+        if rows[-1] not in shown:
+            shown.append(rows[-1])
+    numbers = _evaluated(history)
+    columns = {"round": [str(row.round + 1) for row in shown]}
+    columns |= {name: [_number(row.numbers.get(name)) for row in shown] for name in (TRAINING_LOSS, *numbers)}
+    if any(row.failed for row in rows):
+        columns["failed"] = [str(len(row.failed) or "") for row in shown]
+    if any(row.client_seconds is not None for row in rows):
+        columns["clients' s"] = [f"{row.client_seconds or 0:.1f}" for row in shown]
+    columns["seconds"] = [f"{row.seconds:.3f}" for row in shown]
+    if about["devices"] > 1:
+        columns["schedule"] = [" ".join(dict.fromkeys(row.schedule.split())) for row in shown]
+        columns["busy"] = [
+            f"{fmean(row.busy_seconds) / row.device_seconds:.0%}" if row.device_seconds else "-" for row in shown
+        ]
+    columns["MB up"] = [f"{_sent(row) / 1e6:.3f}" for row in shown]
+    if history.start:
+        untrained = {"round": "0", **{name: _number(history.start.get(name)) for name in numbers}}
+        columns = {name: [untrained.get(name, ""), *cells] for name, cells in columns.items()}
+    devices = "1 device" if about["devices"] == 1 else f"{about['devices']} devices"
+    name = f"{about['inner']['algorithm']}, compressed" if "inner" in about else about["algorithm"]
+    return _fitting(
+        f"{name}: {about['clients_per_round']} of {about['clients']} clients a round, {devices}", columns, width
+    )
+
+
+def algorithms_table(runs: Mapping[str, History], title: str, width: int) -> Table:
+    from thinwire.systems.federated.history import TRAINING_LOSS
+
+    numbers = list(dict.fromkeys(name for history in runs.values() for name in _evaluated(history)))
+    last = [history.rounds[-1] for history in runs.values()]
+    columns = {"algorithm": list(runs)}
+    columns |= {name: [_number(row.numbers.get(name)) for row in last] for name in (*numbers, TRAINING_LOSS)}
+    rounds = [history.rounds for history in runs.values()]
+    if any(row.client_seconds is not None for rows in rounds for row in rows):
+        columns["clients' s"] = [f"{sum(row.client_seconds or 0 for row in rows):.1f}" for rows in rounds]
+    columns["seconds"] = [f"{sum(row.seconds for row in rows):.1f}" for rows in rounds]
+    columns["MB a client"] = [f"{fmean(row.client_bytes / row.clients for row in rows) / 1e6:.3f}" for rows in rounds]
+    return _fitting(title, columns, width)
+
+
+def _sent(row: RoundRecord) -> int:
+    """Return the bytes, including values that were collected one by one."""
+    return row.bytes_up + row.control_bytes
+
+
+def _evaluated(history: History) -> list[str]:
+    return sorted({name for row in history.rounds for name in row.evaluation})
+
+
+def _fitting(title: str, columns: Mapping[str, Sequence[str]], width: int) -> Table:
+    """Return a table of the first columns that fit, which says what it leaves out."""
+    names = list(columns)
+    needed = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+    while len(names) > 2 and sum(needed[name] + 1 for name in names) + 1 > width:
+        names.pop()
+    table = plain_table(title, names, ("schedule",), close=sum(needed[name] + 3 for name in names) > width)
+    for cells in zip(*(columns[name] for name in names), strict=True):
+        table.add_row(*cells)
+    if left_out := [name for name in columns if name not in names]:
+        table.caption = f"no room here for: {', '.join(left_out)} (--json has all)"
+        table.caption_justify = "left"
+    return table
+
+
+def traffic(history: History) -> str:
+    row = history.rounds[-1]
+    return (
+        f"the devices sent {_sent(row) / 1e6:.3g} MB in the last round; its clients, each on its own, would have "
+        f"sent {row.client_bytes / 1e6:.3g} MB"
+    )
+
+
+def failures(history: History, most: int = 5) -> list[str]:
+    found = [
+        f"round {row.round + 1}, client {client}: {why}" for row in history.rounds for client, why in row.failed.items()
+    ]
+    more = [f"... and {len(found) - most} more"] if len(found) > most else []
+    return found[:most] + more
+
+
+def schedules_table(found: Sequence[Prediction], title: str) -> Table:
+    table = plain_table(title, ("schedule", "seconds a round", "to the bound", "devices busy"))
+    table.caption = "Means. lpt and auto deal out the first 2 rounds as equal does."
+    table.caption_justify = "left"
+    for one in found:
+        table.add_row(one.schedule, f"{one.seconds:.3g}", f"{one.ratio:.2f}", f"{one.busy_share:.0%}")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -4,20 +4,29 @@ Not here: compression itself (core/methods/).
 """
 
 from thinwire.systems.federated import partition
-from thinwire.systems.federated.aggregator import COLLECT, SUM, WEIGHTED_MEAN, RoundRequest
+from thinwire.systems.federated.aggregator import (
+    COLLECT,
+    SUM,
+    WEIGHTED_MEAN,
+    ClientContext,
+    ClientResult,
+    RoundRequest,
+)
 from thinwire.systems.federated.algorithms import FedAvg, FedDyn, FedNova, FedOpt, FedProx, FedRobust, Mime, Scaffold
-from thinwire.systems.federated.client import ClientContext, ClientResult
-from thinwire.systems.federated.clocks import ClientTrace, Speed
+from thinwire.systems.federated.clocks import ClientTrace, Prediction, Speed, predict
 from thinwire.systems.federated.compress import Compressed
 from thinwire.systems.federated.coordinator import DeviceLost
-from thinwire.systems.federated.data import ArrayClients, FunctionClients
-from thinwire.systems.federated.federation import Federation
+from thinwire.systems.federated.data import (
+    ArrayClients,
+    FunctionClients,
+    TextClients,
+    over_clients,
+    read_hugging_face,
+    read_leaf,
+)
 from thinwire.systems.federated.history import History, RoundRecord
-from thinwire.systems.federated.per_client import over_clients
-from thinwire.systems.federated.predict import Prediction, predict
-from thinwire.systems.federated.readers import TextClients, read_hugging_face, read_leaf
 from thinwire.systems.federated.server import AllClientsFailed
-from thinwire.systems.federated.simulate import simulate
+from thinwire.systems.federated.simulate import Federation, simulate
 from thinwire.systems.federated.state import ClientStateStore
 
 __all__ = [

@@ -1,17 +1,24 @@
-"""The server's side of an algorithm: what it requests from the cohort, and how the answers are combined.
+"""What an algorithm is made of: an executor that does a client's work, and an aggregator on the server.
 
-A round is a generator, like every method of thinwire: it yields a :class:`RoundRequest` and receives its
-:class:`Reduced`.
+A round is a generator, like every method of thinwire: it yields a :class:`RoundRequest`, which every client of the
+cohort answers once with a :class:`ClientResult`, and receives the combined answers, a :class:`Reduced`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from thinwire.systems.federated.data import batches
+from thinwire.systems.federated.workspace import Workspace
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> the mean loss of the batch, 0-dim."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,7 @@ class NotLinear(ValueError):
 
 
 def check_operators(operators: Mapping[str, Operator]) -> None:
-    """Refuse operators that cannot be computed.
-
-    Raises:
-        NotLinear: a summed name has an operator that is not linear.
-        ValueError: an object is not an operator.
-    """
+    """Raise ``NotLinear`` for a rule that sums cannot express, ``ValueError`` for what is no operator."""
     for name, operator in operators.items():
         if not isinstance(operator, Operator):
             raise ValueError(f"operators[{name!r}] must be WEIGHTED_MEAN, SUM or COLLECT, not {operator!r}")
@@ -125,12 +127,109 @@ class ServerAggregator(Protocol):
         """Restore a ``state_dict``."""
 
 
-def facts(algorithm: Any) -> dict[str, Any]:
+def facts_of(algorithm: Any) -> dict[str, Any]:
     """Return an algorithm's name and options as plain data: compared across ranks, saved in checkpoints."""
     plain = (int, float, str, bool, type(None))
     names = [f.name for f in dataclasses.fields(algorithm)] if dataclasses.is_dataclass(algorithm) else vars(algorithm)
     options: dict[str, Any] = {name: getattr(algorithm, name) for name in names}
     options = {name: value for name, value in options.items() if isinstance(value, plain)}
     if inner := getattr(algorithm, "inner", None):
-        options["inner"] = facts(inner)
+        options["inner"] = facts_of(inner)
     return {"algorithm": type(algorithm).__name__, **options}
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    """Return the default loss: cross-entropy for batches ``(inputs, class numbers)``."""
+    inputs, classes = batch
+    return nn.functional.cross_entropy(model(inputs), classes)
+
+
+@dataclass
+class ClientContext:
+    """Everything that one client's work may depend on. Created anew for every client.
+
+    Attributes:
+        client: its id. samples: how many it has. round, visit: in which it takes part.
+        seed: for everything random here; the generators of torch, numpy and Python have been seeded with it.
+        device: where the model is.
+        data: what ``clients.load`` returned, moved to the device if it consists of tensors.
+        workspace: holds the model, with the payload's ``theta`` loaded if there is one.
+        loss: (model, batch) -> Tensor.
+    """
+
+    client: int
+    samples: int
+    round: int
+    visit: str
+    seed: int
+    device: torch.device
+    data: Any
+    workspace: Workspace
+    loss: Loss
+    _losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with the weights ``x``."""
+        return self.workspace.model
+
+    @property
+    def x(self) -> Tensor:
+        """The model's trainable parameters, ``[D]``: a change of this tensor changes the model."""
+        return self.workspace.x
+
+    def steps(self, epochs: int = 1, batch_size: int | None = None, limit: int | None = None) -> Iterator[Any]:
+        """Yield batches in an order determined by the seed.
+
+        Args:
+            epochs: passes over the data, each in a different order.
+            batch_size: the last batch of an epoch may be smaller; None: all samples in one batch.
+            limit: most batches in total.
+        """
+        return batches(self.data, epochs, batch_size, limit, self.seed)
+
+    def gradient(self, batch: Any) -> Tensor:
+        """Return the gradient ``[D]`` of the batch's loss at ``x``. May be modified; the next call overwrites it."""
+        loss = self.loss(self.workspace.model, batch)
+        self._losses.append(loss.detach())
+        return self.workspace.gradient(loss)
+
+    def mean_loss(self) -> float | None:
+        """Return the mean over the batches so far; None before the first."""
+        return float(torch.stack(self._losses).mean()) if self._losses else None
+
+
+@dataclass
+class ClientResult:
+    """A client's answer.
+
+    Attributes:
+        reduce: tensors by name, for operators that sum. They are read at once and may be reused afterwards.
+        collect: small tensors by name, for ``COLLECT``.
+        state: passed to this client next time; None: its state stays as it was.
+        samples: its weight; None: what ``clients.samples`` returns.
+        metrics: numbers for the table; the mean loss is added automatically.
+        sent_bytes: what this client alone would send, if less than its tensors (compression).
+    """
+
+    reduce: Mapping[str, Tensor] = field(default_factory=dict)
+    collect: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Tensor] | None = None
+    samples: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    sent_bytes: int | None = None
+
+
+class ClientExecutor(Protocol):
+    """The part of an algorithm that runs on a device, for one client after another."""
+
+    def train(
+        self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
+    ) -> ClientResult:
+        """Do one client's work. It must not store anything on ``self``: the next call is for another client.
+
+        Args:
+            context: the client, its data, the model.
+            payload: what the server sent. Must not be modified.
+            state: what this client returned last time; None the first time. Must not be modified.
+        """

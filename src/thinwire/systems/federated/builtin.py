@@ -16,15 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.systems.federated import (
-    ArrayClients,
-    FedAvg,
-    Federation,
-    FunctionClients,
-    TextClients,
-    over_clients,
-    partition,
-)
+from thinwire.core.kernels.seeding import generator
+from thinwire.systems.federated import algorithms, partition
+from thinwire.systems.federated.algorithms import FedAvg, Scaffold
+from thinwire.systems.federated.compress import Compressed
+from thinwire.systems.federated.data import ArrayClients, FunctionClients, TextClients, over_clients
+from thinwire.systems.federated.simulate import Federation, check_federation
 from thinwire.tools.bench.functions import check_options, load_function, told
 from thinwire.tools.bench.words import nearest, split_options
 
@@ -32,14 +29,7 @@ from thinwire.tools.bench.words import nearest, split_options
 def digits(
     clients: int = 100, alpha: float = 0.5, split: str = "dirichlet", width: int = 8, hidden: int = 64
 ) -> Federation:
-    """Build a federation of scikit-learn's digits: 1,437 for training, split over clients, 360 held out; a small CNN.
-
-    Args:
-        clients: number of clients.
-        alpha: parameter of the Dirichlet distribution.
-        split: "dirichlet", "iid" or "shards".
-        width, hidden: sizes of the network.
-    """
+    """Build a federation of scikit-learn's digits: 1,437 split over clients for training, 360 held out; a small CNN."""
     from thinwire.tools.bench.models.digits import HELD_OUT, images, network
 
     pixels, labels = images()
@@ -74,12 +64,7 @@ def digits(
 
 
 def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> Federation:
-    """Build a federation of Python's standard library, one file per client: a small character GPT predicts bytes.
-
-    Args:
-        width, layers: size of the model.
-        length: bytes per sample. most: largest number of samples per client.
-    """
+    """Build a federation of Python's standard library, one file per client: a small character GPT predicts bytes."""
     from thinwire.tools.bench.models.chargpt import CharGPT
 
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -109,8 +94,6 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
 
 def million(clients: int = 1_000_000, samples: int = 10, features: int = 100) -> Federation:
     """Build a population of any size: client i's samples are drawn when needed. Logistic regression, SCAFFOLD."""
-    from thinwire.core.kernels.seeding import generator
-    from thinwire.systems.federated import Scaffold
 
     def load(client: int) -> tuple[Tensor, Tensor]:
         draw = generator("federation of a million", client)
@@ -132,13 +115,7 @@ BUILT_IN: Mapping[str, Callable[..., Federation]] = {"digits": digits, "text": t
 
 
 def build_federation(name: str) -> Federation:
-    """Build ``"digits"``, ``"digits:clients=50"``, or a user's own ``"my_module:build"``.
-
-    Raises:
-        ValueError: the name does not exist, or the result is not a ``Federation``.
-    """
-    from thinwire.systems.federated.federation import check_federation
-
+    """Build ``"digits"``, ``"digits:clients=50"``, or a user's own ``"my_module:build"``."""
     function, options = split_options(name)
     ours = function in BUILT_IN
     if not ours and ":" not in function:
@@ -152,7 +129,7 @@ def build_federation(name: str) -> Federation:
     return check_federation(made, name)
 
 
-ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn", "FedRobust")
+ALGORITHMS = tuple(algorithms.__all__)
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "FedOpt": {"server_lr": 0.02},
     "Mime": {"beta": 0.5},
@@ -168,17 +145,12 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
 
     Options that are not given are taken from ``base``, a federation's algorithm, where it sets more than the defaults;
     options that another algorithm needs for itself (``TUNED``) are not taken over.
-
-    Raises:
-        ValueError: an unknown name or option, or options that cannot be combined.
     """
-    from thinwire.systems import federated
-
     name, options = split_options(text)
     known = {found.lower(): found for found in ALGORITHMS}
     if name.lower() not in known:
         raise ValueError(f"unknown algorithm {name!r}; {nearest(name.lower(), known)}")
-    cls = getattr(federated, known[name.lower()])
+    cls = getattr(algorithms, known[name.lower()])
     fields = {field.name for field in dataclasses.fields(cls)}
     for key in options:
         if key not in fields:
@@ -202,12 +174,10 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
 
 
 def _inner(algorithm: Any) -> Any:
-    """Return the algorithm without the compression around it."""
     return getattr(algorithm, "inner", algorithm)
 
 
 def _set_in(algorithm: Any) -> dict[str, Any]:
-    """Return the options of an algorithm that differ from the defaults of its class."""
     fields = dataclasses.fields(algorithm) if dataclasses.is_dataclass(algorithm) else ()
     return {f.name: getattr(algorithm, f.name) for f in fields if f.init and getattr(algorithm, f.name) != f.default}
 
@@ -215,8 +185,6 @@ def _set_in(algorithm: Any) -> dict[str, Any]:
 def compressed(algorithm: Any, compress: str | None, base: Any = None) -> Any:
     """Return the algorithm with its clients' changes compressed by a method such as ``"topk:density=0.01"``, or as in
     ``base`` if ``compress`` is None."""
-    from thinwire.systems.federated import Compressed
-
     if compress is not None:
         method, options = split_options(compress)
         return Compressed(_inner(algorithm), method, **options)

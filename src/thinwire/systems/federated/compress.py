@@ -10,7 +10,7 @@ sent; factors that ranks share in training (PowerSGD's, ACP's) are separate for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ from thinwire.core.program import (
 )
 from thinwire.core.program.ops import Op, drive
 from thinwire.engine.executors.alone import result_alone
-from thinwire.systems.federated.aggregator import RoundProgram
-from thinwire.systems.federated.client import ClientContext, ClientResult
+from thinwire.systems.federated.aggregator import ClientContext, ClientResult
 
 _INNER, _OWN = "inner/", "compression/"
 
@@ -48,6 +47,7 @@ class Compressed:
     """
 
     stateful = True
+    compressible: frozenset[str] = frozenset()
 
     def __init__(self, inner: Any, method: Method | str, **options: Any) -> None:
         self.inner = inner
@@ -59,37 +59,12 @@ class Compressed:
             )
         if why := self.method.unfit.get("federated"):
             raise ValueError(f"{self.method.name} is of no use for clients' changes: {why}")
-        self.operators, self.weights, self.epochs = inner.operators, inner.weights, inner.epochs
         self.description = f"{self.method.name} {dict(self.method.options())}"
 
-    @property
-    def theta(self) -> Tensor:
-        """The server's weights, ``[D]``."""
-        return self.inner.theta  # type: ignore[no-any-return]
-
-    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
-        self.inner.setup(theta, population, clients_per_round)
-
-    def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
-        """Return the inner algorithm's cohort."""
-        return self.inner.select(round, population, clients_per_round, seed)  # type: ignore[no-any-return]
-
-    def program(self, round: int) -> RoundProgram:
-        """Return the inner algorithm's round."""
-        return self.inner.program(round)  # type: ignore[no-any-return]
-
-    @property
-    def visits(self) -> int:
-        return self.inner.visits  # type: ignore[no-any-return]
-
-    def shape_of(self, name: str) -> Sequence[int]:
-        return self.inner.shape_of(name)  # type: ignore[no-any-return]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.inner.state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.inner.load_state_dict(state)
+    def __getattr__(self, name: str) -> Any:  # in all other respects it is the inner algorithm
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
@@ -146,7 +121,6 @@ def _counting(size: list[int]) -> Callable[[Op], Tensor | None]:
 
 
 def _plain(state: State) -> dict[str, Tensor]:
-    """Return a method's memory as tensors by name."""
     found = state.snapshot()
     rows = {"step": torch.tensor(found["step"])}
     rows.update({f"residual/{name}": x for name, x in found["residual"].items()})

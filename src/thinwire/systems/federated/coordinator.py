@@ -3,15 +3,25 @@
 A device gets ``DeviceWork`` and trains the clients named in it. Then it asks for more or, if the work says that it
 ends, sends one result: the sum over everything it has trained since its last result. If a device is lost, its result is
 too; its clients are given to other devices with the same seeds, so the sums do not change.
+
+:func:`drive` runs it with devices under one simulated clock, given the seconds of each training: the in-process back
+end trains inside the function that gives the seconds; ``predict`` computes them by a formula.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.systems.federated.schedule import Assignment
+
+_LOST, _FREE, _WORK = 0, 1, 2  # at equal times the loss of a device comes first
+
+Train = Callable[[int, int, "int | None"], float]
+"""(device, client, next client, both as indices into the cohort) -> seconds."""
 
 
 class DeviceLost(RuntimeError):
@@ -28,17 +38,7 @@ class DeviceWork:
 
 
 class Coordinator:
-    """One visit of one cohort.
-
-    Args:
-        cohort: number of clients, which are named by index.
-        assignment: lists, or a queue from which devices pull.
-        devices: ids of the devices that take part.
-
-    Attributes:
-        reported: clients whose sums have arrived.
-        lost_devices: in the order in which they were lost.
-    """
+    """One visit of one cohort of so many clients, which are named by index."""
 
     def __init__(self, cohort: int, assignment: Assignment, devices: Collection[int]) -> None:
         self._cohort = cohort
@@ -53,7 +53,6 @@ class Coordinator:
 
     @property
     def done(self) -> bool:
-        """Whether all clients' sums have arrived."""
         return len(self.reported) == self._cohort
 
     def start(self) -> list[DeviceWork]:
@@ -66,36 +65,29 @@ class Coordinator:
                 mine = self._lists[place] if place < len(self._lists) else ()
                 self._holding[device] = list(mine)
                 works.append(DeviceWork(device, tuple(mine), True))
-        begun = [work for work in works if work.clients]
         self._idle = {work.device for work in works if not work.clients}
-        return begun
+        return [work for work in works if work.clients]
 
     def ask(self, device: int) -> DeviceWork:
-        """Return the next client for a free device, or the end.
-
-        Raises:
-            DeviceLost: it was declared lost; its work is not used.
-        """
+        """Return the next client for a free device, or the end. ``DeviceLost``: it was declared lost before."""
         self._check(device)
         return self._next(device)
 
     def result(self, device: int) -> list[DeviceWork]:
         """Note that a device's sum has arrived. Return more work if a lost device has left some.
 
-        Raises:
-            DeviceLost: it was declared lost before: the sum must not be used, because others have its clients now.
+        ``DeviceLost``: it was declared lost before: the sum must not be used, because others have its clients now.
         """
         self._check(device)
         self.reported += self._holding[device]
         self._holding[device] = []
         self._idle.add(device)
-        return self._wake() if self._queue else []
+        return self._wake()
 
     def lost(self, device: int) -> list[DeviceWork]:
         """Note that a device is gone, with everything it has not sent. Return work for idle devices.
 
-        Raises:
-            DeviceLost: it was the last device.
+        ``DeviceLost``: it was the last device.
         """
         if device not in self._alive:
             return []
@@ -105,7 +97,7 @@ class Coordinator:
         self._queue.extend(self._holding.pop(device))
         if not self._alive and not self.done:
             raise DeviceLost(f"device {device} was the last one; {self._cohort - len(self.reported)} clients are left")
-        return self._wake() if self._queue else []
+        return self._wake()
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         """Return the clients whose sums each device has not sent yet."""
@@ -123,10 +115,69 @@ class Coordinator:
         return DeviceWork(device, (client,), False)
 
     def _wake(self) -> list[DeviceWork]:
-        works: list[DeviceWork] = []
-        for device in sorted(self._idle):
-            if not self._queue:
-                break
-            self._idle.discard(device)
-            works.append(self._next(device))
-        return works
+        woken = sorted(self._idle)[: len(self._queue)]
+        self._idle.difference_update(woken)
+        return [self._next(device) for device in woken]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """When the last sum arrived, and what each device did until then."""
+
+    seconds: float
+    busy_seconds: tuple[float, ...]
+    records: tuple[tuple[int, int, float], ...]
+
+
+def drive(
+    coordinator: Coordinator,
+    devices: int,
+    train: Train,
+    *,
+    on_report: Callable[[int], None] = lambda device: None,
+    on_lost: Callable[[int, Sequence[int]], None] = lambda device, held: None,
+    losses: Mapping[int, float] | None = None,
+) -> Outcome:
+    """Run a coordinator, not yet started, until it is done.
+
+    ``train`` is called once for every client that a device starts, ``on_report`` when a device's sum has arrived, and
+    ``on_lost`` when a device is lost, with the clients whose sum it holds. ``losses``: device -> seconds until then.
+    """
+    events: list[tuple[float, int, int, int, DeviceWork | None]] = []
+    order = itertools.count()
+    busy = [0.0] * devices
+    records: list[tuple[int, int, float]] = []
+
+    def push(now: float, kind: int, device: int, work: DeviceWork | None) -> None:
+        heapq.heappush(events, (now, kind, next(order), device, work))
+
+    for device, after in (losses or {}).items():
+        push(after, _LOST, device, None)
+    for work in coordinator.start():
+        push(0.0, _WORK, work.device, work)
+    now = 0.0
+    while not coordinator.done:
+        now, kind, _, device, found = heapq.heappop(events)
+        if device in coordinator.lost_devices:
+            continue
+        new: list[DeviceWork] = []
+        if kind == _LOST:
+            on_lost(device, coordinator.holders().get(device, ()))
+            new = coordinator.lost(device)
+        elif found is not None and kind == _WORK:
+            end = now
+            for client, following in zip(found.clients, (*found.clients[1:], None)):
+                seconds = train(device, client, following)
+                records.append((device, client, seconds))
+                end += seconds
+            busy[device] += end - now
+            push(end, _FREE, device, found)
+        elif found is not None and found.ends:
+            on_report(device)
+            new = coordinator.result(device)
+        else:
+            more = coordinator.ask(device)
+            push(now, _WORK if more.clients else _FREE, device, more)
+        for work in new:
+            push(now, _WORK, work.device, work)
+    return Outcome(now, tuple(busy), tuple(records))

@@ -1,15 +1,29 @@
-"""What clients hold: the protocol, two ways to provide it, and batches in a seeded order."""
+"""What clients hold: the protocol, ways to provide it, and batches in a seeded order.
+
+A population may be parts of tensors in memory, a function, text with one file per client, LEAF's JSON, or a data set of
+Hugging Face.
+"""
 
 from __future__ import annotations
 
+import json
+import operator
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from thinwire.core.kernels.seeding import generator
+from thinwire.core.checks import check_count
+from thinwire.core.kernels.seeding import generator, seed_of
+from thinwire.core.records import UNREADABLE
+from thinwire.systems.federated.partition import by_key
+from thinwire.systems.federated.workspace import Evaluate
+
+MEDIAN, WORST = "median client", "worst tenth"
 
 
 @runtime_checkable
@@ -61,6 +75,7 @@ class ArrayClients:
         return self.parts[client].numel()
 
     def load(self, client: int) -> tuple[Tensor, ...]:
+        """Return a client's part of each tensor."""
         part = self.parts[client]
         return tuple(x[part] for x in self.tensors)
 
@@ -75,9 +90,7 @@ class FunctionClients:
     """
 
     def __init__(self, count: int, load: Callable[[int], Any], samples: int | Callable[[int], int]) -> None:
-        if count < 1:
-            raise ValueError(f"count={count} must be at least 1")
-        self._count, self._load, self._samples = count, load, samples
+        self._count, self._load, self._samples = check_count("count", operator.index(count)), load, samples
 
     def __len__(self) -> int:
         return self._count
@@ -87,22 +100,163 @@ class FunctionClients:
         return self._samples if isinstance(self._samples, int) else self._samples(client)
 
     def load(self, client: int) -> Any:
+        """Return what the function makes for a client."""
         return self._load(client)
 
 
+class TextClients:
+    """Each file is a client; a sample is a piece of its bytes, with the piece shifted by one byte as the target.
+
+    Args:
+        paths: of the files; those shorter than one sample are left out.
+        length: bytes of a sample.
+        most: most samples of a client; None: no limit.
+
+    Raises:
+        ValueError: no file is long enough, or one cannot be read.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], length: int = 64, most: int | None = None) -> None:
+        self._length = check_count("length", length)
+        if most is not None:
+            check_count("most", most)
+        found = []
+        for path in map(Path, paths):
+            try:
+                count = (path.stat().st_size - 1) // length
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+            if count >= 1:
+                found.append((path, count if most is None else min(count, most)))
+        if not found:
+            raise ValueError(f"none of the {len(paths)} files holds more than {length} bytes")
+        self.paths = [path for path, _ in found]
+        self._counts = [count for _, count in found]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def samples(self, client: int) -> int:
+        """Return the number of pieces of a client's file."""
+        return self._counts[client]
+
+    def load(self, client: int) -> tuple[Tensor, Tensor]:
+        """Return bytes and next bytes, ``[samples, length]``, int64."""
+        size = self._counts[client] * self._length
+        with self.paths[client].open("rb") as file:
+            text = torch.frombuffer(bytearray(file.read(size + 1)), dtype=torch.uint8).long()
+        return text[:size].view(-1, self._length), text[1 : size + 1].view(-1, self._length)
+
+
+def read_leaf(
+    folder: str | Path, convert: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+) -> tuple[ArrayClients, list[str]]:
+    """Read a data set in LEAF's JSON: ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``.
+
+    Args:
+        folder: with ``*.json`` files, such as LEAF's ``data/femnist/data/train``; or one file.
+        convert: a user's x and y -> tensors; None: numbers become fp32 and classes int64.
+
+    Returns:
+        The clients, and the users' names in the same order. Users without samples are left out.
+
+    Raises:
+        ValueError: there are no such files, or they have another form.
+    """
+    root = Path(folder)
+    paths = [root] if root.is_file() else sorted(root.glob("*.json"))
+    if not paths:
+        raise ValueError(f"{folder} contains no .json files in LEAF's format")
+    inputs, labels, keys = [], [], []
+    for path in paths:
+        try:
+            content = json.loads(path.read_text())
+            rows = [(user, content["user_data"][user]) for user in content["users"]]
+            for user, row in rows:
+                if not row["y"]:
+                    continue
+                x, y = (_numbers if convert is None else convert)(row["x"], row["y"])
+                if len(x) != len(y):
+                    raise ValueError(f"user {user} has {len(x)} inputs and {len(y)} labels")
+                inputs.append(x)
+                labels.append(y)
+                keys += [user] * len(y)
+        except UNREADABLE as error:
+            raise ValueError(f"{path} is not in LEAF's format: {error}") from error
+    parts, users = by_key(keys)
+    return ArrayClients((torch.cat(inputs), torch.cat(labels)), parts), users
+
+
+def _numbers(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    return torch.tensor(np.asarray(x, dtype=np.float32)), torch.tensor(np.asarray(y, dtype=np.int64))
+
+
+def read_hugging_face(
+    dataset: Any, key: str, convert: Callable[[dict[str, Any]], tuple[Tensor, ...]]
+) -> tuple[FunctionClients, list[Any]]:
+    """Make clients from a Hugging Face data set, one for each value of a column. Rows are read when needed.
+
+    Args:
+        dataset: a ``datasets.Dataset``, or anything with ``dataset[column]`` and ``dataset[index]``.
+        key: the column: ``"writer_id"``, ``"speaker_id"``.
+        convert: a row -> tensors.
+
+    Returns:
+        The clients, and the values in the same order.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    columns = list(getattr(dataset, "column_names", []))
+    if columns and key not in columns:
+        raise ValueError(f"the data set has no column {key!r}; it has {', '.join(columns)}")
+    parts, values = by_key(list(dataset[key]))
+
+    def load(client: int) -> tuple[Tensor, ...]:
+        rows = [convert(dataset[int(i)]) for i in parts[client]]
+        return tuple(torch.stack(column) for column in zip(*rows))
+
+    return FunctionClients(len(parts), load, lambda client: len(parts[client])), values
+
+
+def client_seed(run: int, round: int, purpose: str, client: int) -> int:
+    """Return the seed of one client's work: a function of these four, never of the devices."""
+    return seed_of("federated", run, round, purpose, client)
+
+
+def sample(run: int, round: int, population: int, clients_per_round: int) -> list[int]:
+    """Return that many of ``population`` clients, uniform without replacement, ascending; the run's seed is ``run``."""
+    chosen = random.Random(client_seed(run, round, "cohort", 0)).sample(range(population), clients_per_round)
+    return sorted(chosen)
+
+
+def over_clients(right: Callable[[nn.Module, Any], float], clients: ClientData, most: int = 1000) -> Evaluate:
+    """Return an ``evaluate``: the median of the clients' accuracies, and the mean of the worst tenth.
+
+    Args:
+        right: (model in eval mode, a client's data) -> the share of correct answers, from 0 to 1.
+        clients: data of each client, held out if available.
+        most: how many clients are evaluated; of more, that many are drawn at random, always the same ones.
+    """
+    chosen = sample(0, 0, len(clients), min(check_count("most", most), len(clients)))
+
+    def evaluate(model: nn.Module, round: int) -> Mapping[str, float]:
+        device = next(model.parameters()).device
+        shares = np.sort([float(right(model, to_device(clients.load(client), device))) for client in chosen])
+        worst = shares[: -(-len(shares) // 10)]
+        return {MEDIAN: float(np.median(shares)), WORST: float(worst.mean())}
+
+    return evaluate
+
+
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move tensors to the device; return anything else unchanged."""
     if isinstance(data, (tuple, list)) and all(isinstance(x, Tensor) for x in data):
         return tuple(x.to(device) for x in data)
     return data
 
 
 def size_of(data: Any) -> int:
-    """Return how many samples there are in what ``load`` returned.
-
-    Raises:
-        TypeError, ValueError: batches cannot be made of it.
-    """
+    """Return how many samples there are in what ``load`` returned; refuse what batches cannot be made of."""
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
     if not indexed or (isinstance(data, tuple) and not all(isinstance(x, Tensor) for x in data)):
         raise TypeError(
@@ -118,15 +272,14 @@ def size_of(data: Any) -> int:
 
 
 def chosen_samples(data: Any, chosen: Tensor) -> Any:
-    """Return some samples as a batch."""
     if isinstance(data, tuple):
         return tuple(x[chosen.to(x.device)] for x in data)
     return _collate(data, chosen.tolist())
 
 
 def batches(data: Any, epochs: int, batch_size: int | None, limit: int | None, seed: int) -> Iterator[Any]:
-    """Yield batches of a client's samples; see :meth:`~thinwire.federated.client.ClientContext.steps`."""
-    tensors, size = isinstance(data, tuple), size_of(data)
+    """Yield batches of a client's samples; see :meth:`~thinwire.federated.ClientContext.steps`."""
+    size = size_of(data)
     whole = batch_size is None or batch_size >= size
     draw = None if whole else generator(seed, "order")
     made = 0
@@ -136,11 +289,10 @@ def batches(data: Any, epochs: int, batch_size: int | None, limit: int | None, s
             if limit is not None and made >= limit:
                 return
             made += 1
-            if order is None:
-                yield data if tensors else _collate(data, range(size))
-                continue
-            chosen = order[start : start + (batch_size or size)]
-            yield chosen_samples(data, chosen)
+            if order is not None:
+                yield chosen_samples(data, order[start : start + (batch_size or size)])
+            else:
+                yield data if isinstance(data, tuple) else _collate(data, range(size))
 
 
 def _collate(data: Any, indices: Sequence[int]) -> Any:

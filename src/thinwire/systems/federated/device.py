@@ -2,51 +2,156 @@
 
 Everything that a client could leave behind is reset before the next one: weights, buffers, frozen parameters,
 gradients, and the generators of torch, numpy and Python. The executor makes a new optimizer for every client.
+
+The sums have one of three arithmetics. ``fp32`` and ``fp64`` add floats, so another order of clients or devices can
+change the last bits (in fp64 rarely, because the sum is rounded to fp32 once, but it can). ``exact`` adds integers in
+int64, the nearest to w x 2^40, so no order changes a bit. Each term has an error of at most 2^-41, and the sum must
+stay below 2^22, which is checked before use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.systems.federated.accumulate import Accumulator, all_finite
-from thinwire.systems.federated.aggregator import WEIGHTED_MEAN, Operator, RoundRequest
-from thinwire.systems.federated.client import ClientContext, ClientExecutor, ClientResult, Loss
-from thinwire.systems.federated.cohort import client_seed, seed_everything
-from thinwire.systems.federated.data import ClientData, to_device
+from thinwire.core.checks import check_choice
+from thinwire.core.methods import base
+from thinwire.systems.federated.aggregator import (
+    WEIGHTED_MEAN,
+    ClientContext,
+    ClientResult,
+    Loss,
+    Operator,
+    RoundRequest,
+)
+from thinwire.systems.federated.data import ClientData, client_seed, to_device
 from thinwire.systems.federated.state import ClientStateStore
 from thinwire.systems.federated.workspace import Workspace
 
 BUFFERS = "buffers"
 """The name under which floating-point buffers are sent; they are averaged like weights."""
+REDUCTIONS = {"fp32": torch.float32, "fp64": torch.float64, "exact": torch.int64}
+_SCALE = 2.0**40
+_LIMIT = 2.0**22
+
+
+class Accumulator:
+    """Weighted sums by name, in "fp32", "fp64" or "exact"; ``bounds``: with "exact", on their largest magnitude."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = check_choice("reduction", mode, REDUCTIONS)
+        self.sums: dict[str, Tensor] = {}
+        self.bounds: dict[str, float] = {}
+
+    def add(self, name: str, x: Tensor, weight: float) -> None:
+        x = x.detach()
+        total = self.sums.get(name)
+        if total is None:
+            total = self.sums[name] = torch.zeros(x.shape, dtype=REDUCTIONS[self.mode], device=x.device)
+            self.bounds[name] = 0.0
+        elif total.shape != x.shape:
+            raise ValueError(f"{name!r} has the shape {tuple(x.shape)} here, but {tuple(total.shape)} elsewhere")
+        if self.mode != "exact":
+            total.add_(x, alpha=weight)
+            return
+        scaled = x.double().mul_(weight)
+        if scaled.numel():
+            self.bounds[name] += float(scaled.abs().max())
+        if self.bounds[name] < _LIMIT:  # beyond it the result is refused; avoid overflow until then
+            total.add_(scaled.mul_(_SCALE).round_().to(torch.int64))
+
+    def merge(self, other: Accumulator) -> None:
+        for name, x in other.sums.items():
+            if name in self.sums:
+                self.sums[name] += x
+                self.bounds[name] += other.bounds[name]
+            else:
+                self.sums[name], self.bounds[name] = x.clone(), other.bounds[name]
+
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(x.shape) for name, x in self.sums.items()}
+
+    def flat(self, shapes: Mapping[str, list[int]], device: torch.device) -> Tensor:
+        """Return all sums as one vector, in order of the names; zeros for sums that this device does not have."""
+        dtype = REDUCTIONS[self.mode]
+        parts = [
+            self.sums[name].reshape(-1)
+            if name in self.sums
+            else torch.zeros(torch.Size(shapes[name]).numel(), dtype=dtype, device=device)
+            for name in sorted(shapes)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=device)
+
+    def take(self, flat: Tensor, shapes: Mapping[str, list[int]], bounds: Mapping[str, float]) -> None:
+        """Set the sums from the vector that ``flat`` returned, after it was summed over devices."""
+        names = sorted(shapes)
+        for name, piece in zip(names, flat.split([torch.Size(shapes[name]).numel() for name in names])):
+            self.sums[name], self.bounds[name] = piece.view(shapes[name]), bounds[name]
+
+    def result(self, name: str, factor: float, dtype: torch.dtype) -> Tensor:
+        """Return ``factor`` times a sum, rounded to ``dtype`` once; ``OverflowError``: it may have left its range."""
+        total = self.sums[name]
+        if self.mode == "exact":
+            if not self.bounds[name] < _LIMIT:
+                raise OverflowError(
+                    f"{name!r} adds up to {self.bounds[name]:.3g}, but reduction='exact' can hold only 2^22: "
+                    "use reduction='fp64', or find out why an update is so large"
+                )
+            total = total.double().mul_(1 / _SCALE)
+        return (total * factor if factor != 1.0 else total.clone()).to(dtype)
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether all elements of all tensors, on one device, are finite. Reads one value from the device."""
+    flags = [base.all_finite(x.detach()) for x in tensors.values() if x.dtype.is_floating_point]
+    return not flags or bool(torch.stack(flags).all())
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of torch, numpy and Python: for dropout, augmentation, and the user's code."""
+    if torch.cuda.is_initialized():
+        torch.manual_seed(seed)
+    else:  # the same on a CPU, without touching other device types
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)
 
 
 @dataclass
 class Sums:
-    """What one device reports: sums of its clients' answers, and facts about the clients.
-
-    Attributes:
-        sums: by name.
-        samples, clients: totals over the clients that answered.
-        seconds: (client, samples, seconds) of all clients, in order; includes loading of data and state.
-        collected: by client, then by name.
-        failed: client -> reason.
-        metrics: sums of samples times value. sent_bytes: what the clients alone would have sent.
-    """
+    """What one device reports: sums of its clients' answers, and facts about the clients."""
 
     sums: Accumulator
-    samples: int = 0
+    samples: int = 0  # total over the clients that answered, like the next
     clients: int = 0
-    seconds: list[tuple[int, int, float]] = field(default_factory=list)
-    collected: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    sent_bytes: int = 0
+    seconds: list[tuple[int, int, float]] = field(default_factory=list)  # (client, samples, seconds) of all
+    collected: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by client, then by name
+    failed: dict[int, str] = field(default_factory=dict)  # client -> reason
+    metrics: dict[str, float] = field(default_factory=dict)  # sums of samples times value
+    sent_bytes: int = 0  # what the clients alone would have sent
 
     def merge(self, other: Sums) -> None:
         self.sums.merge(other.sums)
@@ -55,19 +160,17 @@ class Sums:
         self.seconds += other.seconds
         self.collected.update(other.collected)
         self.failed.update(other.failed)
-        for name, value in other.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.add_metrics(other.metrics)
         self.sent_bytes += other.sent_bytes
+
+    def add_metrics(self, metrics: Mapping[str, float], samples: int = 1) -> None:
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + samples * float(value)
 
 
 @dataclass(frozen=True)
 class RoundTask:
-    """What is the same for all clients of a visit.
-
-    Attributes:
-        round, request: of the visit.
-        total_samples, total_clients: of the whole cohort; a client's weight is its share of these.
-    """
+    """What is the same for all clients of a visit; a client's weight is its share of the cohort's totals."""
 
     round: int
     request: RoundRequest
@@ -76,48 +179,28 @@ class RoundTask:
 
 
 class Device:
-    """One model that trains one client at a time.
-
-    Args:
-        algorithm: the executor, with its ``operators`` and ``weights``.
-        workspace: holds the model.
-        clients: the population.
-        loss: of a batch.
-        store: of the clients' states; None if the algorithm keeps none.
-        seed: of the run.
-        reduction: the arithmetic of the sums.
-    """
-
     def __init__(
-        self,
-        algorithm: Any,
-        workspace: Workspace,
-        clients: ClientData,
-        loss: Loss,
-        store: ClientStateStore | None,
-        seed: int,
-        reduction: str,
-    ) -> None:
-        self.algorithm, self.executor = algorithm, cast(ClientExecutor, algorithm)
+        self, algorithm: Any, workspace: Workspace, clients: ClientData, loss: Loss, store: ClientStateStore | None,
+        seed: int, reduction: str,
+    ) -> None:  # fmt: skip
+        self.algorithm, self.workspace, self.clients, self.loss = algorithm, workspace, clients, loss
         self.operators: Mapping[str, Operator] = algorithm.operators
-        self.uniform = algorithm.weights == "uniform"
-        self.workspace, self.clients, self.loss = workspace, clients, loss
         self.store, self.seed, self.reduction = store, seed, reduction
 
     def empty(self) -> Sums:
         return Sums(Accumulator(self.reduction))
 
+    def train_list(self, task: RoundTask, clients: Sequence[int]) -> Sums:
+        into = self.empty()
+        for i, client in enumerate(clients):
+            self.train(task, client, into, clients[i + 1] if i + 1 < len(clients) else None)
+        return into
+
     def train(self, task: RoundTask, client: int, into: Sums, following: int | None = None) -> float:
         """Train one client and add its answer to the sums. Return the seconds it took.
 
         A client that raises an error, or whose answer is not finite or not what was requested, is recorded as failed:
-        nothing of it is added, and it keeps its old state.
-
-        Args:
-            task: the visit.
-            client: its id.
-            into: the sums.
-            following: the next client, whose state is read in the meantime.
+        nothing of it is added, and it keeps its old state. The state of the client ``following`` is read meanwhile.
         """
         began = time.perf_counter()
         samples = self.clients.samples(client)
@@ -131,7 +214,7 @@ class Device:
         if refusal:
             into.failed[client] = refusal
         else:
-            self._add(task, client, samples, context, result, into)
+            self._add(task, context, result, into)
         took = time.perf_counter() - began
         into.seconds.append((client, samples, took))
         return took
@@ -139,7 +222,8 @@ class Device:
     def _run(self, task: RoundTask, client: int, samples: int) -> tuple[ClientContext, ClientResult]:
         if samples < 1:
             raise ValueError(f"client {client} has {samples} samples; every client needs at least one")
-        seed = client_seed(self.seed, task.round, task.request.name, client)
+        visit = task.request.name
+        seed = client_seed(self.seed, task.round, visit, client)
         work, payload = self.workspace, task.request.payload
         state = self.store.get(client) if self.store is not None else None
         if state is not None and work.device.type != "cpu":
@@ -147,10 +231,8 @@ class Device:
         seed_everything(seed)
         data = to_device(self.clients.load(client), work.device)
         work.reset(payload.get("theta", work.x), payload[BUFFERS])
-        context = ClientContext(
-            client, samples, task.round, task.request.name, seed, work.device, data, work, self.loss
-        )
-        result = self.executor.train(context, payload, state)
+        context = ClientContext(client, samples, task.round, visit, seed, work.device, data, work, self.loss)
+        result = self.algorithm.train(context, payload, state)
         if not isinstance(result, ClientResult):
             raise TypeError(f"train() must return a ClientResult, not {type(result).__name__}")
         return context, result
@@ -180,36 +262,20 @@ class Device:
         return ""
 
     @torch.no_grad()
-    def _add(
-        self, task: RoundTask, client: int, samples: int, context: ClientContext, result: ClientResult, into: Sums
-    ) -> None:
-        if result.samples is not None:
-            samples = result.samples
-        mean = 1.0 / task.total_clients if self.uniform else samples / task.total_samples
+    def _add(self, task: RoundTask, context: ClientContext, result: ClientResult, into: Sums) -> None:
+        samples = context.samples if result.samples is None else result.samples
+        mean = 1.0 / task.total_clients if self.algorithm.weights == "uniform" else samples / task.total_samples
         for name, value in result.reduce.items():
             into.sums.add(name, value, mean if self.operators[name] is WEIGHTED_MEAN else 1.0)
         if self.workspace.buffer_sizes:
             into.sums.add(BUFFERS, self.workspace.buffers_to_sum, mean)
         if result.collect:
-            into.collected[client] = {name: x.detach().cpu().clone() for name, x in result.collect.items()}
+            into.collected[context.client] = {name: x.detach().cpu().clone() for name, x in result.collect.items()}
         if result.state is not None and self.store is not None:
-            self.store.put(client, result.state, task.round)
+            self.store.put(context.client, result.state, task.round)
         into.samples += samples
         into.clients += 1
-        sent = _bytes([*result.reduce.values(), *result.collect.values()])
+        sent = bytes_of([*result.reduce.values(), *result.collect.values()])
         into.sent_bytes += sent if result.sent_bytes is None else result.sent_bytes
-        metrics = dict(result.metrics)
-        if (loss := context.mean_loss()) is not None:
-            metrics.setdefault("loss", loss)
-        for name, number in metrics.items():
-            into.metrics[name] = into.metrics.get(name, 0.0) + samples * float(number)
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def run_list(device: Device, task: RoundTask, clients: Sequence[int], into: Sums) -> None:
-    """Train clients one after another."""
-    for i, client in enumerate(clients):
-        device.train(task, client, into, clients[i + 1] if i + 1 < len(clients) else None)
+        loss = context.mean_loss()
+        into.add_metrics({**({} if loss is None else {"loss": loss}), **result.metrics}, samples)

@@ -1,19 +1,29 @@
-"""What a run has done, round by round, as plain data."""
+"""What a run has done, round by round: as plain data, on disk with the server's state, and as a picture."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from thinwire.core.records import UNREADABLE
+import torch
+from torch import Tensor
+
+from thinwire.core.durable import CheckpointDirectory, write_file
+from thinwire.core.records import UNREADABLE, made, plain
+from thinwire.systems.federated.data import MEDIAN, WORST
+from thinwire.systems.federated.state import pack, unpack
+from thinwire.tools.pictures import Level, Panel, Picture, Series
 
 logger = logging.getLogger("thinwire")
 
 TRAINING_LOSS = "training loss"
 """The name of the clients' "loss" next to evaluated losses."""
+_VERSIONS = "client versions"
+_SHARES = ("accuracy", MEDIAN, WORST)
 
 
 @dataclass(frozen=True)
@@ -62,13 +72,6 @@ class RoundRecord:
         means = {TRAINING_LOSS if name == "loss" else name: value for name, value in self.metrics.items()}
         return {**means, **self.evaluation}
 
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> RoundRecord:
-        """Build a record from the JSON form of ``dataclasses.asdict``."""
-        failed = {int(client): why for client, why in row["failed"].items()}
-        busy, lost = tuple(row["busy_seconds"]), tuple(row["lost_devices"])
-        return cls(**{**row, "failed": failed, "busy_seconds": busy, "lost_devices": lost})
-
 
 @dataclass
 class History:
@@ -103,19 +106,88 @@ class History:
         return {row.round: row.evaluation for row in self.rounds if row.evaluation}
 
     def to_json(self) -> str:
-        rows = [asdict(row) for row in self.rounds]
-        return json.dumps({"about": self.about, "start": dict(self.start), "rounds": rows})
+        """Return one line of JSON."""
+        return json.dumps(plain(self))
 
     @classmethod
-    def from_json(cls, text: str) -> History:
-        """Read what ``to_json`` wrote.
+    def from_json(cls, text: str | bytes) -> History:
+        """Read what :meth:`to_json` wrote, or ``thinwire federated run --json``, which prints more than the history.
 
         Raises:
             ValueError: the text is something else.
         """
         try:
-            data: Any = json.loads(text)
-            rows = [RoundRecord.from_dict(row) for row in data["rounds"]]
-            return cls(rows, dict(data.get("start", {})), dict(data["about"]))
+            found = json.loads(text)
+            return made(cls, {name: found[name] for name in ("rounds", "start", "about")})
         except UNREADABLE as error:
             raise ValueError(f"this is not a history of a federated run: {error}") from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete round on disk: the server's tensors, and which client states are valid (None: there are none)."""
+
+    round: int
+    server: Mapping[str, Tensor]
+    versions: Tensor | None
+    history: History
+    facts: Mapping[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Write it completely or not at all (one rename decides), and remove the previous one."""
+        tensors = {**self.server, **({} if self.versions is None else {_VERSIONS: self.versions})}
+        with CheckpointDirectory(folder, "round", keep=1).write(self.round) as partial:
+            write_file(partial / "server.safetensors", pack(tensors))
+            write_file(partial / "run.json", json.dumps({"facts": self.facts, "history": self.history.to_json()}))
+
+    @classmethod
+    def load(cls, folder: Path, facts: Mapping[str, Any]) -> Checkpoint | None:
+        """Return the newest complete one; None if there is none. Refuse one of a run with other ``facts``."""
+        found = CheckpointDirectory(folder, "round").found()
+        if not found:
+            return None
+        done, path = list(found.items())[-1]
+        run = json.loads((path / "run.json").read_text())
+        for key in facts:
+            if run["facts"].get(key) != facts[key]:
+                raise ValueError(
+                    f"{folder} contains a run with {key} = {run['facts'].get(key)}, but this one has {facts[key]}: "
+                    "give the same, or another folder"
+                )
+        tensors = unpack((path / "server.safetensors").read_bytes())
+        versions = tensors.pop(_VERSIONS, None)
+        of_clients = None if versions is None else versions.to(torch.int32)
+        return cls(done, tensors, of_clients, History.from_json(run["history"]), run["facts"])
+
+
+def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str, float] | None = None) -> Picture:
+    """Draw a panel for each evaluated number and the training loss, against rounds; the first also against seconds.
+
+    ``chance``: what guessing reaches, by number: a horizontal line in its panels.
+    """
+    evaluated = sorted({number for history in runs.values() for row in history.rounds for number in row.evaluation})
+    traced = any(row.client_seconds is not None for history in runs.values() for row in history.rounds)
+    clock = "seconds on the clients' devices (trace)" if traced else "seconds"
+    levels = {number: (Level(value, "chance"),) for number, value in (chance or {}).items()}
+    panels: list[Panel] = []
+    for number in (*evaluated, TRAINING_LOSS):
+        points = {name: list(_points(history, number)) for name, history in runs.items()}
+        limits = (0.0, 1.0) if number in _SHARES else None
+        for axis, place in (("rounds", 0), (clock, 1))[: 1 if panels else 2]:
+            lines = tuple(
+                Series(name, tuple(point[place] for point in found), tuple(point[2] for point in found))
+                for name, found in points.items()
+            )
+            panels.append(Panel(axis, number, lines, levels=levels.get(number, ()), y_range=limits))
+    return Picture(title, tuple(panels))
+
+
+def _points(history: History, number: str) -> Iterator[tuple[float, float, float]]:
+    """Yield (rounds, seconds, value)."""
+    if number in history.start:
+        yield 0.0, 0.0, history.start[number]
+    clock = 0.0
+    for row in history.rounds:
+        clock += row.client_seconds if row.client_seconds is not None else row.seconds
+        if number in row.numbers:
+            yield float(row.round + 1), clock, row.numbers[number]

@@ -15,17 +15,12 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.seeding import generator
-from thinwire.systems.federated.client import ClientContext
+from thinwire.systems.federated.aggregator import ClientContext
 from thinwire.systems.federated.data import ClientData, chosen_samples, size_of
 
 
 def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor]:
-    """Yield the gradients ``[D]`` of a client's local steps, each in memory that the next one overwrites.
-
-    Args:
-        algorithm: gives ``epochs``, ``batch_size``, ``max_steps``, ``max_grad_norm`` and ``noise_multiplier``.
-        context: the client.
-    """
+    """Yield the gradients ``[D]`` of a client's local steps, each in memory that the next one overwrites."""
     size = size_of(context.data)
     rate, steps = _rate_and_steps(algorithm, size)
     draw = generator(context.seed, "privacy")
@@ -57,14 +52,7 @@ def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor
 def epsilons(
     algorithm: Any, clients: ClientData, *, rounds: int, clients_per_round: int, seed: int, delta: float = 1e-5
 ) -> dict[int, float]:
-    """Return the privacy cost of each client that has taken part: epsilon by client, at ``delta``, after some rounds.
-
-    Args:
-        algorithm: of the run, with a ``noise_multiplier``.
-        clients: the population.
-        rounds, clients_per_round, seed: of the run.
-        delta: the probability that the bound of epsilon does not hold.
-    """
+    """Return the privacy cost of each client that has taken part: epsilon by client at ``delta``, after some rounds."""
     accountant = opacus().accountants.RDPAccountant
     times: dict[int, int] = {}
     for round in range(rounds):
@@ -89,11 +77,6 @@ def _rate_and_steps(algorithm: Any, size: int) -> tuple[float, int]:
 
 
 def opacus() -> Any:
-    """Return the package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
     try:
         import opacus.accountants
         import opacus.grad_sample

@@ -1,4 +1,4 @@
-"""Which device trains which clients: pure functions of sizes and fits.
+"""Which device trains which clients: functions of the clients' sizes and of lines fitted to earlier times.
 
 ``equal``: at random, in equal numbers. ``lpt``: by size, largest first, each to the device that would finish it first.
 ``pull``: the same order, but each device takes the next client when it is free; this needs no fit, and adapts to a
@@ -7,52 +7,122 @@ else lpt.
 
 On identical devices lpt is within 4/3 - 1/(3K) of the best makespan (Graham 1969). With few clients per device, pull
 can be worse than lpt: a slow device may take a large client at the start, and all wait for it.
+
+The lines, per device and kind of visit: seconds = a n + b for a client of n samples (Parrot, arXiv 2303.01778).
+Differences from the paper's code: the window counts rounds, not entries per client, so that old timings of rarely drawn
+clients are dropped; degenerate data give a line too.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from thinwire.core.checks import check_choice, check_count
 from thinwire.core.kernels.seeding import seed_of
-from thinwire.systems.federated.estimate import Fit
 
 SCHEDULES = ("auto", "equal", "lpt", "pull")
 _PULL_FROM = 8  # clients per device
+_LEAST_SLOPE = 1e-9
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Seconds = ``a`` times samples + ``b``."""
+
+    a: float
+    b: float
+
+    def seconds(self, samples: int) -> float:
+        return self.a * samples + self.b
+
+
+@dataclass(frozen=True)
+class ClientTime:
+    """How long one client took on one device."""
+
+    device: int
+    client: int
+    samples: int
+    seconds: float
+
+
+def fit(samples: Iterable[int], seconds: Iterable[float]) -> Fit:
+    """Fit by least squares, with bounds: the slope is positive and the intercept is not negative.
+
+    If there is only one size, or the intercept would be negative, the line goes through the origin; if the slope would
+    not be positive, the line is flat.
+    """
+    n, t = np.asarray(list(samples), dtype=np.float64), np.asarray(list(seconds), dtype=np.float64)
+    if n.size == 0:
+        raise ValueError("a line needs at least one record")
+    proportional = Fit(max(float(t.sum() / n.sum()), _LEAST_SLOPE), 0.0)
+    centred = n - n.mean()
+    spread = float(centred @ centred)
+    if spread == 0.0:
+        return proportional
+    a = float(centred @ (t - t.mean())) / spread
+    b = float(t.mean() - a * n.mean())
+    if a < _LEAST_SLOPE:  # time does not grow with size: use a constant time per client
+        return Fit(_LEAST_SLOPE, max(float(t.mean()), 0.0))
+    return Fit(a, b) if b >= 0 else proportional
+
+
+class Estimates:
+    """The fits of all devices, of the last ``window_rounds`` rounds (None: of all)."""
+
+    def __init__(self, window_rounds: int | None = 5) -> None:
+        if window_rounds is not None and window_rounds < 1:
+            raise ValueError(f"window_rounds={window_rounds} must be at least 1, or None for all rounds")
+        self._window = window_rounds
+        self._rounds: dict[str, deque[tuple[int, list[ClientTime]]]] = {}
+
+    def add(self, round: int, visit: str, records: Iterable[ClientTime]) -> None:
+        kept = self._rounds.setdefault(visit, deque())
+        kept.append((round, list(records)))
+        while self._window is not None and kept and kept[0][0] <= round - self._window:
+            kept.popleft()
+
+    def fits(self, visit: str, devices: int) -> list[Fit]:
+        """Return a line per device; without records the others' mean; if nobody has any, 1 s per sample."""
+        by_device: dict[int, list[ClientTime]] = {}
+        for _, records in self._rounds.get(visit, ()):
+            for record in records:
+                by_device.setdefault(record.device, []).append(record)
+        known = {
+            device: fit((r.samples for r in records), (r.seconds for r in records))
+            for device, records in by_device.items()
+        }
+        if not known:
+            return [Fit(1.0, 0.0)] * devices
+        mean = Fit(*(float(np.mean([getattr(f, name) for f in known.values()])) for name in ("a", "b")))
+        return [known.get(device, mean) for device in range(devices)]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A cohort, distributed over devices.
+    """A cohort, distributed over devices."""
 
-    Attributes:
-        lists: per device, indices into the cohort, in order; empty if devices pull.
-        queue: if devices pull, the order of the clients; otherwise None.
-        predicted_seconds: the makespan predicted by the fits; None without fits.
-    """
-
-    lists: tuple[tuple[int, ...], ...]
-    queue: tuple[int, ...] | None = None
-    predicted_seconds: float | None = None
+    lists: tuple[tuple[int, ...], ...]  # per device, indices into the cohort, in order; empty if devices pull
+    queue: tuple[int, ...] | None = None  # if devices pull, the order of the clients
+    predicted_seconds: float | None = None  # the makespan by the fits; None without fits
 
     def to_json(self) -> str:
         return json.dumps([self.lists, self.queue])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Assignment:
-        """Read what ``to_json`` wrote: who trains whom, without the prediction."""
         lists, queue = json.loads(text)
         return cls(tuple(map(tuple, lists)), None if queue is None else tuple(queue))
 
 
-def check_schedule(name: str) -> None:
-    """Raise ``ValueError`` for an unknown schedule."""
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(SCHEDULES)}")
+def check_schedule(name: str) -> str:
+    return check_choice("schedule", name, SCHEDULES)
 
 
 def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: int) -> str:
@@ -67,7 +137,6 @@ def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: 
 
 
 def by_size(sizes: Sequence[int]) -> list[int]:
-    """Return indices, largest first; of equal sizes the lower index first."""
     return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
 
@@ -80,12 +149,7 @@ def equal(sizes: Sequence[int], devices: int, seed: int) -> Assignment:
 
 
 def lpt(sizes: Sequence[int], fits: Sequence[Fit]) -> Assignment:
-    """Distribute largest first, each to the device that would finish it first; of equal ones to the lower device.
-
-    Args:
-        sizes: samples of each client.
-        fits: of each device.
-    """
+    """Distribute clients of these sizes, each to the device that would finish it first; of equal ones the lower."""
     a, b = np.array([f.a for f in fits]), np.array([f.b for f in fits])
     loads = np.zeros(len(fits))
     lists: list[list[int]] = [[] for _ in fits]
@@ -124,27 +188,37 @@ def lower_bound(sizes: Sequence[int], fits: Sequence[Fit]) -> float:
 
 
 def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: int, seed: int) -> Assignment:
-    """Distribute a cohort by ``equal``, ``lpt`` or ``pull``.
-
-    Args:
-        name: the schedule.
-        sizes: samples of each client of the cohort.
-        fits: one per device; None: none yet.
-        devices: how many there are.
-        seed: for the round, used by ``equal``.
-
-    Raises:
-        ValueError: there is no device, or the schedule is unknown.
-    """
-    if devices < 1:
-        raise ValueError(f"devices={devices} must be at least 1")
-    if name == "equal":
-        made = equal(sizes, devices, seed)
-        if fits is None:
-            return made
-        return Assignment(made.lists, None, makespan(made.lists, sizes, fits))
+    """Distribute a cohort of clients of these sizes by ``equal``, ``lpt`` or ``pull``; there may be no fits yet."""
+    check_count("devices", devices)
     if name == "lpt":
         return lpt(sizes, fits or [Fit(1.0, 0.0)] * devices)
     if name == "pull":
         return pull(sizes, fits)
-    raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(SCHEDULES)}")
+    check_schedule(name)
+    made = equal(sizes, devices, seed)
+    return made if fits is None else Assignment(made.lists, None, makespan(made.lists, sizes, fits))
+
+
+class Planner:
+    """Distributes cohorts over devices, and learns from their times.
+
+    The first ``warmup_rounds`` are distributed equally, to time every device.
+    """
+
+    def __init__(
+        self, schedule: str, devices: int, seed: int, warmup_rounds: int = 2, window_rounds: int | None = 5
+    ) -> None:
+        self.schedule, self.devices = check_schedule(schedule), check_count("devices", devices)
+        self._warmup, self._seed = check_count("warmup_rounds", warmup_rounds, 0), seed
+        self._estimates = Estimates(window_rounds)
+        self._seen: dict[str, int] = {}
+
+    def plan(self, round: int, visit: str, sizes: Sequence[int]) -> tuple[str, Assignment]:
+        seen = self._seen.get(visit, 0)
+        name = chosen(self.schedule, round=seen, warmup_rounds=self._warmup, clients=len(sizes), devices=self.devices)
+        fits = self._estimates.fits(visit, self.devices) if seen else None
+        return name, plan(name, sizes, fits, self.devices, seed_of(self._seed, round))
+
+    def learn(self, round: int, visit: str, records: Sequence[ClientTime]) -> None:
+        self._seen[visit] = self._seen.get(visit, 0) + 1
+        self._estimates.add(round, visit, records)

@@ -12,6 +12,8 @@ from thinwire.systems.federated.aggregator import WEIGHTED_MEAN, Reduced, RoundP
 from thinwire.systems.federated.device import BUFFERS, RoundTask, Sums
 from thinwire.systems.federated.workspace import buffers_of_sum
 
+_EVALUATIONS = 20  # in a run, if the user does not say how many
+
 
 class AllClientsFailed(RuntimeError):
     """All clients of a cohort failed."""
@@ -20,31 +22,19 @@ class AllClientsFailed(RuntimeError):
 class FederatedServer:
     """Drives an algorithm round by round; the same for every back end and for a deployment.
 
-    Args:
-        algorithm: the aggregator; ``setup`` has been called on it.
-        buffers: the model's floating-point buffers, ``[B]``.
-        sizes: elements of each of them.
-
-    Attributes:
-        request: the next visit, with the buffers in its payload; None between rounds.
+    ``request`` is the next visit, with the model's floating-point buffers in its payload; None between rounds.
     """
 
     def __init__(self, algorithm: Any, buffers: Tensor, sizes: Sequence[int]) -> None:
         check_operators(algorithm.operators)
         if BUFFERS in algorithm.operators:
             raise ValueError(f"{BUFFERS!r} is the name of the model's own buffers: call the operator something else")
-        self.algorithm = algorithm
-        self.buffers, self.sizes = buffers, sizes
+        self.algorithm, self.buffers, self.sizes = algorithm, buffers, sizes
         self.request: RoundRequest | None = None
         self._program: RoundProgram | None = None
         self._new_buffers = buffers
 
     def cohort(self, round: int, population: int, clients_per_round: int, seed: int) -> list[int]:
-        """Return the clients that take part in a round.
-
-        Raises:
-            ValueError: the algorithm names an unknown client, a client twice, or none.
-        """
         chosen = [int(client) for client in self.algorithm.select(round, population, clients_per_round, seed)]
         if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError("select() must name at least one client, and each only once")
@@ -70,30 +60,19 @@ class FederatedServer:
                 self.request, self.buffers = None, self._new_buffers
 
     def _set(self, request: RoundRequest | None) -> None:
-        self.request = (
-            None if request is None else RoundRequest({**request.payload, BUFFERS: self.buffers}, request.name)
-        )
+        self.request = request and RoundRequest({**request.payload, BUFFERS: self.buffers}, request.name)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the server's part of a checkpoint."""
         return {**{f"algorithm/{name}": x for name, x in self.algorithm.state_dict().items()}, BUFFERS: self.buffers}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a ``state``."""
-        prefix = "algorithm/"
-        own = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
-        device = self.buffers.device
-        self.algorithm.load_state_dict({name: x.to(device) for name, x in own.items()})
-        self.buffers = state[BUFFERS].to(device)
+        found = {name: x.to(self.buffers.device) for name, x in state.items()}
+        self.buffers = found.pop(BUFFERS)
+        self.algorithm.load_state_dict({name.removeprefix("algorithm/"): x for name, x in found.items()})
 
 
 def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> Reduced:
-    """Turn sums into what the algorithm requested; means are over the clients that answered.
-
-    Raises:
-        AllClientsFailed: no client answered.
-        OverflowError: see :class:`~thinwire.federated.accumulate.Accumulator`.
-    """
+    """Turn sums into what the algorithm requested; means are over the clients that answered."""
     if sums.clients == 0:
         client, why = next(iter(sorted(sums.failed.items())))
         raise AllClientsFailed(
@@ -117,10 +96,6 @@ def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> R
         failed=dict(sorted(sums.failed.items())),
         metrics={name: value / sums.samples for name, value in sorted(sums.metrics.items())},
     )
-
-
-_EVALUATIONS = 20
-"""Evaluations in a run if the user does not say how many."""
 
 
 def evaluation_due(round: int, rounds: int, every: int | None) -> bool:

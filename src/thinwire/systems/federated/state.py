@@ -23,12 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.core.checks import check_count
 from thinwire.core.durable import flush, write_whole
-from thinwire.systems.federated import files
-from thinwire.systems.federated.pages import Pages, Stored
 
 StateDict = Mapping[str, Tensor]
 Versions = NDArray[np.int32]
+PAGE = 512
+_ENTRY = 1024  # bytes for the record of an entry, here and in its user
 _NONE = -1
 _FOLDERS = 256
 _NAME = re.compile(r"(\.partial-\d+-)?(\d+)\.(\d+)\.safetensors")
@@ -38,10 +39,81 @@ class StateUnavailable(RuntimeError):
     """A client has a state, but its file cannot be read."""
 
 
-@dataclass
-class _Entry:
-    place: Stored
-    on_disk: bool
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ValueError(
+            "client states and checkpoints are stored with safetensors: pip install 'thinwire[federated]'"
+        ) from error
+    return safetensors.torch
+
+
+def pack(tensors: Mapping[str, Tensor]) -> bytes:
+    kept = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    packed: bytes = _safetensors().save(kept)
+    return packed
+
+
+def unpack(data: bytes) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = _safetensors().load(data)
+    return found
+
+
+@dataclass(frozen=True)
+class Stored:
+    pages: NDArray[np.int32]
+    length: int
+
+    @property
+    def cost(self) -> int:
+        return len(self.pages) * PAGE + _ENTRY
+
+
+class Pages:
+    """A block of memory cut into pages of 512 bytes; a byte string may use any of them.
+
+    With separate tensors, states of clients took up to 1.6 times their bytes, because memory that one thread allocates
+    and another frees leaves holes. A block has no holes, and only pages that were used take memory.
+    """
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes, self.used = memory_bytes, 0
+        self._memory: NDArray[np.uint8] | None = None
+        self._free: list[int] = []
+        self._touched = 0
+
+    def room_for(self, length: int) -> bool:
+        return self.used + -(-length // PAGE) * PAGE + _ENTRY <= self.memory_bytes
+
+    def put(self, data: bytes) -> Stored:
+        """Store a copy; ``MemoryError``: there is no room."""
+        if not self.room_for(len(data)):
+            raise MemoryError(f"{len(data)} bytes do not fit: {self.used} of {self.memory_bytes} bytes are taken")
+        if self._memory is None:
+            self._memory = np.empty((self.memory_bytes // PAGE, PAGE), dtype=np.uint8)
+        count = -(-len(data) // PAGE)
+        reused = min(count, len(self._free))
+        taken = [self._free.pop() for _ in range(reused)]
+        taken.extend(range(self._touched, self._touched + count - reused))
+        self._touched += count - reused
+        stored = Stored(np.array(taken, dtype=np.int32), len(data))
+        whole, rest = divmod(len(data), PAGE)
+        content = np.frombuffer(data, dtype=np.uint8)
+        self._memory[stored.pages[:whole]] = content[: whole * PAGE].reshape(whole, PAGE)
+        if rest:
+            self._memory[stored.pages[-1], :rest] = content[whole * PAGE :]
+        self.used += stored.cost
+        return stored
+
+    def get(self, stored: Stored) -> bytes:
+        if self._memory is None:
+            return b""
+        return self._memory[stored.pages].tobytes()[: stored.length]
+
+    def free(self, stored: Stored) -> None:
+        self._free.extend(stored.pages.tolist())
+        self.used -= stored.cost
 
 
 class ClientStateStore:
@@ -68,18 +140,14 @@ class ClientStateStore:
         *,
         write_through: bool = False,
     ) -> None:
-        if population < 1:
-            raise ValueError(f"population={population} must be at least 1: it is the number of clients")
-        if memory_bytes < 0:
-            raise ValueError(f"memory_bytes={memory_bytes} must not be negative")
-        self.population = population
-        self.memory_bytes = memory_bytes
-        self.write_through = write_through
+        self.population = check_count("population", population)
+        self.memory_bytes, self.write_through = check_count("memory_bytes", memory_bytes, 0), write_through
         self._given = None if folder is None else Path(folder)
         self._folder: Path | None = None
         self.versions: Versions = np.full(population, _NONE, dtype=np.int32)
         self._durable: Versions | None = None
-        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], Stored] = OrderedDict()
+        self._unwritten: set[tuple[int, int]] = set()  # entries that are only in memory
         self._pending: dict[int, int] = {}
         self._replaced: list[tuple[int, int]] = []  # superseded, but the last durable version needs them
         self._unflushed: set[Path] = set()
@@ -129,11 +197,11 @@ class ClientStateStore:
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
-            return files.unpack(self._memory.get(entry.place))
+            return unpack(self._memory.get(entry))
         coming = self._coming.pop(key, None)
         try:
-            packed = self._read(client, version) if coming is None else coming.result()
-            state = files.unpack(packed)
+            packed = self.path(*key).read_bytes() if coming is None else coming.result()
+            state = unpack(packed)
         except Exception as error:
             raise StateUnavailable(
                 f"client {client} has a state of round {version}, and {self.path(*key)} cannot be read: {error}"
@@ -149,7 +217,7 @@ class ClientStateStore:
             return
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-states")
-        self._coming[key] = self._reader.submit(self._read, *key)
+        self._coming[key] = self._reader.submit(self.path(*key).read_bytes)
 
     def _check(self, client: int) -> None:
         if not 0 <= client < self.population:
@@ -164,7 +232,7 @@ class ClientStateStore:
         self._check(client)
         if round <= int(self.versions[client]):
             raise ValueError(f"client {client} has a state of round {self.versions[client]}, later than {round}")
-        packed = files.pack(state)
+        packed = pack(state)
         self._pending[client] = round
         self._drop((client, round))
         self._keep((client, round), packed, on_disk=False)
@@ -183,10 +251,8 @@ class ClientStateStore:
         With several ranks each prepares, all exchange their clients, and each commits all of them.
         """
         if self.write_through:
-            for client, round in self._pending.items():
-                entry = self._entries.get((client, round))
-                if entry is not None and not entry.on_disk:
-                    self._write_out((client, round), entry)
+            for key in self._pending.items():
+                self._write_out(key)
         return sorted(self._pending)
 
     def commit(self, round: int, clients: Iterable[int] | None = None) -> None:
@@ -210,9 +276,9 @@ class ClientStateStore:
 
     def flush(self) -> None:
         """Write all committed states of this store to disk, so that they survive a loss of power."""
-        for key, entry in self._entries.items():
-            if not entry.on_disk and key[0] not in self._pending:
-                self._write_out(key, entry)
+        for key in list(self._unwritten):
+            if key[0] not in self._pending:
+                self._write_out(key)
         if self._unflushed:
             folders = {path.parent for path in self._unflushed}
             with ThreadPoolExecutor(8) as pool:
@@ -269,24 +335,25 @@ class ClientStateStore:
 
     def _keep(self, key: tuple[int, int], packed: bytes, *, on_disk: bool) -> None:
         while self._entries and not self._memory.room_for(len(packed)):
-            oldest, entry = next(iter(self._entries.items()))
-            self._write_out(oldest, entry)
+            oldest = next(iter(self._entries))
+            self._write_out(oldest)
             self._drop(oldest)
         if self._memory.room_for(len(packed)):
-            self._entries[key] = _Entry(self._memory.put(packed), on_disk)
+            self._entries[key] = self._memory.put(packed)
+            self._unwritten.update([] if on_disk else [key])
             self.memory_peak = max(self.memory_peak, self.memory_used)
         elif not on_disk:
             self._write(key, packed)
 
     def _drop(self, key: tuple[int, int]) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._memory.free(entry.place)
+        self._unwritten.discard(key)
+        if key in self._entries:
+            self._memory.free(self._entries.pop(key))
 
-    def _write_out(self, key: tuple[int, int], entry: _Entry) -> None:
-        if not entry.on_disk:
-            self._write(key, self._memory.get(entry.place))
-            entry.on_disk = True
+    def _write_out(self, key: tuple[int, int]) -> None:
+        if key in self._unwritten:
+            self._write(key, self._memory.get(self._entries[key]))
+            self._unwritten.discard(key)
 
     def _write(self, key: tuple[int, int], packed: bytes) -> None:
         path = self.path(*key)
@@ -295,9 +362,6 @@ class ClientStateStore:
         if self._durable is not None:  # only checkpoints need more than the page cache
             self._unflushed.add(path)
         self.writes += 1
-
-    def _read(self, client: int, version: int) -> bytes:
-        return self.path(client, version).read_bytes()
 
     def _remove(self, key: tuple[int, int]) -> None:
         if self._folder is None:

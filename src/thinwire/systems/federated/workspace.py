@@ -19,19 +19,12 @@ Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 
 
 class Workspace:
-    """One device's model. ``reset`` restores everything in it.
-
-    Args:
-        model: copied; shared and frozen parameters are allowed.
-        device: where to compute; None: where the model is.
+    """One device's copy of a model. ``reset`` restores everything in it. Shared and frozen parameters are allowed.
 
     Attributes:
         x: the trainable parameters, ``[D]``, in order of ``named_parameters``.
-        names: of these parameters. shapes: of these parameters.
+        names, shapes: of these parameters.
         buffer_sizes: elements of each dense floating-point buffer.
-
-    Raises:
-        ValueError: there is nothing to train, or the trainable parameters have several dtypes or devices.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -63,12 +56,10 @@ class Workspace:
         self.buffer_sizes = [b.numel() for b in filter(_is_averaged, self.model.buffers())]
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Return a vector ``[D]`` as views with the parameters' shapes."""
         pieces = x.split([shape.numel() for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
 
     def named(self, x: Tensor) -> dict[str, Tensor]:
-        """Return a vector ``[D]`` as views by parameter name."""
         return dict(zip(self.names, self.split(x)))
 
     @property
@@ -109,14 +100,12 @@ class Workspace:
 
     @torch.no_grad()
     def write_to(self, model: nn.Module, theta: Tensor, buffers: Tensor) -> None:
-        """Load weights and floating-point buffers into the user's own model, in place."""
         own = dict(model.named_parameters())
         for name, piece in self.named(theta).items():
             own[name].copy_(piece)
         _write_buffers(model, buffers)
 
     def evaluated(self, theta: Tensor, buffers: Tensor, evaluate: Evaluate, round: int) -> dict[str, float]:
-        """Return what the user's ``evaluate`` measures with these weights, in eval mode."""
         self.reset(theta, buffers)
         self.model.eval()
         with torch.no_grad():
@@ -138,7 +127,6 @@ def _is_averaged(buffer: Tensor) -> bool:
 
 
 def _write_buffers(model: nn.Module, buffers: Tensor) -> None:
-    """Load floating-point buffers ``[B]``."""
     at = 0
     for b in filter(_is_averaged, model.buffers()):
         _put(b, buffers[at : at + b.numel()].view(b.shape))

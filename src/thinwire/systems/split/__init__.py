@@ -4,22 +4,15 @@ Not here: data-parallel training (``methods``, ``engine``), averaging over many 
 """
 
 from thinwire.systems.link.tls import Credentials
-from thinwire.systems.split.batch import Batch
-from thinwire.systems.split.compare import compare
-from thinwire.systems.split.edge import EdgeEnd
+from thinwire.systems.split.connection import CloudClient, CloudServer
+from thinwire.systems.split.ends import CloudEnd, EdgeEnd, LocalPair
 from thinwire.systems.split.errors import SplitError
 from thinwire.systems.split.estimate import Link, Shape, crossings, estimate
-from thinwire.systems.split.files import load_half, prepare
-from thinwire.systems.split.finetune import SplitReport, split_finetune
-from thinwire.systems.split.halves import Back, Front
-from thinwire.systems.split.ledger import ByteLedger
-from thinwire.systems.split.link import CloudClient
-from thinwire.systems.split.pair import LocalPair
-from thinwire.systems.split.plan import SplitPlan
-from thinwire.systems.split.recipe import Recipe
-from thinwire.systems.split.serve import CloudServer
-from thinwire.systems.split.session import CloudEnd
-from thinwire.systems.split.surgery import split_model
+from thinwire.systems.split.finetune import SplitReport, compare, split_finetune
+from thinwire.systems.split.frames import ByteLedger
+from thinwire.systems.split.plan import Recipe, SplitPlan
+from thinwire.systems.split.surgery import Back, Front, load_half, prepare, split_model
+from thinwire.systems.split.tasks import Batch
 
 __all__ = [
     "Back",

@@ -1,17 +1,24 @@
-"""Bytes and seconds of a step by formulas, without running anything."""
+"""Bytes and seconds of a step on a link: bytes by formulas, without running anything; computation timed here."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from thinwire.core.checks import check_number
 from thinwire.systems.split.codecs import Visit
+from thinwire.systems.split.ends import LocalPair
 from thinwire.systems.split.frames import HEADER_BYTES
-from thinwire.systems.split.plan import SplitPlan
+from thinwire.systems.split.models import View, view_of
+from thinwire.systems.split.plan import Recipe, SplitPlan
+from thinwire.systems.split.surgery import split_model
+from thinwire.systems.split.tasks import Task, TextData
 
 _RECORD = 1 << 14
 _RECORD_OVERHEAD = 22  # header 5, type 1, tag 16
@@ -46,15 +53,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One message.
-
-    Attributes:
-        kind: of its first frame.
-        up: from the edge to the cloud.
-        parts: payload bytes by the ledger's kinds.
-        header: bytes of its frames' headers.
-        tls: bytes added by TLS.
-    """
+    """One message; ``kind`` is that of its first frame, ``parts`` are payload bytes by the ledger's kinds."""
 
     kind: str
     up: bool
@@ -64,7 +63,6 @@ class Crossing:
 
     @property
     def wire(self) -> int:
-        """Bytes through the socket."""
         return sum(count for _, count in self.parts) + self.header + self.tls
 
 
@@ -151,14 +149,6 @@ def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, list[
     return [ids, ("types", batch * length, [2])] if shape.types else [ids]
 
 
-def payload_bytes(messages: Sequence[Crossing]) -> dict[str, int]:
-    """Return a step's payload bytes by kind, both directions together."""
-    total: Counter[str] = Counter()
-    for message in messages:
-        total.update(dict(message.parts))
-    return dict(total)
-
-
 @dataclass(frozen=True)
 class Link:
     """A link between edge and cloud.
@@ -190,25 +180,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted cost of a step on a link.
+    """The predicted cost of a step on a link, whose messages follow one another without overlap."""
 
-    Attributes:
-        bytes_up: through the socket, from the edge.
-        bytes_down: through the socket, to the edge.
-        payload: by kind, both directions.
-        messages: how many.
-        link_seconds: of the messages, one after the other; computed from the link's figures.
-        compute_seconds: of both ends; None if not measured.
-        provenance: where ``compute_seconds`` comes from.
-    """
-
-    bytes_up: int
+    bytes_up: int  # through the socket, from the edge
     bytes_down: int
-    payload: dict[str, int]
+    payload: dict[str, int]  # bytes by kind, both directions
     messages: int
-    link_seconds: float
-    compute_seconds: float | None
-    provenance: str
+    link_seconds: float  # computed from the link's figures
+    compute_seconds: float | None  # of both ends; None: not measured
+    provenance: str  # where compute_seconds comes from
 
     @property
     def wire(self) -> int:
@@ -217,7 +197,6 @@ class Estimate:
 
     @property
     def state(self) -> int:
-        """Bytes of activation and gradient."""
         return self.payload["activation"] + self.payload["gradient"]
 
     @property
@@ -231,12 +210,87 @@ class Estimate:
 
 def estimate(messages: Sequence[Crossing], link: Link, compute_seconds: float | None = None) -> Estimate:
     """Add up the messages of a step. They follow one another without overlap."""
+    payload: Counter[str] = Counter()
+    for message in messages:
+        payload.update(dict(message.parts))
     return Estimate(
         sum(message.wire for message in messages if message.up),
         sum(message.wire for message in messages if not message.up),
-        payload_bytes(messages),
+        dict(payload),
         len(messages),
         sum(link.seconds(message) for message in messages),
         compute_seconds,
         "not measured" if compute_seconds is None else "measured here",
+    )
+
+
+def shape_of(view: View, classes: int) -> Shape:
+    types = "token_type_ids" in view.inputs
+    return Shape(view.hidden, view.intermediate, classes, view.uses_lengths, types=types, pixels=view.pixels)
+
+
+def steps_of(plan: SplitPlan, shape: Shape, data: TextData, recipe: Recipe) -> list[list[Crossing]]:
+    shape = replace(shape, types=shape.types and data.types is not None)
+    made = []
+    for epoch in range(recipe.epochs):
+        for indices in recipe.batches(len(data), epoch):
+            lengths = [len(data.tokens[i]) for i in indices]
+            fresh = sum(lengths) if epoch == 0 else 0
+            made.append(crossings(plan, shape, lengths, len(indices), max(lengths), fresh_tokens=fresh))
+    return made
+
+
+def advise(
+    model: nn.Module, task: Task, plan: SplitPlan, recipe: Recipe, link: Link, measured_steps: int = 5
+) -> dict[str, Estimate]:
+    """Return the mean step of a training with ``plan``, and with the plain cuts ("boundary", "ffn") at the same layer.
+
+    ``measured_steps`` are run here to time the computation; the first does not count. 0: none.
+    """
+    view = view_of(model)
+    plan.check(len(view.layers(model)), view.hidden)
+    plain = replace(plan, init="svd", residual="drop", up=(), down=())
+    rows = {"boundary": replace(plain, kind="boundary"), "ffn": replace(plain, kind="ffn"), name_of(plan): plan}
+    shape = shape_of(view, task.classes)
+    found = {}
+    for name, row in rows.items():
+        seconds = _compute_seconds(model, task, row, recipe, measured_steps) if measured_steps else None
+        found[name] = _mean([estimate(step, link, seconds) for step in steps_of(row, shape, task.train, recipe)])
+    return found
+
+
+def name_of(plan: SplitPlan) -> str:
+    """Return a plan's name for display, such as ``lowrank r=8, up int8,pack``."""
+    words = [f"lowrank r={plan.rank}" if plan.kind == "lowrank" else plan.kind]
+    words += [f"residual {plan.residual}"] if plan.residual != "drop" else []
+    ways = (("both ways", plan.up),) if plan.up == plan.down else (("up", plan.up), ("down", plan.down))
+    words += [f"{way} {','.join(chain)}" for way, chain in ways if chain]
+    return ", ".join(words)
+
+
+def _compute_seconds(model: nn.Module, task: Task, plan: SplitPlan, recipe: Recipe, steps: int) -> float:
+    """Return the seconds of a step without a link, both ends in this process, with codecs: the median of ``steps``."""
+    batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[: steps + 1]]
+    samples = [(batch.inputs, batch.lengths) for batch in batches] if plan.calibrated else None
+    pair = LocalPair(*split_model(model, plan, samples), recipe, recipe.steps(len(task.train)))
+    spent = []
+    for batch in batches:
+        start = time.perf_counter()
+        pair.step(batch)
+        spent.append(time.perf_counter() - start)
+    timed = sorted(spent[1:] or spent)
+    return timed[len(timed) // 2]
+
+
+def _mean(steps: Sequence[Estimate]) -> Estimate:
+    count = len(steps)
+    payload: Counter[str] = Counter()
+    for step in steps:
+        payload.update(step.payload)
+    return replace(
+        steps[0],
+        bytes_up=round(sum(step.bytes_up for step in steps) / count),
+        bytes_down=round(sum(step.bytes_down for step in steps) / count),
+        payload={kind: round(total / count) for kind, total in payload.items()},
+        link_seconds=sum(step.link_seconds for step in steps) / count,
     )

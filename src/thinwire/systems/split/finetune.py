@@ -1,30 +1,30 @@
-"""`split_finetune`: train a model across the cut, in one process or as either end."""
+"""Train a model across the cut, in one process or as either end; and the same model without a cut, to compare."""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.systems.link.tls import Credentials
-from thinwire.systems.split.edge import EdgeEnd
-from thinwire.systems.split.files import load_half
-from thinwire.systems.split.ledger import ByteLedger
-from thinwire.systems.split.link import CloudClient
-from thinwire.systems.split.models import View, view_of
-from thinwire.systems.split.pair import LocalPair
-from thinwire.systems.split.plan import SplitPlan
-from thinwire.systems.split.recipe import Recipe
-from thinwire.systems.split.serve import CloudServer
-from thinwire.systems.split.session import CloudEnd
-from thinwire.systems.split.surgery import split_model
-from thinwire.systems.split.tasks import Task, TextData
-from thinwire.systems.split.unsplit import train_unsplit
+from thinwire.systems.split.connection import CloudClient, CloudServer
+from thinwire.systems.split.ends import CloudEnd, EdgeEnd, LocalPair
+from thinwire.systems.split.estimate import Link, estimate, shape_of, steps_of
+from thinwire.systems.split.frames import ByteLedger
+from thinwire.systems.split.models import View, inputs_of, view_of
+from thinwire.systems.split.plan import Recipe, SplitPlan
+from thinwire.systems.split.programs import dropout_of
+from thinwire.systems.split.surgery import Sample, load_half, split_model
+from thinwire.systems.split.tasks import Batch, Task, TextData
+from thinwire.tools.pictures import Level, Panel, Picture, Series
 
 OnStep = Callable[[int, int, float], None]
 """Called with the number of steps done, the number of all steps, and the loss."""
@@ -57,6 +57,7 @@ class SplitReport:
     half: tuple[nn.Module, ...] = field(repr=False, default=())
 
     def to_data(self) -> dict[str, Any]:
+        """Return the result as plain data."""
         kept = {"training": self.training.to_data(), "evaluation": self.evaluation.to_data()}
         names = ("steps", "losses", "score", "baseline_score", "seconds", "tokens")
         return {name: getattr(self, name) for name in names} | kept
@@ -111,17 +112,15 @@ def split_finetune(
     """
     recipe = recipe or Recipe()
     directory = None if checkpoint_dir is None else Path(checkpoint_dir)
+    every = checkpoint_every if directory else 0
     if role == "local":
         if plan is None or not isinstance(halves, nn.Module) or task is None:
             raise ValueError("role='local' needs a plan, a transformers model and a task")
         check_task(view_of(halves), task)
-        batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[:samples]]
-        front, back = split_model(halves, plan, [(b.inputs, b.lengths) for b in batches] if plan.calibrated else None)
+        front, back = split_model(halves, plan, sample_inputs(plan, task, recipe, samples))
         pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)), directory, f"local {plan.hash}")
-        report = train(pair, task, pair.ledger, checkpoint_every if directory else 0, on_step)
-        if baseline:
-            report = replace(report, baseline_score=train_unsplit(halves, task, recipe)[0])
-        return report
+        report = train(pair, task, pair.ledger, every, on_step)
+        return replace(report, baseline_score=train_unsplit(halves, task, recipe)[0]) if baseline else report
     if isinstance(halves, nn.Module):
         raise ValueError(f"role={role!r} takes a file that split.prepare wrote, not a model")
     half = load_half(halves, role if role in ("edge", "cloud") else "edge")
@@ -130,7 +129,7 @@ def split_finetune(
         edge = EdgeEnd(half.module, half.pair, recipe, recipe.steps(len(task.train)), name, directory)
         with CloudClient(*address, tls, insecure, receive_seconds, reconnect_seconds) as link:
             link.attach(edge)
-            report = train(edge, task, link.ledger, checkpoint_every if directory else 0, on_step)
+            report = train(edge, task, link.ledger, every, on_step)
             edge.bye()
         return report
     if role == "cloud" and task is None:
@@ -140,11 +139,19 @@ def split_finetune(
     raise ValueError(f"role={role!r}: use local, edge (with a task) or cloud (without one)")
 
 
+def sample_inputs(plan: SplitPlan, task: Task, recipe: Recipe, count: int) -> list[Sample] | None:
+    """Return the inputs of a training's first batches, if the surgery needs them."""
+    if not plan.calibrated:
+        return None
+    batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[:count]]
+    return [(batch.inputs, batch.lengths) for batch in batches]
+
+
 def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, on_step: OnStep | None) -> SplitReport:
     """Run the edge's loop: all steps from where both ends are, then the held-out samples."""
     losses: list[float] = []
     tokens, begun, start = 0, edge.steps, time.perf_counter()
-    before = _copy(ledger)
+    before = copy.deepcopy(ledger)
     for indices in remaining(edge.recipe, len(task.train), edge.steps):
         batch = task.train.batch(indices)
         losses.append(float(edge.step(batch)))
@@ -154,15 +161,13 @@ def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, 
         if checkpoint_every and edge.steps % checkpoint_every == 0:
             edge.checkpoint()
     seconds = time.perf_counter() - start
-    trained = _copy(ledger)
+    trained = copy.deepcopy(ledger)
     score = task.score(evaluate(edge, task.held_out, edge.recipe.batch_size))
-    modules = (edge.front, edge.back) if isinstance(edge, LocalPair) else (edge.half,)
-    made = _minus(trained, before), _minus(ledger, trained)
-    return SplitReport(edge.steps - begun, losses, score, None, seconds, *made, tokens, modules)
+    bytes_of = trained.since(before), ledger.since(trained)
+    return SplitReport(edge.steps - begun, losses, score, None, seconds, *bytes_of, tokens, edge.halves)
 
 
 def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
-    """Return the batches that remain after that many steps."""
     per_epoch = -(-samples // recipe.batch_size)
     return [b for e in range(steps // per_epoch, recipe.epochs) for b in recipe.batches(samples, e)][
         steps % per_epoch :
@@ -170,7 +175,6 @@ def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
 
 
 def check_task(view: View, task: Task) -> None:
-    """Raise ``ValueError`` unless the model can take the task's tokens and classes."""
     longest = max(map(len, (*task.train.tokens, *task.held_out.tokens)))
     places = int(view.config.max_position_embeddings) - (2 if view.model_type == "roberta" else 0)
     for what, needed, there in (
@@ -185,10 +189,7 @@ def check_task(view: View, task: Task) -> None:
 
 
 def evaluate(edge: EdgeEnd, data: TextData, batch_size: int) -> Tensor:
-    """Return the logits of all samples, in order."""
-    order = range(len(data))
-    starts = range(0, len(data), batch_size)
-    return torch.cat([edge.evaluate(data.batch(order[i : i + batch_size])) for i in starts])
+    return torch.cat([edge.evaluate(batch) for batch in _batches(data, batch_size)])
 
 
 def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None) -> SplitReport:
@@ -203,17 +204,150 @@ def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None)
 
     server.cloud.trained = trained
     start = time.perf_counter()
-    try:
+    with server:
         server.serve(edges)
-    finally:
-        server.close()
     seconds = time.perf_counter() - start
     return SplitReport(done, [], None, None, seconds, server.ledger, ByteLedger(), 0, (server.cloud.half,))
 
 
-def _copy(ledger: ByteLedger) -> ByteLedger:
-    return ByteLedger(ledger.sent.copy(), ledger.received.copy(), ledger.messages.copy())
+def train_unsplit(model: nn.Module, task: Task, recipe: Recipe, on_step: OnStep | None = None) -> tuple[float, float]:
+    """Train a copy of the whole model in one process with its own ``forward``, on the same samples in the same order.
+
+    Return the held-out score and the seconds of training.
+    """
+    model = copy.deepcopy(model)
+    optimizer, total, step = recipe.optimizer(model), recipe.steps(len(task.train)), 0
+    start = time.perf_counter()
+    model.train()
+    for epoch in range(recipe.epochs):
+        for indices in recipe.batches(len(task.train), epoch):
+            batch = task.train.batch(indices)
+            recipe.set_rate(optimizer, step, total)
+            with dropout_of(recipe, "unsplit", step):
+                loss = recipe.loss_function(whole_forward(model, batch), batch.labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if on_step is not None:
+                on_step(step, total, float(loss.detach()))
+    seconds = time.perf_counter() - start
+    model.eval()
+    with torch.no_grad():
+        logits = [whole_forward(model, batch) for batch in _batches(task.held_out, recipe.batch_size)]
+    return task.score(torch.cat(logits)), seconds
 
 
-def _minus(a: ByteLedger, b: ByteLedger) -> ByteLedger:
-    return ByteLedger(a.sent - b.sent, a.received - b.received, a.messages - b.messages)
+def whole_forward(model: nn.Module, batch: Batch) -> Tensor:
+    extra = {}
+    if batch.lengths is not None:
+        length = next(iter(batch.inputs.values())).shape[1]
+        extra["attention_mask"] = (torch.arange(length) < batch.lengths[:, None]).long()
+    logits: Tensor = model(**inputs_of(batch.inputs, *view_of(model).inputs), **extra).logits
+    return logits
+
+
+def _batches(data: TextData, batch_size: int) -> Iterator[Batch]:
+    order = range(len(data))
+    return (data.batch(order[i : i + batch_size]) for i in range(0, len(data), batch_size))
+
+
+UNSPLIT = "unsplit"
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """The results of one way of training: "unsplit", or by the plan's name."""
+
+    name: str
+    scores: tuple[float, ...]  # the task's metric, one per seed
+    state_bytes: float | None  # mean of activations and gradients per step; None: unsplit
+    wire_bytes: float | None  # mean through the socket per step, including TLS; None: unsplit
+    compute_seconds: float  # per step, measured here, both ends in one process, without a link
+    step_seconds: float  # per step: measured computation, and the link's time by formulas
+
+    @property
+    def score(self) -> float:
+        return mean(self.scores)
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self) | {"score": self.score}
+
+
+def compare(
+    build: Callable[[int], nn.Module],
+    task: Task,
+    plans: dict[str, SplitPlan],
+    recipe: Recipe,
+    link: Link,
+    seeds: Sequence[int] = (0,),
+    on_step: OnStep | None = None,
+    on_row: Callable[[str, int], None] | None = None,
+) -> list[ComparisonRow]:
+    """Train the unsplit model, and one split model per plan, on each seed.
+
+    Args:
+        build: seed -> model with its initial weights.
+        task: the data, the same for all.
+        plans: by name.
+        recipe: its seed is replaced.
+        link: for the seconds.
+        seeds: for weights, order and dropout.
+        on_step: called for progress within a row.
+        on_row: called with the row's name and the seed when a training begins.
+
+    Returns:
+        The unsplit row, and one per plan.
+    """
+    scores: dict[str, list[float]] = {name: [] for name in (UNSPLIT, *plans)}
+    seconds: dict[str, list[float]] = {name: [] for name in (UNSPLIT, *plans)}
+    steps = recipe.steps(len(task.train))
+    for seed in seeds:
+        model, seeded = build(seed), replace(recipe, seed=seed)
+        for name in scores:
+            if on_row is not None:
+                on_row(name, seed)
+            if name == UNSPLIT:
+                score, spent = train_unsplit(model, task, seeded, on_step)
+            else:
+                report = split_finetune(plans[name], model, task, recipe=seeded, on_step=on_step)
+                assert report.score is not None
+                score, spent = report.score, report.seconds
+            scores[name].append(score)
+            seconds[name].append(spent / steps)
+    shape = shape_of(view_of(build(seeds[0])), task.classes)
+    spent = mean(seconds[UNSPLIT])
+    rows = [ComparisonRow(UNSPLIT, tuple(scores[UNSPLIT]), None, None, spent, spent)]
+    for name, plan in plans.items():
+        made = [estimate(step, link) for step in steps_of(plan, shape, task.train, recipe)]
+        spent = mean(seconds[name])
+        on_link = spent + mean(one.link_seconds for one in made)
+        state, wire = mean(one.state for one in made), mean(one.wire for one in made)
+        rows.append(ComparisonRow(name, tuple(scores[name]), state, wire, spent, on_link))
+    return rows
+
+
+_WINDOW = 20  # steps
+
+
+def compare_picture(
+    rows: Sequence[ComparisonRow], losses: Mapping[str, Sequence[float]], metric: str, title: str
+) -> Picture:
+    """Draw scores against bytes, and losses (of every step of one seed, by row) against seconds."""
+    sent = tuple(
+        Series(row.name, (row.wire_bytes / 1e3,), (row.score,), "points", (row.wire_bytes / 1e3, row.score))
+        for row in rows
+        if row.wire_bytes is not None
+    )
+    whole = tuple(Level(row.score, UNSPLIT) for row in rows if row.name == UNSPLIT)
+    trained = []
+    for row in rows:
+        sums = (0.0, *accumulate(losses[row.name]))
+        ends = range(min(_WINDOW, len(sums) - 1), len(sums))
+        y = tuple((sums[end] - sums[max(0, end - _WINDOW)]) / min(_WINDOW, end) for end in ends if end)
+        trained.append(Series(row.name, tuple(end * row.step_seconds for end in ends if end), y))
+    panels = (
+        Panel("kB per step through the socket", metric, sent, (), whole, log_x=True),
+        Panel("seconds, the link's by the formulas", f"training loss, mean of {_WINDOW} steps", tuple(trained)),
+    )
+    return Picture(title, panels)

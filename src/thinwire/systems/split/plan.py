@@ -1,22 +1,28 @@
-"""What is cut where, and what is sent: a frozen plan, equal at both ends, compared by hash before the first step."""
+"""What both ends must have in common: where a model is cut and what is sent, and how it is trained.
+
+Both are frozen, stored with the halves, and compared by hash before the first step.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
-from thinwire.core.records import UNREADABLE
+import torch
+from torch import Tensor, nn
+
+from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.kernels.seeding import seed_of
+from thinwire.core.records import Record
 from thinwire.systems.split.codecs import Chain, check_chain
 
-KINDS = ("lowrank", "ffn", "boundary")
-INITS = ("svd", "activation")
-LABELS = ("edge", "cloud")
-FRONT_ON = ("edge", "cloud")
+IGNORED = -100
+"""Label of a token that is ignored, with ``loss="next_token"``."""
 
 
 @dataclass(frozen=True)
-class SplitPlan:
+class SplitPlan(Record):
     """Where a model is cut in two, and in what form the activation is sent.
 
     Attributes:
@@ -35,6 +41,8 @@ class SplitPlan:
             back and the labels, sends its inputs (token ids) every step, and the activation comes down.
     """
 
+    called: ClassVar[str] = "a split plan"
+
     cut: int
     kind: str = "lowrank"
     rank: int = 8
@@ -48,13 +56,12 @@ class SplitPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "up", tuple(self.up))
         object.__setattr__(self, "down", tuple(self.down))
-        for name, known in (("kind", KINDS), ("labels", LABELS), ("init", INITS), ("front_on", FRONT_ON)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
+        check_choice("kind", self.kind, ("lowrank", "ffn", "boundary"))
+        check_choice("init", self.init, ("svd", "activation"))
+        for name in ("labels", "front_on"):
+            check_choice(name, getattr(self, name), ("edge", "cloud"))
         for name in ("cut", "rank"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
+            check_count(name, getattr(self, name))
         if self.residual not in ("drop", "keep") and self.kept_directions < 1:
             raise ValueError(f"residual={self.residual!r} is unknown; use drop, keep or a rank such as lowrank:4")
         if self.kind == "boundary" and self.residual != "drop":
@@ -66,8 +73,8 @@ class SplitPlan:
                 "labels='cloud' cannot be used with front_on='cloud': the edge has the back, which computes the loss; "
                 "leave labels out"
             )
-        check_chain(self.up, "up", self.carries("up"))
-        check_chain(self.down, "down", self.carries("down"))
+        for direction in ("up", "down"):
+            check_chain(getattr(self, direction), direction, self.carries(direction))
 
     @property
     def kept_directions(self) -> int:
@@ -111,23 +118,85 @@ class SplitPlan:
         if self.kept_directions > hidden:
             raise ValueError(f"residual={self.residual!r} keeps more directions than the {hidden} of this model")
 
-    def to_json(self) -> str:
-        """Return the plan as JSON text."""
-        return json.dumps(asdict(self), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> SplitPlan:
-        """Read back what ``to_json`` wrote.
+@dataclass(frozen=True)
+class Recipe(Record):
+    """AdamW with linear warm-up and linear decay, as in the published configurations.
 
-        Raises:
-            ValueError: the text holds no plan.
-        """
-        try:
-            return cls(**json.loads(text))
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a split plan: {error}") from error
+    Attributes:
+        learning_rate: its peak, at both ends.
+        epochs: passes over the edge's data.
+        batch_size: samples per step.
+        weight_decay: of matrices; vectors (biases, norms) have none.
+        eps: of AdamW.
+        warmup: share of the steps during which the learning rate rises.
+        seed: for the order of samples and for dropout; each half has its own random stream.
+        loss: "classification" (cross-entropy), "regression" (squared error of one output), or "next_token".
+    """
+
+    called: ClassVar[str] = "a training recipe"
+
+    learning_rate: float = 2e-5
+    epochs: int = 3
+    batch_size: int = 32
+    weight_decay: float = 0.01
+    eps: float = 1e-8
+    warmup: float = 0.1
+    seed: int = 0
+    loss: str = "classification"
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "eps", "warmup"):
+            value = float(getattr(self, name))  # NumPy's numbers too: both ends compare them as JSON
+            object.__setattr__(self, name, check_number(name, value, least=0))
+        for name in ("epochs", "batch_size"):
+            check_count(name, getattr(self, name))
+        if self.warmup >= 1:
+            raise ValueError(f"warmup={self.warmup!r} must be a share of the steps, such as 0.1")
+        check_choice("loss", self.loss, _LOSSES)
+
+    def steps(self, samples: int) -> int:
+        """Return the steps of the whole training; the last batch of an epoch may be short."""
+        return self.epochs * -(-samples // self.batch_size)
+
+    def batches(self, samples: int, epoch: int) -> list[list[int]]:
+        """Return the indices of an epoch's batches, the same on every machine."""
+        draw = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
+        order = torch.randperm(samples, generator=draw).tolist()
+        return [order[i : i + self.batch_size] for i in range(0, samples, self.batch_size)]
+
+    def optimizer(self, half: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW for one half."""
+        trained = [p for p in half.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.dim() > 1]
+        vectors = [p for p in trained if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, eps=self.eps)
+
+    def set_rate(self, optimizer: torch.optim.Optimizer, step: int, total: int) -> None:
+        """Set the learning rate of a step (from 0) of ``total``."""
+        warm = round(self.warmup * total)
+        share = (step + 1) / warm if step < warm else (total - step) / max(1, total - warm)
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate * share
 
     @property
-    def hash(self) -> str:
-        """A short digest, the same on every machine."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+    def loss_function(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The function (logits, labels) -> mean loss."""
+        return _LOSSES[self.loss]
+
+
+def _classification(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels.long())
+
+
+def _regression(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.mse_loss(logits.squeeze(-1), labels.to(logits.dtype))
+
+
+def _next_token(logits: Tensor, labels: Tensor) -> Tensor:
+    wanted = labels[:, 1:].flatten().long()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted, ignore_index=IGNORED)
+
+
+_LOSSES = {"classification": _classification, "regression": _regression, "next_token": _next_token}

@@ -1,17 +1,200 @@
-"""Cut a model into two halves: factorised once, each parameter in exactly one half."""
+"""Cut a model into two halves: factorised once, each parameter in exactly one half, each half in a file of its own.
+
+The front takes the data; the back ends in the logits. Each machine loads its own file, so neither ever holds the
+other's layers. The thin factors of a cut dense layer are those of a truncated SVD of the weight, or of its output on
+sample activations. Singular vectors are unique only up to sign, and up to rotation if values are equal: so the
+factorisation is done once, in one place, and its parts are given to the two machines. With random weights the spectrum
+is flat: the truncation error of an untrained model says nothing about that of a trained one.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.systems.split.factors import Factors, factorise, principal_directions
-from thinwire.systems.split.halves import Back, Front
-from thinwire.systems.split.models import View, dense_weight, view_of
+from thinwire.systems.split.models import Parts, View, build, dense_bias, dense_weight, inputs_of, require, view_of
 from thinwire.systems.split.plan import SplitPlan
+
+_DAMPING = 1e-6
+
+
+@dataclass(frozen=True)
+class Factors:
+    """``W ~ u @ s @ v`` of one dense layer, and the residual's directions that are kept."""
+
+    u: Tensor  # [f, r], for the back
+    s: Tensor  # [r, r], for the front; diagonal at first, a full matrix in training
+    v: Tensor  # [r, h], for the front
+    directions: Tensor  # [q, h], orthonormal rows; q is 0 unless the residual is "lowrank:q"
+
+    @classmethod
+    def empty(cls, f: int, h: int, r: int, q: int) -> Factors:
+        shapes = ((f, r), (r, r), (r, h), (q, h))
+        return cls(*(torch.empty(shape, device="meta") for shape in shapes))
+
+
+def factorise(weight: Tensor, rank: int, moment: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best factors of a given rank.
+
+    Args:
+        weight: ``[f, h]``, as ``Linear.weight``.
+        rank: r, 1 to ``min(f, h)``.
+        moment: ``[h, h]``, the mean of x^T x over input rows x: the factors then minimise the mean squared error of the
+            output instead of the weight. With C = G G^T (Cholesky), that is the SVD of ``weight @ G``.
+
+    Returns:
+        ``u [f, r], s [r, r], v [r, h]`` in the dtype of the weight; computed in fp64.
+    """
+    w = weight.detach().double()
+    if moment is None:
+        u, values, v = _svd(w, rank)
+    else:
+        c = moment.double()
+        c = c + torch.eye(len(c), dtype=c.dtype, device=c.device) * (_DAMPING * c.diagonal().mean())
+        g = torch.linalg.cholesky(c)
+        u, values, v = _svd(w @ g, rank)
+        v = torch.linalg.solve_triangular(g, v, upper=False, left=False)
+    return u.to(weight.dtype), torch.diag(values).to(weight.dtype), v.to(weight.dtype)
+
+
+def principal_directions(moment: Tensor, count: int) -> Tensor:
+    """Return the ``count`` leading eigenvectors ``[count, h]`` of a second moment ``[h, h]``, largest value first."""
+    vectors = torch.linalg.eigh(moment.double()).eigenvectors.T.flip(0)[:count]
+    return _signed(vectors)[0]
+
+
+def _svd(w: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    u, values, v = torch.linalg.svd(w, full_matrices=False)
+    v, signs = _signed(v)
+    return u[:, :rank] * signs[:rank], values[:rank], v[:rank]
+
+
+def _signed(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows with their largest entry positive, and the signs: LAPACK leaves the sign open, this fixes it."""
+    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    signs = torch.where(largest < 0, -1.0, 1.0).to(rows.dtype)
+    return rows * signs, signs.squeeze(1)
+
+
+class Front(nn.Module):
+    """Embeddings, the layers before the cut, and the first half of the layer that is cut.
+
+    The published pseudo-code in one line: ``z = (attention_l(layers_1..l-1(embed(ids))) @ v.T) @ s.T``.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        plan: SplitPlan,
+        embed: nn.Module,
+        layers: Sequence[nn.Module],
+        parts: Parts | None,
+        f: Factors,
+    ) -> None:
+        super().__init__()
+        self.view, self.plan = view, plan
+        self.embeddings = embed
+        self.layers = nn.ModuleList(layers)
+        self.attend = parts.attend if parts else None
+        self.before = parts.before if parts else None
+        self.first = parts.first if parts and plan.kind == "ffn" else None
+        lowrank = plan.kind == "lowrank"
+        self.v = nn.Parameter(f.v) if lowrank else None
+        self.s = nn.Parameter(f.s) if lowrank else None
+        self.directions = nn.Parameter(f.directions) if plan.kept_directions else None
+
+    def forward(self, inputs: Mapping[str, Tensor], lengths: Tensor | None = None) -> Tensor:
+        """Return what crosses the cut: ``[B, L, width]``."""
+        return self.compress(*self.activations(inputs, lengths))
+
+    def activations(self, inputs: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream a ``[B, L, h]`` at the cut, and the input of the first dense layer."""
+        hidden = self.embeddings(**inputs_of(inputs, *self.view.inputs))
+        mask = self.view.mask(hidden, lengths)
+        for layer in self.layers:
+            hidden = self.view.run(layer, hidden, mask)
+        if self.attend is None:
+            return hidden, hidden
+        a: Tensor = self.attend(hidden, mask)
+        return a, (a if self.before is None else self.before(a))
+
+    def compress(self, a: Tensor, x: Tensor) -> Tensor:
+        """Return what crosses the cut, of what :meth:`activations` returned."""
+        if self.plan.kind == "boundary":
+            return a
+        if self.first is not None:
+            z: Tensor = self.first(x)
+        else:
+            z = (x @ self.v.T) @ self.s.T  # type: ignore[union-attr]
+        if self.plan.residual == "keep":
+            return torch.cat([z, a], dim=-1)
+        if self.directions is not None:
+            return torch.cat([z, a @ self.directions.T], dim=-1)
+        return z
+
+
+class Back(nn.Module):
+    """The second half of the layer that is cut, the layers after it, and the head."""
+
+    def __init__(
+        self, view: View, plan: SplitPlan, layers: Sequence[nn.Module], parts: Parts | None, head: nn.Module, f: Factors
+    ) -> None:
+        super().__init__()
+        self.view, self.plan = view, plan
+        self.width = plan.width(view.hidden, view.intermediate)
+        if parts and plan.kind == "lowrank":
+            self.u = nn.Parameter(f.u)
+            self.bias = nn.Parameter(dense_bias(parts.first).detach().clone())
+        self.activation = parts.activation if parts else None
+        self.second = parts.second if parts else None
+        self.dropout = parts.dropout if parts else None
+        self.after = parts.after if parts else None
+        self.directions = nn.Parameter(f.directions.T.clone()) if plan.kept_directions else None
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+
+    def forward(self, z: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return the logits from what crossed, ``[B, L, width]``."""
+        hidden = z if self.second is None else self._second_half(z)
+        mask = self.view.mask(hidden, lengths)
+        for layer in self.layers:
+            hidden = self.view.run(layer, hidden, mask)
+        logits: Tensor = self.head(hidden, lengths)
+        return logits
+
+    def _second_half(self, z: Tensor) -> Tensor:
+        extra = self.view.hidden if self.plan.residual == "keep" else self.plan.kept_directions
+        main, rest = z.split([self.width - extra, extra], dim=-1)
+        u = main if self.plan.kind == "ffn" else main @ self.u.T + self.bias
+        y: Tensor = self.dropout(self.second(self.activation(u)))  # type: ignore[misc]
+        if self.plan.residual == "keep":
+            y = y + rest
+        elif self.directions is not None:
+            y = y + rest @ self.directions.T
+        return y if self.after is None else self.after(y)
+
+
+def by_role(front: Front, back: Back) -> dict[str, Front | Back]:
+    """Return the halves under "edge" and "cloud", as their plan places them."""
+    return {"edge": front, "cloud": back} if front.plan.front_on == "edge" else {"edge": back, "cloud": front}
+
+
+def check_holder(half: Front | Back, role: str) -> None:
+    due = Front if half.plan.front_on == role else Back
+    if not isinstance(half, due):
+        raise ValueError(
+            f"front_on={half.plan.front_on!r} gives the {role} the {due.__name__.lower()}: this is the "
+            f"{type(half).__name__.lower()}"
+        )
+
 
 Sample = tuple[Mapping[str, Tensor], Tensor | None]
 """A front's inputs: tensors by name, and lengths [B] (None: no padding)."""
@@ -89,3 +272,126 @@ def _moments(view: View, model: nn.Module, plan: SplitPlan, samples: Iterable[Sa
     if not tokens:
         raise ValueError(f"{why} needs sample batches: samples is empty")
     return sums[0] / tokens, sums[1] / tokens
+
+
+@dataclass(frozen=True)
+class Half:
+    role: str  # "edge" or "cloud"
+    module: Front | Back
+    plan: SplitPlan  # with which it was cut
+    pair: str  # a hash over both halves, which the two ends compare
+    notes: dict[str, Any]  # what else was saved with it, such as the task
+
+
+def prepare(
+    model: nn.Module,
+    plan: SplitPlan,
+    directory: str | Path,
+    samples: Iterable[Sample] | None = None,
+    notes: dict[str, Any] | None = None,
+) -> str:
+    """Cut a model once and write ``edge.safetensors`` and ``cloud.safetensors``, each end's half by the plan.
+
+    Args:
+        model: see ``split_model``.
+        plan: where and how to cut.
+        directory: created if needed.
+        samples: see ``split_model``.
+        notes: small JSON values to store in both files.
+
+    Returns:
+        The pair's id.
+
+    Raises:
+        ValueError: the model cannot be cut like this, or safetensors is not installed.
+    """
+    require("safetensors")
+    halves = by_role(*split_model(model, plan, samples))
+    pair = _pair_id(plan, halves)
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    config: Any = model.config
+    for role, half in halves.items():
+        facts = {
+            "role": role, "plan": plan.to_json(), "pair": pair, "class": type(model).__name__,
+            "config": config.to_dict(), "notes": notes or {},
+        }  # fmt: skip
+        write_half(half, facts, folder / f"{role}.safetensors")
+    return pair
+
+
+def write_half(half: nn.Module, facts: dict[str, Any], path: Path) -> None:
+    """Write one file: parameters and buffers, and the facts as JSON."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in _tensors(half).items()}
+    save_file(tensors, path, metadata={"thinwire": json.dumps(facts, default=str)})
+
+
+def half_file(path: str | Path, role: str) -> Path:
+    """Return the file of a half: the path itself, or the half's file in a directory written by ``prepare``."""
+    return Path(path) / f"{role}.safetensors" if Path(path).is_dir() else Path(path)
+
+
+def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
+    """Read the facts of a file, without its tensors; ``role``: which half is expected, None: either."""
+    require("safetensors")
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            facts = json.loads((file.metadata() or {})["thinwire"])
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a half of a model: thinwire split plan --out writes them ({error})") from error
+    if not isinstance(facts, dict) or not {"role", "plan", "pair", "class", "config", "notes"} <= facts.keys():
+        raise ValueError(f"{path} is not a half of a model: thinwire split plan --out writes them")
+    if role not in (None, facts["role"]):
+        raise ValueError(f"{path} is the half of the {facts['role']}, not of the {role}")
+    return facts
+
+
+def load_half(path: str | Path, role: str) -> Half:
+    """Build a half from its file, or the directory that holds it; ``role``: which half is expected.
+
+    No memory is allocated for the rest of the model.
+
+    Raises:
+        ValueError: it is not such a file.
+    """
+    file = half_file(path, role)
+    facts = read_facts(file, role)
+    from safetensors.torch import load_file
+
+    plan = SplitPlan.from_json(facts["plan"])
+    with torch.device("meta"):
+        model = build(facts["class"], facts["config"])
+        view = view_of(model)
+        plan.check(len(view.layers(model)), view.hidden)
+        rank = plan.rank if plan.kind == "lowrank" else 1
+        factors = Factors.empty(view.intermediate, view.hidden, rank, plan.kept_directions)
+        half = by_role(*assemble(view, model, plan, factors))[role]
+    tensors = load_file(str(file))
+    half.to_empty(device="cpu")
+    wanted = _tensors(half)
+    if wanted.keys() != tensors.keys() or any(wanted[name].shape != tensors[name].shape for name in wanted):
+        raise ValueError(f"{file} does not hold the tensors that its plan and configuration ask for")
+    first = next(tensor for tensor in tensors.values() if tensor.is_floating_point())
+    half.to(first.dtype)
+    with torch.no_grad():
+        for name, tensor in _tensors(half).items():
+            tensor.copy_(tensors[name])
+    return Half(role, half, plan, facts["pair"], facts["notes"])
+
+
+def _tensors(half: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and all buffers, including those that ``state_dict`` leaves out."""
+    return {**dict(half.named_parameters()), **dict(half.named_buffers())}
+
+
+def _pair_id(plan: SplitPlan, halves: dict[str, Front | Back]) -> str:
+    made = hashlib.blake2b(plan.to_json().encode(), digest_size=16)
+    for role, half in halves.items():
+        for name, tensor in sorted(_tensors(half).items()):
+            made.update(f"{role}:{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+            made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()

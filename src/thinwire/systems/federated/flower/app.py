@@ -11,23 +11,39 @@ Settings of a run (``flwr run --run-config``): ``nodes``, how many to wait for; 
 ``out``, a folder for weights and history. Settings of a node (``flower-supernode --node-config``):
 ``clients="0-499,700"``, or ``partition-id`` and ``num-partitions``, which assign the clients in turn; ``state-dir`` for
 the clients' states.
+
+One of Flower's rounds is one visit. Its weighted mean is not used: nodes answer with sums that are already weighted,
+and are divided once, at the end. Messages are records: tensors in an ArrayRecord, JSON in a ConfigRecord; no pickle.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from thinwire.core.durable import write_whole
-from thinwire.systems.federated import files
-from thinwire.systems.federated.federation import Build, check_federation
-from thinwire.systems.federated.flower.records import from_record, require_flower, to_record
-from thinwire.systems.federated.flower.strategy import make_strategy
-from thinwire.systems.federated.node import RemoteNode
-from thinwire.systems.federated.remote import NodeMessage, RemoteServer
+from thinwire.systems.federated.remote import NodeMessage, RemoteNode, RemoteServer
+from thinwire.systems.federated.simulate import Build, check_federation
+from thinwire.systems.federated.state import pack
 
 _POLL_SECONDS = 0.5
+_TENSORS, _FACTS, _JSON = "tensors", "facts", "json"
+
+
+def require_flower() -> None:
+    try:
+        import flwr.serverapp  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "a deployment needs Flower, in its own environment because it pins older versions of typer and rich: "
+            "pip install 'thinwire[flower]'"
+        ) from error
 
 
 def client_app(build: Build) -> Any:
@@ -42,18 +58,14 @@ def client_app(build: Build) -> Any:
 
     app = ClientApp()
 
-    def reply(message: Any, answer: NodeMessage) -> Any:
-        return Message(content=to_record(answer), reply_to=message)
-
     @app.query()  # type: ignore[untyped-decorator]
     def query(message: Any, context: Any) -> Any:
-        """Report which clients this node hosts."""
-        return reply(message, _node(build, context).describe())
+        return Message(content=to_record(_node(build, context).describe()), reply_to=message)
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Any, context: Any) -> Any:
-        """Train some of them."""
-        return reply(message, _node(build, context).answer(from_record(message.content)))
+        answer = _node(build, context).answer(from_record(message.content))
+        return Message(content=to_record(answer), reply_to=message)
 
     return app
 
@@ -71,7 +83,6 @@ def server_app(build: Build) -> Any:
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Any, context: Any) -> None:
-        """Run all rounds."""
         settings = context.run_config
         timeout = float(settings.get("timeout", 3600.0))
         federation = check_federation(build(), "build()")
@@ -87,12 +98,71 @@ def server_app(build: Build) -> Any:
     return app
 
 
-def hosted(config: Any, population: int) -> list[int]:
-    """Return the clients of a node, from its ``node_config``.
+def make_strategy(server: RemoteServer) -> Any:
+    """Return a ``flwr.serverapp.strategy.Strategy`` around the server, for Flower's own round loop."""
+    from flwr.app import Message, MessageType, MetricRecord
+    from flwr.serverapp.strategy import Strategy
 
-    Raises:
-        ValueError: the config names none.
-    """
+    class ThinwireStrategy(Strategy):  # type: ignore[misc]
+        def arrays(self) -> Any:  # the server's weights, for Flower's own records
+            return to_record(NodeMessage({"theta": server.algorithm.theta}))[_TENSORS]
+
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
+            return [
+                Message(content=to_record(content), dst_node_id=node, message_type=MessageType.TRAIN)
+                for node, content in server.outgoing().items()
+            ]
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
+            record = server.incoming(dict(map(_answer, replies)))
+            if record is None:
+                return None, None
+            numbers = {"clients": record.clients, "failed": len(record.failed), **record.metrics, **record.evaluation}
+            return self.arrays(), MetricRecord(numbers)
+
+        def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
+            return []  # the server evaluates
+
+        def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
+            return None
+
+        def summary(self) -> None: ...  # nothing beyond Flower's own output
+
+    return ThinwireStrategy()
+
+
+def _answer(message: Any) -> tuple[int, NodeMessage | str]:
+    node = message.metadata.src_node_id
+    if message.has_error():
+        return node, f"error {message.error.code}: {message.error.reason}"
+    try:
+        return node, from_record(message.content)
+    except ValueError as error:
+        return node, str(error)
+
+
+def to_record(message: NodeMessage) -> Any:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    arrays = {name: Array(x.detach().cpu().contiguous().numpy()) for name, x in message.tensors.items()}
+    facts = ConfigRecord({_JSON: json.dumps(dict(message.facts))})
+    return RecordDict({_TENSORS: ArrayRecord(arrays), _FACTS: facts})
+
+
+def from_record(record: Any) -> NodeMessage:
+    """Convert back what ``to_record`` made. ``Array.numpy`` reads with ``allow_pickle=False``."""
+    try:
+        arrays, text = record[_TENSORS], record[_FACTS][_JSON]
+        tensors = {name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()}
+        facts = json.loads(text)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"this is not a thinwire message: {error!r}") from error
+    if not isinstance(facts, dict):
+        raise ValueError("this is not a thinwire message: its facts are not an object")
+    return NodeMessage(tensors, facts)
+
+
+def hosted(config: Any, population: int) -> list[int]:
     if text := config.get("clients"):
         return parse_clients(str(text))
     if "partition-id" in config and "num-partitions" in config:
@@ -104,11 +174,7 @@ def hosted(config: Any, population: int) -> list[int]:
 
 
 def parse_clients(text: str) -> list[int]:
-    """Parse ``"0-3,7"`` as ``[0, 1, 2, 3, 7]``.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Parse ``"0-3,7"`` as ``[0, 1, 2, 3, 7]``."""
     found: list[int] = []
     try:
         for part in text.split(","):
@@ -120,11 +186,6 @@ def parse_clients(text: str) -> list[int]:
 
 
 def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
-    """Wait until at least that many nodes are connected, and return them.
-
-    Raises:
-        TimeoutError: there are fewer after that time.
-    """
     deadline = time.monotonic() + timeout
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
         if time.monotonic() > deadline:
@@ -134,11 +195,7 @@ def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
 
 
 def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int, int]]:
-    """Ask which clients each node hosts, and how many samples each client has.
-
-    Raises:
-        ValueError: a node does not answer this.
-    """
+    """Ask which clients each node hosts, and how many samples each client has."""
     from flwr.app import Message, MessageType
 
     record = to_record(NodeMessage())
@@ -159,11 +216,9 @@ def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int
 
 
 def write_result(folder: Path, server: RemoteServer) -> None:
-    """Write weights (``model.safetensors``, by name) and history (``history.json``)."""
     folder.mkdir(parents=True, exist_ok=True)
     model = server.federation.model
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    write_whole(folder / "model.safetensors", files.pack(tensors))
+    write_whole(folder / "model.safetensors", pack({**dict(model.named_parameters()), **dict(model.named_buffers())}))
     write_whole(folder / "history.json", server.history.to_json())
 
 
@@ -172,5 +227,4 @@ def _node(build: Build, context: Any) -> RemoteNode:
     config = context.node_config
     clients = hosted(config, len(federation.clients))
     place = Path(str(config.get("state-dir", Path.home() / ".thinwire" / "clients")))
-    own = f"run-{context.run_id}-node-{context.node_id}"
-    return RemoteNode(federation, clients, place / own)
+    return RemoteNode(federation, clients, place / f"run-{context.run_id}-node-{context.node_id}")

@@ -1,8 +1,10 @@
-"""Starting a Flower deployment (certificates, a SuperLink with TLS, SuperNodes, one run), and stopping all of it."""
+"""Start a Flower deployment, and stop all of it: certificates, the app's folder, a SuperLink with TLS, SuperNodes."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import ipaddress
 import json
 import os
 import shutil
@@ -12,14 +14,114 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.systems.federated.flower.certificates import CA, CERTIFICATE, KEY, ensure_certificates
-from thinwire.systems.federated.flower.project import write_app
-from thinwire.systems.federated.flower.records import require_flower
+from thinwire.core.checks import check_count, check_number
+from thinwire.systems.federated.flower.app import require_flower
+
+CA, CERTIFICATE, KEY = "ca.crt", "server.pem", "server.key"
+_DAYS = 365
+
+
+def ensure_certificates(folder: Path, host: str) -> None:
+    """Make the three files unless they exist. The authority's private key is not kept: it signs only once.
+
+    SuperNodes connect to ``host``; "localhost" and 127.0.0.1 are included too.
+    """
+    there = [name for name in (CA, CERTIFICATE, KEY) if (folder / name).exists()]
+    if len(there) == 3:
+        return
+    if there:
+        raise ValueError(f"{folder} holds {', '.join(there)} only: give all of {CA}, {CERTIFICATE}, {KEY}, or none")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.datetime.now(datetime.timezone.utc)
+
+    def named(text: str) -> Any:
+        return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, text)])
+
+    def begun(subject: Any, issuer: Any, key: Any) -> Any:
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number())
+        return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
+            now + datetime.timedelta(days=_DAYS)
+        )
+
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    name = named("thinwire federation")
+    constraints = x509.BasicConstraints(ca=True, path_length=0)
+    authority = begun(name, name, authority_key).add_extension(constraints, critical=True)
+    names = [_name(x509, text) for text in dict.fromkeys((host, "localhost", "127.0.0.1"))]
+    server = begun(named(host), name, key).add_extension(x509.SubjectAlternativeName(names), critical=False)
+    pem = serialization.Encoding.PEM
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / CA).write_bytes(authority.sign(authority_key, hashes.SHA256()).public_bytes(pem))
+    (folder / CERTIFICATE).write_bytes(server.sign(authority_key, hashes.SHA256()).public_bytes(pem))
+    handle = os.open(folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(key.private_bytes(pem, *plain))
+
+
+def _name(x509: Any, text: str) -> Any:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+_PROJECT = """[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "federation"
+version = "1.0.0"
+description = "A thinwire federation."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "thinwire"
+
+[tool.flwr.app.components]
+serverapp = "thinwire_app:server"
+clientapp = "thinwire_app:client"
+
+[tool.flwr.app.config]
+nodes = 1
+timeout = 3600.0
+out = ""
+"""
+_APP = """from {module} import {function}
+
+from thinwire.systems.federated.flower.app import client_app, server_app
+
+server = server_app({function})
+client = client_app({function})
+"""
+
+
+def write_app(folder: Path, federation: str) -> None:
+    """Make a Flower app from the ``.py`` files next to the module that ``module:function`` names."""
+    module, colon, function = federation.partition(":")
+    module = module.removesuffix(".py")
+    source = Path.cwd() / f"{module}.py"
+    if not colon or not function.isidentifier() or not source.is_file():
+        raise ValueError(
+            f"{federation!r} must be module:function with a file {module}.py in this folder, which Flower copies to "
+            "the nodes"
+        )
+    folder.mkdir(parents=True)
+    for path in source.parent.glob("*.py"):
+        shutil.copy(path, folder / path.name)
+    (folder / "pyproject.toml").write_text(_PROJECT)
+    (folder / "thinwire_app.py").write_text(_APP.format(module=module, function=function))
+
 
 _POLL_SECONDS = 2.0
 _CONNECTION = "here"
@@ -31,74 +133,49 @@ class DeploymentFailed(RuntimeError):
 
 
 class Deployment:
-    """One run on a SuperLink that is started for it.
-
-    Args:
-        federation: ``module:function``; the module is a file in this folder.
-        nodes: number of SuperNodes to wait for.
-        local: start them on this machine, with the clients assigned in turn.
-        host, port: address of the SuperLink; port 0: a free one.
-        certificates: a folder; None: new ones, for this run.
-        out: folder for weights and history.
-        timeout: seconds for nodes to connect, and for their answers.
-
-    Raises:
-        ValueError: an invalid option, or Flower is not installed.
-    """
+    """One run on a SuperLink that is started for it; the arguments are the options of ``thinwire federated serve``."""
 
     def __init__(
-        self,
-        federation: str,
-        nodes: int,
-        local: bool,
-        host: str,
-        port: int,
-        certificates: Path | None,
-        out: Path,
+        self, federation: str, nodes: int, local: bool, host: str, port: int, certificates: Path | None, out: Path,
         timeout: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require_flower()
-        if nodes < 1:
-            raise ValueError(f"nodes={nodes} must be at least 1")
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout:g} must be above 0")
-        self.federation, self.nodes, self.local, self.host = federation, nodes, local, host
-        self.port = port or _free_port(host)
-        self.certificates, self.out, self.timeout = certificates, out.absolute(), timeout
+        self.nodes, self.timeout = check_count("nodes", nodes), check_number("timeout", timeout, above=0)
+        self.federation, self.local, self.host, self.port = federation, local, host, port or _free_port(host)
+        self.certificates, self.out = certificates, out.absolute()
         self._processes: list[tuple[str, subprocess.Popen[bytes], Path]] = []
 
     def run(self, on_status: Callable[[str], None], say: Callable[[str], None]) -> None:
         """Start, wait for the run's end, stop everything.
 
-        Args:
-            on_status: called with the current state.
-            say: called with what the user should do, such as the command that starts a SuperNode.
-
-        Raises:
-            DeploymentFailed: with the last output of the process that failed.
+        ``on_status`` is called with the current state, ``say`` with what the user should do, such as the command that
+        starts a SuperNode. ``DeploymentFailed`` has the last output of the process that failed.
         """
         work = Path(tempfile.mkdtemp(prefix="thinwire-flower-"))
         try:
             folder = self.certificates or work / "certificates"
             ensure_certificates(folder, self.host)
-            app = work / "app"
-            write_app(app, self.federation)
-            self._environment = self._home(work, folder)
-            self._superlink(work, folder)
+            write_app(work / "app", self.federation)
+            self._environment = self._home(work / "home", folder)
+            self._superlink(work / "superlink.log", folder)
+            link = ["flower-supernode", "--superlink", f"{self.host}:{self.port}", "--root-certificates"]
             if self.local:
                 for number in range(self.nodes):
-                    self._supernode(work, folder, number)
+                    config = f'partition-id={number} num-partitions={self.nodes} state-dir="{work / "states"}"'
+                    command = [*link, str(folder / CA), "--port", str(_free_port("127.0.0.1")), "--node-config", config]
+                    self._start(f"SuperNode {number}", command, work / f"supernode-{number}.log")
             else:
-                say(self._node_command(folder))
+                say(
+                    f"waiting for {self.nodes} SuperNodes; on each, with a copy of {folder / CA}:\n"
+                    f"  {' '.join(link)} {CA} --node-config 'partition-id=NUMBER num-partitions={self.nodes}'"
+                )
             on_status("submitting the run")
-            run = self._submit(app)
-            self._follow(run, on_status)
+            self._follow(self._submit(work / "app"), on_status)
         finally:
             self._stop()
             shutil.rmtree(work, ignore_errors=True)
 
-    def _home(self, work: Path, certificates: Path) -> dict[str, str]:
-        home = work / "home"
+    def _home(self, home: Path, certificates: Path) -> dict[str, str]:
         home.mkdir()
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\n'
@@ -108,11 +185,11 @@ class Deployment:
         path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"
         return {**os.environ, **_OFF, "FLWR_HOME": str(home), "PATH": path}
 
-    def _superlink(self, work: Path, folder: Path) -> None:
+    def _superlink(self, log: Path, folder: Path) -> None:
         command = ["flower-superlink", "--disable-runtime-dependency-installation"]
         command += ["--host", self.host, "--port", str(self.port), "--ssl-ca-certfile", str(folder / CA)]
         command += ["--ssl-certfile", str(folder / CERTIFICATE), "--ssl-keyfile", str(folder / KEY)]
-        self._start("the SuperLink", command, work / "superlink.log")
+        self._start("the SuperLink", command, log)
         deadline = time.monotonic() + 60
         while not _listens(self.host, self.port):
             self._check()
@@ -120,33 +197,17 @@ class Deployment:
                 raise DeploymentFailed(f"the SuperLink is not listening on {self.host}:{self.port} after 60 s")
             time.sleep(0.2)
 
-    def _supernode(self, work: Path, folder: Path, number: int) -> None:
-        config = f'partition-id={number} num-partitions={self.nodes} state-dir="{work / "states"}"'
-        command = ["flower-supernode", "--root-certificates", str(folder / CA)]
-        command += ["--superlink", f"{self.host}:{self.port}", "--port", str(_free_port("127.0.0.1"))]
-        self._start(f"SuperNode {number}", [*command, "--node-config", config], work / f"supernode-{number}.log")
-
-    def _node_command(self, folder: Path) -> str:
-        return (
-            f"waiting for {self.nodes} SuperNodes; on each, with a copy of {folder / CA}:\n"
-            f"  flower-supernode --superlink {self.host}:{self.port} --root-certificates {CA} "
-            f"--node-config 'partition-id=NUMBER num-partitions={self.nodes}'"
-        )
-
     def _start(self, name: str, command: list[str], log: Path) -> None:
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [_script(command[0]), *command[1:]],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
+                [_script(command[0]), *command[1:]], stdout=file, stderr=subprocess.STDOUT, env=self._environment,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         self._processes.append((name, process, log))
 
     def _submit(self, app: Path) -> str:
         settings = f'nodes={self.nodes} timeout={self.timeout} out="{self.out}"'
-        answer = self._flwr("run", str(app), _CONNECTION, "--run-config", settings, "--format", "json")
+        answer = self._json("run", str(app), _CONNECTION, "--run-config", settings)
         if not answer.get("success"):
             raise DeploymentFailed(f"Flower refused the run: {str(answer.get('error-message')).strip()}")
         return str(answer["run-id"])
@@ -156,28 +217,23 @@ class Deployment:
         history.unlink(missing_ok=True)
         while True:
             self._check()
-            rows = self._flwr("list", _CONNECTION, "--run-id", run, "--format", "json").get("runs", [])
+            rows = self._json("list", _CONNECTION, "--run-id", run).get("runs", [])
             status = str(rows[0]["status"]) if rows else "unknown"
             on_status(f"run {run}: {status}")
             if status.startswith("finished"):
                 if status != "finished:completed" or not history.exists():
-                    raise DeploymentFailed(f"the run ended with status {status}: {self._reason(run)}")
+                    log = self._flwr("log", run, _CONNECTION, "--show").stdout.splitlines()
+                    why = [line.strip() for line in log if "rror" in line] or ["Flower's log says nothing"]
+                    raise DeploymentFailed(f"the run ended with status {status}: {why[-1]}")
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _reason(self, run: str) -> str:
-        done = subprocess.run(
-            [_script("flwr"), "log", run, _CONNECTION, "--show"],
-            env=self._environment, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        lines = [line.strip() for line in done.stdout.splitlines() if "Error" in line or "error" in line]
-        return lines[-1] if lines else "Flower's log says nothing"
+    def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [_script("flwr"), *arguments]
+        return subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=120, check=False)
 
-    def _flwr(self, *arguments: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [_script("flwr"), *arguments],
-            env=self._environment, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+    def _json(self, *arguments: str) -> dict[str, Any]:
+        done = self._flwr(*arguments, "--format", "json")
         try:
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -188,7 +244,7 @@ class Deployment:
     def _check(self) -> None:
         for name, process, log in self._processes:
             if process.poll() is not None:
-                words = deque(log.read_text(errors="replace").strip().splitlines(), maxlen=5)
+                words = log.read_text(errors="replace").strip().splitlines()[-5:]
                 raise DeploymentFailed(f"{name} ended with exit code {process.returncode}: {' | '.join(words)}")
 
     def _stop(self) -> None:
@@ -207,8 +263,7 @@ class Deployment:
 
 
 def _script(name: str) -> str:
-    """Return the path of a console script of this environment."""
-    beside = Path(sys.executable).parent / name
+    beside = Path(sys.executable).parent / name  # a console script of this environment
     return str(beside) if beside.exists() else name
 
 
