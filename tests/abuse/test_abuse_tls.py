@@ -17,13 +17,11 @@ from hypothesis import strategies as st
 from parameter_cluster import Cluster, model, part_of, sgd
 from split_ends import batch_of, edge_end, halves, in_process, linked, serving
 
-from thinwire.systems.link.door import MOST_UNKNOWN
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
-from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.hello import Identity
 from thinwire.systems.link.keys import new_keys
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.listener import MOST_UNKNOWN, Caller, Listener, connect
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import Node, Service, Worker
 from thinwire.systems.parameter_server.presets import bsp
@@ -104,10 +102,10 @@ def attack(ports, handshake, examples, each):
 def besiege(keys, handshake, examples, each):
     """A training with a shard, whose server, shard and leader are all attacked while a node works and after."""
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1, keys=keys / "ours")
-    while not cluster.service.keeper.ready:
+    while not cluster.service.shards.ready:
         time.sleep(0.01)
-    (post,) = cluster.service.keeper.roster.posts.values()
-    ports = [cluster.service.port, post.port, cluster.nodes[0].port]
+    (shard,) = cluster.service.shards.table.shards.values()
+    ports = [cluster.service.port, shard.port, cluster.nodes[0].port]
     attack(ports, handshake, examples, each)
     cluster.stop_after(5)
     status = cluster.join()
@@ -155,11 +153,11 @@ def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
         Credentials.of(keys / "ours" / "other"),  # whose number is another's
     ):
         for come in (
-            lambda badge: Meeting(address, badge),
-            lambda badge: connect("127.0.0.1", service.port, b"", badge),
+            lambda identity: Caller(address, identity),
+            lambda identity: connect("127.0.0.1", service.port, b"", identity),
         ):
             with pytest.raises(NotAdmitted):
-                come(Badge("node", 0, trust))
+                come(Identity("node", 0, trust))
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

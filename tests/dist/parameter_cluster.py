@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from spawned import fork, free_port
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker
 from thinwire.systems.parameter_server.messages import decode
 
@@ -86,10 +85,10 @@ def flat(network):
 
 def introductions(patch):
     """From here on: each connection that is made, at both of its ends, with the first message that went over it."""
-    made, connect, serve = [], Meeting.connect, Listener.serve
+    made, connect, serve = [], Caller.connect, Listener.serve
 
-    def connecting(meeting, hello):
-        pair = connect(meeting, hello)
+    def connecting(caller, hello):
+        pair = connect(caller, hello)
         made.append((decode(hello)[0], pair))
         return pair
 
@@ -100,7 +99,7 @@ def introductions(patch):
 
         serve(listener, coming, hello_bytes)
 
-    patch.setattr(Meeting, "connect", connecting)
+    patch.setattr(Caller, "connect", connecting)
     patch.setattr(Listener, "serve", serving)
     return made
 
@@ -209,7 +208,12 @@ class Cluster:
         for k in range(workers):
             network = self.models[number, k] = model(99, self._width)
             worker = Worker(
-                network, *part_of(number, k, delay, self._spoil), node.address, k, check=lambda: node.wait(0), keys=keys
+                network,
+                *part_of(number, k, delay, self._spoil),
+                node.address if k else node,
+                k,
+                keys=keys,
+                check=lambda: node.wait(0),
             )
             self.workers.append(worker)
             self._threads.append(self._thread(worker.run))

@@ -24,19 +24,19 @@ from parameter_cluster import (
 )
 
 from spawned import free_port
+from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.listener import Caller, Listener
+from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Worker, replay
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import node as node_module
-from thinwire.systems.parameter_server.connection import Connection
 from thinwire.systems.parameter_server.layout import LayoutMismatch
-from thinwire.systems.parameter_server.line import reach
-from thinwire.systems.parameter_server.messages import FRAME, Enter, Fence, Hello, Stop, Welcome, decode, encode
+from thinwire.systems.parameter_server.messages import Enter, Fence, Hello, Stop, Welcome, decode, encode
+from thinwire.systems.parameter_server.node import reach
 from thinwire.systems.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps
 from thinwire.systems.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist
@@ -246,7 +246,7 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
     Worker(model(), *part_of(0, 0), node.address, 0).run()
     assert node.wait(60.0)
-    seen_off = threading.Thread(target=node.see_off, args=(60.0,), daemon=True)
+    seen_off = threading.Thread(target=node.wait_for_stragglers, args=(60.0,), daemon=True)
     seen_off.start()
     late = Worker(model(99), *part_of(0, 1), node.address, 1)
     stats = late.run()
@@ -261,9 +261,9 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
 
 def test_nobody_there_and_a_taken_port_and_no_address():
     with pytest.raises(PairError, match="nobody listens"):
-        Meeting(f"127.0.0.1:{free_port()}", Badge("node", 0))
+        Caller(f"127.0.0.1:{free_port()}", Identity("node", 0))
     with pytest.raises(ValueError, match="host:port"):
-        Meeting("somewhere", Badge("node", 0))
+        Caller("somewhere", Identity("node", 0))
     listener = Listener(roles=("node",))
     with pytest.raises(PairError, match="choose another"):
         Listener(listener.port, roles=("node",))
@@ -318,28 +318,28 @@ def refusal_of(node):
 
 
 def test_a_node_that_is_refused_while_a_worker_leaves_ends_all_the_same(monkeypatch):
-    refused, post = threading.Event(), Connection.post
+    refused, post = threading.Event(), Peer.post
     service = Service(model(), bsp(start_nodes=2), host="127.0.0.1", outer=sgd())
 
     def reaching(*words):
         assert refused.wait(60.0)
         raise NotAdmitted("refused by the test")
 
-    def posting(connection, message):
+    def posting(peer, message):
         if isinstance(message, Stop) and workers:
             workers.pop().close()  # in the middle of telling them all; half a second, or until its leader knows
             end = time.monotonic() + 0.5
             while len(node.leader.alive) == 2 and time.monotonic() < end:
                 time.sleep(0.01)
-        post(connection, message)
+        post(peer, message)
 
     monkeypatch.setattr(node_module, "reach", reaching)
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
-    workers = [Meeting(node.address, Badge("worker", k)).connect(encode(Enter(k))) for k in range(2)]
+    workers = [Caller(node.address, Identity("worker", k)).connect(encode(Enter(k))) for k in range(2)]
     first = workers.pop(0)
     while len(node.leader.alive) < 2:
         time.sleep(0.01)
-    monkeypatch.setattr(Connection, "post", posting)
+    monkeypatch.setattr(Peer, "post", posting)
     refused.set()
     assert "refused by the test" in refusal_of(node)
     first.close()
@@ -356,7 +356,7 @@ def test_a_node_that_cannot_even_call_its_server_ends_with_the_reason(monkeypatc
 
     monkeypatch.setattr(node_module, "reach", reaching)
     with Node(f"127.0.0.1:{service.port}", 0, 1) as node:
-        first = Meeting(node.address, Badge("worker", 0)).connect(encode(Enter(0)))
+        first = Caller(node.address, Identity("worker", 0)).connect(encode(Enter(0)))
         assert "is not a file" in refusal_of(node)
         first.close()
     service.close()
@@ -386,10 +386,10 @@ def test_who_waits_for_anothers_number_hears_that_the_server_ends():
     service = Service(model(), bsp(start_nodes=2, lease_seconds=1000.0), host="127.0.0.1", outer=sgd())
     serving = threading.Thread(target=service.run, daemon=True)
     serving.start()
-    meeting, layout = Meeting(f"127.0.0.1:{service.port}", Badge("node", 0)), Layout.of(model()).number
-    member = meeting.connect(encode(Hello(0, 1, layout, instance=1)))
+    caller, layout = Caller(f"127.0.0.1:{service.port}", Identity("node", 0)), Layout.of(model()).number
+    member = caller.connect(encode(Hello(0, 1, layout, instance=1)))
     assert isinstance(decode(member.receive_frame(FRAME.size, 60.0))[0], Welcome)
-    waiting = meeting.connect(encode(Hello(0, 1, layout, instance=2)))
+    waiting = caller.connect(encode(Hello(0, 1, layout, instance=2)))
     assert isinstance(decode(member.receive_frame(FRAME.size, 60.0))[0], Fence)  # is it alive? It does not say
     service.stop()
     serving.join(60.0)

@@ -21,7 +21,7 @@ def heard(caplog, words):
 
 
 def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
-    monkeypatch.setattr("thinwire.systems.parameter_server.crew.LONG_LEASES", 0.2)
+    monkeypatch.setattr("thinwire.systems.parameter_server.node.LONG_LEASES", 0.2)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def batch(number):
@@ -64,7 +64,7 @@ def test_a_shard_that_is_long_about_an_update_is_named(caplog):
     cluster = Cluster(bsp(start_nodes=1, lease_seconds=4.0), 1, shards=2, updates=8,
                       outer=lambda params: Blocks(params, lr=0.05))  # fmt: skip
     told = heard(caplog, "no version 4 from shard ")
-    slow = [shard.index for shard in cluster.shards if shard.keeper.version == 3]
+    slow = [shard.index for shard in cluster.shards if shard.slice.version == 3]
     assert told == f"no version 4 from shard {slow[0]} after 4 s, despite signs of life"
     Blocks.goes_on.set()
     assert cluster.join().version == 8

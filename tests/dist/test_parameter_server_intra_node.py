@@ -9,7 +9,7 @@ from parameter_cluster import sgd
 from spawned import run
 from thinwire.systems import parameter_server as ps
 from thinwire.systems.parameter_server import Layout, Service
-from thinwire.systems.parameter_server.buffers import BufferLayout
+from thinwire.systems.parameter_server.layout import BufferLayout
 
 pytestmark = pytest.mark.dist
 UPDATES = 12
@@ -95,5 +95,5 @@ def test_ranks_that_compute_together_are_one_worker_with_the_mean_gradient_bit_f
 
 
 def test_an_unknown_way_to_work_together():
-    with pytest.raises(ValueError, match='"leader" or "collectives"'):
+    with pytest.raises(ValueError, match="use one of leader, collectives"):
         ps.run(build(), [batch(0, 0)], loss, server="127.0.0.1:1", intra_node="ring")

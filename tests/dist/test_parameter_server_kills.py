@@ -48,11 +48,12 @@ def lead(port, number, folder, dies=None):
     import torch
     from parameter_cluster import model, part_of
 
-    from thinwire.systems.link.pair import Pair
+    from thinwire.systems.link.codec import FRAME
+    from thinwire.systems.link.peer import Peer
     from thinwire.systems.parameter_server import Node, Worker
     from thinwire.systems.parameter_server import node as module
     from thinwire.systems.parameter_server.leader import Leader
-    from thinwire.systems.parameter_server.messages import FRAME, Grad, Pull, decode
+    from thinwire.systems.parameter_server.messages import Grad, Pull, decode
 
     torch.set_num_threads(1)
     count = [0]
@@ -74,7 +75,7 @@ def lead(port, number, folder, dies=None):
             return super().on(message, now)
 
     if dies == "in GRAD":  # the header has gone, the tensor never comes
-        send_frame, send_tensor, announced = Pair.send_frame, Pair.send_tensor, threading.local()
+        send_frame, send_tensor, announced = Peer.send_frame, Peer.send_tensor, threading.local()
 
         def sending_frame(pair, frame):
             announced.sum = isinstance(decode(frame[: FRAME.size])[0], Grad)
@@ -85,7 +86,7 @@ def lead(port, number, folder, dies=None):
                 die(6)
             send_tensor(pair, x, seconds)
 
-        Pair.send_frame, Pair.send_tensor = sending_frame, sending_tensor
+        Peer.send_frame, Peer.send_tensor = sending_frame, sending_tensor
     module.Leader = Dying
     node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
     Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()

@@ -49,12 +49,12 @@ def lead(port, number, dies=False):
     import torch
     from parameter_cluster import model, part_of
 
-    from thinwire.systems.link.pair import Pair
+    from thinwire.systems.link.peer import Peer
     from thinwire.systems.parameter_server import Node, Worker
 
     torch.set_num_threads(1)
     pieces = [0]
-    send = Pair.send_tensor
+    send = Peer.send_tensor
 
     def sending(self, x, seconds):
         pieces[0] += x.numel() == 22
@@ -62,7 +62,7 @@ def lead(port, number, dies=False):
             os.kill(os.getpid(), signal.SIGKILL)
         send(self, x, seconds)
 
-    Pair.send_tensor = sending
+    Peer.send_tensor = sending
     node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
     Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
     node.wait(5)

@@ -14,15 +14,13 @@ from parameter_cluster import Cluster, flat, model, part_of, sgd
 
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.hello import VARIABLE, Identity
 from thinwire.systems.link.keys import new_keys
-from thinwire.systems.link.meeting import Meeting, connect
-from thinwire.systems.link.secret import VARIABLE
+from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
-from thinwire.systems.parameter_server.messages import encode
+from thinwire.systems.parameter_server.messages import Ticket, encode
 from thinwire.systems.parameter_server.presets import bsp
-from thinwire.systems.parameter_server.shard_messages import Ticket
 
 pytestmark = pytest.mark.dist
 SECRET = "a secret of this training"
@@ -118,17 +116,17 @@ def test_workers_show_their_nodes_certificate(keys):
 
 def test_a_leader_knows_a_shard_by_its_certificate(keys):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1, keys=keys / "ours")
-    while not (posts := cluster.service.keeper.roster.posts) or not cluster.service.keeper.ready:
+    while not (shards := cluster.service.shards.table.shards) or not cluster.service.shards.ready:
         time.sleep(0.01)
-    (_, _, fingerprint), *_ = json.loads(cluster.service.keeper.roster.addresses())["places"]
+    (_, _, fingerprint), *_ = json.loads(cluster.service.shards.table.addresses())["places"]
     assert fingerprint == Credentials.of(keys / "ours" / "shard0").own().fingerprint
     node1 = Credentials.of(keys / "ours" / "node1")
     hello = encode(Ticket(7))
-    connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned(fingerprint))).close()
+    connect("127.0.0.1", shards[0].port, hello, Identity("node", 1, node1.pinned(fingerprint))).close()
     with pytest.raises(NotAdmitted, match="not the pinned one"):
-        connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned("0" * 64)))
+        connect("127.0.0.1", shards[0].port, hello, Identity("node", 1, node1.pinned("0" * 64)))
     with pytest.raises(NotAdmitted, match="does not accept shards"):
-        connect("127.0.0.1", posts[0].port, hello, Badge("shard", 1, node1.pinned(fingerprint)))
+        connect("127.0.0.1", shards[0].port, hello, Identity("shard", 1, node1.pinned(fingerprint)))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1
 
@@ -137,9 +135,9 @@ def test_keys_go_before_the_secret_of_the_environment_and_not_beside_another(key
     (tmp_path / "secret").write_text(SECRET)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "secret"))
     with Service(model(), bsp(), host="0.0.0.0", keys=str(keys / "ours" / "server")) as service:
-        assert Meeting(f"127.0.0.1:{service.port}", Badge("node", 0, Credentials.of(keys / "ours" / "node0")))
+        assert Caller(f"127.0.0.1:{service.port}", Identity("node", 0, Credentials.of(keys / "ours" / "node0")))
         with pytest.raises(PairError, match="asks for a certificate"):
-            Meeting(f"127.0.0.1:{service.port}", Badge("node", 0))
+            Caller(f"127.0.0.1:{service.port}", Identity("node", 0))
     with pytest.raises(ValueError, match="not both"):
         Service(model(), bsp(), secret=SECRET, keys=keys / "ours" / "server")
     with pytest.raises(ValueError, match=r"server.crt|identity.crt is not a file"):

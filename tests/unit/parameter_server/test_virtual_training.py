@@ -21,7 +21,7 @@ from thinwire.systems.parameter_server.presets import (
     n_softsync,
     ssp,
 )
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps
 
 D = 12
 TARGET = torch.linspace(-1, 1, D)

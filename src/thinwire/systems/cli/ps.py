@@ -66,8 +66,7 @@ def server(
     json: Json = False,
 ) -> None:
     """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes."""
-    from thinwire.systems.cli.ps_tables import live
-    from thinwire.systems.cli.ps_work import check_shards, check_words, make_service, read_secret_file
+    from thinwire.systems.cli.ps_work import check_shards, check_words, live, make_service, read_secret_file
 
     _check_end(updates, gradients)
     check_shards(shards)
@@ -200,8 +199,7 @@ def run(
     """Run a server and its nodes in the lab, over emulated links, with slow nodes and kills."""
     from dataclasses import asdict
 
-    from thinwire.systems.cli.ps_lab import LabSpec, lab_picture, run_lab
-    from thinwire.systems.cli.ps_work import check_shards
+    from thinwire.systems.cli.ps_work import LabSpec, check_shards, lab_picture, run_lab
     from thinwire.tools.pictures import write_picture
 
     _check_end(updates, gradients, seconds)
@@ -260,8 +258,7 @@ def simulate(
     """Predict what a setting would do, in virtual time, next to synchronous all-reduces on the same nodes and links."""
     from rich.console import Console
 
-    from thinwire.systems.cli.ps_tables import predict, prediction_table
-    from thinwire.systems.cli.ps_work import check_shards
+    from thinwire.systems.cli.ps_work import check_shards, predict, prediction_table
 
     check_shards(shards)
     rows = predict(

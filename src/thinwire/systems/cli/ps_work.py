@@ -3,25 +3,183 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.events import python
-from thinwire.tools.cli.errors import RunFailed
+from thinwire.core.events import LastWords, event_in, python, tell_event
+from thinwire.systems.parameter_server.asynchronous import (
+    hierarchical_bytes,
+    hierarchical_seconds,
+    synchronous_step_seconds,
+)
+from thinwire.tools.cli.console import EVERY_SECONDS, plain_table
+from thinwire.tools.cli.errors import RunFailed, exit_code
+from thinwire.tools.lab import parse_delay, parse_rate
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
     from torch import Tensor, nn
 
     from thinwire.systems.parameter_server import Service, Settings, Worker
     from thinwire.systems.parameter_server.outer import Outer
     from thinwire.tools.bench.models.workload import Workload
+    from thinwire.tools.pictures import Picture
+
+
+def status_table(status: dict[str, Any]) -> Table:
+    """Return a table with one line per node, in 80 columns."""
+    table = plain_table(_head(status), ("node", "workers", "rounds seen", "behind", "step", "MB up", "MB down"))
+    for node in status["nodes"]:
+        table.add_row(
+            str(node["node"]), str(node["alive"]), str(node["seen"]),
+            "idle" if node["behind"] < 0 else str(node["behind"]), f"{node['step_seconds']:.3f} s",
+            f"{node['up_bytes'] / 1e6:.1f}", f"{node['down_bytes'] / 1e6:.1f}",
+        )  # fmt: skip
+    counters = status["counters"]
+    words = [f"{name} {counters[name]}" for name in ("joined", "left", "late", "lost") if name in counters]
+    for shard in status["shards"]:
+        bytes_ = f"{shard['up_bytes'] / 1e6:.1f} MB up, {shard['down_bytes'] / 1e6:.1f} down"
+        words.append(f"shard {shard['index']} " + (bytes_ if shard["there"] else "has not connected yet"))
+    table.caption = "; ".join(words)
+    return table
+
+
+def _head(status: dict[str, Any]) -> str:
+    loss = status["loss"]
+    rate = status["gradients"] / max(status["seconds"], 1e-9)
+    return (
+        f"version {status['version']}, {status['gradients']} gradients, {rate:.1f}/s, staleness "
+        f"{status['mean_staleness']:.2f}" + (f", loss {loss:.3f}" if loss is not None else "")
+    )
+
+
+class Screen:
+    """The output of a server's run on stderr: a table that follows its status, and lines that stay above it.
+
+    Args:
+        table: rich's live display; None if stderr is no terminal: then a status line from time to time.
+        console: the console of stderr.
+    """
+
+    def __init__(self, table: Live | None, console: Console) -> None:
+        self._table, self._console = table, console
+        self._told = time.monotonic()
+
+    def status(self, status: dict[str, Any]) -> None:
+        """Show the status, unless all nodes have left: the last table with a node in it stays."""
+        if self._table is not None:
+            if status["nodes"]:
+                self._table.update(status_table(status))
+        elif time.monotonic() - self._told > EVERY_SECONDS:
+            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
+
+    def held_out(self, row: tuple[float, int, float]) -> None:
+        """Print a loss on held-out data: seconds, gradients, value."""
+        self.say(f"{row[0]:.0f} s: held-out loss {row[2]:.3f} after {row[1]} gradients")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._told = time.monotonic()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def live(quiet: bool = False) -> Iterator[Screen]:
+    """Open the screen of a server's run."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        yield Screen(None, console)
+        return
+    with Live(console=console, refresh_per_second=2, transient=False) as table:
+        yield Screen(table, console)
+
+
+def prediction_table(rows: list[dict[str, Any]]) -> Table:
+    """Return a table of what each scheme does per second."""
+    columns = ("scheme", "gradients/s", "updates/s", "staleness, max", "MB a gradient")
+    table = plain_table("predicted in virtual time, not measured", columns, close=True)
+    for row in rows:
+        table.add_row(
+            row["scheme"], f"{row['gradients_per_second']:.2f}", f"{row['updates_per_second']:.2f}",
+            f"{row['mean_staleness']:.2f}, {row['max_staleness']:2d}", f"{row['bytes_per_gradient'] / 1e6:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def predict(
+    settings: str, nodes: int, workers: int, step: float, spread: float, slow: dict[int, float], millions: float,
+    link: str, delay: str, seconds: float, seed: int, shards: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce.
+
+    Raises:
+        ValueError: an impossible number or rate.
+    """
+    from dataclasses import replace
+
+    from thinwire.systems.parameter_server import Link, preset, simulate
+
+    for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value:g}")
+    if spread < 0 or nodes < 1 or workers < 1:
+        raise ValueError("--spread must not be negative, --nodes and --workers at least 1")
+    bits, latency = parse_rate(link), parse_delay(delay)
+    payload = int(4e6 * millions)
+
+    def step_seconds(node: int, worker: int, number: int, rng: random.Random) -> float:
+        return step * slow.get(node, 1.0) * rng.lognormvariate(0.0, spread)
+
+    rows = []
+    for text in dict.fromkeys([settings, "asp", "bsp"]):
+        chosen = replace(preset(text), start_nodes=nodes)
+        wire = Link(latency, bits)
+        trace = simulate(
+            chosen, nodes=nodes, workers=workers, seconds=seconds, step_seconds=step_seconds, link=wire,
+            server_link=wire, payload_bytes=payload, seed=seed, shards=shards,
+        )  # fmt: skip
+        ages = trace.staleness()
+        batches = trace.gradients * chosen.local_update.steps
+        rows.append(
+            {
+                "scheme": text,
+                "gradients_per_second": batches / trace.seconds,
+                "updates_per_second": len(trace.updates) / trace.seconds,
+                "mean_staleness": sum(age * n for age, n in ages.items()) / max(1, sum(ages.values())),
+                "max_staleness": max(ages, default=0),
+                "bytes_per_gradient": (trace.bytes_up + trace.bytes_down) / max(1, batches),
+            }
+        )
+    exchange = hierarchical_seconds(payload, nodes, bits, latency)
+    period = synchronous_step_seconds(step_seconds, nodes, workers, exchange, seed=seed)
+    rows.append(
+        {
+            "scheme": "hierarchical all-reduce",
+            "gradients_per_second": nodes * workers / period,
+            "updates_per_second": 1 / period,
+            "mean_staleness": 0.0,
+            "max_staleness": 0,
+            "bytes_per_gradient": hierarchical_bytes(payload, nodes, workers),
+        }
+    )
+    return rows
+
 
 _RESTARTS = 20
 
@@ -112,7 +270,7 @@ def check_shards(shards: int) -> None:
 
 def check_server(address: str) -> None:
     """Refuse an address whose name nobody knows; one that cannot be looked up at the moment may be known later."""
-    from thinwire.systems.link.meeting import split_address
+    from thinwire.systems.link.listener import split_address
 
     host, port = split_address(address)
     try:
@@ -124,7 +282,7 @@ def check_server(address: str) -> None:
 
 def read_secret_file(path: Path | None) -> bytes | None:
     """Return the secret of ``--secret-file``, if there is one."""
-    from thinwire.systems.link.secret import read_secret
+    from thinwire.systems.link.hello import read_secret
 
     return None if path is None else read_secret(path)
 
@@ -192,7 +350,7 @@ def run_node(
         RunFailed: a worker died too often.
     """
     from thinwire.core.secret_file import VARIABLE
-    from thinwire.systems.link.secret import find_trust
+    from thinwire.systems.link.hello import find_trust
     from thinwire.systems.parameter_server import Node
     from thinwire.tools.bench.models.registry import check_model
 
@@ -291,3 +449,207 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
 def weights_hash(theta: Tensor) -> str:
     """Return a short hash of the bits of the weights."""
     return hashlib.blake2b(theta.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+PORT = 29400
+_AWAY_SECONDS = 1.0  # between a node's death and its return
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    """What to run; see the options of the verb."""
+
+    model: str
+    settings: str
+    outer: str
+    nodes: int
+    workers: int
+    link: str
+    delay: str
+    pace: float
+    slow: list[tuple[int, float]]
+    kill: list[tuple[int, float]]
+    updates: int | None
+    gradients: int | None
+    seconds: float | None
+    evaluate_every: int
+    journal: str | None
+    seed: int
+    timeout: float
+    shards: int = 0
+    keys: str | None = None
+
+    def keys_of(self, name: str) -> Path | None:
+        """Return the directory of the identity of the process with this name."""
+        return None if self.keys is None else Path(self.keys) / name
+
+
+def check_keys(spec: LabSpec) -> None:
+    """Refuse a directory in which an identity is missing.
+
+    Raises:
+        ValueError: an identity is missing.
+    """
+    from thinwire.tools.lab.network import Network
+
+    names = ["server", *(f"shard{i}" for i in range(spec.shards)), *(f"node{i}" for i in range(spec.nodes))]
+    missing = [name for name in names if (own := spec.keys_of(name)) and not (own / "identity.crt").is_file()]
+    if missing:
+        command = f"thinwire keys new {spec.keys} --names {','.join(missing)}"
+        host = f" --host {Network.address(0)}" if "server" in missing else ""
+        raise ValueError(f"{spec.keys} has no identity for {', '.join(missing)}: run {command}{host}")
+
+
+def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
+    """Run it, with the server's table, or a line from time to time, on stderr.
+
+    Raises:
+        RunFailed: the server ended with an error, or time ran out.
+    """
+    from contextlib import ExitStack
+
+    from thinwire.tools import lab
+
+    check_words(spec.model, spec.settings, spec.outer, spec.nodes)
+    check_keys(spec)
+    first = 1 + spec.shards  # the rank of node 0
+    cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
+    result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
+    with ExitStack() as stack:
+        screen = stack.enter_context(live(quiet))
+        screen.say(_begins(spec))
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank != 0:
+                return
+            if "begun" in event:
+                screen.say("first update: seconds count from here")
+            elif "loss_at" in event:
+                result["losses"].append(event["loss_at"])
+                screen.held_out(event["loss_at"])
+            elif "weights" in event:
+                result["weights"] = event["weights"]
+            else:
+                result["status"] = event
+                screen.status(event)
+
+        def on_fault(what: lab.Happening) -> None:
+            node = what.rank - first
+            result["happened"].append([what.seconds, node, what.what])
+            screen.say(f"{what.seconds:.0f} s: node {node} was {what.what}")
+
+        words = LastWords(on_event)
+        command = python("-m", "thinwire.systems.cli.ps_work", json.dumps(asdict(spec)))
+        launched = lab.run(
+            cluster, command, on_line=words, timeout_seconds=spec.timeout, grace_seconds=10.0,
+            faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kill],
+            faults_begin=lambda rank, text: rank == 0 and "begun" in (event_in(text)[0] or {}), on_fault=on_fault,
+        )  # fmt: skip
+    if launched.exit_codes[0] or result["status"] is None or launched.exit_code == 124:
+        raise RunFailed(words.after(f"the server ended with exit code {launched.exit_code}"))
+    result["note"] = launched.note
+    result["node_bytes"] = {"sent": launched.sent_bytes, "received": launched.received_bytes}
+    return result
+
+
+def _begins(spec: LabSpec) -> str:
+    """Say what is started, and when it ends."""
+    ends = ((spec.seconds, "s of training"), (spec.updates, "updates"), (spec.gradients, "gradients"))
+    most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
+    shards = f"{spec.shards} shards, " if spec.shards else ""
+    return (
+        f"starting a server, {shards}{spec.nodes} nodes of {spec.workers} worker(s), link {spec.link}: "
+        f"{spec.model} with {spec.settings}, {most}"
+    )
+
+
+def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
+    """Draw the held-out loss against seconds since the first update, with slow nodes and events marked."""
+    from thinwire.tools.pictures import Mark, Panel, Picture, Series
+
+    seconds, _, losses = zip(*result["losses"])
+    slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slow)
+    panel = Panel(
+        "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
+        tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
+    )  # fmt: skip
+    return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.link}{slow}", (panel,))
+
+
+def main(text: str) -> None:
+    """Run one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
+
+    spec = LabSpec(**json.loads(text))
+    rank, server = int(os.environ["RANK"]), f"{os.environ['MASTER_ADDR']}:{PORT}"
+    if rank == 0:
+        _serve(spec)
+    elif rank <= spec.shards:
+        run_shard(server, rank - 1, None, 0, None, host=_host(), keys=spec.keys_of(f"shard{rank - 1}"))
+    else:
+        _work(spec, rank - 1 - spec.shards, server)
+
+
+def _host() -> str:
+    """Return where to listen: at all addresses of an emulated machine. Without keys, all ranks share a lab secret."""
+    from thinwire.systems.link.hello import is_loopback
+
+    return "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
+
+
+def _serve(spec: LabSpec) -> None:
+    from thinwire.systems.parameter_server import Layout, Status
+
+    workload = build(spec.model, spec.seed)
+    layout = Layout.of(workload.model)
+    began: list[float] = []
+
+    def held_out(seconds: float, gradients: int) -> None:
+        if (value := workload.held_out_loss()) is not None:
+            tell_event({"loss_at": [seconds, gradients, value]})
+
+    def on_update(version: int, theta: Any) -> None:
+        now = time.monotonic()
+        if not began:
+            tell_event({"begun": True})
+            held_out(0.0, 0)
+            began.append(now)
+            return
+        layout.write(theta, workload.model)
+        service.buffers.write(workload.model)
+        held_out(now - began[0], service.machine.counters["applied"])
+
+    def on_status(status: Status) -> None:
+        tell_event(status.to_dict())
+        if spec.seconds is not None and began and time.monotonic() - began[0] > spec.seconds:
+            service.stop()
+
+    service = make_service(
+        spec.model, spec.settings, spec.outer, port=PORT, host=_host(), keys=spec.keys_of("server"),
+        nodes=spec.nodes, shards=spec.shards,
+        updates=spec.updates, gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
+        on_update_every=spec.evaluate_every, on_status=on_status,
+    )  # fmt: skip
+    status = service.run()
+    ended = time.monotonic()
+    final = {**status.to_dict(), "training_seconds": ended - began[0] if began else 0.0}
+    tell_event({"weights": weights_hash(layout.flat(service.model))})
+    tell_event(final)
+
+
+def _work(spec: LabSpec, number: int, server: str) -> None:
+
+    slowdown = dict(spec.slow).get(number, 1.0)
+    run_node(
+        server, spec.model, number, spec.workers, slowdown=max(1.0, slowdown), pace=spec.pace, seed=spec.seed,
+        keys=spec.keys_of(f"node{number}"),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except (RuntimeError, ValueError) as error:
+        if exit_code(error) is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

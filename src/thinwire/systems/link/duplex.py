@@ -72,17 +72,17 @@ class Duplex:
         self._room = memoryview(bytearray(_ROOM))
         with self._in_use():
             try:
-                while not cipher.shake():
-                    self._send(memoryview(cipher.seal(nothing)), end)
+                while not cipher.handshake_step():
+                    self._send(memoryview(cipher.encrypt(nothing)), end)
                     self._feed(cipher, end)
             except NotAdmitted:
                 with contextlib.suppress(PairError):  # tell the other side why, if it still listens
-                    self._send(memoryview(cipher.seal(nothing)), min(end, end_of(1.0)))
+                    self._send(memoryview(cipher.encrypt(nothing)), min(end, end_of(1.0)))
                 raise
-            self._send(memoryview(cipher.seal(nothing)), end)
+            self._send(memoryview(cipher.encrypt(nothing)), end)
         self._cipher, self.shown = cipher, cipher.shown()
 
-    def look(self, end: float) -> bytes:
+    def peek(self, end: float) -> bytes:
         """Return the first received byte without consuming it."""
         with self._in_use():
             return self._when_ready(self._in, end, partial(self._socket.recv, 1, socket.MSG_PEEK))
@@ -104,7 +104,7 @@ class Duplex:
             while view:
                 if cipher is None:
                     count = self._receive(view, end)
-                elif not (count := cipher.open_into(view)):
+                elif not (count := cipher.decrypt_into(view)):
                     self._feed(cipher, end)
                 view = view[count:]
 
@@ -115,10 +115,10 @@ class Duplex:
             cipher = self._cipher
             if cipher is None:
                 return bytes(room[: self._receive(room, end)])
-            count = cipher.open_into(room)  # what came together with the end of the handshake
+            count = cipher.decrypt_into(room)  # what came together with the end of the handshake
             if not count:
                 self._feed(cipher, end)
-                count = cipher.open_into(room)
+                count = cipher.decrypt_into(room)
             return bytes(room[:count])
 
     def write(self, data: bytes | bytearray | memoryview, end: float) -> None:
@@ -133,7 +133,7 @@ class Duplex:
                 self._send(view, end)
                 return
             while view:
-                self._send(memoryview(self._cipher.seal(view[:_BURST])), end)
+                self._send(memoryview(self._cipher.encrypt(view[:_BURST])), end)
                 view = view[_BURST:]
 
     @property

@@ -105,7 +105,7 @@ class Cipher:
         )
         self._lock = threading.Lock()  # OpenSSL's object must not be used by two threads at once
 
-    def shake(self) -> bool:
+    def handshake_step(self) -> bool:
         """Continue the handshake; return whether it is complete.
 
         Raises:
@@ -132,7 +132,7 @@ class Cipher:
         fingerprint = _fingerprint(self._tls.getpeercert(True) or b"")
         return Certificate(str(names[0]) if names else fingerprint, fingerprint)
 
-    def seal(self, data: memoryview) -> bytes:
+    def encrypt(self, data: memoryview) -> bytes:
         """Encrypt ``data``; return the bytes to send, including outstanding ones of the handshake."""
         with self._lock:
             if data:
@@ -144,7 +144,7 @@ class Cipher:
         with self._lock:
             self._arrived.write(data)
 
-    def open_into(self, view: memoryview) -> int:
+    def decrypt_into(self, view: memoryview) -> int:
         """Decrypt received data into ``view`` and return the number of bytes; an incomplete record waits.
 
         Raises:

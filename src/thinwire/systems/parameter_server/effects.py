@@ -67,10 +67,7 @@ class Contribution:
     """A sum that goes into an update.
 
     Attributes:
-        node, member: where it came from.
-        rows: the gradients in it.
-        scale: factor for the tensor.
-        weight: what it adds to the divisor.
+        scale: factor for the tensor. weight: what it adds to the divisor.
         tensor: the sum; None if all gradients were dropped, or if the state machines run without tensors.
     """
 

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.core.durable import write_whole
-from thinwire.systems.parameter_server.aggregate import Aggregator
 from thinwire.systems.parameter_server.effects import Apply, Contribution
-from thinwire.systems.parameter_server.local_work import LocalWork
+from thinwire.systems.parameter_server.leader import Aggregator
 from thinwire.systems.parameter_server.messages import Row
-from thinwire.systems.parameter_server.outer import Master, Outer
+from thinwire.systems.parameter_server.outer import FlatWeights, Outer
 from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.worker import LocalWork
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def replay(
         raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
     if getattr(settings.local_update, "balance", False):
         raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
-    master = Master(parameters, outer, settings, full)
-    history = {0: master.theta.clone()}
+    weights = FlatWeights(parameters, outer, settings, full)
+    history = {0: weights.snapshot}
     last_use = _last_use(journal.updates)
     work: dict[tuple[int, int], LocalWork] = {}
 
@@ -195,13 +195,13 @@ def replay(
         for part in update.parts:
             total = _again(part, update.version, settings, compute)
             contributions.append(Contribution(part.node, part.member, part.rows, part.scale, part.weight, total))
-        master.apply(contributions)
+        weights.apply(contributions)
         version = update.version + 1
-        history[version] = master.theta.clone()
+        history[version] = weights.snapshot
         for old in [base for base in history if last_use.get(base, -1) < version and base != version]:
             del history[old]
         on_update(version)
-    return master.theta
+    return weights.theta
 
 
 def _again(part: Part, version: int, settings: Settings, compute: Callable[[Part, Row], Tensor]) -> Tensor | None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps, Settings
 
 
 def inhad(max_staleness: int | None = 4, update_every: int | str = "nodes/2", **options: Any) -> Settings:

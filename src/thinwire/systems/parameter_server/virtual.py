@@ -3,26 +3,167 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from thinwire.systems.parameter_server.connection import SLOWEST
+from thinwire.systems.link.codec import FRAME
+from thinwire.systems.link.peer import SLOWEST
 from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Leave, Report, Send, Start
 from thinwire.systems.parameter_server.journal import Journal, Update
 from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.local_work import LocalWork
-from thinwire.systems.parameter_server.messages import FRAME, Grad, Hello, Message, Weights
-from thinwire.systems.parameter_server.outer import Master, Outer, default_outer
-from thinwire.systems.parameter_server.scenario import Fault, Link, Trace
+from thinwire.systems.parameter_server.messages import Grad, Hello, Message, Piece, Weights
+from thinwire.systems.parameter_server.outer import FlatWeights, Outer, default_outer
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.shard_messages import Piece
-from thinwire.systems.parameter_server.virtual_shards import Ends, VirtualShards
+from thinwire.systems.parameter_server.shards import Assembly
 from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
+from thinwire.systems.parameter_server.worker import LocalWork
+
+Ends = dict[tuple[str, int], Assembly]
+"""The assemblies of one node's connections, by way ("up", "down") and member."""
+
+
+class VirtualShards:
+    """The shards of a simulation. A message between shard and server takes the server link's latency.
+
+    Args:
+        count: k.
+        settings: of the run.
+        link: of the server, and of each shard.
+        payload_bytes: of a whole tensor.
+
+    Attributes:
+        cards: (to it, from it) of each shard.
+        sizes: bytes of each piece, with its frame.
+        hop_seconds: time of a message between a shard and the server.
+    """
+
+    def __init__(self, count: int, settings: Settings, link: Link, payload_bytes: int) -> None:
+        if count < 0:
+            raise ValueError(f"shards={count!r} must be at least 0")
+        self._settings = settings
+        self.cards = [(Card(link.bits_per_second), Card(link.bits_per_second)) for _ in range(count)]
+        ends = [payload_bytes * i // max(count, 1) for i in range(count + 1)]
+        self.sizes = [FRAME.size + end - first for first, end in pairwise(ends)]
+        self.hop_seconds = link.latency_seconds
+        self.seconds = settings.lease_seconds + payload_bytes / SLOWEST
+
+    def __len__(self) -> int:
+        return len(self.cards)
+
+    def assembly(self, ends: Ends, way: str, message: Message | Piece) -> Assembly:
+        """Return the assembly at one end of one membership."""
+        key = way, getattr(message, "member", 0)
+        if key not in ends:
+            ends[key] = Assembly(len(self), self._settings.channels == 1)
+        return ends[key]
+
+    def whole(self, assembly: Assembly, message: Message | Piece, shard: int, now: float) -> list[Message]:
+        """Return the messages that are complete and next in order, after this message or piece has come."""
+        if isinstance(message, Piece):
+            ready = assembly.piece(message.number, shard, None, now)
+        else:
+            ready = assembly.message(message, self.number(message), self.seconds, now)
+        return [message for message, _ in ready]
+
+    @staticmethod
+    def number(message: Message) -> int | None:
+        """Return the number of a message's pieces; None: it has none."""
+        if isinstance(message, Weights) and not message.same:
+            return message.grant
+        return message.seq if isinstance(message, Grad) and message.rows else None
+
+    def pieces(self, message: Message) -> list[tuple[int, Piece, int]]:
+        """Return (shard, piece, bytes) for each piece of a message."""
+        number = self.number(message)
+        if number is None:
+            return []
+        member: int = message.member  # type: ignore[union-attr]
+        return [(index, Piece(member, number), size) for index, size in enumerate(self.sizes)]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A node's link to the server.
+
+    Attributes:
+        latency_seconds: one way.
+        bits_per_second: of the node's network card, in each direction; None: no limit.
+        jitter: draws how many seconds a message takes longer.
+    """
+
+    latency_seconds: float = 0.0005
+    bits_per_second: float | None = None
+    jitter: Callable[[random.Random], float] | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a node.
+
+    Attributes:
+        at_seconds: when.
+        kind: "kill" (the leader, or one ``worker``), "return" (after a kill), "pause" (for ``for_seconds``), or "cut"
+            (the connection).
+    """
+
+    at_seconds: float
+    kind: str
+    node: int
+    worker: int | None = None
+    for_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("kill", "return", "pause", "cut"):
+            raise ValueError(f'kind={self.kind!r} is unknown; use "kill", "return", "pause" or "cut"')
+
+
+@dataclass
+class Trace:
+    """The result of a simulation.
+
+    Attributes:
+        seconds: virtual time at the end.
+        updates: (version, at seconds, [(node, worker, step, base)]).
+        parameters: the final weights; None without tensors.
+        bytes_up, bytes_down: to and from the server, including frames.
+        messages: how many, by kind.
+        counters: the server's.
+        finished: submissions that workers have completed.
+        journal: see :mod:`journal`.
+        losses: (at seconds, value) as returned by ``evaluate``.
+    """
+
+    seconds: float = 0.0
+    updates: list[tuple[int, float, list[tuple[int, int, int, int]]]] = field(default_factory=list)
+    parameters: Tensor | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    finished: int = 0
+    journal: Journal | None = None
+    losses: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def gradients(self) -> int:
+        """Number of applied gradients."""
+        return sum(len(rows) for _, _, rows in self.updates)
+
+    @property
+    def bytes_per_gradient(self) -> float:
+        """Bytes up and down per applied gradient."""
+        return (self.bytes_up + self.bytes_down) / max(1, self.gradients)
+
+    def staleness(self) -> Counter[int]:
+        """Count the applied gradients by their age in versions."""
+        return Counter(version - base for version, _, rows in self.updates for *_, base in rows)
+
 
 _LINK = Link()  # an immutable default
 
@@ -103,8 +244,7 @@ class _Simulation:
         self.lines: list[Update] = []
         self.member_node: dict[int, int] = {}
         outer = outer or default_outer(settings, nodes)
-        self.master = None if parameters is None else Master(parameters, outer, settings, nodes * workers)
-        self.snapshot = None if self.master is None else self.master.theta.clone()
+        self.weights = None if parameters is None else FlatWeights(parameters, outer, settings, nodes * workers)
         self.nodes = [_Node(self, n, link(n) if callable(link) else link) for n in range(nodes)]
         self.ended = False
         self._joining = 0
@@ -133,7 +273,7 @@ class _Simulation:
                 node = self.nodes[self.member_node[effect.member]]
                 message = effect.message
                 if isinstance(message, Weights) and not message.same:
-                    message = replace(message, tensor=self.snapshot)
+                    message = replace(message, tensor=None if self.weights is None else self.weights.snapshot)
                 self.send(node, "down", message)
             elif isinstance(effect, Apply):
                 self.trace.updates.append(
@@ -147,9 +287,8 @@ class _Simulation:
                 self.time.after(self.apply_seconds, lambda effect=effect: self.apply(effect))  # type: ignore[misc]
 
     def apply(self, effect: Apply) -> None:
-        if self.master is not None:
-            self.master.apply(effect.contributions)
-            self.snapshot = self.master.theta.clone()
+        if self.weights is not None:
+            self.weights.apply(effect.contributions)
         self.server_does(self.server.applied(self.time.now))
 
     def leader(self, node: _Node, effects: Sequence[Effect]) -> None:
@@ -384,11 +523,11 @@ def simulate(
     )  # fmt: skip
     for fault in faults:
         sim.time.after(fault.at_seconds, lambda fault=fault: sim.fault(fault))  # type: ignore[misc]
-    if evaluate is not None and sim.master is not None:
-        master = sim.master
+    if evaluate is not None and sim.weights is not None:
+        weights = sim.weights
 
         def look() -> None:
-            sim.trace.losses.append((sim.time.now, evaluate(master.theta)))
+            sim.trace.losses.append((sim.time.now, evaluate(weights.theta)))
             sim.time.after(evaluate_seconds, look)
 
         sim.time.after(0.0, look)
@@ -408,6 +547,6 @@ def simulate(
     trace.updates = trace.updates[: sim.server.version]
     trace.seconds = sim.time.now
     trace.counters = sim.server.counters
-    trace.parameters = None if sim.master is None else sim.master.theta.clone()
+    trace.parameters = None if sim.weights is None else sim.weights.theta.clone()
     trace.journal = Journal(settings, {"seed": seed, "nodes": nodes}, tuple(sim.lines[: sim.server.version]))
     return trace

@@ -8,9 +8,9 @@ import warnings
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from thinwire.systems.link.door import HELLO_SECONDS, check_port
 from thinwire.systems.link.duplex import Duplex, dial
-from thinwire.systems.link.secret import is_loopback
+from thinwire.systems.link.hello import is_loopback
+from thinwire.systems.link.listener import HELLO_SECONDS, check_port
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.split.edge import EdgeEnd, printable
 from thinwire.systems.split.errors import FrameError, LinkError, LinkTimeout, SessionError, TrustError

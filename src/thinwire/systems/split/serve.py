@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from thinwire.core.sockets import not_for_children, readable
-from thinwire.systems.link.door import HELLO_SECONDS, Door
 from thinwire.systems.link.duplex import Duplex
 from thinwire.systems.link.errors import PairError
+from thinwire.systems.link.listener import HELLO_SECONDS, ListeningPort
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.split.edge import printable
 from thinwire.systems.split.errors import FrameError, LinkError, SessionError, SplitError
@@ -87,7 +87,7 @@ class CloudServer:
         # readable when a newcomer's hello has been read, or at an end of file, when this server is closed
         self._bell, self._ring = map(not_for_children, socket.socketpair())
         try:
-            self._door = Door(self.port, self.host, self._hear, self.hello_seconds, MOST)
+            self._door = ListeningPort(self.port, self.host, self._hear, self.hello_seconds, MOST)
         except (PairError, ValueError) as error:
             self._bell.close()
             self._ring.close()
