@@ -1,4 +1,7 @@
-"""The verbs of ``thinwire ps`` within one process: serve, keep a shard, lead a node, work, replay."""
+"""What the verbs of ``thinwire ps`` do: serve, hold a shard, lead a node, work, replay, predict, run it all in the lab.
+
+As a module, it is one process of ``thinwire ps run``.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,279 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from torch import Tensor, nn
 
 from thinwire.core.events import LastWords, event_in, python, tell_event
-from thinwire.systems.parameter_server.asynchronous import (
-    hierarchical_bytes,
-    hierarchical_seconds,
-    synchronous_step_seconds,
+from thinwire.core.pricing.checks import check_number
+from thinwire.core.secret_file import VARIABLE
+from thinwire.systems.link.hello import find_trust, is_loopback, read_secret
+from thinwire.systems.link.listener import split_address
+from thinwire.systems.parameter_server import (
+    DelayedNesterov,
+    Journal,
+    Layout,
+    Link,
+    Node,
+    Service,
+    Settings,
+    Shard,
+    Status,
+    Worker,
+    preset,
+    replay,
+    simulate,
 )
-from thinwire.tools.cli.console import EVERY_SECONDS, plain_table
+from thinwire.systems.parameter_server.outer import Outer, default_outer
+from thinwire.tools import lab
+from thinwire.tools.bench.models.registry import build_model, check_model
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.cli.console import EVERY_SECONDS, plain_table, progress
 from thinwire.tools.cli.errors import RunFailed, exit_code
-from thinwire.tools.lab import parse_delay, parse_rate
+from thinwire.tools.lab.network import Network
+from thinwire.tools.pictures import Mark, Panel, Picture, Series
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
-    from torch import Tensor, nn
+PORT = 29400
+BACKWARD_SHARE = 2 / 3
+"""Share of a step that a good all-reduce can hide behind (assumed)."""
+_RESTARTS = 20
+_AWAY_SECONDS = 1.0  # between a node's death and its return
 
-    from thinwire.systems.parameter_server import Service, Settings, Worker
-    from thinwire.systems.parameter_server.outer import Outer
-    from thinwire.tools.bench.models.workload import Workload
-    from thinwire.tools.pictures import Picture
+
+# --- words of the command line ----------------------------------------------------------------------------------------
+
+
+def read_outer(text: str) -> Outer | None:
+    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None.
+
+    Raises:
+        ValueError: there is no such optimizer or option.
+    """
+    if text == "auto":
+        return None
+
+    def with_betas(kind: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda p, beta1=0.9, beta2=0.999, **options: kind(p, betas=(float(beta1), float(beta2)), **options)
+
+    kinds: dict[str, Callable[..., Any]] = {
+        "sgd": torch.optim.SGD,
+        "adam": with_betas(torch.optim.Adam),
+        "adamw": with_betas(torch.optim.AdamW),
+        "delayed_nesterov": DelayedNesterov,
+    }
+    name, options = split_options(text)
+    if name not in kinds:
+        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, kinds)}")
+
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = kinds[name](params, **options)
+        return made
+
+    try:
+        make([torch.zeros(1)])
+    except TypeError as error:
+        raise ValueError(f"--outer {text}: {error}") from error
+    return make
+
+
+def read_settings(text: str, nodes: int) -> Settings:
+    """Return a preset that waits for that many nodes."""
+    return replace(preset(text), start_nodes=nodes)
+
+
+def check_words(model: str, settings: str, outer: str, nodes: int, shards: int) -> None:
+    """Refuse impossible settings before any output or process."""
+    check_shards(shards)
+    check_model(model)
+    read_settings(settings, nodes)
+    read_outer(outer)
+
+
+def check_shards(shards: int) -> None:
+    if shards < 0:
+        raise ValueError(f"--shards {shards} must be at least 0")
+
+
+def check_server(address: str) -> None:
+    """Refuse an address whose name nobody knows; one that cannot be looked up at the moment may be known later."""
+    host, port = split_address(address)
+    try:
+        socket.getaddrinfo(host, port)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN:
+            raise ValueError(f"server {address}: the name {host!r} has no address: {error.strerror}") from error
+
+
+def read_secret_file(path: Path | None) -> bytes | None:
+    """Return the secret of ``--secret-file``, if there is one."""
+    return None if path is None else read_secret(path)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def build(model: str, seed: int) -> Workload:
+    """Build a model of the bench, with one thread."""
+    torch.set_num_threads(1)
+    return build_model(model, seed)
+
+
+def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
+    """Build the server of a model of the bench."""
+    facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
+    return Service(
+        build(model, seed).model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer,
+        nodes=nodes, facts=facts, **options,
+    )  # fmt: skip
+
+
+def run_shard(
+    server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, **options: Any
+) -> dict[str, Any]:
+    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect.
+
+    Raises:
+        ValueError: invalid options, or a checkpoint that is not the server's.
+    """
+    torch.set_num_threads(1)
+    if index < 0:
+        raise ValueError(f"--index {index} must be at least 0")
+    check_server(server)
+    made, words = (None, _published) if outer is None else (read_outer(outer), None)
+    shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
+    print(f"shard {index}, for the server at {server}", file=sys.stderr, flush=True)
+    return {"index": index, "version": shard.run()}
+
+
+def _published(words: str) -> Outer | None:
+    """Build the optimizer that a server's text describes."""
+    if not words:
+        raise ValueError("the server's optimizer was made in Python: give --outer, or use parameter_server.serve_shard")
+    return read_outer(words)
+
+
+def rank_of(node: int, worker: int) -> int:
+    """Return which part of the data a worker draws."""
+    return 64 * node + worker
+
+
+def make_worker(
+    leader: Node | str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int, **trust: Any
+) -> Worker:
+    """Build a worker on a model of the bench; ``trust``: its secret or keys."""
+    workload = build(model, seed)
+
+    def loss(network: nn.Module, step: int) -> Tensor:
+        return workload.loss(network, step, rank_of(node, number))
+
+    return Worker(
+        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, **trust
+    )
+
+
+def run_node(
+    server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
+    seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run a leader with its workers: one in this process, or several in their own processes.
+
+    Raises:
+        RunFailed: a worker died too often.
+    """
+    if workers < 1:
+        raise ValueError(f"--workers {workers} must be at least 1")
+    if number is None:
+        number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
+    check_server(server)
+    check_model(model)
+    secret = read_secret_file(secret_file)
+    find_trust(secret, keys)  # refuses unusable secrets or keys before any output
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if secret_file is not None:
+        environment[VARIABLE] = str(secret_file.absolute())
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    node, end = None, "training has ended"
+    print(f"node {number}, for the server at {server}", file=sys.stderr, flush=True)
+    try:
+        node = Node(server, number, workers, secret=secret, keys=keys)
+        if workers == 1:
+            worker = make_worker(
+                node, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, secret=secret, keys=keys
+            )
+            stats = worker.run()
+            node.wait(5.0)
+            return {"node": number, "end": end, "submissions": stats.submissions, "restarts": 0}
+        restarts = -workers
+        while not node.wait(0.2):
+            for k in range(workers):
+                if k not in children or children[k].poll() is not None:
+                    restarts += 1
+                    if restarts > _RESTARTS:
+                        raise RunFailed(f"workers of node {number} died {restarts} times; see their output above")
+                    command = python("-c", "from thinwire.tools.cli.main import run; run()", "ps", "worker")
+                    command += [node.address, str(k), model, str(number)]
+                    command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
+                    command += [] if keys is None else ["--keys", str(keys)]
+                    children[k] = subprocess.Popen(command, env=environment)
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until and any(child.poll() is None for child in children.values()):
+            time.sleep(0.05)
+        return {"node": number, "end": end, "restarts": restarts}
+    finally:
+        if node is not None:
+            node.close()
+        for child in children.values():
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+
+def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
+    """Repeat a recorded run of a bench model.
+
+    Raises:
+        ValueError: it is not a journal, or one of another program.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the file that --journal wrote")
+    journal = Journal.read(path)
+    facts = journal.facts
+    if "model" not in facts:
+        raise ValueError(
+            f"{path} does not say which model it belongs to: replay it in Python, see parameter_server.replay"
+        )
+    workload = build(facts["model"], facts["seed"])
+    network, layout = workload.model, Layout.of(workload.model)
+
+    def gradient(theta: Tensor, node: int, worker: int, batch: int) -> Tensor:
+        layout.write(theta, network)
+        network.zero_grad()
+        workload.loss(network, batch, rank_of(node, worker)).backward()
+        return layout.gradient(network)
+
+    outer = read_outer(facts["outer"]) or default_outer(journal.settings, facts["nodes"])
+    with progress("updates", len(journal.updates)) as shown:
+        theta = replay(journal, layout.flat(network), gradient, outer, full=facts["nodes"], on_update=shown)
+    if out is not None:
+        torch.save({"theta": theta, "version": len(journal.updates)}, out)
+    digest = weights_hash(theta)
+    return {"updates": len(journal.updates), "hash": digest, "deterministic": journal.settings.deterministic}
+
+
+def weights_hash(theta: Tensor) -> str:
+    """Return a short hash of the bits of the weights."""
+    return hashlib.blake2b(theta.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
 
 
 def status_table(status: dict[str, Any]) -> Table:
@@ -86,10 +338,6 @@ class Screen:
         elif time.monotonic() - self._told > EVERY_SECONDS:
             self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
 
-    def held_out(self, row: tuple[float, int, float]) -> None:
-        """Print a loss on held-out data: seconds, gradients, value."""
-        self.say(f"{row[0]:.0f} s: held-out loss {row[2]:.3f} after {row[1]} gradients")
-
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self._told = time.monotonic()
@@ -99,15 +347,15 @@ class Screen:
 @contextmanager
 def live(quiet: bool = False) -> Iterator[Screen]:
     """Open the screen of a server's run."""
-    from rich.console import Console
-    from rich.live import Live
-
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield Screen(None, console)
         return
     with Live(console=console, refresh_per_second=2, transient=False) as table:
         yield Screen(table, console)
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
 
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
@@ -131,17 +379,14 @@ def predict(
     Raises:
         ValueError: an impossible number or rate.
     """
-    from dataclasses import replace
-
-    from thinwire.systems.parameter_server import Link, preset, simulate
-
+    check_shards(shards)
     for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
         if not value > 0:
             raise ValueError(f"{name} must be above 0, not {value:g}")
     if spread < 0 or nodes < 1 or workers < 1:
         raise ValueError("--spread must not be negative, --nodes and --workers at least 1")
-    bits, latency = parse_rate(link), parse_delay(delay)
-    payload = int(4e6 * millions)
+    bits, latency = lab.parse_rate(link), lab.parse_delay(delay)
+    payload, wire = int(4e6 * millions), Link(latency, bits)
 
     def step_seconds(node: int, worker: int, number: int, rng: random.Random) -> float:
         return step * slow.get(node, 1.0) * rng.lognormvariate(0.0, spread)
@@ -149,310 +394,68 @@ def predict(
     rows = []
     for text in dict.fromkeys([settings, "asp", "bsp"]):
         chosen = replace(preset(text), start_nodes=nodes)
-        wire = Link(latency, bits)
         trace = simulate(
             chosen, nodes=nodes, workers=workers, seconds=seconds, step_seconds=step_seconds, link=wire,
             server_link=wire, payload_bytes=payload, seed=seed, shards=shards,
         )  # fmt: skip
         ages = trace.staleness()
         batches = trace.gradients * chosen.local_update.steps
-        rows.append(
-            {
-                "scheme": text,
-                "gradients_per_second": batches / trace.seconds,
-                "updates_per_second": len(trace.updates) / trace.seconds,
-                "mean_staleness": sum(age * n for age, n in ages.items()) / max(1, sum(ages.values())),
-                "max_staleness": max(ages, default=0),
-                "bytes_per_gradient": (trace.bytes_up + trace.bytes_down) / max(1, batches),
-            }
-        )
+        mean = sum(age * n for age, n in ages.items()) / max(1, sum(ages.values()))
+        traffic = (trace.bytes_up + trace.bytes_down) / max(1, batches)
+        rates = batches / trace.seconds, len(trace.updates) / trace.seconds
+        rows.append(_row(text, *rates, mean, max(ages, default=0), traffic))
     exchange = hierarchical_seconds(payload, nodes, bits, latency)
     period = synchronous_step_seconds(step_seconds, nodes, workers, exchange, seed=seed)
-    rows.append(
-        {
-            "scheme": "hierarchical all-reduce",
-            "gradients_per_second": nodes * workers / period,
-            "updates_per_second": 1 / period,
-            "mean_staleness": 0.0,
-            "max_staleness": 0,
-            "bytes_per_gradient": hierarchical_bytes(payload, nodes, workers),
-        }
-    )
-    return rows
+    traffic = hierarchical_bytes(payload, nodes, workers)
+    return [*rows, _row("hierarchical all-reduce", nodes * workers / period, 1 / period, 0.0, 0, traffic)]
 
 
-_RESTARTS = 20
-
-
-def build(model: str, seed: int) -> Workload:
-    """Build a model of the bench, with one thread."""
-    import torch
-
-    from thinwire.tools.bench.models.registry import build_model
-
-    torch.set_num_threads(1)
-    return build_model(model, seed)
-
-
-def read_outer(text: str) -> Outer | None:
-    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None.
-
-    Raises:
-        ValueError: there is no such optimizer or option.
-    """
-    import torch
-
-    from thinwire.systems.parameter_server import DelayedNesterov
-    from thinwire.tools.bench.words import nearest, split_options
-
-    if text == "auto":
-        return None
-
-    def with_betas(kind: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda p, beta1=0.9, beta2=0.999, **options: kind(p, betas=(float(beta1), float(beta2)), **options)
-
-    kinds: dict[str, Callable[..., Any]] = {
-        "sgd": torch.optim.SGD,
-        "adam": with_betas(torch.optim.Adam),
-        "adamw": with_betas(torch.optim.AdamW),
-        "delayed_nesterov": DelayedNesterov,
+def _row(scheme: str, gradients: float, updates: float, mean: float, most: int, traffic: float) -> dict[str, Any]:
+    return {
+        "scheme": scheme,
+        "gradients_per_second": gradients,
+        "updates_per_second": updates,
+        "mean_staleness": mean,
+        "max_staleness": most,
+        "bytes_per_gradient": traffic,
     }
-    name, options = split_options(text)
-    if name not in kinds:
-        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, kinds)}")
-
-    def make(params: list[Tensor]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = kinds[name](params, **options)
-        return made
-
-    try:
-        make([torch.zeros(1)])
-    except TypeError as error:
-        raise ValueError(f"--outer {text}: {error}") from error
-    return make
 
 
-def read_settings(text: str, nodes: int) -> Settings:
-    """Return a preset that waits for that many nodes."""
-    from dataclasses import replace
+def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
+    """Return bytes per gradient, sent and received by all cards together, for a ring over nodes after a sum in each.
 
-    from thinwire.systems.parameter_server import preset
-
-    return replace(preset(text), start_nodes=nodes)
-
-
-def check_words(model: str, settings: str, outer: str, nodes: int) -> None:
-    """Refuse impossible settings before any output or process."""
-    from thinwire.tools.bench.models.registry import check_model
-
-    check_model(model)
-    read_settings(settings, nodes)
-    read_outer(outer)
-
-
-def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
-    """Build the server of a model of the bench."""
-    from thinwire.systems.parameter_server import Service
-
-    workload = build(model, seed)
-    facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
-    return Service(
-        workload.model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer, nodes=nodes,
-        facts=facts, **options,
-    )  # fmt: skip
-
-
-def check_shards(shards: int) -> None:
-    """Refuse an impossible number."""
-    if shards < 0:
-        raise ValueError(f"--shards {shards} must be at least 0")
-
-
-def check_server(address: str) -> None:
-    """Refuse an address whose name nobody knows; one that cannot be looked up at the moment may be known later."""
-    from thinwire.systems.link.listener import split_address
-
-    host, port = split_address(address)
-    try:
-        socket.getaddrinfo(host, port)
-    except socket.gaierror as error:
-        if error.errno != socket.EAI_AGAIN:
-            raise ValueError(f"server {address}: the name {host!r} has no address: {error.strerror}") from error
-
-
-def read_secret_file(path: Path | None) -> bytes | None:
-    """Return the secret of ``--secret-file``, if there is one."""
-    from thinwire.systems.link.hello import read_secret
-
-    return None if path is None else read_secret(path)
-
-
-def run_shard(
-    server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, **options: Any
-) -> dict[str, Any]:
-    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect.
-
-    Raises:
-        ValueError: invalid options, or a checkpoint that is not the server's.
+    Example:
+        >>> hierarchical_bytes(4e6, 4, 4)
+        1500000.0
     """
-    import torch
-
-    from thinwire.systems.parameter_server import Shard
-
-    torch.set_num_threads(1)
-    if index < 0:
-        raise ValueError(f"--index {index} must be at least 0")
-    check_server(server)
-    made = None if outer is None else read_outer(outer)
-    words = _published if outer is None else None
-    shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
-    print(f"shard {index}, for the server at {server}", file=sys.stderr, flush=True)
-    return {"index": index, "version": shard.run()}
+    return 2 * model_bytes * (nodes - 1) / (nodes * workers)
 
 
-def _published(words: str) -> Outer | None:
-    """Build the optimizer that a server's text describes."""
-    if not words:
-        raise ValueError("the server's optimizer was made in Python: give --outer, or use parameter_server.serve_shard")
-    return read_outer(words)
+def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
+    """Return the time of a ring all-reduce over the nodes' network cards, without the work inside a node."""
+    check_number("bits_per_second", bits_per_second)
+    return 2 * (nodes - 1) * (model_bytes * 8 / nodes / bits_per_second + latency_seconds)
 
 
-def rank_of(node: int, worker: int) -> int:
-    """Return which part of the data a worker draws."""
-    return 64 * node + worker
+def synchronous_step_seconds(
+    step_seconds: Callable[[int, int, int, random.Random], float], nodes: int, workers: int, exchange_seconds: float, *,
+    draws: int = 200, seed: int = 0,
+) -> float:  # fmt: skip
+    """Return the mean step time of synchronous training: the slowest worker plus the exchange that nothing hides.
 
-
-def make_worker(
-    leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
-    check: Callable[[], object] = lambda: None, secret: bytes | None = None, keys: Path | None = None,
-) -> Worker:  # fmt: skip
-    """Build a worker on a model of the bench."""
-    from thinwire.systems.parameter_server import Worker
-
-    workload = build(model, seed)
-
-    def loss(network: nn.Module, step: int) -> Tensor:
-        return workload.loss(network, step, rank_of(node, number))
-
-    return Worker(
-        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check,
-        secret=secret, keys=keys,
-    )  # fmt: skip
-
-
-def run_node(
-    server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
-    seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Run a leader with its workers: one in this process, or several in their own processes.
-
-    Raises:
-        RunFailed: a worker died too often.
+    Args:
+        step_seconds: (node, worker, step, random) -> seconds.
+        exchange_seconds: of the whole gradient.
+        draws: number of steps to average over.
     """
-    from thinwire.core.secret_file import VARIABLE
-    from thinwire.systems.link.hello import find_trust
-    from thinwire.systems.parameter_server import Node
-    from thinwire.tools.bench.models.registry import check_model
-
-    if workers < 1:
-        raise ValueError(f"--workers {workers} must be at least 1")
-    if number is None:
-        number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
-    check_server(server)
-    check_model(model)
-    secret = read_secret_file(secret_file)
-    find_trust(secret, keys)  # refuses unusable secrets or keys before any output
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if secret_file is not None:
-        environment[VARIABLE] = str(secret_file.absolute())
-    children: dict[int, subprocess.Popen[bytes]] = {}
-    node = None
-    print(f"node {number}, for the server at {server}", file=sys.stderr, flush=True)
-    try:
-        node = Node(server, number, workers, secret=secret, keys=keys)
-        if workers == 1:
-            worker = make_worker(
-                node.address, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, check=lambda: node.wait(0),
-                secret=secret, keys=keys,
-            )  # fmt: skip
-            stats = worker.run()
-            node.wait(5.0)
-            return {"node": number, "end": "training has ended", "submissions": stats.submissions, "restarts": 0}
-        restarts = -workers
-        while not node.wait(0.2):
-            for k in range(workers):
-                if k not in children or children[k].poll() is not None:
-                    restarts += 1
-                    if restarts > _RESTARTS:
-                        raise RunFailed(f"workers of node {number} died {restarts} times; see their output above")
-                    command = python("-c", "from thinwire.tools.cli.main import run; run()", "ps", "worker")
-                    command += [node.address, str(k), model, str(number)]
-                    command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
-                    command += [] if keys is None else ["--keys", str(keys)]
-                    children[k] = subprocess.Popen(command, env=environment)
-        _await(children)
-        return {"node": number, "end": "training has ended", "restarts": restarts}
-    finally:
-        if node is not None:
-            node.close()
-        for child in children.values():
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+    rng, total = random.Random(seed), 0.0
+    for step in range(draws):
+        slowest = max(step_seconds(node, worker, step, rng) for node in range(nodes) for worker in range(workers))
+        total += slowest + max(0.0, exchange_seconds - BACKWARD_SHARE * slowest)
+    return total / draws
 
 
-def _await(children: dict[int, subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + 10.0
-    while time.monotonic() < end and any(child.poll() is None for child in children.values()):
-        time.sleep(0.05)
-
-
-def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
-    """Repeat a recorded run of a bench model.
-
-    Raises:
-        ValueError: it is not a journal, or one of another program.
-    """
-    import torch
-
-    from thinwire.systems.parameter_server import Journal, Layout, replay
-    from thinwire.systems.parameter_server.outer import default_outer
-    from thinwire.tools.cli.console import progress
-
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the file that --journal wrote")
-    journal = Journal.read(path)
-    facts = journal.facts
-    if "model" not in facts:
-        raise ValueError(
-            f"{path} does not say which model it belongs to: replay it in Python, see parameter_server.replay"
-        )
-    workload = build(facts["model"], facts["seed"])
-    network, layout = workload.model, Layout.of(workload.model)
-    start = layout.flat(network)
-
-    def gradient(theta: Tensor, node: int, worker: int, batch: int) -> Tensor:
-        layout.write(theta, network)
-        network.zero_grad()
-        workload.loss(network, batch, rank_of(node, worker)).backward()
-        return layout.gradient(network)
-
-    outer = read_outer(facts["outer"]) or default_outer(journal.settings, facts["nodes"])
-    with progress("updates", len(journal.updates)) as shown:
-        theta = replay(journal, start, gradient, outer, full=facts["nodes"], on_update=shown)
-    if out is not None:
-        torch.save({"theta": theta, "version": len(journal.updates)}, out)
-    digest = weights_hash(theta)
-    return {"updates": len(journal.updates), "hash": digest, "deterministic": journal.settings.deterministic}
-
-
-def weights_hash(theta: Tensor) -> str:
-    """Return a short hash of the bits of the weights."""
-    return hashlib.blake2b(theta.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-
-
-PORT = 29400
-_AWAY_SECONDS = 1.0  # between a node's death and its return
+# --- the lab ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -483,21 +486,24 @@ class LabSpec:
         """Return the directory of the identity of the process with this name."""
         return None if self.keys is None else Path(self.keys) / name
 
+    def check_keys(self) -> None:
+        """Refuse a directory in which an identity is missing."""
+        names = ["server", *(f"shard{i}" for i in range(self.shards)), *(f"node{i}" for i in range(self.nodes))]
+        missing = [name for name in names if (own := self.keys_of(name)) and not (own / "identity.crt").is_file()]
+        if missing:
+            command = f"thinwire keys new {self.keys} --names {','.join(missing)}"
+            host = f" --host {Network.address(0)}" if "server" in missing else ""
+            raise ValueError(f"{self.keys} has no identity for {', '.join(missing)}: run {command}{host}")
 
-def check_keys(spec: LabSpec) -> None:
-    """Refuse a directory in which an identity is missing.
-
-    Raises:
-        ValueError: an identity is missing.
-    """
-    from thinwire.tools.lab.network import Network
-
-    names = ["server", *(f"shard{i}" for i in range(spec.shards)), *(f"node{i}" for i in range(spec.nodes))]
-    missing = [name for name in names if (own := spec.keys_of(name)) and not (own / "identity.crt").is_file()]
-    if missing:
-        command = f"thinwire keys new {spec.keys} --names {','.join(missing)}"
-        host = f" --host {Network.address(0)}" if "server" in missing else ""
-        raise ValueError(f"{spec.keys} has no identity for {', '.join(missing)}: run {command}{host}")
+    def __str__(self) -> str:
+        """What is started, and when it ends."""
+        ends = ((self.seconds, "s of training"), (self.updates, "updates"), (self.gradients, "gradients"))
+        most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
+        shards = f"{self.shards} shards, " if self.shards else ""
+        return (
+            f"a server, {shards}{self.nodes} nodes of {self.workers} worker(s), link {self.link}: "
+            f"{self.model} with {self.settings}, {most}"
+        )
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
@@ -506,18 +512,13 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     Raises:
         RunFailed: the server ended with an error, or time ran out.
     """
-    from contextlib import ExitStack
-
-    from thinwire.tools import lab
-
-    check_words(spec.model, spec.settings, spec.outer, spec.nodes)
-    check_keys(spec)
+    check_words(spec.model, spec.settings, spec.outer, spec.nodes, spec.shards)
+    spec.check_keys()
     first = 1 + spec.shards  # the rank of node 0
     cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
     result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
-    with ExitStack() as stack:
-        screen = stack.enter_context(live(quiet))
-        screen.say(_begins(spec))
+    with live(quiet) as screen:
+        screen.say(f"starting {spec}")
 
         def on_event(rank: int, event: dict[str, Any]) -> None:
             if rank != 0:
@@ -525,8 +526,9 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
             if "begun" in event:
                 screen.say("first update: seconds count from here")
             elif "loss_at" in event:
+                seconds, gradients, value = event["loss_at"]
                 result["losses"].append(event["loss_at"])
-                screen.held_out(event["loss_at"])
+                screen.say(f"{seconds:.0f} s: held-out loss {value:.3f} after {gradients} gradients")
             elif "weights" in event:
                 result["weights"] = event["weights"]
             else:
@@ -552,21 +554,8 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     return result
 
 
-def _begins(spec: LabSpec) -> str:
-    """Say what is started, and when it ends."""
-    ends = ((spec.seconds, "s of training"), (spec.updates, "updates"), (spec.gradients, "gradients"))
-    most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
-    shards = f"{spec.shards} shards, " if spec.shards else ""
-    return (
-        f"starting a server, {shards}{spec.nodes} nodes of {spec.workers} worker(s), link {spec.link}: "
-        f"{spec.model} with {spec.settings}, {most}"
-    )
-
-
 def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
     """Draw the held-out loss against seconds since the first update, with slow nodes and events marked."""
-    from thinwire.tools.pictures import Mark, Panel, Picture, Series
-
     seconds, _, losses = zip(*result["losses"])
     slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slow)
     panel = Panel(
@@ -578,27 +567,24 @@ def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
 
 def main(text: str) -> None:
     """Run one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
-
     spec = LabSpec(**json.loads(text))
     rank, server = int(os.environ["RANK"]), f"{os.environ['MASTER_ADDR']}:{PORT}"
+    # all addresses of an emulated machine; without keys, all ranks share a lab secret
+    host = "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
     if rank == 0:
-        _serve(spec)
+        _serve(spec, host)
     elif rank <= spec.shards:
-        run_shard(server, rank - 1, None, 0, None, host=_host(), keys=spec.keys_of(f"shard{rank - 1}"))
+        run_shard(server, rank - 1, None, 0, None, host=host, keys=spec.keys_of(f"shard{rank - 1}"))
     else:
-        _work(spec, rank - 1 - spec.shards, server)
+        node = rank - 1 - spec.shards
+        slowdown = max(1.0, dict(spec.slow).get(node, 1.0))
+        run_node(
+            server, spec.model, node, spec.workers, slowdown=slowdown, pace=spec.pace, seed=spec.seed,
+            keys=spec.keys_of(f"node{node}"),
+        )  # fmt: skip
 
 
-def _host() -> str:
-    """Return where to listen: at all addresses of an emulated machine. Without keys, all ranks share a lab secret."""
-    from thinwire.systems.link.hello import is_loopback
-
-    return "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
-
-
-def _serve(spec: LabSpec) -> None:
-    from thinwire.systems.parameter_server import Layout, Status
-
+def _serve(spec: LabSpec, host: str) -> None:
     workload = build(spec.model, spec.seed)
     layout = Layout.of(workload.model)
     began: list[float] = []
@@ -624,25 +610,14 @@ def _serve(spec: LabSpec) -> None:
             service.stop()
 
     service = make_service(
-        spec.model, spec.settings, spec.outer, port=PORT, host=_host(), keys=spec.keys_of("server"),
-        nodes=spec.nodes, shards=spec.shards,
-        updates=spec.updates, gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
-        on_update_every=spec.evaluate_every, on_status=on_status,
+        spec.model, spec.settings, spec.outer, port=PORT, host=host, keys=spec.keys_of("server"), nodes=spec.nodes,
+        shards=spec.shards, updates=spec.updates, gradients=spec.gradients, journal=spec.journal, seed=spec.seed,
+        on_update=on_update, on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip
     status = service.run()
-    ended = time.monotonic()
-    final = {**status.to_dict(), "training_seconds": ended - began[0] if began else 0.0}
+    seconds = time.monotonic() - began[0] if began else 0.0
     tell_event({"weights": weights_hash(layout.flat(service.model))})
-    tell_event(final)
-
-
-def _work(spec: LabSpec, number: int, server: str) -> None:
-
-    slowdown = dict(spec.slow).get(number, 1.0)
-    run_node(
-        server, spec.model, number, spec.workers, slowdown=max(1.0, slowdown), pace=spec.pace, seed=spec.seed,
-        keys=spec.keys_of(f"node{number}"),
-    )  # fmt: skip
+    tell_event({**status.to_dict(), "training_seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire.systems.parameter_server.messages import Message, Row
@@ -99,15 +99,6 @@ class Forget:
     """A member has gone: close its connection."""
 
     member: int
-    reason: str
 
 
-@dataclass(frozen=True)
-class Log:
-    """An event for the log."""
-
-    event: str
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-Effect = Send | Report | Start | Join | Leave | GiveUp | Refuse | Apply | Drop | Forget | Log
+Effect = Send | Report | Start | Join | Leave | GiveUp | Refuse | Apply | Drop | Forget

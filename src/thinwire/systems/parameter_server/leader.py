@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Log, Report, Send, Start
+from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
 from thinwire.systems.parameter_server.messages import (
     REASONS,
     TAKEN,
@@ -343,7 +343,7 @@ class Leader:
             return []
         if not self.alive:
             self._membership = self._new()
-            return [Send(Bye(member)), Log("the last worker has gone", {"node": self.node})]
+            return [Send(Bye(member))]
         if self.settings.local == "sync" and computed:
             return self._close_round()
         return [Report(), *self._start()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Log, Refuse, Send
+from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Refuse, Send
 from thinwire.systems.parameter_server.messages import (
     OTHER_PROTOCOL,
     PROTOCOL,
@@ -190,7 +190,7 @@ class Server:
         lease = self.settings.lease_seconds
         for member in list(self.members.values()):
             if now - member.heard > lease and not self.applying:
-                self._drop(member.number, f"silent for {lease:g} s")
+                self._drop(member.number)
             elif now - member.told >= lease / 3:
                 self._send(Fence(member.number, self.version))
         if self._grace_until is not None and now >= self._grace_until and not self.applying:
@@ -220,7 +220,7 @@ class Server:
             self._hello(message)
             return
         if isinstance(message, Bye):
-            self._drop(message.member, "left")
+            self._drop(message.member)
             return
         if isinstance(message, Refused):  # only leaders receive this
             return
@@ -241,7 +241,7 @@ class Server:
             self._permits()
         elif isinstance(message, Grad) and any(row.base > self.version for row in message.rows):
             self._unused(message, "late")
-            self._drop(member.number, "sends gradients at weights that do not exist yet")
+            self._drop(member.number)  # it sends gradients at weights that do not exist yet
         elif isinstance(message, Grad):
             self._grad(member, message)
 
@@ -253,7 +253,7 @@ class Server:
             if old.instance != message.instance:
                 self._claim(old, message)
                 return
-            self._drop(old.number, "came again", admit=False)
+            self._drop(old.number, admit=False)  # it came again
         number, self.next_member = self.next_member, self.next_member + 1
         offset = self._slowest() * message.workers
         member = Member(
@@ -262,7 +262,6 @@ class Server:
         self.members[number] = member
         self._workers += member.workers
         self.counters["joined"] += 1
-        self._out.append(Log("joined", {"node": message.node, "member": number}))
         self._send(Welcome(number, self.version, self.positions.get(message.node, 0)))
         if self.finished:
             self._send(Stop(number, self.version))
@@ -513,7 +512,7 @@ class Server:
 
     # --- members --------------------------------------------------------------------------------------------------
 
-    def _drop(self, number: int, reason: str, admit: bool = True) -> None:
+    def _drop(self, number: int, admit: bool = True) -> None:
         member = self.members.pop(number, None)
         if member is None:
             return
@@ -526,8 +525,7 @@ class Server:
         self.waiting = [other for other in self.waiting if other != number]
         self.counters["left"] += 1
         self.counters["lost"] += max(0, member.seen - member.ack)
-        self._out.append(Forget(number, reason))
-        self._out.append(Log("left", {"node": member.node, "member": number, "reason": reason}))
+        self._out.append(Forget(number))
         self._go_on()
         self._permits()
         claim = self._claims.pop(member.node, None) if admit else None

@@ -25,7 +25,7 @@ from thinwire.systems.link.peer import Peer, join_all, unended
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server.compress import ServerEnd, most_bytes
-from thinwire.systems.parameter_server.effects import Apply, Drop, Effect, Forget, Log, Refuse, Send
+from thinwire.systems.parameter_server.effects import Apply, Drop, Effect, Forget, Refuse, Send
 from thinwire.systems.parameter_server.journal import JournalWriter, Update
 from thinwire.systems.parameter_server.layout import Layout, RunningBuffers, slices
 from thinwire.systems.parameter_server.messages import (
@@ -112,13 +112,12 @@ class Service:
         on_update: Callable[[int, Tensor], None] | None = None,
         on_update_every: int = 1,
         on_status: Callable[[Status], None] | None = None,
-        on_event: Callable[[str, dict[str, Any]], None] = lambda event, facts: None,
     ) -> None:
         check_count("on_update_every", on_update_every)
         self.settings, self.model, self.layout = settings, model, Layout.of(model)
         self._updates, self._gradients = updates, gradients
         self._on_update, self._every = on_update, on_update_every
-        self._on_status, self._on_event = on_status, on_event
+        self._on_status = on_status
         count = nodes or settings.start_nodes
         if shards:
             slices(self.layout.numel, shards)  # raises if the model cannot be cut into so many
@@ -406,8 +405,6 @@ class Service:
                 self._forget(effect.member)
             elif isinstance(effect, Refuse):
                 self._reject(effect.node, effect.instance, effect.reason)
-            elif isinstance(effect, Log):
-                self._on_event(effect.event, effect.facts)
 
     def _send(self, member: int, message: Message) -> None:
         if isinstance(message, Welcome):
