@@ -69,8 +69,7 @@ _AWAY_SECONDS = 1.0  # between a node's death and its return
 def read_outer(text: str) -> Outer | None:
     """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None.
 
-    Raises:
-        ValueError: there is no such optimizer or option.
+    ``ValueError``: there is no such optimizer or option.
     """
     if text == "auto":
         return None
@@ -155,8 +154,7 @@ def run_shard(
 ) -> dict[str, Any]:
     """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect.
 
-    Raises:
-        ValueError: invalid options, or a checkpoint that is not the server's.
+    ``ValueError``: invalid options, or a checkpoint that is not the server's.
     """
     torch.set_num_threads(1)
     if index < 0:
@@ -200,8 +198,7 @@ def run_node(
 ) -> dict[str, Any]:  # fmt: skip
     """Run a leader with its workers: one in this process, or several in their own processes.
 
-    Raises:
-        RunFailed: a worker died too often.
+    ``RunFailed``: a worker died too often.
     """
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
@@ -252,11 +249,7 @@ def run_node(
 
 
 def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
-    """Repeat a recorded run of a bench model.
-
-    Raises:
-        ValueError: it is not a journal, or one of another program.
-    """
+    """Repeat a recorded run of a bench model. ``ValueError``: it is not a journal, or one of another program."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the file that --journal wrote")
     journal = Journal.read(path)
@@ -321,9 +314,8 @@ def _head(status: dict[str, Any]) -> str:
 class Screen:
     """The output of a server's run on stderr: a table that follows its status, and lines that stay above it.
 
-    Args:
-        table: rich's live display; None if stderr is no terminal: then a status line from time to time.
-        console: the console of stderr.
+    ``table``: rich's live display; None if stderr is no terminal: then a status line from time to time. ``console``:
+    the console of stderr.
     """
 
     def __init__(self, table: Live | None, console: Console) -> None:
@@ -376,8 +368,7 @@ def predict(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce.
 
-    Raises:
-        ValueError: an impossible number or rate.
+    ``ValueError``: an impossible number or rate.
     """
     check_shards(shards)
     for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
@@ -443,10 +434,8 @@ def synchronous_step_seconds(
 ) -> float:  # fmt: skip
     """Return the mean step time of synchronous training: the slowest worker plus the exchange that nothing hides.
 
-    Args:
-        step_seconds: (node, worker, step, random) -> seconds.
-        exchange_seconds: of the whole gradient.
-        draws: number of steps to average over.
+    ``step_seconds``: (node, worker, step, random) -> seconds. ``exchange_seconds``: of the whole gradient. ``draws``:
+    number of steps to average over.
     """
     rng, total = random.Random(seed), 0.0
     for step in range(draws):
@@ -509,8 +498,7 @@ class LabSpec:
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     """Run it, with the server's table, or a line from time to time, on stderr.
 
-    Raises:
-        RunFailed: the server ended with an error, or time ran out.
+    ``RunFailed``: the server ended with an error, or time ran out.
     """
     check_words(spec.model, spec.settings, spec.outer, spec.nodes, spec.shards)
     spec.check_keys()

@@ -27,9 +27,8 @@ class Codec:
     of that name, a tuple of records with up to four numbers, and ``tensor``, bytes of which the frame tells the number;
     a ``tensor`` without a default must come.
 
-    Args:
-        of: what the messages belong to, for errors, such as "a parameter server".
-        kinds: in an order that both sides share.
+    ``of``: what the messages belong to, for errors, such as "a parameter server". ``kinds``: in an order that both
+    sides share.
     """
 
     def __init__(self, of: str, kinds: Sequence[type]) -> None:
@@ -59,8 +58,7 @@ class Codec:
     def decode(self, frame: bytes) -> tuple[Any, int, int]:
         """Return the message of a frame, and the number of rows and of tensor bytes that follow it.
 
-        Raises:
-            ValueError: it is not a valid frame.
+        ``ValueError``: it is not a valid frame.
         """
         number, rows, tensor_bytes, *values = FRAME.unpack(frame)
         if not 0 <= number < len(self.kinds) or rows < 0 or tensor_bytes < 0:
@@ -80,11 +78,7 @@ class Codec:
         return kind(**found, **({"tensor": None} if self._tensor.get(kind) else {})), rows, tensor_bytes
 
     def with_rows(self, message: Any, table: bytes) -> Any:
-        """Return a message with the rows that followed it.
-
-        Raises:
-            ValueError: a number in them is out of range.
-        """
+        """Return a message with the rows that followed it. ``ValueError``: a number in them is out of range."""
         kind, numbers = self._row[type(message)], array("q", table).tolist()
         rows = [self._read(kind, numbers[i : i + 4], _MOST - 1) for i in range(0, len(numbers), 4)]  # + 1 must fit too
         return replace(message, rows=tuple(kind(**row) for row in rows))

@@ -27,12 +27,8 @@ _Done = TypeVar("_Done", bytes, int)
 class Duplex:
     """Bytes in and out. Deadlines are points on the clock of ``time.monotonic``; ``math.inf`` means no deadline.
 
-    Args:
-        connection: the socket; it belongs to this object from now on.
-
-    Attributes:
-        shown: the other side's certificate; None without TLS.
-        sent, received: bytes that crossed the socket, including those of TLS.
+    ``connection``: the socket; it belongs to this object from now on. ``shown``: the other side's certificate; None
+    without TLS. ``sent``, ``received``: bytes that crossed the socket, including those of TLS.
     """
 
     shown: Certificate | None = None
@@ -88,11 +84,7 @@ class Duplex:
             return self._when_ready(self._in, end, partial(self._socket.recv, 1, socket.MSG_PEEK))
 
     def read(self, size: int, end: float) -> bytes:
-        """Read exactly ``size`` bytes.
-
-        Raises:
-            PairError: they did not come in time, or the other side has gone.
-        """
+        """Read exactly ``size`` bytes. ``PairError``: they did not come in time, or the other side has gone."""
         data = bytearray(size)
         self.read_into(memoryview(data), end)
         return bytes(data)
@@ -122,11 +114,7 @@ class Duplex:
             return bytes(room[:count])
 
     def write(self, data: bytes | bytearray | memoryview, end: float) -> None:
-        """Send all of it.
-
-        Raises:
-            PairError: the other side did not accept it in time, or has gone.
-        """
+        """Send all of it. ``PairError``: the other side did not accept it in time, or has gone."""
         view = memoryview(data)
         with self._in_use():
             if self._cipher is None:

@@ -33,8 +33,7 @@ _LEAST = 16
 def read_secret(path: str | Path) -> bytes:
     """Return the secret in a file, without surrounding whitespace.
 
-    Raises:
-        ValueError: the file cannot be read, or the secret is too short.
+    ``ValueError``: the file cannot be read, or the secret is too short.
     """
     try:
         content = Path(path).read_bytes()
@@ -46,8 +45,7 @@ def read_secret(path: str | Path) -> bytes:
 def find_secret(given: str | bytes | None = None) -> bytes | None:
     """Return the given secret, else the content of the file that ``THINWIRE_SECRET_FILE`` names, else None.
 
-    Raises:
-        ValueError: the secret is too short, or the file cannot be read.
+    ``ValueError``: the secret is too short, or the file cannot be read.
     """
     if given is None:
         named = os.environ.get(VARIABLE)
@@ -60,8 +58,7 @@ def find_secret(given: str | bytes | None = None) -> bytes | None:
 def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials | None = None) -> Trust:
     """Return the credentials from an identity's directory; without ``keys``, what :func:`find_secret` finds.
 
-    Raises:
-        ValueError: both were given, or one cannot be used.
+    ``ValueError``: both were given, or one cannot be used.
     """
     if keys is None:
         return find_secret(secret)
@@ -95,8 +92,7 @@ def is_loopback(host: str) -> bool:
 def check_host(host: str, trust: Trust, insecure: bool) -> None:
     """Refuse an address that others can reach if neither keys nor a secret keep strangers out.
 
-    Raises:
-        ValueError: the address is such a one.
+    ``ValueError``: the address is such a one.
     """
     if trust is None and not insecure and not is_loopback(host):
         raise ValueError(
@@ -152,7 +148,6 @@ def introduce(duplex: Duplex, identity: Identity, channel: int, token: bytes, en
 
     Args:
         duplex: to the listener.
-        identity: of the caller.
         channel: what the connection is for.
         token: of the pair that it belongs to.
         end: deadline.
@@ -201,9 +196,7 @@ def introduce(duplex: Duplex, identity: Identity, channel: int, token: bytes, en
 def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Introduction:
     """The listener's side of the hello, until it knows the caller; :func:`admit` completes it.
 
-    Raises:
-        NotAdmitted: the caller may not connect.
-        PairError: the caller has gone, or was too slow.
+    ``NotAdmitted``: the caller may not connect. ``PairError``: the caller has gone, or was too slow.
     """
     secret = _secret_of(trust)
     asks = _NOTHING if secret is None else _SECRET
@@ -246,11 +239,7 @@ def admit(duplex: Duplex, heard: Introduction, trust: Trust, end: float) -> None
 
 
 def refuse(duplex: Duplex, end: float) -> NoReturn:
-    """Tell the caller that its number belongs to another name.
-
-    Raises:
-        NotAdmitted: always.
-    """
+    """Tell the caller that its number belongs to another name. ``NotAdmitted``: always."""
     duplex.write(_VERDICT.pack(_NOT_ITS_NUMBER, bytes(32)), end)
     raise NotAdmitted("it uses a number that belongs to another name")
 

@@ -376,9 +376,8 @@ def connect(
 ) -> Peer:
     """Connect to a listener, with ``hello`` as the first frame.
 
-    Raises:
-        NotAdmitted: the listener does not let this process in.
-        PairError: nobody listens, or the listener does not accept the connection.
+    ``NotAdmitted``: the listener does not let this process in. ``PairError``: nobody listens, or the listener does not
+    accept the connection.
     """
     end, token = time.monotonic() + seconds, secrets.token_bytes(TOKEN_BYTES)
     opened: list[Duplex] = []
@@ -409,11 +408,7 @@ def _call(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split ``host:port`` into its two values.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Split ``host:port`` into its two values. ``ValueError``: the text has another form."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(f"address {address!r} is not a host:port, such as 10.0.0.1:29400")

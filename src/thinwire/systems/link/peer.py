@@ -32,9 +32,7 @@ class Peer:
     At first both sides read and write directly. After :meth:`start`, messages are sent from an outbox, in order, and
     received ones delivered, each by threads of their own.
 
-    Args:
-        frames, tensors: the sockets.
-        other: who it is; of a listener, only the role is known.
+    ``frames``, ``tensors``: the sockets. ``other``: who it is; of a listener, only the role is known.
     """
 
     def __init__(self, frames: Duplex, tensors: Duplex, other: Identity) -> None:
@@ -60,8 +58,7 @@ class Peer:
     def send_frame(self, frame: bytes) -> None:
         """Send bytes, in order with other frames. If the other side accepts nothing, only ``close`` ends the wait.
 
-        Raises:
-            PairError: the other side has gone.
+        ``PairError``: the other side has gone.
         """
         with self._sending:
             self.sent_bytes += len(frame)  # counted first, so that the receiver never finds it uncounted
@@ -81,8 +78,7 @@ class Peer:
     def receive_tensor(self, x: Tensor, seconds: float) -> Tensor:
         """Receive into ``x``, and return it.
 
-        Raises:
-            PairError: it did not arrive completely in time; no further tensor can be received.
+        ``PairError``: it did not arrive completely in time; no further tensor can be received.
         """
         try:
             self._tensors.read_into(memory_of(x), end_of(seconds))

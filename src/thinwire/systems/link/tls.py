@@ -92,9 +92,8 @@ class Credentials:
 class Cipher:
     """TLS over memory, without a socket. One thread may encrypt while another decrypts.
 
-    Args:
-        credentials: of this side.
-        host: the host that was called, which the other side's certificate must name; None: this side listens.
+    ``credentials``: of this side. ``host``: the host that was called, which the other side's certificate must name;
+    None: this side listens.
     """
 
     def __init__(self, credentials: Credentials, host: str | None) -> None:
@@ -108,8 +107,7 @@ class Cipher:
     def handshake_step(self) -> bool:
         """Continue the handshake; return whether it is complete.
 
-        Raises:
-            NotAdmitted: one side does not trust the other, or the other does not speak TLS.
+        ``NotAdmitted``: one side does not trust the other, or the other does not speak TLS.
         """
         try:
             self._tls.do_handshake()
@@ -147,8 +145,7 @@ class Cipher:
     def decrypt_into(self, view: memoryview) -> int:
         """Decrypt received data into ``view`` and return the number of bytes; an incomplete record waits.
 
-        Raises:
-            NotAdmitted: the other side refuses this one, or the data was not sent by it.
+        ``NotAdmitted``: the other side refuses this one, or the data was not sent by it.
         """
         count = 0
         with self._lock:

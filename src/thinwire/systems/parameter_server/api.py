@@ -232,7 +232,6 @@ class NodeMean:
     local steps, each inner step is a synchronous step of the whole node.
 
     Args:
-        model, batches, loss: of this rank, see :func:`run`.
         ranks: of the node: a GradientSync's services; its own exchange during backward must be off (``no_sync``).
 
     Differences from InHAD's local aggregator, of which only the abstract is public: the ranks of a node work in step,

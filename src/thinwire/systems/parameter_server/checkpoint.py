@@ -31,7 +31,6 @@ class Saved:
         version: number of updates applied.
         next_member: higher than every member number given out so far.
         positions: node -> next step of its workers' data.
-        counters: the server's.
         layout: JSON of the model's layout.
         buffers: moving averages of the model's buffers, ``[B]``, if it has any.
         shards: k, 0 if the weights are not in shards; index: of the shard, -1 for the server.
@@ -52,11 +51,7 @@ class Saved:
 
 
 def prepare(directory: str | Path) -> None:
-    """Create the directory for checkpoints.
-
-    Raises:
-        ValueError: it cannot be created.
-    """
+    """Create the directory for checkpoints. ``ValueError``: it cannot be created."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,8 +81,7 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
 def load(directory: str | Path) -> Saved | None:
     """Return the newest checkpoint; None if there is none.
 
-    Raises:
-        ValueError: the file is not a server's checkpoint, or is damaged.
+    ``ValueError``: the file is not a server's checkpoint, or is damaged.
     """
     paths = list(kept_in(directory).found().values())
     return _read(paths[-1]) if paths else None
@@ -96,8 +90,7 @@ def load(directory: str | Path) -> Saved | None:
 def load_slice(directory: str | Path, version: int, index: int, shards: int, run: int) -> Saved:
     """Return a shard's checkpoint of exactly this version; remove newer ones, which the server did not complete.
 
-    Raises:
-        ValueError: it is not there, or belongs to another shard or training.
+    ``ValueError``: it is not there, or belongs to another shard or training.
     """
     kept = kept_in(directory, index)
     paths = kept.found()
@@ -182,8 +175,7 @@ class Saves:
     def load(self, layout: Layout, shards: int) -> Saved | None:
         """Return what the server continues from; None if it starts over.
 
-        Raises:
-            ValueError: it is not a checkpoint of a server, or is one of another model or another number of shards.
+        ``ValueError``: it is not a checkpoint of a server, or is one of another model or another number of shards.
         """
         saved = load(self.directory) if self.directory is not None else None
         if saved is None:

@@ -43,8 +43,7 @@ class VectorCodec:
     def decode(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Return what :meth:`encode` kept, ``[D]``, zeros elsewhere.
 
-        Raises:
-            ValueError: the length is wrong, or an index points outside of the model.
+        ``ValueError``: the length is wrong, or an index points outside of the model.
         """
         if message.numel() != self.size(numel, dtype):
             raise ValueError(f"{message.numel()} bytes arrived, but {self.size(numel, dtype)} encode this model")
@@ -137,8 +136,7 @@ class WeightsIn:
     def unpack(self, piece: int, message: Tensor, delta: bool) -> Tensor:
         """Return the weights of one piece, from the bytes of the weights or of a difference from the previous ones.
 
-        Raises:
-            ValueError: the length is wrong, or a difference came before any weights.
+        ``ValueError``: the length is wrong, or a difference came before any weights.
         """
         if delta and self._held is None:
             raise ValueError("a difference of weights arrived, but weights are sent whole")
@@ -160,11 +158,7 @@ class ServerEnd:
         self._held: dict[int, Difference] = {}
 
     def sum(self, message: Tensor) -> Tensor:
-        """Return a sum, decoded from bytes.
-
-        Raises:
-            ValueError: the length is wrong.
-        """
+        """Return a sum, decoded from bytes. ``ValueError``: the length is wrong."""
         if self._up is not None:
             return self._up.decode(message, self._numel, self._dtype)
         if message.numel() != self._numel * self._sums.itemsize:

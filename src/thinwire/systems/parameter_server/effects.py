@@ -66,9 +66,8 @@ class Refuse:
 class Contribution:
     """A sum that goes into an update.
 
-    Attributes:
-        scale: factor for the tensor. weight: what it adds to the divisor.
-        tensor: the sum; None if all gradients were dropped, or if the state machines run without tensors.
+    ``scale``: factor for the tensor. ``weight``: what it adds to the divisor. ``tensor``: the sum; None if all
+    gradients were dropped, or if the state machines run without tensors.
     """
 
     node: int

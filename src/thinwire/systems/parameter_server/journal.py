@@ -96,12 +96,8 @@ class Journal:
 class JournalWriter:
     """Appends updates to a file.
 
-    Args:
-        path: an existing file keeps its updates below ``version``, and a restarted server appends to it.
-        facts: model, seeds and the like.
-
-    Raises:
-        ValueError: the file cannot be written, or exists and is not a journal.
+    ``path``: an existing file keeps its updates below ``version``, and a restarted server appends to it. ``facts``:
+    model, seeds and the like. ``ValueError``: the file cannot be written, or exists and is not a journal.
     """
 
     def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
@@ -123,8 +119,7 @@ class JournalWriter:
     def write(self, update: Update) -> None:
         """Append one update immediately.
 
-        Raises:
-            OSError: it could not be written. The file is cut after the last complete update, and closed.
+        ``OSError``: it could not be written. The file is cut after the last complete update, and closed.
         """
         try:
             self._line(update.to_json())

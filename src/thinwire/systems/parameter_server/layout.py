@@ -39,9 +39,8 @@ def slices(numel: int, shards: int) -> tuple[slice, ...]:
 class BufferLayout:
     """A model's saved float and integer buffers as one flat vector in fp64, floats first.
 
-    Attributes:
-        names, shapes: of the buffers, in the order of the vector.
-        floats: how many of the elements are floats; the others are counts.
+    ``names``, ``shapes``: of the buffers, in the order of the vector. ``floats``: how many of the elements are floats;
+    the others are counts.
     """
 
     names: tuple[str, ...] = ()
@@ -93,11 +92,7 @@ class BufferLayout:
                     held.copy_(new)
 
     def read(self, message: Tensor) -> Tensor:
-        """View received bytes, ``uint8 [8 B]``, as a flat vector ``[B]``.
-
-        Raises:
-            ValueError: the length does not fit.
-        """
+        """View received bytes, ``uint8 [8 B]``, as a flat vector ``[B]``. ``ValueError``: the length does not fit."""
         if message.nbytes != 8 * self.numel:
             raise ValueError(f"{message.nbytes} bytes of buffers arrived, expected {8 * self.numel}")
         return message.view(torch.float64)

@@ -31,9 +31,7 @@ from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alph
 class Aggregator:
     """Gradients waiting to be pulled. Tensors are only added and scaled; without tensors, None stands for each.
 
-    Args:
-        alpha_rule, norm_rule: see :mod:`staleness`.
-        deterministic: keep every gradient and add them in fp64, in order of (worker, step).
+    ``deterministic``: keep every gradient and add them in fp64, in order of (worker, step).
     """
 
     def __init__(self, alpha_rule: str, norm_rule: str, deterministic: bool = False) -> None:
@@ -62,9 +60,8 @@ class Aggregator:
     def take(self, now: int) -> tuple[tuple[Row, ...], float, Any]:
         """Return the sum for an update of version ``now``, and empty the aggregator.
 
-        Returns:
-            The gradients in it; their share of the divisor (the sum of the norms); the sum of alpha times gradient, or
-            None.
+        Returns the gradients in it; their share of the divisor (the sum of the norms); the sum of alpha times gradient,
+        or None.
         """
         rows = tuple(sorted(self._rows, key=lambda row: (row.worker, row.step)))
         weight = float(sum(norm(self._norm, self._alpha, now - row.base) for row in rows))
@@ -206,7 +203,6 @@ class Leader:
     happened and when (seconds of any monotonic clock), and return what the driver has to do.
 
     Args:
-        settings: the server's.
         node: number of the node.
         workers: W, the number of workers; they are numbered from 0.
         layout: hash of the parameters.
@@ -287,10 +283,8 @@ class Leader:
     ) -> list[Effect]:
         """Take what a worker hands in for the ``Start`` with this ``token``.
 
-        Args:
-            tensor: flat; this leader may change it from now on.
-            finite: whether it may be used; if not, it is dropped but still counted.
-            seconds: of one step, for balancing the local steps.
+        ``tensor``: flat; this leader may change it from now on. ``finite``: whether it may be used; if not, it is
+        dropped but still counted. ``seconds``: of one step, for balancing the local steps.
         """
         if self.running.get(worker) != token:
             self.counters["stale"] += 1

@@ -61,10 +61,8 @@ class Uplink:
 
     Frames go to the server. A sum follows its frame or, in pieces, goes to the shards; weights come in the same way.
 
-    Args:
-        server, shards: the peers, not started.
-        sums: packs the sums that are posted.
-        lock: held in every call of ``deliver``.
+    ``server``, ``shards``: the peers, not started. ``sums``: packs the sums that are posted. ``lock``: held in every
+    call of ``deliver``.
     """
 
     def __init__(self, server: Peer, shards: list[Peer], sums: SumsOut, lock: threading.RLock) -> None:
@@ -514,7 +512,6 @@ def reach(server: str, hello: Hello, identity: Identity, seconds: float) -> tupl
 
     Args:
         server: ``host:port``.
-        identity: of the node.
         seconds: the time each connection may take.
 
     Raises:

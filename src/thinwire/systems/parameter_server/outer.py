@@ -87,10 +87,8 @@ def default_outer(settings: Settings, nodes: int) -> Outer:
 class Recipe:
     """An update without its tensors: what is added, in which order, and how the sum is used.
 
-    Attributes:
-        parts: the usable contributions, in the order of their sum.
-        divisor: for the sum.
-        factor: for the learning rate.
+    ``parts``: the usable contributions, in the order of their sum. ``divisor``: for the sum. ``factor``: for the
+    learning rate.
     """
 
     parts: tuple[Contribution, ...]
@@ -101,8 +99,7 @@ class Recipe:
 def recipe(contributions: Iterable[Contribution], settings: Settings, full: int) -> Recipe | None:
     """Return how to make an update of these contributions; None if none is usable.
 
-    Args:
-        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
+    ``full``: gradients of a whole round (nodes times workers), for ``lr_scale``.
     """
     everything = tuple(contributions)
     parts = [part for part in everything if part.tensor is not None and part.weight > 0]
@@ -140,14 +137,8 @@ def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
 class FlatWeights:
     """Weights and their optimizer: those of the server, or a shard's slice.
 
-    Args:
-        parameters: flat, ``[D]``; copied.
-        outer: makes the optimizer.
-        settings: of the run.
-        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
-
-    Attributes:
-        snapshot: the weights of the current version; this tensor is never modified.
+    ``parameters``: flat, ``[D]``; copied. ``outer``: makes the optimizer. ``full``: gradients of a whole round (nodes
+    times workers), for ``lr_scale``. ``snapshot``: the weights of the current version; this tensor is never modified.
     """
 
     def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
@@ -167,8 +158,7 @@ class FlatWeights:
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
         """Continue from a checkpoint's weights and ``state_dict``.
 
-        Raises:
-            ValueError: the checkpoint belongs to another optimizer.
+        ``ValueError``: the checkpoint belongs to another optimizer.
         """
         with torch.no_grad():
             self.theta.copy_(theta)

@@ -241,11 +241,7 @@ class Settings(Record):
 
 @cache
 def _every(words: int | str) -> Every:
-    """Parse ``update_every``.
-
-    Raises:
-        ValueError: it has none of the valid forms, or divides by less than 1.
-    """
+    """Parse ``update_every``. ``ValueError``: it has none of the valid forms, or divides by less than 1."""
     if not isinstance(words, str):
         return Every(False, words, 1.0)
     found = _EVERY.fullmatch(words)

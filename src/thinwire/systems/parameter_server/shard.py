@@ -71,7 +71,6 @@ class WeightSlice:
     """The state of a shard, without sockets: takes the server's messages and returns the answers.
 
     Args:
-        settings, layout: the server's.
         outer: makes the optimizer.
         index, count: number of the slice, and how many there are.
         full: number of gradients of a whole round, as the server counts them.
@@ -99,8 +98,7 @@ class WeightSlice:
     def on(self, message: Any) -> list[Any]:
         """Handle a message from the server and return the answers.
 
-        Raises:
-            ValueError: a checkpoint is missing or does not fit.
+        ``ValueError``: a checkpoint is missing or does not fit.
         """
         if isinstance(message, ShardAccepted):
             self._begin(message)
@@ -162,11 +160,7 @@ class WeightSlice:
     # --- leaders --------------------------------------------------------------------------------------------------
 
     def add(self, member: int, seq: int, message: Tensor) -> None:
-        """Store a piece of a sum that has arrived as bytes.
-
-        Raises:
-            ValueError: its length is wrong.
-        """
+        """Store a piece of a sum that has arrived as bytes. ``ValueError``: its length is wrong."""
         self.held[member, seq] = self._end.sum(message)
 
     def piece(self, member: int, number: int) -> Piece:
@@ -195,11 +189,8 @@ class Leaders:
 
     ``came`` may be called from any thread, everything else from the shard's thread.
 
-    Args:
-        tell: puts an event into the shard's queue, for :meth:`on`.
-
-    Attributes:
-        seconds, most_bytes: the time that a piece may take beyond its bytes, and the largest one; of new connections.
+    ``tell``: puts an event into the shard's queue, for :meth:`on`. ``seconds``, ``most_bytes``: the time that a piece
+    may take beyond its bytes, and the largest one; of new connections.
     """
 
     def __init__(self, tell: Callable[[str, Any, Any], None]) -> None:

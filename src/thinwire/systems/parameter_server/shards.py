@@ -119,8 +119,7 @@ class Assembly:
     def piece(self, number: int, index: int, piece: Any, now: float) -> _Whole:
         """Note a piece, which may come before its message; return what can be delivered, as :meth:`message` does.
 
-        Raises:
-            ValueError: this piece came before, its index is out of range, or too many messages are incomplete.
+        ``ValueError``: this piece came before, its index is out of range, or too many messages are incomplete.
         """
         held = self._pieces.setdefault(number, {})
         if number <= self._newest or index in held or not 0 <= index < self._count or len(self._pieces) > _MOST_OPEN:
@@ -237,8 +236,7 @@ class ShardTable:
     def gone(self, shard: ShardState, reason: str, version: int, saved: int | None) -> None:
         """Note that a shard's connection ended at ``version``; ``saved``: version of the last checkpoint.
 
-        Raises:
-            ShardLost: training has begun, so its part of the weights is lost.
+        ``ShardLost``: training has begun, so its part of the weights is lost.
         """
         if not self.has(shard):
             return
@@ -303,8 +301,6 @@ class ShardedWeights:
 
     Args:
         table: the shards.
-        layout: of the model.
-        settings: of the run.
         machine: the server's state machine.
         theta: initial weights, ``[D]``; None: each shard continues from its checkpoint.
         run: number of the training.
@@ -343,8 +339,7 @@ class ShardedWeights:
     def on_event(self, event: Event, now: float) -> Iterable[Message]:
         """Handle a shard that has come, sends a message, or has gone; return messages for the state machine.
 
-        Raises:
-            ShardLost: the shard held a part of the weights.
+        ``ShardLost``: the shard held a part of the weights.
         """
         what, who, value = event
         try:
@@ -417,11 +412,7 @@ class ShardedWeights:
         return None if any(part is None for part in parts) else torch.cat([part for part in parts if part is not None])
 
     def last(self, next_event: Callable[[], Event | None]) -> Tensor:
-        """Wait for the final weights and return them, ``[D]``.
-
-        Raises:
-            ShardLost: a shard does not answer.
-        """
+        """Wait for the final weights and return them, ``[D]``. ``ShardLost``: a shard does not answer."""
         self._ask(ShowWeights(self._machine.version))
         self._wait(lambda: self._whole() is not None, next_event)
         theta = self._whole()

@@ -34,9 +34,7 @@ class NodeStatus:
 class ShardStatus:
     """The status of a shard.
 
-    Attributes:
-        index: of the shard. there: whether it has its weights.
-        up_bytes, down_bytes: from and to all nodes.
+    ``index``: of the shard. ``there``: whether it has its weights. ``up_bytes``, ``down_bytes``: from and to all nodes.
     """
 
     index: int
@@ -98,11 +96,8 @@ def status_of(
 ) -> Status:
     """Return the status of a server.
 
-    Args:
-        traffic: member -> bytes from it and to it.
-        past: the same for all members that have gone.
-        seconds: since it began to serve.
-        shards: of the model.
+    ``traffic``: member -> bytes from it and to it. ``past``: the same for all members that have gone. ``seconds``:
+    since it began to serve.
     """
     rows, members = [], list(machine.members.values())
     for member in members:

@@ -33,7 +33,6 @@ class VirtualShards:
 
     Args:
         count: k.
-        settings: of the run.
         link: of the server, and of each shard.
         payload_bytes: of a whole tensor.
 

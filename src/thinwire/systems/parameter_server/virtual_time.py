@@ -56,10 +56,8 @@ class VirtualTime:
 class Card:
     """A network card: sends (or receives) one message after another at its rate.
 
-    Attributes:
-        bits_per_second: rate; None means no limit.
-        free_at: when all messages given to it have passed.
-        bytes: total carried so far.
+    ``bits_per_second``: rate; None means no limit. ``free_at``: when all messages given to it have passed. ``bytes``:
+    total carried so far.
     """
 
     def __init__(self, bits_per_second: float | None) -> None:
