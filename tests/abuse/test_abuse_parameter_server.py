@@ -121,9 +121,9 @@ def test_whatever_a_member_sends_for_long(name):
 
 def test_whatever_a_visitor_sends_to_a_shard():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1)
-    while not cluster.service.shards.table.shards:
+    while not cluster.service.shards.shards:
         time.sleep(0.01)
-    port, before = cluster.service.shards.table.shards[0].port, memory()
+    port, before = cluster.service.shards.shards[0].port, memory()
 
     @settings(max_examples=60, database=None)
     @given(seeds)
@@ -157,7 +157,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     @settings(max_examples=60, database=None)
     @given(seeds)
     def go(seed):
-        while service.shards.table.shards:  # one that comes before its place is free again is refused
+        while service.shards.shards:  # one that comes before its place is free again is refused
             time.sleep(0.001)
         pair = Caller(f"127.0.0.1:{service.port}", Identity("shard", 0)).connect(encode(first))
         if isinstance(decode(pair.receive_frame(FRAME.size, 60.0))[0], ShardAccepted):
@@ -167,7 +167,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
 
     go()
     assert len(taken) > 20
-    while service.shards.table.shards:
+    while service.shards.shards:
         time.sleep(0.01)
     shards = [Shard(f"127.0.0.1:{service.port}", index, outer=sgd()) for index in range(2)]
     node = Node(f"127.0.0.1:{service.port}", 0, 1)

@@ -104,7 +104,7 @@ def besiege(keys, handshake, examples, each):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1, keys=keys / "ours")
     while not cluster.service.shards.ready:
         time.sleep(0.01)
-    (shard,) = cluster.service.shards.table.shards.values()
+    (shard,) = cluster.service.shards.shards.values()
     ports = [cluster.service.port, shard.port, cluster.nodes[0].port]
     attack(ports, handshake, examples, each)
     cluster.stop_after(5)

@@ -285,7 +285,7 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     early = Node(address, 0, 1)  # nodes wait as well
     working = threading.Thread(target=Worker(model(), *part_of(0, 0), early.address, 0).run, daemon=True)
     working.start()
-    wait_until(lambda: not service.shards.table.shards)
+    wait_until(lambda: not service.shards.shards)
     assert [row.there for row in service.status().shards] == [False]
     Shard(address, 0, host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path).run()
     serving.join(60)
@@ -441,7 +441,7 @@ def test_a_shard_that_nodes_could_not_reach_says_so():
     with Service(model(), bsp(), host="0.0.0.0", insecure=True, outer=sgd(), shards=1) as service:
         with pytest.raises(ValueError, match=r"could not reach this shard at 127\.0\.0\.1: give it --host"):
             Shard(f"{here}:{service.port}", 0, outer=sgd()).run()
-        assert not service.shards.table.shards
+        assert not service.shards.shards
 
 
 def test_a_shard_gives_up_a_server_that_does_not_come_back():

@@ -117,7 +117,7 @@ def test_strangers_change_nothing(secret, caplog, shards):
 
 
 def shards_of(cluster, shards):
-    return list(cluster.service.shards.table.shards.values()) if shards else []
+    return list(cluster.service.shards.shards.values()) if shards else []
 
 
 @pytest.mark.parametrize("role", ["worker", "shard"])

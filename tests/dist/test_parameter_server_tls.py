@@ -116,9 +116,9 @@ def test_workers_show_their_nodes_certificate(keys):
 
 def test_a_leader_knows_a_shard_by_its_certificate(keys):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1, keys=keys / "ours")
-    while not (shards := cluster.service.shards.table.shards) or not cluster.service.shards.ready:
+    while not (shards := cluster.service.shards.shards) or not cluster.service.shards.ready:
         time.sleep(0.01)
-    (_, _, fingerprint), *_ = json.loads(cluster.service.shards.table.addresses())["places"]
+    (_, _, fingerprint), *_ = json.loads(cluster.service.shards.addresses())["places"]
     assert fingerprint == Credentials.of(keys / "ours" / "shard0").own().fingerprint
     node1 = Credentials.of(keys / "ours" / "node1")
     hello = encode(Ticket(7))

@@ -43,7 +43,7 @@ from thinwire.systems.parameter_server.presets import asp, bsp, diloco, fedbuff,
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import LocalSteps, Settings
 from thinwire.systems.parameter_server.shard import WeightSlice
-from thinwire.systems.parameter_server.shards import Assembly, ShardTable, slices
+from thinwire.systems.parameter_server.shards import Assembly, ShardedWeights, slices
 
 # --- slices ------------------------------------------------------------------------------------------------------
 
@@ -312,8 +312,12 @@ FITS = {"index": 1, "port": 9, "protocol": PROTOCOL, "keeps": True, "outer": 5}
     ],
 )
 def test_why_a_shard_is_not_taken_in(other, reason):
-    roster = ShardTable(2, 10.0, 5, True, lambda what, who, value: None, most_bytes=0)
-    assert roster.objection(RegisterShard(**{**FITS, **other})) == reason
+    settings, layout = Settings(), Layout.of(torch.nn.Linear(4, 2))
+    weights = ShardedWeights(
+        2, layout, settings, Server(settings), None, outer=5, keeps=True, run=0, full=1, tell=print, on_ready=print,
+        on_failed=print,
+    )  # fmt: skip
+    assert weights.objection(RegisterShard(**{**FITS, **other})) == reason
     assert reason == 0 or "{" not in SHARD_REASONS[reason].format(index=1)
 
 

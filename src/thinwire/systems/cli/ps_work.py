@@ -67,10 +67,7 @@ _AWAY_SECONDS = 1.0  # between a node's death and its return
 
 
 def read_outer(text: str) -> Outer | None:
-    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None.
-
-    ``ValueError``: there is no such optimizer or option.
-    """
+    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None."""
     if text == "auto":
         return None
 
@@ -152,10 +149,7 @@ def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int
 def run_shard(
     server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect.
-
-    ``ValueError``: invalid options, or a checkpoint that is not the server's.
-    """
+    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect."""
     torch.set_num_threads(1)
     if index < 0:
         raise ValueError(f"--index {index} must be at least 0")
@@ -196,10 +190,7 @@ def run_node(
     server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
     seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run a leader with its workers: one in this process, or several in their own processes.
-
-    ``RunFailed``: a worker died too often.
-    """
+    """Run a leader with its workers: one in this process, or several in their own processes."""
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
     if number is None:
@@ -314,8 +305,7 @@ def _head(status: dict[str, Any]) -> str:
 class Screen:
     """The output of a server's run on stderr: a table that follows its status, and lines that stay above it.
 
-    ``table``: rich's live display; None if stderr is no terminal: then a status line from time to time. ``console``:
-    the console of stderr.
+    Without a terminal there is no table, but a status line from time to time.
     """
 
     def __init__(self, table: Live | None, console: Console) -> None:
@@ -366,10 +356,7 @@ def predict(
     settings: str, nodes: int, workers: int, step: float, spread: float, slow: dict[int, float], millions: float,
     link: str, delay: str, seconds: float, seed: int, shards: int = 0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce.
-
-    ``ValueError``: an impossible number or rate.
-    """
+    """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
     check_shards(shards)
     for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
         if not value > 0:
@@ -432,11 +419,7 @@ def synchronous_step_seconds(
     step_seconds: Callable[[int, int, int, random.Random], float], nodes: int, workers: int, exchange_seconds: float, *,
     draws: int = 200, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Return the mean step time of synchronous training: the slowest worker plus the exchange that nothing hides.
-
-    ``step_seconds``: (node, worker, step, random) -> seconds. ``exchange_seconds``: of the whole gradient. ``draws``:
-    number of steps to average over.
-    """
+    """Return the mean time of a synchronous step: the slowest worker plus the exchange that nothing hides."""
     rng, total = random.Random(seed), 0.0
     for step in range(draws):
         slowest = max(step_seconds(node, worker, step, rng) for node in range(nodes) for worker in range(workers))
@@ -496,10 +479,7 @@ class LabSpec:
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
-    """Run it, with the server's table, or a line from time to time, on stderr.
-
-    ``RunFailed``: the server ended with an error, or time ran out.
-    """
+    """Run it, with the server's table, or a line from time to time, on stderr."""
     check_words(spec.model, spec.settings, spec.outer, spec.nodes, spec.shards)
     spec.check_keys()
     first = 1 + spec.shards  # the rank of node 0

@@ -56,10 +56,7 @@ class Codec:
         return FRAME.pack(*values, *[0] * (16 - len(values))) + table.tobytes()
 
     def decode(self, frame: bytes) -> tuple[Any, int, int]:
-        """Return the message of a frame, and the number of rows and of tensor bytes that follow it.
-
-        ``ValueError``: it is not a valid frame.
-        """
+        """Return the message of a frame, and the number of rows and of tensor bytes that follow it."""
         number, rows, tensor_bytes, *values = FRAME.unpack(frame)
         if not 0 <= number < len(self.kinds) or rows < 0 or tensor_bytes < 0:
             raise ValueError(f"what arrived is not a message of {self.of}: is another program using the port?")

@@ -27,8 +27,7 @@ _Done = TypeVar("_Done", bytes, int)
 class Duplex:
     """Bytes in and out. Deadlines are points on the clock of ``time.monotonic``; ``math.inf`` means no deadline.
 
-    ``connection``: the socket; it belongs to this object from now on. ``shown``: the other side's certificate; None
-    without TLS. ``sent``, ``received``: bytes that crossed the socket, including those of TLS.
+    ``shown``: the other side's certificate; None without TLS. ``sent``, ``received``: bytes that crossed the socket.
     """
 
     shown: Certificate | None = None
@@ -53,16 +52,9 @@ class Duplex:
             self.host = str(connection.getpeername()[0])
 
     def secure(self, credentials: Credentials, end: float, host: str | None = None) -> None:
-        """Use TLS from now on.
+        """Use TLS from now on; the handshake must end in time. ``host``: that was called; None: this side listens.
 
-        Args:
-            credentials: of this side.
-            end: deadline of the handshake.
-            host: the host that was called; None: this side listens.
-
-        Raises:
-            NotAdmitted: one side does not trust the other, or the other does not speak TLS.
-            PairError: the handshake was late, or the other side has gone.
+        ``NotAdmitted``: one side does not trust the other, or the other does not speak TLS.
         """
         cipher, nothing = Cipher(credentials, host), memoryview(b"")
         self._room = memoryview(bytearray(_ROOM))

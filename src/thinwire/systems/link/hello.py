@@ -31,10 +31,7 @@ _LEAST = 16
 
 
 def read_secret(path: str | Path) -> bytes:
-    """Return the secret in a file, without surrounding whitespace.
-
-    ``ValueError``: the file cannot be read, or the secret is too short.
-    """
+    """Return the secret in a file, without surrounding whitespace."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -43,10 +40,7 @@ def read_secret(path: str | Path) -> bytes:
 
 
 def find_secret(given: str | bytes | None = None) -> bytes | None:
-    """Return the given secret, else the content of the file that ``THINWIRE_SECRET_FILE`` names, else None.
-
-    ``ValueError``: the secret is too short, or the file cannot be read.
-    """
+    """Return the given secret, else the content of the file that ``THINWIRE_SECRET_FILE`` names, else None."""
     if given is None:
         named = os.environ.get(VARIABLE)
         return read_secret(named) if named else None
@@ -56,10 +50,7 @@ def find_secret(given: str | bytes | None = None) -> bytes | None:
 
 
 def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials | None = None) -> Trust:
-    """Return the credentials from an identity's directory; without ``keys``, what :func:`find_secret` finds.
-
-    ``ValueError``: both were given, or one cannot be used.
-    """
+    """Return the credentials from an identity's directory; without ``keys``, what :func:`find_secret` finds."""
     if keys is None:
         return find_secret(secret)
     if secret is not None:
@@ -90,10 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, trust: Trust, insecure: bool) -> None:
-    """Refuse an address that others can reach if neither keys nor a secret keep strangers out.
-
-    ``ValueError``: the address is such a one.
-    """
+    """Refuse an address that others can reach if neither keys nor a secret keep strangers out."""
     if trust is None and not insecure and not is_loopback(host):
         raise ValueError(
             f"whoever reaches {host} could take part in this training: give each of its processes keys, with --keys or "
@@ -144,18 +132,9 @@ class Introduction:
 
 
 def introduce(duplex: Duplex, identity: Identity, channel: int, token: bytes, end: float, host: str = "") -> None:
-    """The caller's side of the hello.
+    """The caller's side of the hello, on a connection for a channel of the peer named ``token``.
 
-    Args:
-        duplex: to the listener.
-        channel: what the connection is for.
-        token: of the pair that it belongs to.
-        end: deadline.
-        host: the host that was called, if the identity has credentials.
-
-    Raises:
-        NotAdmitted: the listener has another version, requires another secret or certificate, or cannot be trusted.
-        PairError: the listener does not answer.
+    ``NotAdmitted``: the listener has another version, requires another secret or certificate, or cannot be trusted.
     """
     if isinstance(identity.trust, Credentials):
         try:
@@ -194,10 +173,7 @@ def introduce(duplex: Duplex, identity: Identity, channel: int, token: bytes, en
 
 
 def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Introduction:
-    """The listener's side of the hello, until it knows the caller; :func:`admit` completes it.
-
-    ``NotAdmitted``: the caller may not connect. ``PairError``: the caller has gone, or was too slow.
-    """
+    """The listener's side of the hello, until it knows the caller; :func:`admit` completes it."""
     secret = _secret_of(trust)
     asks = _NOTHING if secret is None else _SECRET
     if duplex.peek(end) == _OF_TLS:

@@ -46,15 +46,9 @@ class ListeningPort:
     """Handles new connections concurrently, one thread each, so that a silent one delays nobody.
 
     Args:
-        port: 0 chooses a free one.
-        host: the address to listen at.
         hear: called in a new thread for each new connection, with the connection and its deadline; must not raise.
         seconds: for a whole hello.
         most: if more hellos than this are unfinished, the oldest connection is closed.
-
-    Raises:
-        PairError: the port is taken.
-        ValueError: the port is not a valid number.
     """
 
     def __init__(
@@ -157,17 +151,11 @@ class Listener:
 
     Args:
         port: 0 chooses a free one.
-        host: the address to listen at.
         notes: what :class:`Caller` reads on the other side.
         roles: which may connect.
-        trust: this side's credentials, or the secret of all processes of this training; None: everybody who reaches the
-            port may connect.
-        insecure: allow None even at an address that others can reach.
+        trust: None: everybody who reaches the port may connect.
+        insecure: allow that even at an address that others can reach.
         seconds: for a whole hello.
-
-    Raises:
-        PairError: the port is taken.
-        ValueError: the port is not valid, or strangers could connect.
     """
 
     def __init__(
@@ -312,11 +300,9 @@ class Listener:
 
 
 class Caller:
-    """A listener's address, and its notes when last read.
+    """A listener's address ``host:port``, and its notes when last read.
 
     Args:
-        address: ``host:port``.
-        identity: of this process.
         seconds: the time each connection may take.
         source: the address of this machine to connect from, if it has several; None: the system chooses.
 
@@ -326,7 +312,6 @@ class Caller:
     Raises:
         NotAdmitted: it does not let this process in.
         PairError: nobody listens there now.
-        ValueError: the address is not valid.
     """
 
     def __init__(

@@ -30,9 +30,7 @@ class Peer:
     """Another process. Frames and tensors use one socket each, so frames never wait behind tensors.
 
     At first both sides read and write directly. After :meth:`start`, messages are sent from an outbox, in order, and
-    received ones delivered, each by threads of their own.
-
-    ``frames``, ``tensors``: the sockets. ``other``: who it is; of a listener, only the role is known.
+    received ones delivered, each by threads of their own. Of a listener at the other end, only the role is known.
     """
 
     def __init__(self, frames: Duplex, tensors: Duplex, other: Identity) -> None:
@@ -53,13 +51,8 @@ class Peer:
         """The other side's address."""
         return self._frames.host
 
-    # --- frames and tensors ---------------------------------------------------------------------------------------
-
     def send_frame(self, frame: bytes) -> None:
-        """Send bytes, in order with other frames. If the other side accepts nothing, only ``close`` ends the wait.
-
-        ``PairError``: the other side has gone.
-        """
+        """Send bytes, in order with other frames. If the other side accepts nothing, only ``close`` ends the wait."""
         with self._sending:
             self.sent_bytes += len(frame)  # counted first, so that the receiver never finds it uncounted
             self._frames.write(frame, math.inf)
@@ -86,8 +79,6 @@ class Peer:
             raise PairError(f"a tensor was not received: {error}") from error
         self.received_bytes += x.nbytes
         return x
-
-    # --- messages -------------------------------------------------------------------------------------------------
 
     def start(
         self,
@@ -168,8 +159,6 @@ class Peer:
     def ended(self) -> bool:
         """Whether all threads have ended."""
         return not any(thread.is_alive() for thread in self._threads)
-
-    # --- threads --------------------------------------------------------------------------------------------------
 
     def _guard(self, loop: Callable[[], None]) -> None:
         try:

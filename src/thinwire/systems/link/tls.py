@@ -70,11 +70,7 @@ class Credentials:
 
     @cached_property
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """The standard library's contexts: for the side that calls, and for the side that listens.
-
-        Raises:
-            ValueError: the files do not belong together.
-        """
+        """The standard library's contexts: for the side that calls, and for the side that listens."""
         calls, listens = (ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
         calls.check_hostname, calls.hostname_checks_common_name = self.fingerprint is None, False
         listens.num_tickets = 0  # no resumption of TLS sessions, so no tickets are sent
@@ -92,8 +88,7 @@ class Credentials:
 class Cipher:
     """TLS over memory, without a socket. One thread may encrypt while another decrypts.
 
-    ``credentials``: of this side. ``host``: the host that was called, which the other side's certificate must name;
-    None: this side listens.
+    ``host``: that was called, which the other side's certificate must name; None: this side listens.
     """
 
     def __init__(self, credentials: Credentials, host: str | None) -> None:
@@ -105,10 +100,7 @@ class Cipher:
         self._lock = threading.Lock()  # OpenSSL's object must not be used by two threads at once
 
     def handshake_step(self) -> bool:
-        """Continue the handshake; return whether it is complete.
-
-        ``NotAdmitted``: one side does not trust the other, or the other does not speak TLS.
-        """
+        """Continue the handshake; return whether it is complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -143,10 +135,7 @@ class Cipher:
             self._arrived.write(data)
 
     def decrypt_into(self, view: memoryview) -> int:
-        """Decrypt received data into ``view`` and return the number of bytes; an incomplete record waits.
-
-        ``NotAdmitted``: the other side refuses this one, or the data was not sent by it.
-        """
+        """Decrypt received data into ``view`` and return the number of bytes; an incomplete record waits."""
         count = 0
         with self._lock:
             while count < len(view):

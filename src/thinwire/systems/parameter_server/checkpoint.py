@@ -28,7 +28,6 @@ class Saved:
     Attributes:
         theta: weights, ``[D]``; in a shard's checkpoint: its slice; in the checkpoint of a server with shards: empty.
         optimizer: its ``state_dict``.
-        version: number of updates applied.
         next_member: higher than every member number given out so far.
         positions: node -> next step of its workers' data.
         layout: JSON of the model's layout.
@@ -59,14 +58,9 @@ def prepare(directory: str | Path) -> None:
 
 
 def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
-    """Write a complete checkpoint or none. One older checkpoint is kept.
+    """Write a complete checkpoint or none; if that fails, existing ones are unchanged. One older checkpoint is kept.
 
-    Args:
-        whole: version of the older one to keep, because other processes' checkpoints belong to it; None: the newest.
-
-    Raises:
-        OSError: it could not be written; the existing checkpoints are unchanged.
-        ValueError: the optimizer's state holds what could not be read again.
+    ``whole``: its version, because other processes' checkpoints belong to it; None: the newest.
     """
     kept = kept_in(directory, saved.index)
     try:
@@ -79,19 +73,13 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
 
 
 def load(directory: str | Path) -> Saved | None:
-    """Return the newest checkpoint; None if there is none.
-
-    ``ValueError``: the file is not a server's checkpoint, or is damaged.
-    """
+    """Return the newest checkpoint; None if there is none."""
     paths = list(kept_in(directory).found().values())
     return _read(paths[-1]) if paths else None
 
 
 def load_slice(directory: str | Path, version: int, index: int, shards: int, run: int) -> Saved:
-    """Return a shard's checkpoint of exactly this version; remove newer ones, which the server did not complete.
-
-    ``ValueError``: it is not there, or belongs to another shard or training.
-    """
+    """Return a shard's checkpoint of exactly this version; remove newer ones, which the server did not complete."""
     kept = kept_in(directory, index)
     paths = kept.found()
     advice = f"give shard {index} the directory that it had"
@@ -152,16 +140,12 @@ def kept_in(directory: str | Path, index: int = -1) -> CheckpointDirectory:
 
 
 class Saves:
-    """Checkpoints of a server in a directory.
+    """Checkpoints of a server in a directory; None: nothing is saved, and the server starts over.
 
     Attributes:
-        directory: None: nothing is saved, and the server starts over.
         resumed: version that the server continues from, 0 if it starts over.
         fresh: whether it starts over, for lack of a checkpoint.
         unsaved: the reason why the final weights are in no checkpoint although they should be.
-
-    Raises:
-        ValueError: the directory cannot be created, or ``every`` is below 1.
     """
 
     def __init__(self, directory: str | Path | None, every: int) -> None:
@@ -173,10 +157,7 @@ class Saves:
         self.unsaved: str | None = None
 
     def load(self, layout: Layout, shards: int) -> Saved | None:
-        """Return what the server continues from; None if it starts over.
-
-        ``ValueError``: it is not a checkpoint of a server, or is one of another model or another number of shards.
-        """
+        """Return what the server continues from; None if it starts over."""
         saved = load(self.directory) if self.directory is not None else None
         if saved is None:
             return None

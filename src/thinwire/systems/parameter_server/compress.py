@@ -41,10 +41,7 @@ class VectorCodec:
         return -(-numel // BLOCK) * dtype.itemsize + numel
 
     def decode(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return what :meth:`encode` kept, ``[D]``, zeros elsewhere.
-
-        ``ValueError``: the length is wrong, or an index points outside of the model.
-        """
+        """Return what :meth:`encode` kept, ``[D]``, zeros elsewhere."""
         if message.numel() != self.size(numel, dtype):
             raise ValueError(f"{message.numel()} bytes arrived, but {self.size(numel, dtype)} encode this model")
         out = torch.zeros(numel, dtype=dtype)
@@ -134,10 +131,7 @@ class WeightsIn:
         self._held = [Difference(codec) for _ in sums.pieces] if codec else None
 
     def unpack(self, piece: int, message: Tensor, delta: bool) -> Tensor:
-        """Return the weights of one piece, from the bytes of the weights or of a difference from the previous ones.
-
-        ``ValueError``: the length is wrong, or a difference came before any weights.
-        """
+        """Return the weights of one piece, from the bytes of the weights or of a difference from the previous ones."""
         if delta and self._held is None:
             raise ValueError("a difference of weights arrived, but weights are sent whole")
         if delta and self._held is not None:

@@ -64,10 +64,9 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A sum that goes into an update.
+    """A sum that goes into an update: ``scale`` times its tensor, which adds ``weight`` to the divisor.
 
-    ``scale``: factor for the tensor. ``weight``: what it adds to the divisor. ``tensor``: the sum; None if all
-    gradients were dropped, or if the state machines run without tensors.
+    The tensor is None if all gradients were dropped, or if the state machines run without tensors.
     """
 
     node: int
@@ -75,7 +74,7 @@ class Contribution:
     rows: tuple[Row, ...]
     scale: float
     weight: float
-    tensor: Any
+    tensor: Any = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,17 @@ from thinwire.systems.parameter_server.worker import LocalWork
 
 
 @dataclass(frozen=True)
-class Part:
-    """One contribution of an update, without its tensor."""
-
-    node: int
-    member: int
-    scale: float
-    weight: float
-    rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
 class Update:
-    """One line: the update that made ``version`` + 1, and when (seconds)."""
+    """One line: the update that made ``version`` + 1, when (seconds), and its contributions without their tensors."""
 
     version: int
     at_seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[Contribution, ...]
 
     @classmethod
     def of(cls, effect: Apply, at_seconds: float) -> Update:
         """Return the update that an ``Apply`` makes."""
-        parts = (Part(p.node, p.member, p.scale, p.weight, p.rows) for p in effect.contributions)
-        return cls(effect.version, at_seconds, tuple(parts))
+        return cls(effect.version, at_seconds, tuple(replace(part, tensor=None) for part in effect.contributions))
 
     def to_json(self) -> str:
         parts = [
@@ -56,7 +44,7 @@ class Update:
     def from_json(cls, line: str) -> Update:
         data = json.loads(line)
         parts = tuple(
-            Part(node, member, scale, weight, tuple(Row(*row) for row in rows))
+            Contribution(node, member, tuple(Row(*row) for row in rows), scale, weight)
             for node, member, scale, weight, rows in data["parts"]
         )
         return cls(int(data["version"]), float(data["at"]), parts)
@@ -179,18 +167,14 @@ def replay(
     last_use = _last_use(journal.updates)
     work: dict[tuple[int, int], LocalWork] = {}
 
-    def compute(part: Part, row: Row) -> Tensor:
+    def compute(part: Contribution, row: Row) -> Tensor:
         mine = work.setdefault((part.node, row.worker), LocalWork(settings.local_update))
         return mine.submission(
             history[row.base], row.step, settings.local_update.steps, lambda x, i: gradient(x, part.node, row.worker, i)
         )
 
     for update in journal.updates:
-        contributions = []
-        for part in update.parts:
-            total = _again(part, update.version, settings, compute)
-            contributions.append(Contribution(part.node, part.member, part.rows, part.scale, part.weight, total))
-        weights.apply(contributions)
+        weights.apply([replace(part, tensor=_again(part, update.version, settings, compute)) for part in update.parts])
         version = update.version + 1
         history[version] = weights.snapshot
         for old in [base for base in history if last_use.get(base, -1) < version and base != version]:
@@ -199,7 +183,9 @@ def replay(
     return weights.theta
 
 
-def _again(part: Part, version: int, settings: Settings, compute: Callable[[Part, Row], Tensor]) -> Tensor | None:
+def _again(
+    part: Contribution, version: int, settings: Settings, compute: Callable[[Contribution, Row], Tensor]
+) -> Tensor | None:
     """Compute the tensor of one contribution again."""
     if settings.transfer == "push":
         return compute(part, part.rows[0]) if part.rows else None

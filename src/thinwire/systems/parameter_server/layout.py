@@ -37,11 +37,7 @@ def slices(numel: int, shards: int) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """A model's saved float and integer buffers as one flat vector in fp64, floats first.
-
-    ``names``, ``shapes``: of the buffers, in the order of the vector. ``floats``: how many of the elements are floats;
-    the others are counts.
-    """
+    """A model's saved buffers as one flat vector in fp64: the ``floats`` elements of float ones, then counts."""
 
     names: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -198,8 +194,6 @@ class Layout(Record):
             raise LayoutMismatch(f"this node's model is {self.dtype}, the server's {server.dtype}")
         if self.buffers != server.buffers:
             raise LayoutMismatch("this node's model buffers differ from the server's: start all with the same model")
-
-    # --- tensors --------------------------------------------------------------------------------------------------
 
     def _parameters(self, model: nn.Module) -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.requires_grad]

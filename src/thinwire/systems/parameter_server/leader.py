@@ -31,7 +31,7 @@ from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alph
 class Aggregator:
     """Gradients waiting to be pulled. Tensors are only added and scaled; without tensors, None stands for each.
 
-    ``deterministic``: keep every gradient and add them in fp64, in order of (worker, step).
+    If ``deterministic``, every gradient is kept, and they are added in fp64, in order of (worker, step).
     """
 
     def __init__(self, alpha_rule: str, norm_rule: str, deterministic: bool = False) -> None:
@@ -58,10 +58,10 @@ class Aggregator:
             self._sums[row.base] = tensor if held is None else held.add_(tensor)
 
     def take(self, now: int) -> tuple[tuple[Row, ...], float, Any]:
-        """Return the sum for an update of version ``now``, and empty the aggregator.
+        """Empty the aggregator for an update of version ``now``.
 
-        Returns the gradients in it; their share of the divisor (the sum of the norms); the sum of alpha times gradient,
-        or None.
+        Returns the gradients, their share of the divisor (the sum of the norms), the sum of alpha times gradient or
+        None.
         """
         rows = tuple(sorted(self._rows, key=lambda row: (row.worker, row.step)))
         weight = float(sum(norm(self._norm, self._alpha, now - row.base) for row in rows))
@@ -75,10 +75,7 @@ class Aggregator:
 
 
 def _total(parts: list[tuple[float, Any]], wide: bool) -> Any:
-    """Return the sum of scaled tensors in order, in fp64 if ``wide``.
-
-    A single tensor of scale 1 is returned as it is.
-    """
+    """Return the sum of scaled tensors in order, in fp64 if ``wide``; a single one of scale 1 as it is."""
     if not parts:
         return None
     scale, first = parts[0]
@@ -101,9 +98,6 @@ class Membership:
         floor: the oldest version on which workers may still start.
         seq: of the newest message sent; probe: the newest of the server's, to be echoed.
         in_total: submissions handed in so far; acked: how many of them the server has; started: workers' starts.
-        loss_sum, samples: over the finite submissions; dropped: how many were not finite.
-        steps: local steps per start.
-        next_step: of each worker.
         computing: base version of what each busy worker computes; begun: its step.
         round: with ``local="sync"``, what workers have handed in since all started.
         made: starts of each worker on the weights held.

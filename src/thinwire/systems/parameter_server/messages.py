@@ -32,16 +32,13 @@ SHARD_REASONS = {
     "(checkpoint_dir=, or --checkpoint-dir)",
 }
 
-# --- leader and server ------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Hello:
     """A leader asks to become a member.
 
-    ``layout``: hash of the parameters' names, shapes and dtypes. ``instance``: of the leader's process, to tell a
-    leader that returns from another process with the same number. ``ticket``: the number shown to every shard; 0
-    without shards.
+    ``instance``: of its process, to tell a leader that returns from another process with the same number. ``ticket``:
+    the number shown to every shard; 0 without shards.
     """
 
     node: int
@@ -87,14 +84,11 @@ class IterationNumber:
 
     Attributes:
         seq: increases with every message of the member.
-        in_total: submissions finished since WELCOME, including dropped ones.
+        in_total: submissions finished, of which ``dropped`` were not finite; these, loss and samples since WELCOME.
         low: no gradient that is not yet buffered has, or will have, an older base.
         buf_low: the oldest base in the buffer.
         grant: number of the newest WEIGHTS received.
-        loss_sum, samples: since WELCOME.
-        dropped: submissions that were not finite, since WELCOME.
         step_us: microseconds of a worker's step, smoothed.
-        alive: number of workers that are alive.
         probe: number of the newest FENCE that asked for a sign of life.
     """
 
@@ -200,9 +194,6 @@ class Buffers:
     tensor: Any
 
 
-# --- worker and leader ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Enter:
     """A worker introduces itself to the leader of its node."""
@@ -235,9 +226,6 @@ class Result:
 @dataclass(frozen=True)
 class Ping:
     """A sign of life, between worker and leader, or shard and server; also a shard's answer to a ticket."""
-
-
-# --- shard and server -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -372,9 +360,6 @@ class MemberLeft:
     member: int
     up: int
     down: int
-
-
-# --- leader and shard -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

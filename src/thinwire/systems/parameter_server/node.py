@@ -23,28 +23,11 @@ from thinwire.systems.link.hello import Identity, check_identity, find_trust, ow
 from thinwire.systems.link.listener import Caller, Listener, connect, split_address
 from thinwire.systems.link.peer import SLOWEST, LocalPeer, Peer, join_all, unended
 from thinwire.systems.link.tls import Credentials
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import SumsOut, WeightsIn, most_bytes
 from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
 from thinwire.systems.parameter_server.layout import Layout, slices
 from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.messages import (
-    CODEC,
-    LAST,
-    Buffers,
-    Enter,
-    Grad,
-    Hello,
-    Message,
-    Piece,
-    Ping,
-    Result,
-    Stop,
-    Ticket,
-    Weights,
-    Work,
-    decode,
-    encode,
-)
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shards import Assembly, shard_count
 from thinwire.systems.parameter_server.worker import NodeRefused, ServerLost
@@ -78,17 +61,17 @@ class Uplink:
         self._deliver, self._announced, settings = deliver, announced, self._sums.settings
         options: dict[str, Any] = {"seconds": settings.lease_seconds, "most_bytes": most_bytes, "announced": announced}
         channels = 1 if self.shards else settings.channels
-        self.server.start(CODEC, channels=channels, deliver=self._came, closed=closed, compose=compose, **options)
+        self.server.start(msg.CODEC, channels=channels, deliver=self._came, closed=closed, compose=compose, **options)
         for index, shard in enumerate(self.shards):
             gone = partial(lambda index, reason: closed(f"shard {index}: {reason}"), index)
-            shard.start(CODEC, deliver=partial(self._piece, index), closed=gone, silent=True, **options)
+            shard.start(msg.CODEC, deliver=partial(self._piece, index), closed=gone, silent=True, **options)
 
     def post(self, message: Any) -> None:
         """Queue a message for sending, in order. Never blocks."""
-        if isinstance(message, Grad) and message.tensor is not None:
+        if isinstance(message, msg.Grad) and message.tensor is not None:
             parts = self._sums.pack(message.tensor)
             for shard, part in zip(self.shards, parts):
-                shard.post(Piece(message.member, message.seq, False, part))
+                shard.post(msg.Piece(message.member, message.seq, False, part))
             message = replace(message, tensor=None if self.shards else parts[0])
         self.server.post(message)
 
@@ -108,18 +91,18 @@ class Uplink:
 
     def _came(self, message: Any) -> None:
         if not self.shards:
-            if isinstance(message, Weights) and message.tensor is not None:
+            if isinstance(message, msg.Weights) and message.tensor is not None:
                 message = replace(message, tensor=self._weights.unpack(0, message.tensor, message.delta))
             self._deliver(message)
             return
-        number = message.grant if isinstance(message, Weights) and not message.same else None
+        number = message.grant if isinstance(message, msg.Weights) and not message.same else None
         with self._lock:
             now = time.monotonic()
-            number = LAST if isinstance(message, Stop) else number
+            number = msg.LAST if isinstance(message, msg.Stop) else number
             self._forward(self._assembly.message(message, number, self._seconds, now), now)
 
     def _piece(self, index: int, message: Any) -> None:
-        if not isinstance(message, Piece) or message.tensor is None:
+        if not isinstance(message, msg.Piece) or message.tensor is None:
             return  # a sign of life
         with self._lock:
             now = time.monotonic()
@@ -336,18 +319,18 @@ class Node:
             with self._lock:
                 self.leader.expect(seconds, time.monotonic())
 
-        def compose() -> Message | None:
+        def compose() -> msg.Message | None:
             with self._lock:
                 return self.leader.report(time.monotonic()) if self._up is up and self.leader.member else None
 
         up.start(self._most_bytes, deliver, closed, announced, compose)
 
     def _from_server(self, message: Any) -> None:
-        if isinstance(message, Weights) and message.tensor is not None:
+        if isinstance(message, msg.Weights) and message.tensor is not None:
             self._theta = message.tensor
-        if isinstance(message, Stop) and message.tensor is not None:
+        if isinstance(message, msg.Stop) and message.tensor is not None:
             self._last = message.tensor
-        if isinstance(message, Buffers):
+        if isinstance(message, msg.Buffers):
             self._last_buffers = self.layout.buffers.read(message.tensor)
             return
         self._do(self.leader.on(message, time.monotonic()))
@@ -373,14 +356,14 @@ class Node:
         return LocalPeer(partial(self._from_worker, number, worker), lambda reason: self._remove(number, worker))
 
     def _enter(self, peer: Peer, hello: bytes) -> None:
-        message, _, _ = decode(hello)
-        if not isinstance(message, Enter) or not 0 <= message.worker < self.leader.workers:
+        message, _, _ = msg.decode(hello)
+        if not isinstance(message, msg.Enter) or not 0 <= message.worker < self.leader.workers:
             raise ValueError("it does not begin as a worker does")
         number, worker = message.worker, _Worker(peer)
         check_identity(peer.other, "worker", number)
         self._add(number, worker)
         peer.start(  # only now: messages are taken from workers that are known
-            CODEC,
+            msg.CODEC,
             seconds=self.settings.lease_seconds,
             most_bytes=self._most_bytes,
             deliver=partial(self._from_worker, number, worker),
@@ -410,9 +393,9 @@ class Node:
         with self._lock:
             if self._workers.get(number) is not worker:
                 return
-            if isinstance(message, Buffers):
+            if isinstance(message, msg.Buffers):
                 worker.buffers = self.layout.buffers.read(message.tensor)
-            elif isinstance(message, Result):
+            elif isinstance(message, msg.Result):
                 worker.late_at = math.inf
                 tensor = None if message.tensor is None else self.layout.read(message.tensor)
                 effects = self.leader.done(
@@ -428,13 +411,13 @@ class Node:
             return
         tensor = None if worker.given is theta else theta
         worker.given, worker.late_at = theta, time.monotonic() + self._long
-        worker.peer.post(Work(start.token, start.version, start.step, start.steps, tensor))
+        worker.peer.post(msg.Work(start.token, start.version, start.step, start.steps, tensor))
 
     def _ping(self) -> None:
         """Send a sign of life to all workers. Name one that lives and is long about its work, but do not give it up."""
         late = False
         for number, worker in self._workers.items():
-            worker.peer.post(Ping())
+            worker.peer.post(msg.Ping())
             if time.monotonic() > worker.late_at:
                 worker.late_at, late = math.inf, True
                 logger.warning("worker %d is alive but has handed in nothing for %g s", number, self._long)
@@ -446,7 +429,7 @@ class Node:
         for effect in effects:
             up = self._up
             if isinstance(effect, Send):
-                if isinstance(effect.message, Hello):
+                if isinstance(effect.message, msg.Hello):
                     self._wanted.set()
                 elif up is not None:
                     self._post(up, effect.message)
@@ -470,11 +453,11 @@ class Node:
             elif isinstance(effect, GiveUp):
                 self._give_up(NodeRefused(effect.reason))
 
-    def _post(self, up: Uplink, message: Message) -> None:
-        if isinstance(message, Grad) and message.tensor is not None:
+    def _post(self, up: Uplink, message: msg.Message) -> None:
+        if isinstance(message, msg.Grad) and message.tensor is not None:
             rows = [worker.buffers for worker in self._workers.values() if worker.buffers is not None]
             if rows:
-                up.post(Buffers(message.member, self.layout.buffers.mean(rows)))
+                up.post(msg.Buffers(message.member, self.layout.buffers.mean(rows)))
         up.post(message)
 
     def _give_up(self, failure: RuntimeError) -> None:
@@ -485,8 +468,8 @@ class Node:
 
     def _end(self, version: int) -> None:
         """Tell all workers, also those that come later, that training is over; each then closes its connection."""
-        first = () if self._last_buffers is None else (Buffers(0, self._last_buffers),)
-        self._farewell = (*first, Stop(0, version, self._last))
+        first = () if self._last_buffers is None else (msg.Buffers(0, self._last_buffers),)
+        self._farewell = (*first, msg.Stop(0, version, self._last))
         for worker in list(self._workers.values()):
             for message in self._farewell:
                 worker.peer.post(message)
@@ -507,7 +490,7 @@ class ShardsToCome(RuntimeError):
     """The server is still waiting for its shards."""
 
 
-def reach(server: str, hello: Hello, identity: Identity, seconds: float) -> tuple[Peer, list[Peer]]:
+def reach(server: str, hello: msg.Hello, identity: Identity, seconds: float) -> tuple[Peer, list[Peer]]:
     """Say HELLO to a server; if it has shards, first show a ticket to each of them.
 
     Args:
@@ -533,7 +516,7 @@ def reach(server: str, hello: Hello, identity: Identity, seconds: float) -> tupl
             if isinstance(identity.trust, Credentials):
                 identity = replace(identity, trust=identity.trust.pinned(fingerprint))
             shards.append(_show(host or split_address(server)[0], port, ticket, index, identity, seconds))
-        return caller.connect(encode(replace(hello, ticket=ticket))), shards
+        return caller.connect(msg.encode(replace(hello, ticket=ticket))), shards
     except PairError:
         for shard in shards:
             shard.close()
@@ -542,7 +525,7 @@ def reach(server: str, hello: Hello, identity: Identity, seconds: float) -> tupl
 
 def _show(host: str, port: int, ticket: int, index: int, identity: Identity, seconds: float) -> Peer:
     try:
-        peer = connect(host, port, encode(Ticket(ticket)), identity, seconds)
+        peer = connect(host, port, msg.encode(msg.Ticket(ticket)), identity, seconds)
         try:
             peer.receive_frame(FRAME.size, seconds)  # the shard answers once it knows the ticket
         except PairError:

@@ -85,11 +85,7 @@ def default_outer(settings: Settings, nodes: int) -> Outer:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An update without its tensors: what is added, in which order, and how the sum is used.
-
-    ``parts``: the usable contributions, in the order of their sum. ``divisor``: for the sum. ``factor``: for the
-    learning rate.
-    """
+    """An update: the usable contributions in the order of their sum, its divisor, a factor for the learning rate."""
 
     parts: tuple[Contribution, ...]
     divisor: float
@@ -97,10 +93,7 @@ class Recipe:
 
 
 def recipe(contributions: Iterable[Contribution], settings: Settings, full: int) -> Recipe | None:
-    """Return how to make an update of these contributions; None if none is usable.
-
-    ``full``: gradients of a whole round (nodes times workers), for ``lr_scale``.
-    """
+    """Return how to make an update of these contributions, of ``full`` in a whole round; None if none is usable."""
     everything = tuple(contributions)
     parts = [part for part in everything if part.tensor is not None and part.weight > 0]
     if not parts:
@@ -135,10 +128,10 @@ def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
 
 
 class FlatWeights:
-    """Weights and their optimizer: those of the server, or a shard's slice.
+    """Flat weights ``[D]`` and their optimizer: those of the server, or a shard's slice.
 
-    ``parameters``: flat, ``[D]``; copied. ``outer``: makes the optimizer. ``full``: gradients of a whole round (nodes
-    times workers), for ``lr_scale``. ``snapshot``: the weights of the current version; this tensor is never modified.
+    ``full``: gradients of a whole round (nodes times workers), for ``lr_scale``. ``snapshot``: the weights of the
+    current version; this tensor is never modified.
     """
 
     def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
@@ -156,10 +149,7 @@ class FlatWeights:
         return True
 
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
-        """Continue from a checkpoint's weights and ``state_dict``.
-
-        ``ValueError``: the checkpoint belongs to another optimizer.
-        """
+        """Continue from a checkpoint's weights and ``state_dict``."""
         with torch.no_grad():
             self.theta.copy_(theta)
         self.snapshot = self.theta.clone()

@@ -24,30 +24,15 @@ from thinwire.systems.link.listener import Listener
 from thinwire.systems.link.peer import Peer, join_all, unended
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd, most_bytes
 from thinwire.systems.parameter_server.effects import Apply, Drop, Effect, Forget, Refuse, Send
 from thinwire.systems.parameter_server.journal import JournalWriter, Update
 from thinwire.systems.parameter_server.layout import Layout, RunningBuffers, slices
-from thinwire.systems.parameter_server.messages import (
-    CODEC,
-    MOST_WORKERS,
-    OTHER_MODEL,
-    PROTOCOL,
-    Buffers,
-    Grad,
-    Hello,
-    Message,
-    Refused,
-    RegisterShard,
-    Stop,
-    Welcome,
-    decode,
-    encode,
-)
 from thinwire.systems.parameter_server.outer import FlatWeights, LocalWeights, Outer, default_outer, fingerprint
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.shards import Event, ShardedWeights, ShardLost, ShardTable
+from thinwire.systems.parameter_server.shards import Event, ShardedWeights, ShardLost
 from thinwire.systems.parameter_server.status import Ages, Status, status_of
 
 _FAREWELL_SECONDS = 5.0
@@ -170,14 +155,10 @@ class Service:
             if saved is not None:
                 weights.restore(saved.theta, saved.optimizer)
             return LocalWeights(weights, ServerEnd(settings, self.layout.numel, self.layout.dtype))
-        table = ShardTable(
-            shards, settings.lease_seconds, fingerprint(outer, self.layout.dtype), keeps, self._tell,
-            most_bytes=most_bytes(settings, self.layout),
-        )  # fmt: skip
         run, start = (secrets.randbits(62), theta) if saved is None else (saved.run, None)
         self.shards = ShardedWeights(
-            table, self.layout, settings, self.machine, start, run=run, full=full, ready=self._publish,
-            failed=self.saves.failed,
+            shards, self.layout, settings, self.machine, start, outer=fingerprint(outer, self.layout.dtype),
+            keeps=keeps, run=run, full=full, tell=self._tell, on_ready=self._publish, on_failed=self.saves.failed,
         )  # fmt: skip
         return self.shards
 
@@ -275,7 +256,7 @@ class Service:
             if self._journal is not None:
                 self._journal.close()
             if self.shards is not None:
-                self.shards.table.close(self.machine.version if self._over else None)
+                self.shards.close(self.machine.version if self._over else None)
 
     def _settle(self) -> None:
         if self.shards is not None:
@@ -322,22 +303,22 @@ class Service:
 
     def _came(self, peer: Peer, hello: bytes) -> None:
         """Take whoever has connected; called in a thread of its own."""
-        message, _, _ = decode(hello)
-        if isinstance(message, Hello) and 0 < message.workers <= MOST_WORKERS:
+        message, _, _ = msg.decode(hello)
+        if isinstance(message, msg.Hello) and 0 < message.workers <= msg.MOST_WORKERS:
             check_identity(peer.other, "node", message.node)
             self._tell("came", peer, message)
-        elif isinstance(message, RegisterShard) and self.shards is not None:
+        elif isinstance(message, msg.RegisterShard) and self.shards is not None:
             check_identity(peer.other, "shard", message.index)
             self._tell("register", peer, message)
         else:
             raise ValueError("it does not begin as a node or a shard does")
 
-    def _park(self, peer: Peer, hello: Hello, now: float) -> None:
+    def _park(self, peer: Peer, hello: msg.Hello, now: float) -> None:
         """Keep the connection of a leader that said HELLO, replacing an earlier one of the same process."""
         self._reject(hello.node, hello.instance)
         self._coming[hello.node, hello.instance] = peer, hello.ticket
-        if hello.protocol == PROTOCOL and hello.layout != self.layout.number:
-            self._reject(hello.node, hello.instance, OTHER_MODEL)
+        if hello.protocol == msg.PROTOCOL and hello.layout != self.layout.number:
+            self._reject(hello.node, hello.instance, msg.OTHER_MODEL)
         elif self._ready:
             self._do(self.machine.on(hello, now))
         else:  # not yet: it says HELLO again until the weights are there
@@ -350,7 +331,7 @@ class Service:
             return
         if reason:
             with contextlib.suppress(PairError):
-                peer.send_frame(encode(Refused(node, reason)))
+                peer.send_frame(msg.encode(msg.Refused(node, reason)))
         peer.close()
 
     def _admit(self, member: int) -> None:
@@ -365,14 +346,14 @@ class Service:
         def deliver(message: Any) -> None:
             if getattr(message, "member", None) != member:
                 raise ValueError("a node speaks for another: its connection is closed")
-            if isinstance(message, Buffers):
+            if isinstance(message, msg.Buffers):
                 self._tell("buffers", member, self.layout.buffers.read(message.tensor))
                 return
-            self._tell("message", member, self.weights.read(message) if isinstance(message, Grad) else message)
+            self._tell("message", member, self.weights.read(message) if isinstance(message, msg.Grad) else message)
 
         self._members[member] = peer
         peer.start(
-            CODEC,
+            msg.CODEC,
             channels=self.settings.channels if self.shards is None else 1,  # only frames: an Assembly orders them
             seconds=self.settings.lease_seconds,
             most_bytes=most_bytes(self.settings, self.layout),
@@ -406,14 +387,14 @@ class Service:
             elif isinstance(effect, Refuse):
                 self._reject(effect.node, effect.instance, effect.reason)
 
-    def _send(self, member: int, message: Message) -> None:
-        if isinstance(message, Welcome):
+    def _send(self, member: int, message: msg.Message) -> None:
+        if isinstance(message, msg.Welcome):
             self._admit(member)
         peer = self._members.get(member)
         if peer is None:
             return
-        if isinstance(message, Stop) and self.buffers.value is not None:
-            peer.post(Buffers(member, self.buffers.value))
+        if isinstance(message, msg.Stop) and self.buffers.value is not None:
+            peer.post(msg.Buffers(member, self.buffers.value))
         peer.post(self.weights.attach_payload(member, message))
 
     def _apply(self, effect: Apply) -> None:
@@ -464,5 +445,5 @@ class Service:
             traffic[number] = peer.received_bytes + up, peer.sent_bytes + down
         if shards is not None:
             past = [past[0] + shards.past[0], past[1] + shards.past[1]]
-        rows = () if shards is None else shards.table.status()
+        rows = () if shards is None else shards.status()
         return status_of(self.machine, self._ages, traffic, past, time.monotonic() - self._began, rows)

@@ -23,36 +23,9 @@ from thinwire.systems.link.listener import Caller, Listener, split_address
 from thinwire.systems.link.peer import Peer, join_all, unended
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd, most_bytes
 from thinwire.systems.parameter_server.layout import Layout, slices
-from thinwire.systems.parameter_server.messages import (
-    CODEC,
-    LAST,
-    NO_INDEX,
-    PROTOCOL,
-    SHARD_REASONS,
-    SHARD_TAKEN,
-    AddMember,
-    DropSum,
-    MemberLeft,
-    Piece,
-    PieceArrived,
-    Ping,
-    Refused,
-    RegisterShard,
-    RemoveMember,
-    SaveShard,
-    SendWeights,
-    ShardAccepted,
-    ShardSaved,
-    ShardUpdated,
-    ShowWeights,
-    Stop,
-    Ticket,
-    UpdateShard,
-    decode,
-    encode,
-)
 from thinwire.systems.parameter_server.outer import FlatWeights, Outer, default_outer, fingerprint
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shards import shard_count
@@ -68,13 +41,7 @@ class ShardRefused(RuntimeError):
 
 
 class WeightSlice:
-    """The state of a shard, without sockets: takes the server's messages and returns the answers.
-
-    Args:
-        outer: makes the optimizer.
-        index, count: number of the slice, and how many there are.
-        full: number of gradients of a whole round, as the server counts them.
-        checkpoint_dir: for checkpoints.
+    """The state of shard ``index`` of ``count``, without sockets: takes the server's messages and returns the answers.
 
     Attributes:
         version: of the weights; -1: it has none yet.
@@ -96,32 +63,29 @@ class WeightSlice:
         self.held: dict[tuple[int, int], Tensor] = {}
 
     def on(self, message: Any) -> list[Any]:
-        """Handle a message from the server and return the answers.
-
-        ``ValueError``: a checkpoint is missing or does not fit.
-        """
-        if isinstance(message, ShardAccepted):
+        """Handle a message from the server and return the answers."""
+        if isinstance(message, msg.ShardAccepted):
             self._begin(message)
-            return [ShardUpdated(self.version)]
-        if isinstance(message, UpdateShard):
+            return [msg.ShardUpdated(self.version)]
+        if isinstance(message, msg.UpdateShard):
             terms = [(self.held.pop((term.member, term.seq)), term.scale) for term in message.rows]
             if terms:
                 self.weights.step(terms, message.divisor, message.factor)
             self.version = message.version + 1
-            return [ShardUpdated(self.version, self.weights.snapshot if message.show else None)]
-        if isinstance(message, ShowWeights):
-            return [ShardUpdated(self.version, self.weights.snapshot)]
-        if isinstance(message, SaveShard):
-            return [ShardSaved(self.version, failed=not self._save(message.whole))]
-        if isinstance(message, DropSum):
+            return [msg.ShardUpdated(self.version, self.weights.snapshot if message.show else None)]
+        if isinstance(message, msg.ShowWeights):
+            return [msg.ShardUpdated(self.version, self.weights.snapshot)]
+        if isinstance(message, msg.SaveShard):
+            return [msg.ShardSaved(self.version, failed=not self._save(message.whole))]
+        if isinstance(message, msg.DropSum):
             self.held.pop((message.member, message.seq), None)
-        elif isinstance(message, RemoveMember):
+        elif isinstance(message, msg.RemoveMember):
             kept = {(term.member, term.seq) for term in message.rows}
             self.held = {name: x for name, x in self.held.items() if name[0] != message.member or name in kept}
             self._end.forget(message.member)
         return []
 
-    def _begin(self, message: ShardAccepted) -> None:
+    def _begin(self, message: msg.ShardAccepted) -> None:
         self.version, self._run = message.version, message.run
         if message.tensor is not None:
             if self._directory is not None and checkpoints.kept_in(self._directory, self._index).found():
@@ -163,12 +127,12 @@ class WeightSlice:
         """Store a piece of a sum that has arrived as bytes. ``ValueError``: its length is wrong."""
         self.held[member, seq] = self._end.sum(message)
 
-    def piece(self, member: int, number: int) -> Piece:
+    def piece(self, member: int, number: int) -> msg.Piece:
         """Return the current weights for a member; the final ones are not compressed."""
-        if number == LAST:
-            return Piece(member, number, False, self.weights.snapshot)
+        if number == msg.LAST:
+            return msg.Piece(member, number, False, self.weights.snapshot)
         tensor, delta = self._end.weights(member, self.weights.snapshot)
-        return Piece(member, number, delta, tensor)
+        return msg.Piece(member, number, delta, tensor)
 
 
 @dataclass(eq=False)
@@ -180,17 +144,15 @@ class _Leader:
     member: int = 0
     newest: int = -1
 
-    def left(self) -> MemberLeft:
-        return MemberLeft(self.member, self.peer.received_bytes, self.peer.sent_bytes)
+    def left(self) -> msg.MemberLeft:
+        return msg.MemberLeft(self.member, self.peer.received_bytes, self.peer.sent_bytes)
 
 
 class Leaders:
     """The leaders at a shard: each shows a ticket, becomes a member through the server, sends pieces and gets pieces.
 
-    ``came`` may be called from any thread, everything else from the shard's thread.
-
-    ``tell``: puts an event into the shard's queue, for :meth:`on`. ``seconds``, ``most_bytes``: the time that a piece
-    may take beyond its bytes, and the largest one; of new connections.
+    ``came`` may be called from any thread, everything else from the shard's thread. ``tell`` puts an event into its
+    queue, for :meth:`on`. ``seconds`` and ``most_bytes`` apply to new connections, see :meth:`Peer.start`.
     """
 
     def __init__(self, tell: Callable[[str, Any, Any], None]) -> None:
@@ -205,18 +167,18 @@ class Leaders:
         leader = _Leader(ticket, peer)
         self._tell("came", leader, None)  # first, so that it is known when the server admits the ticket
         peer.start(
-            CODEC,
+            msg.CODEC,
             seconds=self.seconds,
             most_bytes=self.most_bytes,
             silent=True,
             deliver=lambda message: self._deliver(leader, message),
             closed=lambda reason: self._tell("left", leader, reason),
         )
-        peer.post(Ping())
+        peer.post(msg.Ping())
 
     def _deliver(self, leader: _Leader, message: Any) -> None:
         """Check and forward a piece. Called in the peer's thread."""
-        if not isinstance(message, Piece) or message.tensor is None:
+        if not isinstance(message, msg.Piece) or message.tensor is None:
             raise ValueError("a leader sends a shard something other than pieces: its connection is closed")
         if not leader.member or message.member != leader.member or message.number <= leader.newest:
             raise ValueError("a leader sends another leader's piece, or one twice: its connection is closed")
@@ -237,20 +199,20 @@ class Leaders:
                 weights.add(message.member, message.number, message.tensor)
             except ValueError:
                 return self._remove(leader.member)
-            return [PieceArrived(leader.member, message.number, leader.peer.received_bytes, leader.peer.sent_bytes)]
+            return [msg.PieceArrived(leader.member, message.number, leader.peer.received_bytes, leader.peer.sent_bytes)]
         return []
 
     def on_server_message(self, message: Any, weights: WeightSlice) -> list[Any]:
         """Handle what the server says about members. Return the messages to the server."""
-        if isinstance(message, AddMember):
+        if isinstance(message, msg.AddMember):
             leader = self._waiting.pop(message.ticket, None)
             if leader is None:  # it has already gone
-                return [MemberLeft(message.member, 0, 0)]
+                return [msg.MemberLeft(message.member, 0, 0)]
             leader.member = message.member
             self._members[message.member] = leader
-        elif isinstance(message, RemoveMember):
+        elif isinstance(message, msg.RemoveMember):
             return self._remove(message.member)
-        elif isinstance(message, SendWeights):
+        elif isinstance(message, msg.SendWeights):
             there = self._members.get(message.member)
             if there is not None:
                 there.peer.post(weights.piece(message.member, message.number))
@@ -383,8 +345,9 @@ class Shard:
             try:
                 caller = Caller(self.server, self._identity, min(10.0, 2 * lease), self._source)
                 own = self._slice_for(caller)
-                number, keeps = fingerprint(own.outer, own.layout.dtype), self._directory is not None
-                up = caller.connect(encode(RegisterShard(self.index, self._listener.port, PROTOCOL, keeps, number)))
+                keeps, number = self._directory is not None, fingerprint(own.outer, own.layout.dtype)
+                hello = msg.RegisterShard(self.index, self._listener.port, msg.PROTOCOL, keeps, number)
+                up = caller.connect(msg.encode(hello))
                 break
             except PairError as error:
                 if isinstance(error, NotAdmitted) and not known:  # later, another program may have the port
@@ -399,7 +362,7 @@ class Shard:
         most = most_bytes(own.settings, own.layout)
         self.leaders.seconds, self.leaders.most_bytes = lease, most
         up.start(
-            CODEC,
+            msg.CODEC,
             seconds=lease,
             most_bytes=most,
             deliver=lambda message: self._tell("word", up, message),
@@ -418,7 +381,7 @@ class Shard:
         if not count:
             raise ValueError(f"the server at {self.server} holds its weights whole: start it with --shards")
         if not 0 <= self.index < count:
-            raise ValueError(f"{SHARD_REASONS[NO_INDEX].format(index=self.index)}: it has 0 to {count - 1}")
+            raise ValueError(f"{msg.SHARD_REASONS[msg.NO_INDEX].format(index=self.index)}: it has 0 to {count - 1}")
         settings, full = Settings.from_json(caller.note("settings")), int(caller.note("nodes"))
         outer = self._outer or (self._read_outer(caller.note("outer")) if self._read_outer else None)
         layout = Layout.from_json(caller.note("layout"))
@@ -429,7 +392,7 @@ class Shard:
         """Send signs of life, in a separate thread, so that an optimizer step does not look like silence."""
         while not self._over.wait(0.1 if self.slice is None else self.slice.settings.lease_seconds / 3):
             if self._up is not None:
-                self._up.post(Ping())
+                self._up.post(msg.Ping())
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -451,14 +414,17 @@ class Shard:
             elif what == "lost":
                 leaders.close(0.0)
                 return None
-            elif isinstance(value, Stop):
+            elif isinstance(value, msg.Stop):
                 up.finish()
                 up.join(2.0)
                 return own.version
-            elif isinstance(value, Refused):
-                text, lease = SHARD_REASONS.get(value.reason, SHARD_REASONS[NO_INDEX]), own.settings.lease_seconds
+            elif isinstance(value, msg.Refused):
+                text, lease = (
+                    msg.SHARD_REASONS.get(value.reason, msg.SHARD_REASONS[msg.NO_INDEX]),
+                    own.settings.lease_seconds,
+                )
                 self._taken_at = self._taken_at or time.monotonic()
-                if value.reason != SHARD_TAKEN or time.monotonic() - self._taken_at > lease:
+                if value.reason != msg.SHARD_TAKEN or time.monotonic() - self._taken_at > lease:
                     raise ShardRefused(text.format(index=self.index))
                 up.close()
                 # the shard with this index may be dead: the server knows when its lease has ended
@@ -471,8 +437,8 @@ class Shard:
                 up.post(answer)
 
     def _came(self, peer: Peer, first: bytes) -> None:
-        message, _, _ = decode(first)
-        if isinstance(message, Ticket) and message.number > 0:
+        message, _, _ = msg.decode(first)
+        if isinstance(message, msg.Ticket) and message.number > 0:
             self.leaders.came(peer, message.number)
         else:
             raise ValueError("it does not begin as a node does")

@@ -12,30 +12,21 @@ from thinwire.systems.parameter_server.server import Server
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A row of the status table.
-
-    Attributes:
-        node, member: numbers. alive: workers that are alive.
-        seen: iteration number. behind: versions from the oldest base at work there to the server's version; -1: idle.
-        step_seconds: of one of its workers. up_bytes, down_bytes: since it joined.
-    """
+    """A row of the status table."""
 
     node: int
     member: int
-    alive: int
-    seen: int
-    behind: int
-    step_seconds: float
-    up_bytes: int
+    alive: int  # workers
+    seen: int  # iteration number
+    behind: int  # versions from the oldest base at work there to the server's version; -1: idle
+    step_seconds: float  # of one of its workers
+    up_bytes: int  # since it joined
     down_bytes: int
 
 
 @dataclass(frozen=True)
 class ShardStatus:
-    """The status of a shard.
-
-    ``index``: of the shard. ``there``: whether it has its weights. ``up_bytes``, ``down_bytes``: from and to all nodes.
-    """
+    """The status of a shard: whether it has its weights, and the bytes from and to all nodes."""
 
     index: int
     there: bool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.peer import SLOWEST
-from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Leave, Report, Send, Start
+from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Report, Send, Start
 from thinwire.systems.parameter_server.journal import Journal, Update
 from thinwire.systems.parameter_server.leader import Leader
 from thinwire.systems.parameter_server.messages import Grad, Hello, Message, Piece, Weights
@@ -30,11 +30,6 @@ Ends = dict[tuple[str, int], Assembly]
 
 class VirtualShards:
     """The shards of a simulation. A message between shard and server takes the server link's latency.
-
-    Args:
-        count: k.
-        link: of the server, and of each shard.
-        payload_bytes: of a whole tensor.
 
     Attributes:
         cards: (to it, from it) of each shard.
@@ -245,8 +240,6 @@ class _Simulation:
         outer = outer or default_outer(settings, nodes)
         self.weights = None if parameters is None else FlatWeights(parameters, outer, settings, nodes * workers)
         self.nodes = [_Node(self, n, link(n) if callable(link) else link) for n in range(nodes)]
-        self.ended = False
-        self._joining = 0
 
     def begin(self) -> None:
         for node in self.nodes:
@@ -275,13 +268,8 @@ class _Simulation:
                     message = replace(message, tensor=None if self.weights is None else self.weights.snapshot)
                 self.send(node, "down", message)
             elif isinstance(effect, Apply):
-                self.trace.updates.append(
-                    (
-                        effect.version,
-                        self.time.now,
-                        [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows],
-                    )
-                )
+                rows = [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows]
+                self.trace.updates.append((effect.version, self.time.now, rows))
                 self.lines.append(Update.of(effect, self.time.now))
                 self.time.after(self.apply_seconds, lambda effect=effect: self.apply(effect))  # type: ignore[misc]
 
@@ -304,8 +292,6 @@ class _Simulation:
             elif isinstance(effect, Join):
                 node.connect(self)
                 self.leader(node, node.leader.join(self.time.now))
-            elif isinstance(effect, Leave):
-                self.ended = True
 
     # --- wires ----------------------------------------------------------------------------------------------------
 

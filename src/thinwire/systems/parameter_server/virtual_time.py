@@ -54,11 +54,7 @@ class VirtualTime:
 
 
 class Card:
-    """A network card: sends (or receives) one message after another at its rate.
-
-    ``bits_per_second``: rate; None means no limit. ``free_at``: when all messages given to it have passed. ``bytes``:
-    total carried so far.
-    """
+    """A network card: sends (or receives) one message after another; ``bits_per_second`` None: no limit."""
 
     def __init__(self, bits_per_second: float | None) -> None:
         if bits_per_second is not None:
@@ -79,11 +75,9 @@ class Card:
 
 
 class VirtualChannel:
-    """Messages in order from one card to another.
+    """Messages in order from one card to another, which other channels may share.
 
     Args:
-        time: the clock.
-        source, target: the cards at its ends, which other channels may share.
         latency_seconds: from one end to the other.
         jitter: extra seconds of each message; messages still do not overtake each other.
         small_bytes: messages of at most that size do not queue behind others at the cards (packets interleave).
