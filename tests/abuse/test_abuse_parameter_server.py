@@ -1,7 +1,6 @@
 """Members, workers and shards that send anything: the server goes on, and an honest node trains to the end."""
 
 import contextlib
-import os
 import threading
 import time
 
@@ -10,7 +9,7 @@ import torch
 from abuse_frames import OF_A_SHARD, OF_A_VISITOR, OF_A_WORKER, hello, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parameter_cluster import Cluster, flat, model, part_of, sgd
+from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, started, wait_until
 
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import PairError
@@ -35,11 +34,6 @@ from thinwire.systems.parameter_server.presets import bsp
 LAYOUT = Layout.of(model()).number
 MEMORY = 200e6
 seeds = st.integers(0, 2**32)
-
-
-def memory():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def send(pair, frames):
@@ -82,10 +76,8 @@ class Attacked:
         """A node comes as if nothing had been."""
         node = Node(self.address, 0, 1)
         worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
-        working = threading.Thread(target=worker.run, daemon=True)
-        working.start()
-        while worker.stats.submissions < 10:
-            time.sleep(0.01)
+        working = started(worker.run)
+        wait_until(lambda: worker.stats.submissions >= 10)
         self.service.stop()
         ended((working, self.thread))
         node.close()
@@ -121,8 +113,7 @@ def test_whatever_a_member_sends_for_long(name):
 
 def test_whatever_a_visitor_sends_to_a_shard():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1)
-    while not cluster.service.shards.shards:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.shards.shards)
     port, before = cluster.service.shards.shards[0].port, memory()
 
     @settings(max_examples=60, database=None)
@@ -149,8 +140,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
         except BaseException as error:
             failures.append(error)
 
-    serving = threading.Thread(target=serve, daemon=True)
-    serving.start()
+    serving = started(serve)
     first = RegisterShard(0, 1, PROTOCOL, False, fingerprint(sgd(), torch.float32))
     taken = []
 
@@ -167,8 +157,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
 
     go()
     assert len(taken) > 20
-    while service.shards.shards:
-        time.sleep(0.01)
+    wait_until(lambda: not service.shards.shards)
     shards = [Shard(f"127.0.0.1:{service.port}", index, outer=sgd()) for index in range(2)]
     node = Node(f"127.0.0.1:{service.port}", 0, 1)
     worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
@@ -183,12 +172,10 @@ def test_whatever_a_shard_sends_that_does_not_begin():
 
 def with_an_honest_worker(service, delay):
     """Serve, and let the first worker of a node of two work: the node, and the threads, the worker's first."""
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
     honest = Worker(model(), *part_of(0, 0, delay), node.address, 0, check=lambda: node.wait(0))
-    working = threading.Thread(target=honest.run, daemon=True)
-    working.start()
+    working = started(honest.run)
     return node, (working, serving)
 
 

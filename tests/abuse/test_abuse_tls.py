@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parameter_cluster import Cluster, model, part_of, sgd
+from parameter_cluster import Cluster, memory, model, part_of, sgd, started, wait_until
 from split_ends import batch_of, edge_end, halves, in_process, linked, serving
 
 from thinwire.systems.link.duplex import Duplex, end_of
@@ -73,11 +73,6 @@ def spoiled(draw, parts):
     return bytes(words) + draw.randbytes(draw.choice((0, 0, 1, 40, 70_000)))
 
 
-def memory():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def attack(ports, handshake, examples, each):
     """Every port gets so many of them."""
     before = memory()
@@ -102,8 +97,7 @@ def attack(ports, handshake, examples, each):
 def besiege(keys, handshake, examples, each):
     """A training with a shard, whose server, shard and leader are all attacked while a node works and after."""
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1, keys=keys / "ours")
-    while not cluster.service.shards.ready:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.shards.ready)
     (shard,) = cluster.service.shards.shards.values()
     ports = [cluster.service.port, shard.port, cluster.nodes[0].port]
     attack(ports, handshake, examples, each)
@@ -177,7 +171,7 @@ def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
 
 def test_five_hundred_handshakes_that_do_not_end_keep_nobody_out(keys):
     service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5, keys=keys / "ours" / "server")
-    threading.Thread(target=service.run, daemon=True).start()
+    started(service.run)
     before, idle = memory(), []
     for _ in range(500):
         idle.append(socket.create_connection(("127.0.0.1", service.port)))

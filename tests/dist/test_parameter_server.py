@@ -20,7 +20,9 @@ from parameter_cluster import (
     model,
     part_of,
     sgd,
+    started,
     synchronous,
+    wait_until,
 )
 
 from spawned import free_port
@@ -119,8 +121,7 @@ def test_gradients_that_are_not_finite_are_dropped_and_stop_nothing():
 def test_a_worker_that_leaves_does_not_hold_up_the_others(monkeypatch):
     made = introductions(monkeypatch)
     cluster = Cluster(bsp(start_nodes=2, lease_seconds=15.0), 2, 2, delays=[0.02, 0.02])
-    while cluster.service.machine.version < 10:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.version >= 10)
     seen = len(made)
     next(pair for first, pair in made if first == Enter(1)).close()  # it comes back by itself
     while len(made) < seen + 2:  # both ends
@@ -135,8 +136,7 @@ def test_a_node_may_join_and_another_leave_while_training_goes_on():
     cluster = Cluster(bsp(start_nodes=2, lease_seconds=6.0), 2, delays=[0.01, 0.01])
     machine = cluster.service.machine
     cluster.add(5, delay=0.01)
-    while machine.counters["joined"] < 3 or machine.version < 20:
-        time.sleep(0.01)
+    wait_until(lambda: machine.counters["joined"] >= 3 and machine.version >= 20)
     gone = cluster.nodes.pop(1)
     gone.failure = ServerLost("ended by the test")
     gone.close()
@@ -168,15 +168,13 @@ def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_pat
     settings = inhad(2, start_nodes=2, lease_seconds=6.0)
     options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "journal": tmp_path / "j", "port": port}
     first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, apart=True, **options)
-    while first.version < 23:
-        time.sleep(0.02)
+    wait_until(lambda: first.version >= 23)
     first.kill()
     kept = checkpoints.load(tmp_path / "c")
     assert kept.version >= 20
     second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept.version + 30, **options)
     assert second.machine.version == kept.version
-    thread = threading.Thread(target=second.run, daemon=True)
-    thread.start()
+    thread = started(second.run)
     thread.join(120)
     assert not thread.is_alive()
     for node in first.nodes.values():
@@ -207,16 +205,14 @@ def test_another_model_is_refused_by_name():
     worker = Worker(model(width=7), *part_of(0, 0), cluster.nodes[0].address, 0)
     with pytest.raises(LayoutMismatch, match=r"0\.weight \[7, 4\], the server's has 0\.weight \[6, 4\]"):
         worker.run()
-    while not cluster.service.machine.members:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.members)
     cluster.service.stop()
     cluster.join()
 
 
 def test_a_lost_server_ends_node_and_workers_with_a_sentence(monkeypatch):
     cluster = Cluster(inhad(), 1, apart=True)
-    while cluster.version < 5:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 5)
     monkeypatch.setattr(node_module, "time", impatient())
     cluster.kill()
     with pytest.raises(ServerLost, match="leases"):
@@ -225,8 +221,7 @@ def test_a_lost_server_ends_node_and_workers_with_a_sentence(monkeypatch):
 
 def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
-    while cluster.service.machine.version < 5:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.version >= 5)
     second = Node(cluster.address, 0, 1)
     worker = Worker(model(), *part_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
     with pytest.raises(ServerLost, match="given up"):
@@ -241,13 +236,11 @@ def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
 
 def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     service = Service(model(), inhad(), host="127.0.0.1", outer=sgd(), updates=10)
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
     Worker(model(), *part_of(0, 0), node.address, 0).run()
     assert node.wait(60.0)
-    seen_off = threading.Thread(target=node.wait_for_stragglers, args=(60.0,), daemon=True)
-    seen_off.start()
+    seen_off = started(node.wait_for_stragglers, 60.0)
     late = Worker(model(99), *part_of(0, 1), node.address, 1)
     stats = late.run()
     assert (stats.submissions, stats.version) == (0, 10)
@@ -337,8 +330,7 @@ def test_a_node_that_is_refused_while_a_worker_leaves_ends_all_the_same(monkeypa
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
     workers = [Caller(node.address, Identity("worker", k)).connect(encode(Enter(k))) for k in range(2)]
     first = workers.pop(0)
-    while len(node.leader.alive) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len(node.leader.alive) >= 2)
     monkeypatch.setattr(Peer, "post", posting)
     refused.set()
     assert "refused by the test" in refusal_of(node)
@@ -365,8 +357,7 @@ def test_a_node_that_cannot_even_call_its_server_ends_with_the_reason(monkeypatc
 def test_a_worker_that_ends_with_an_error_is_missed_at_once():
     """Its process may live on, in a notebook say: not only a lease later may the others go on without it."""
     service = Service(model(), bsp(start_nodes=1, lease_seconds=1000.0), host="127.0.0.1", outer=sgd())
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
 
     def broken(number):
         raise RuntimeError("no such batch")
@@ -384,8 +375,7 @@ def test_a_worker_that_ends_with_an_error_is_missed_at_once():
 
 def test_who_waits_for_anothers_number_hears_that_the_server_ends():
     service = Service(model(), bsp(start_nodes=2, lease_seconds=1000.0), host="127.0.0.1", outer=sgd())
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     caller, layout = Caller(f"127.0.0.1:{service.port}", Identity("node", 0)), Layout.of(model()).number
     member = caller.connect(encode(Hello(0, 1, layout, instance=1)))
     assert isinstance(decode(member.receive_frame(FRAME.size, 60.0))[0], Welcome)
@@ -402,8 +392,7 @@ def test_who_waits_for_anothers_number_hears_that_the_server_ends():
 def test_a_node_waits_for_its_server_while_somebody_else_has_the_port(monkeypatch):
     port, refused = free_port(), threading.Event()
     cluster = Cluster(inhad(), 1, apart=True, port=port)
-    while cluster.version < 3:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 3)
 
     def reaching(*words):
         try:

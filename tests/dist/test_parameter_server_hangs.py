@@ -1,11 +1,10 @@
 """A process that hangs while its heartbeat thread lives is named in a warning, and not given up."""
 
 import threading
-import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, in_thread, loss, model, part_of
+from parameter_cluster import Cluster, in_thread, loss, model, part_of, wait_until
 
 from thinwire.systems.parameter_server import Node, Service, Worker
 from thinwire.systems.parameter_server.presets import bsp
@@ -15,9 +14,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
 def heard(caplog, words):
     """Wait until they are said; return the whole."""
-    while not (found := [message for message in caplog.messages if words in message]):
-        time.sleep(0.01)
-    return found[0]
+    wait_until(lambda: words in caplog.text)
+    return next(message for message in caplog.messages if words in message)
 
 
 def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):

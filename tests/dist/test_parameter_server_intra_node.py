@@ -1,10 +1,8 @@
 """What happens inside a node: ranks that compute each gradient together, and buffers that come back averaged."""
 
-import threading
-
 import pytest
 import torch
-from parameter_cluster import sgd
+from parameter_cluster import sgd, started
 
 from spawned import run
 from thinwire.systems import parameter_server as ps
@@ -31,8 +29,7 @@ def loss(model, x):
 def serving(**options):
     model = build()
     service = Service(model, ps.presets.bsp(), host="127.0.0.1", outer=sgd(), updates=UPDATES, **options)
-    thread = threading.Thread(target=service.run, daemon=True)
-    thread.start()
+    thread = started(service.run)
     return model, service, thread
 
 

@@ -4,7 +4,6 @@ import json
 import socket
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -19,7 +18,9 @@ from parameter_cluster import (
     model,
     part_of,
     sgd,
+    started,
     synchronous,
+    wait_until,
 )
 
 from spawned import free_port
@@ -151,8 +152,7 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
 
     settings = inhad(2, start_nodes=2, deterministic=True, lease_seconds=15.0)
     cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.01], journal=tmp_path / "j")
-    while not cluster.service.machine.version:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.version)
     breaks = next(member.number for member in [*cluster.service.machine.members.values()] if member.node == 1)
     monkeypatch.setattr(Uplink, "post", posting)
     monkeypatch.setattr(Peer, "send_frame", sending_frame)
@@ -169,13 +169,6 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
     again = replay(Journal.read(tmp_path / "j"), layout.flat(model()), gradient_of(model(), layout), sgd(), full=2)
     assert torch.equal(again, flat(cluster.model))
     assert not any(held(cluster))
-
-
-def wait_until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def end(cluster):
@@ -205,8 +198,7 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=saved + 30, port=port, shards=2,
                      checkpoint_every=5, journal=tmp_path / "j", checkpoint_dir=tmp_path / "server")  # fmt: skip
     assert second.machine.version == saved
-    serving = threading.Thread(target=second.run, daemon=True)
-    serving.start()
+    serving = started(second.run)
     cluster.add_shard(1, outer=sgd(), checkpoint_dir=tmp_path / "shards")  # in place of the dead one
     serving.join(120)
     assert not serving.is_alive(), f"the second server does not end: {second.status()}, {cluster.failures}"
@@ -269,8 +261,7 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
 def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     service = Service(model(), bsp(), host="127.0.0.1", outer=sgd(), shards=1, updates=3, checkpoint_dir=tmp_path)
     failures = []
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     address = f"127.0.0.1:{service.port}"
     for options, sentence in (
         ({"outer": sgd(lr=0.3), "checkpoint_dir": tmp_path}, "a different optimizer"),
@@ -283,8 +274,7 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     assert isinstance(decode(gone.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
     gone.close()  # it dies before it has its weights
     early = Node(address, 0, 1)  # nodes wait as well
-    working = threading.Thread(target=Worker(model(), *part_of(0, 0), early.address, 0).run, daemon=True)
-    working.start()
+    working = started(Worker(model(), *part_of(0, 0), early.address, 0).run)
     wait_until(lambda: not service.shards.shards)
     assert [row.there for row in service.status().shards] == [False]
     Shard(address, 0, host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path).run()
@@ -302,14 +292,12 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
 def test_a_shard_that_comes_again_waits_until_the_server_knows_that_it_was_dead():
     """Its machine broke down: nobody has told the server, which takes it for one that is there until its lease ends."""
     service = Service(model(), bsp(lease_seconds=3.0), host="127.0.0.1", outer=sgd(), shards=1)
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     address, number = f"127.0.0.1:{service.port}", fingerprint(sgd(), Layout.of(model()).dtype)
     dead = Caller(address, Identity("shard", 0)).connect(encode(RegisterShard(0, free_port(), PROTOCOL, True, number)))
     assert isinstance(decode(dead.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
     again, ended = Shard(address, 0, host="127.0.0.1", outer=sgd()), []
-    running = threading.Thread(target=lambda: ended.append(again.run()), daemon=True)
-    running.start()
+    running = started(lambda: ended.append(again.run()))
     wait_until(lambda: service.shards.ready or not running.is_alive())
     service.stop()
     running.join(60)

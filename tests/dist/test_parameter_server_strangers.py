@@ -1,13 +1,11 @@
 """A training whose processes share a secret, and those who come without it, with another, or as somebody else."""
 
-import os
 import socket
-import threading
 import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, model, part_of, sgd
+from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, started, wait_until
 
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
@@ -74,11 +72,6 @@ def ends(pair):
         pair.close()
 
 
-def memory():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.parametrize("shards", [0, 2])
 def test_strangers_change_nothing(secret, caplog, shards):
     settings, layout = bsp(start_nodes=1, deterministic=True), Layout.of(model()).number
@@ -89,8 +82,7 @@ def test_strangers_change_nothing(secret, caplog, shards):
             Caller(cluster.address, identity)
     said = ("it was asked for the secret and did not show it", "it does not know the secret")
     # each hello has its thread: either may be told of first, after the stranger has gone, and one line is told for both
-    while not any(f"turned away 127.0.0.1: {why}" in caplog.messages for why in said):
-        time.sleep(0.01)
+    wait_until(lambda: any(f"turned away 127.0.0.1: {why}" in caplog.messages for why in said))
     # who knows the secret, and speaks as another node or in another role than it came in
     for identity, hello in (
         (Identity("node", 9, secret), Hello(0, 1, layout, instance=5)),
@@ -123,8 +115,7 @@ def shards_of(cluster, shards):
 @pytest.mark.parametrize("role", ["worker", "shard"])
 def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1)
-    while not shards_of(cluster, 1):
-        time.sleep(0.01)
+    wait_until(lambda: shards_of(cluster, 1))
     port = shards_of(cluster, 1)[0].port
     with pytest.raises(NotAdmitted, match=f"does not accept {role}s"):
         talk(f"127.0.0.1:{port}", Identity(role, 0, secret), Ticket(7))
@@ -151,8 +142,7 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
 
 def test_silent_connections_delay_a_node_that_joins_by_little(secret):
     service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5)
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     silent = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(300)]
     began = time.monotonic()
     node = Node(f"127.0.0.1:{service.port}", 0, 1)

@@ -6,11 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, model, part_of, sgd
+from parameter_cluster import Cluster, flat, model, part_of, sgd, wait_until
 
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
@@ -49,12 +48,10 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     with pytest.raises(NodeRefused, match="node 0 belongs to a name other than this certificate's"):
         Node(cluster.address, 0, 1, keys=keys / "ours" / "node1")
     told = "turned away 127.0.0.1: it uses a number that belongs to another name"
-    while cluster.version < 3 or told not in caplog.messages:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 3 and told in caplog.messages)
     cluster.nodes[0].close()  # its worker looks for it, and goes on doing so
     cluster.add(0)
-    while cluster.service.machine.counters["joined"] < 2:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.counters["joined"] >= 2)
     cluster.stop_after(20)
     cluster.serving.join(60)
     assert cluster.status.counters["joined"] == 2
@@ -65,8 +62,7 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
 def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
     cluster = Cluster(bsp(), 1, delays=[0.01], keys=keys / "ours", apart=True, **options)
-    while cluster.version < 12:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 12)
     cluster.kill()
     port = int(cluster.address.rpartition(":")[2])
     again = Service(model(), bsp(), outer=sgd(), port=port, updates=cluster.version + 30,
@@ -116,8 +112,8 @@ def test_workers_show_their_nodes_certificate(keys):
 
 def test_a_leader_knows_a_shard_by_its_certificate(keys):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1, keys=keys / "ours")
-    while not (shards := cluster.service.shards.shards) or not cluster.service.shards.ready:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.shards.ready)
+    shards = cluster.service.shards.shards
     (_, _, fingerprint), *_ = json.loads(cluster.service.shards.addresses())["places"]
     assert fingerprint == Credentials.of(keys / "ours" / "shard0").own().fingerprint
     node1 = Credentials.of(keys / "ours" / "node1")

@@ -4,10 +4,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
-from parameter_cluster import model, sgd
+from parameter_cluster import model, sgd, started
 
 from spawned import free_port
 from thinwire.systems.parameter_server import Service
@@ -42,8 +41,7 @@ def test_a_script_under_torchrun_is_a_node_of_two_workers(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     network = model()
     service = Service(network, bsp(), host="127.0.0.1", outer=sgd(), updates=150)
-    thread = threading.Thread(target=service.run, daemon=True)
-    thread.start()
+    thread = started(service.run)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     here = os.path.dirname(__file__)
     paths = os.pathsep.join(filter(None, (here, os.path.dirname(here), os.environ.get("PYTHONPATH"))))

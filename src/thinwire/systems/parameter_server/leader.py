@@ -7,24 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
-from thinwire.systems.parameter_server.messages import (
-    REASONS,
-    TAKEN,
-    Bye,
-    Fence,
-    Grad,
-    Hello,
-    IterationNumber,
-    Message,
-    Nack,
-    Pull,
-    Refused,
-    Row,
-    Stop,
-    Weights,
-    Welcome,
-)
 from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alpha, norm
 
 
@@ -36,9 +20,9 @@ class Aggregator:
 
     def __init__(self, alpha_rule: str, norm_rule: str, deterministic: bool = False) -> None:
         self._alpha, self._norm, self._deterministic = alpha_rule, norm_rule, deterministic
-        self._rows: list[Row] = []
+        self._rows: list[msg.Row] = []
         self._sums: dict[int, Any] = {}
-        self._each: list[tuple[Row, Any]] = []
+        self._each: list[tuple[msg.Row, Any]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -48,7 +32,7 @@ class Aggregator:
         """The oldest base version."""
         return min((row.base for row in self._rows), default=UNBOUNDED)
 
-    def add(self, row: Row, tensor: Any) -> None:
+    def add(self, row: msg.Row, tensor: Any) -> None:
         """Add one gradient. The aggregator may change the tensor from now on."""
         self._rows.append(row)
         if self._deterministic:
@@ -57,7 +41,7 @@ class Aggregator:
             held = self._sums.get(row.base)
             self._sums[row.base] = tensor if held is None else held.add_(tensor)
 
-    def take(self, now: int) -> tuple[tuple[Row, ...], float, Any]:
+    def take(self, now: int) -> tuple[tuple[msg.Row, ...], float, Any]:
         """Empty the aggregator for an update of version ``now``.
 
         Returns the gradients, their share of the divisor (the sum of the norms), the sum of alpha times gradient or
@@ -122,7 +106,7 @@ class Membership:
     steps: int = 0
     computing: dict[int, int] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
-    round: list[tuple[Row, Any]] = field(default_factory=list)
+    round: list[tuple[msg.Row, Any]] = field(default_factory=list)
     made: Counter[int] = field(default_factory=Counter)
     buffer: Aggregator = field(init=False)
 
@@ -164,7 +148,7 @@ class Membership:
         self.started -= computed
         return computed
 
-    def take_weights(self, message: Weights) -> None:
+    def take_weights(self, message: msg.Weights) -> None:
         """Note what comes with new weights."""
         self.version, self.grant, self.allowed = message.version, message.grant, message.allowed
         self.steps, self.acked = message.steps, message.ack
@@ -174,18 +158,20 @@ class Membership:
         """Note the version of the next update: results on too old weights would miss the bound."""
         self.floor = max(self.floor, next_version - self.settings.bound)
 
-    def report(self, alive: Collection[int], step_us: float) -> IterationNumber:
+    def report(self, alive: Collection[int], step_us: float) -> msg.IterationNumber:
         """Compose the IN for this moment."""
         self.seq += 1
-        return IterationNumber(
+        return msg.IterationNumber(
             self.number, self.seq, self.in_total, self.low(alive), self.buffer.low, self.grant,
             self.loss_sum, self.samples, self.dropped, int(step_us), len(alive), self.probe,
         )  # fmt: skip
 
-    def grad(self, alive: Collection[int], pull: int, weight: float, rows: tuple[Row, ...], tensor: Any) -> Grad:
+    def grad(
+        self, alive: Collection[int], pull: int, weight: float, rows: tuple[msg.Row, ...], tensor: Any
+    ) -> msg.Grad:
         """Compose a message with a gradient sum; ``pull``: number of the PULL that it answers, 0: pushed."""
         self.seq += 1
-        return Grad(
+        return msg.Grad(
             self.number, pull, self.seq, self.in_total, self.low(alive), self.grant, weight, rows, tensor
         )  # fmt: skip
 
@@ -254,9 +240,9 @@ class Leader:
 
     # --- events inside the node -------------------------------------------------------------------------------------
 
-    def hello(self) -> Hello:
+    def hello(self) -> msg.Hello:
         """Return the message that introduces this leader to the server."""
-        return Hello(self.node, self.workers, self.layout, instance=self.instance)
+        return msg.Hello(self.node, self.workers, self.layout, instance=self.instance)
 
     def join(self, now: float) -> list[Effect]:
         """Ask to become a member."""
@@ -292,7 +278,7 @@ class Leader:
         self.counters["finished"] += 1
         if seconds:
             self._step_us = 1e6 * seconds if not self._step_us else 0.7 * self._step_us + 0.3e6 * seconds
-        row = Row(base, worker, own.begun[worker], samples)
+        row = msg.Row(base, worker, own.begun[worker], samples)
         if finite:
             own.loss_sum += loss
             own.samples += samples
@@ -331,7 +317,7 @@ class Leader:
             return []
         if not self.alive:
             self._membership = self._new()
-            return [Send(Bye(member))]
+            return [Send(msg.Bye(member))]
         if self.settings.local == "sync" and computed:
             return self._close_round()
         return [Report(), *self._start()]
@@ -352,41 +338,45 @@ class Leader:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def report(self, now: float) -> IterationNumber:
+    def report(self, now: float) -> msg.IterationNumber:
         """Compose the IN for this moment. The driver sends it at once."""
         self._reported = now
         return self._membership.report(self.alive, self._step_us)
 
-    def _grad(self, pull: int, weight: float, rows: tuple[Row, ...], tensor: Any) -> Send:
+    def _grad(self, pull: int, weight: float, rows: tuple[msg.Row, ...], tensor: Any) -> Send:
         return Send(self._membership.grad(self.alive, pull, weight, rows, tensor))
 
-    def on(self, message: Message, now: float) -> list[Effect]:
+    def on(self, message: msg.Message, now: float) -> list[Effect]:
         """Handle a message from the server."""
         own = self._membership
-        if isinstance(message, Welcome):
+        if isinstance(message, msg.Welcome):
             self._heard, self._joining = now, False
             self._membership = self._new(message.member, message.next_step)
             return []
-        if isinstance(message, Refused):
-            return [] if own.number else [GiveUp(REASONS.get(message.reason, REASONS[TAKEN]).format(node=self.node))]
+        if isinstance(message, msg.Refused):
+            return (
+                []
+                if own.number
+                else [GiveUp(msg.REASONS.get(message.reason, msg.REASONS[msg.TAKEN]).format(node=self.node))]
+            )
         if message.member != own.number or not own.number:  # type: ignore[union-attr]
             return []  # it belongs to an earlier membership
         self._heard = now
-        if isinstance(message, Weights):
+        if isinstance(message, msg.Weights):
             own.take_weights(message)
             return [Report(), *self._start()]
-        if isinstance(message, Pull):
+        if isinstance(message, msg.Pull):
             own.raise_floor(message.next_version)
             rows, weight, total = own.buffer.take(message.next_version - 1)
             return [self._grad(message.pull, weight, rows, total), *self._start()]
-        if isinstance(message, Fence):
+        if isinstance(message, msg.Fence):
             own.raise_floor(message.next_version)
             own.probe = max(own.probe, message.probe)
             return [Report()]
-        if isinstance(message, Stop):
+        if isinstance(message, msg.Stop):
             own.number = 0
-            return [Send(Bye(message.member)), Leave(message.version)]
-        if isinstance(message, Nack):
+            return [Send(msg.Bye(message.member)), Leave(message.version)]
+        if isinstance(message, msg.Nack):
             return self.ended("the server had dropped this node", now)
         return []
 

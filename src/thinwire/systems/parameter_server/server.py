@@ -5,24 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Refuse, Send
-from thinwire.systems.parameter_server.messages import (
-    OTHER_PROTOCOL,
-    PROTOCOL,
-    TAKEN,
-    Bye,
-    Fence,
-    Grad,
-    Hello,
-    IterationNumber,
-    Message,
-    Nack,
-    Pull,
-    Refused,
-    Stop,
-    Weights,
-    Welcome,
-)
 from thinwire.systems.parameter_server.settings import UNBOUNDED, LocalSteps, Settings, alpha, norm
 
 
@@ -73,7 +57,7 @@ class Member:
         """Its submissions that have arrived, counted from the common origin of SSP."""
         return self.ack + self.offset
 
-    def note(self, message: IterationNumber | Grad) -> None:
+    def note(self, message: msg.IterationNumber | msg.Grad) -> None:
         """Copy what a message reports, unless a newer one came first.
 
         Weights in flight count as work on their version, so the oldest of the unconfirmed grants bounds ``low``.
@@ -82,11 +66,11 @@ class Member:
             return
         self.seq = message.seq
         self.seen = message.in_total
-        self.buf_low = message.buf_low if isinstance(message, IterationNumber) else UNBOUNDED
+        self.buf_low = message.buf_low if isinstance(message, msg.IterationNumber) else UNBOUNDED
         while self.grants and self.grants[0][0] <= message.grant:
             self.grants.popleft()
         self.low = min(message.low, self.in_flight())
-        if isinstance(message, IterationNumber):
+        if isinstance(message, msg.IterationNumber):
             self.alive, self.step_us, self.dropped = message.alive, message.step_us, message.dropped
             self.loss_sum, self.samples = message.loss_sum, message.samples
 
@@ -147,16 +131,18 @@ class Server:
         self.updating = self.applying = self.finished = False
         self._started = version > 0
         self.next_member, self._next_pull = first_member, 1
-        self._claims: dict[int, tuple[Hello, int]] = {}  # node -> who wants its number, and the question asked for it
+        self._claims: dict[
+            int, tuple[msg.Hello, int]
+        ] = {}  # node -> who wants its number, and the question asked for it
         self._asked = 0
-        self._inbox: list[Message] = []
+        self._inbox: list[msg.Message] = []
         self._grace_until: float | None = None
         self._out: list[Effect] = []
         self._now = 0.0
 
     # --- inputs ---------------------------------------------------------------------------------------------------
 
-    def on(self, message: Message, now: float) -> list[Effect]:
+    def on(self, message: msg.Message, now: float) -> list[Effect]:
         """Handle a message from a leader."""
         self._now = now
         member = self.members.get(getattr(message, "member", 0))
@@ -192,14 +178,14 @@ class Server:
             if now - member.heard > lease and not self.applying:
                 self._drop(member.number)
             elif now - member.told >= lease / 3:
-                self._send(Fence(member.number, self.version))
+                self._send(msg.Fence(member.number, self.version))
         if self._grace_until is not None and now >= self._grace_until and not self.applying:
             self._fire()
         return self._flush()
 
     def gone(self, member: int, now: float) -> list[Effect]:
         """Note that the connection to a member has broken."""
-        return self.on(Bye(member), now)
+        return self.on(msg.Bye(member), now)
 
     def expect(self, member: int, seconds: float, now: float) -> None:
         """Note that a long message from a member is on its way: it counts as heard for that many seconds from now."""
@@ -210,44 +196,44 @@ class Server:
         """End the training: send STOP to all. An update that still waits for sums is not made."""
         self._now, self.finished, self.updating = now, True, False
         for member in self.members.values():
-            self._send(Stop(member.number, self.version))
+            self._send(msg.Stop(member.number, self.version))
         return self._flush()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def _handle(self, message: Message) -> None:
-        if isinstance(message, Hello):
+    def _handle(self, message: msg.Message) -> None:
+        if isinstance(message, msg.Hello):
             self._hello(message)
             return
-        if isinstance(message, Bye):
+        if isinstance(message, msg.Bye):
             self._drop(message.member)
             return
-        if isinstance(message, Refused):  # only leaders receive this
+        if isinstance(message, msg.Refused):  # only leaders receive this
             return
         member = self.members.get(message.member)
         if member is None:
-            if isinstance(message, Grad):
+            if isinstance(message, msg.Grad):
                 self._unused(message, "late")
-            self._out.append(Send(Nack(message.member), message.member))
+            self._out.append(Send(msg.Nack(message.member), message.member))
             return
-        if isinstance(message, IterationNumber):
+        if isinstance(message, msg.IterationNumber):
             self.counters["in"] += 1
             self._note(member, message)
             claim = self._claims.get(member.node)
             if claim is not None and message.probe >= claim[1]:  # an IN from before the question proves nothing
                 del self._claims[member.node]
-                self._refuse(claim[0], TAKEN)
+                self._refuse(claim[0], msg.TAKEN)
             self._go_on(member)
             self._permits()
-        elif isinstance(message, Grad) and any(row.base > self.version for row in message.rows):
+        elif isinstance(message, msg.Grad) and any(row.base > self.version for row in message.rows):
             self._unused(message, "late")
             self._drop(member.number)  # it sends gradients at weights that do not exist yet
-        elif isinstance(message, Grad):
+        elif isinstance(message, msg.Grad):
             self._grad(member, message)
 
-    def _hello(self, message: Hello) -> None:
-        if message.protocol != PROTOCOL:
-            self._refuse(message, OTHER_PROTOCOL)
+    def _hello(self, message: msg.Hello) -> None:
+        if message.protocol != msg.PROTOCOL:
+            self._refuse(message, msg.OTHER_PROTOCOL)
             return
         for old in [m for m in self.members.values() if m.node == message.node]:
             if old.instance != message.instance:
@@ -262,9 +248,9 @@ class Server:
         self.members[number] = member
         self._workers += member.workers
         self.counters["joined"] += 1
-        self._send(Welcome(number, self.version, self.positions.get(message.node, 0)))
+        self._send(msg.Welcome(number, self.version, self.positions.get(message.node, 0)))
         if self.finished:
-            self._send(Stop(number, self.version))
+            self._send(msg.Stop(number, self.version))
         elif not self._started:
             self._started = len(self.members) >= self.settings.start_nodes
             for other in list(self.members.values()) if self._started else []:
@@ -275,7 +261,7 @@ class Server:
             self._grant(member)
         self._ask(member)
 
-    def _claim(self, member: Member, newcomer: Hello) -> None:
+    def _claim(self, member: Member, newcomer: msg.Hello) -> None:
         """Let another process with a member's number wait.
 
         The member may be dead without the server knowing it, so it is asked for a sign of life: if it answers, the
@@ -286,17 +272,17 @@ class Server:
         self._claims[member.node] = newcomer, self._asked
         self._ask(member)
         if before.instance != newcomer.instance:
-            self._refuse(before, TAKEN)
+            self._refuse(before, msg.TAKEN)
 
     def _ask(self, member: Member) -> None:
         if member.node in self._claims:
-            self._send(Fence(member.number, self.version, self._claims[member.node][1]))
+            self._send(msg.Fence(member.number, self.version, self._claims[member.node][1]))
 
-    def _refuse(self, hello: Hello, reason: int) -> None:
+    def _refuse(self, hello: msg.Hello, reason: int) -> None:
         self.counters["refused"] += 1
         self._out.append(Refuse(hello.node, hello.instance, reason))
 
-    def _note(self, member: Member, message: IterationNumber | Grad) -> None:
+    def _note(self, member: Member, message: msg.IterationNumber | msg.Grad) -> None:
         before = member.dropped
         member.note(message)
         self.counters["not_finite"] += member.dropped - before
@@ -305,7 +291,7 @@ class Server:
     def _refresh(self, member: Member) -> None:
         (self._fresh.add if member.fresh else self._fresh.discard)(member.number)
 
-    def _grad(self, member: Member, message: Grad) -> None:
+    def _grad(self, member: Member, message: msg.Grad) -> None:
         pushed = message.pull == 0
         wanted = message.in_total > member.ack if pushed else self.pending.get(member.number) == message.pull
         if not wanted:  # its pull was given up, or the same sum came twice
@@ -331,7 +317,7 @@ class Server:
             self._grant(member)
         self._permits()
 
-    def _accept(self, member: Member, message: Grad) -> None:
+    def _accept(self, member: Member, message: msg.Grad) -> None:
         """Add a sum to the current update, unless it is older than the settings allow.
 
         A pulled sum brings its weight along; a pushed one gets it here: v cannot change between arrival and update.
@@ -347,7 +333,7 @@ class Server:
             scale, weight = alpha(settings.alpha, tau), norm(settings.norm, settings.alpha, tau)
         self.arrived.append(Contribution(member.node, member.number, message.rows, scale, weight, message.tensor))
 
-    def _unused(self, message: Grad, reason: str) -> None:
+    def _unused(self, message: msg.Grad, reason: str) -> None:
         self.counters[reason] += len(message.rows)
         if message.tensor is not None:
             self._out.append(Drop(message.tensor))
@@ -390,7 +376,7 @@ class Server:
                     self._pull(member)
         for member in self.members.values():
             if member.low < need and member.number not in self.pending:
-                self._send(Fence(member.number, self.version + 1))
+                self._send(msg.Fence(member.number, self.version + 1))
         self._advance()
 
     def _all_stand(self) -> bool:
@@ -425,7 +411,7 @@ class Server:
         self.pending[member.number] = self._next_pull
         self.pulled.add(member.number)
         self.counters["pulls"] += 1
-        self._send(Pull(member.number, self._next_pull, self.version + 1))
+        self._send(msg.Pull(member.number, self._next_pull, self.version + 1))
         self._next_pull += 1
 
     def _advance(self, changed: Member | None = None) -> None:
@@ -478,7 +464,7 @@ class Server:
         number = member.grant(self.version)
         member.allowed = self._allowed(member)
         self._send(
-            Weights(member.number, self.version, number, member.allowed, self._steps(member), same, ack=member.ack)
+            msg.Weights(member.number, self.version, number, member.allowed, self._steps(member), same, ack=member.ack)
         )
 
     def _slowest(self) -> int:
@@ -532,7 +518,7 @@ class Server:
         if claim is not None:
             self._hello(claim[0])
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: msg.Message) -> None:
         number = message.member  # type: ignore[union-attr]
         if number in self.members:
             self.members[number].told = self._now

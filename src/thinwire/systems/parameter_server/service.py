@@ -47,10 +47,7 @@ class Service:
         model: its trainable parameters are the initial weights, and hold the result at the end.
         settings: sent to every node.
         port: to listen on; 0 chooses a free one.
-        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``.
-        secret: nodes and shards must know it; at least 16 bytes; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: directory of an identity written by ``thinwire keys new``, instead of a secret: TLS on all connections.
-        insecure: let in everybody who reaches the port.
+        host, secret, keys, insecure: who may connect, see :func:`serve`.
         outer: makes the optimizer of the flat weights; by default that of the settings.
         outer_text: sent to shards that are started from a command line.
         nodes: the expected number; it sets ``c`` of the default optimizer and does not limit who may join.

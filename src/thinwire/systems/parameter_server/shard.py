@@ -251,9 +251,7 @@ class Shard:
         port: where leaders find this shard; 0 chooses a free one.
         host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``. Connections
             to the server also start from it, because leaders are sent to the address from which the shard connected.
-        secret: the server's; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: directory of this shard's identity, if the server uses keys.
-        insecure: let in everybody who reaches the port.
+        secret, keys, insecure: as for :func:`serve_shard`.
         leases: give up after that many leases without a server.
 
     Raises:

@@ -45,40 +45,30 @@ class VirtualShards:
         ends = [payload_bytes * i // max(count, 1) for i in range(count + 1)]
         self.sizes = [FRAME.size + end - first for first, end in pairwise(ends)]
         self.hop_seconds = link.latency_seconds
-        self.seconds = settings.lease_seconds + payload_bytes / SLOWEST
+        self._seconds = settings.lease_seconds + payload_bytes / SLOWEST
 
     def __len__(self) -> int:
         return len(self.cards)
 
-    def assembly(self, ends: Ends, way: str, message: Message | Piece) -> Assembly:
-        """Return the assembly at one end of one membership."""
+    def take(
+        self, ends: Ends, way: str, message: Message | Piece, shard: int, now: float
+    ) -> tuple[list[Any], Assembly]:
+        """Return the messages that are complete and next in order, after this message or piece has come to one end."""
         key = way, getattr(message, "member", 0)
         if key not in ends:
             ends[key] = Assembly(len(self), self._settings.channels == 1)
-        return ends[key]
-
-    def whole(self, assembly: Assembly, message: Message | Piece, shard: int, now: float) -> list[Message]:
-        """Return the messages that are complete and next in order, after this message or piece has come."""
         if isinstance(message, Piece):
-            ready = assembly.piece(message.number, shard, None, now)
+            ready = ends[key].piece(message.number, shard, None, now)
         else:
-            ready = assembly.message(message, self.number(message), self.seconds, now)
-        return [message for message, _ in ready]
+            ready = ends[key].message(message, number_of(message), self._seconds, now)
+        return [message for message, _ in ready], ends[key]
 
-    @staticmethod
-    def number(message: Message) -> int | None:
-        """Return the number of a message's pieces; None: it has none."""
-        if isinstance(message, Weights) and not message.same:
-            return message.grant
-        return message.seq if isinstance(message, Grad) and message.rows else None
 
-    def pieces(self, message: Message) -> list[tuple[int, Piece, int]]:
-        """Return (shard, piece, bytes) for each piece of a message."""
-        number = self.number(message)
-        if number is None:
-            return []
-        member: int = message.member  # type: ignore[union-attr]
-        return [(index, Piece(member, number), size) for index, size in enumerate(self.sizes)]
+def number_of(message: Message) -> int | None:
+    """Return the number of a message's pieces; None: it carries no tensor."""
+    if isinstance(message, Weights) and not message.same:
+        return message.grant
+    return message.seq if isinstance(message, Grad) and message.rows else None
 
 
 @dataclass(frozen=True)
@@ -296,25 +286,18 @@ class _Simulation:
     # --- wires ----------------------------------------------------------------------------------------------------
 
     def send(self, node: _Node, way: str, message: Message) -> None:
-        size = FRAME.size
-        full = isinstance(message, Weights) and not message.same
-        if isinstance(message, Grad):
-            size += 32 * len(message.rows)
-            full = bool(message.rows)
-        if full and self.shards:
-            self.send_pieces(node, way, message)
-            full = False
-        size += self.payload if full else 0
-        self.queue(node, way, "data" if full and self.settings.channels == 2 else "control", message, size)
+        size, number = FRAME.size + 32 * len(getattr(message, "rows", ())), number_of(message)
+        full = number is not None and not self.shards
+        if number is not None and self.shards:
+            wires, member = node.wires, message.member  # type: ignore[union-attr]
 
-    def send_pieces(self, node: _Node, way: str, message: Message) -> None:
-        wires, pieces = node.wires, self.shards.pieces(message)
+            def pieces() -> None:
+                for index, piece_size in enumerate(self.shards.sizes if node.wires is wires else ()):
+                    self.queue(node, way, f"shard {index}", Piece(member, number), piece_size)
 
-        def go() -> None:
-            for index, piece, size in pieces if node.wires is wires else ():
-                self.queue(node, way, f"shard {index}", piece, size)
-
-        self.time.after(self.shards.hop_seconds if way == "down" else 0.0, go)  # down: the server tells the shards
+            self.time.after(self.shards.hop_seconds if way == "down" else 0.0, pieces)  # down: the server tells them
+        name = "data" if full and self.settings.channels == 2 else "control"
+        self.queue(node, way, name, message, size + self.payload * full)
 
     def queue(self, node: _Node, way: str, name: str, message: Message | Piece, size: int) -> None:
         wire = node.wires[way, name]
@@ -350,14 +333,12 @@ class _Simulation:
                 self.pump(node, way, name)
 
         if size > FRAME.size + 32 * len(getattr(message, "rows", ())) and not isinstance(message, Piece):
-            self.time.after(node.link.latency_seconds, lambda: self.announce(node, way, size))
+            # the frame of a tensor arrives before it, so the receiver does not think that the sender is dead
+            allowed = self.settings.lease_seconds + size / SLOWEST
+            self.time.after(node.link.latency_seconds, lambda: self.expect(node, way, allowed))
         wire.channel.send(size, lambda: self.deliver(node, way, message, wire.shard), sent)
         if name == "control" and (way, "data") in node.wires:
             self.pump(node, way, "data")
-
-    def announce(self, node: _Node, way: str, size: int) -> None:
-        """Note that the frame of a tensor arrives before it, so the receiver does not think that the sender is dead."""
-        self.expect(node, way, self.settings.lease_seconds + size / SLOWEST)
 
     def expect(self, node: _Node, way: str, seconds: float) -> None:
         if way == "up":
@@ -384,8 +365,7 @@ class _Simulation:
     def assemble(self, node: _Node, way: str, message: Message | Piece, shard: int, ends: Ends) -> None:
         if ends is not node.ends:
             return  # it belongs to a connection that no longer exists
-        assembly = self.shards.assembly(ends, way, message)
-        ready = self.shards.whole(assembly, message, shard, self.time.now)
+        ready, assembly = self.shards.take(ends, way, message, shard, self.time.now)
         if assembly.until is not None:
             self.expect(node, way, assembly.until - self.time.now)
         for whole in ready:
