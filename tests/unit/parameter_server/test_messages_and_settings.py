@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,11 +19,8 @@ from thinwire.systems.parameter_server.leader import Leader
 from thinwire.systems.parameter_server.messages import (
     CODEC,
     Buffers,
-    Bye,
     Grad,
-    Hello,
     IterationNumber,
-    Row,
     ShardAccepted,
     Welcome,
     decode,
@@ -32,7 +28,6 @@ from thinwire.systems.parameter_server.messages import (
 )
 from thinwire.systems.parameter_server.outer import DelayedNesterov, FlatWeights
 from thinwire.systems.parameter_server.presets import PRESETS, preset
-from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import LocalSteps, Settings
 from thinwire.systems.parameter_server.shard import WeightSlice
 
@@ -315,16 +310,6 @@ def test_a_port_that_cannot_be_is_refused_with_a_sentence(port):
         serve_shard("127.0.0.1:9", index=0, port=port)
 
 
-def test_sums_for_a_member_that_has_gone_are_refused_and_counted():
-    from thinwire.systems.parameter_server.effects import Send
-    from thinwire.systems.parameter_server.messages import Nack, Row
-
-    server = Server(Settings())
-    effects = server.on(Grad(77, 1, 1, 1, 0, 1, 1.0, (Row(0, 0, 0, 1), Row(0, 1, 0, 1))), 0.0)
-    assert effects == [Send(Nack(77), 77)]
-    assert server.counters["late"] == 2
-
-
 @pytest.mark.parametrize(
     ("kind", "rows", "tensor", "values", "sentence"),
     [
@@ -339,27 +324,3 @@ def test_a_frame_that_cannot_be_is_refused(kind, rows, tensor, values, sentence)
     frame = FRAME.pack(CODEC.kinds.index(kind), rows, tensor, *values, *[0] * (13 - len(values)))
     with pytest.raises(ValueError, match=sentence):
         decode(frame)
-
-
-@pytest.mark.parametrize("step", [2**62 - 1, 2**62])
-def test_a_node_that_names_the_largest_step_can_come_again(step):
-    server = Server(preset("asp"))
-    server.on(Hello(0, 1), 0.0)
-    (member,) = server.members
-    grad = Grad(member, 0, 1, 1, 0, 1, 1.0, tensor=torch.zeros(1))
-    with contextlib.suppress(ValueError):  # refused is as good
-        table = encode(replace(grad, rows=(Row(0, 0, step, 8),)))[FRAME.size :]
-        server.on(CODEC.with_rows(grad, table), 0.0)
-        server.applied(0.0)
-    server.on(Bye(member), 1.0)
-    (welcome,) = [x.message for x in server.on(Hello(0, 1), 2.0) if isinstance(getattr(x, "message", None), Welcome)]
-    assert decode(encode(welcome))[0] == welcome
-
-
-def test_who_sends_gradients_of_weights_to_come_is_dropped():
-    server = Server(preset("asp"))
-    server.on(Hello(0, 1), 0.0)
-    (member,) = server.members
-    server.on(Grad(member, 0, 1, 1, 0, 1, 1.0, (Row(1, 0, 0, 8),), torch.zeros(1)), 0.0)
-    assert not server.members
-    assert server.version == 0

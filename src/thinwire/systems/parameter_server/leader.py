@@ -351,6 +351,8 @@ class Leader:
         own = self._membership
         if isinstance(message, msg.Welcome):
             self._heard, self._joining = now, False
+            if not self.alive:  # the last worker has gone meanwhile: whoever comes next joins again
+                return [Send(msg.Bye(message.member))]
             self._membership = self._new(message.member, message.next_step)
             return []
         if isinstance(message, msg.Refused):
@@ -381,11 +383,15 @@ class Leader:
         return []
 
     def ended(self, reason: str, now: float) -> list[Effect]:
-        """End the membership after a broken connection or a silent server: start nothing more, and join again."""
+        """End the membership after a broken connection or a silent server: start nothing more, and join again.
+
+        Without a worker it does not join: the server would take the node for one that has done its work on the weights
+        that it gets, and a worker that comes then would wait for the next ones, which may depend on it.
+        """
         was_member = bool(self.member)
-        self._heard, self._joining = now, True
+        self._heard, self._joining = now, bool(self.alive)
         self._membership = self._new()
-        return [Join(reason if was_member else "")]
+        return [Join(reason if was_member else "")] if self.alive else []
 
     def tick(self, now: float) -> list[Effect]:
         """Check the lease, and report when due. Called several times per lease."""
