@@ -96,7 +96,6 @@ def read_outer(text: str) -> Outer | None:
 
 
 def read_settings(text: str, nodes: int) -> Settings:
-    """Return a preset that waits for that many nodes."""
     return replace(preset(text), start_nodes=nodes)
 
 
@@ -124,7 +123,6 @@ def check_server(address: str) -> None:
 
 
 def read_secret_file(path: Path | None) -> bytes | None:
-    """Return the secret of ``--secret-file``, if there is one."""
     return None if path is None else read_secret(path)
 
 
@@ -132,13 +130,11 @@ def read_secret_file(path: Path | None) -> bytes | None:
 
 
 def build(model: str, seed: int) -> Workload:
-    """Build a model of the bench, with one thread."""
     torch.set_num_threads(1)
     return build_model(model, seed)
 
 
 def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
-    """Build the server of a model of the bench."""
     facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
     return Service(
         build(model, seed).model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer,
@@ -161,7 +157,6 @@ def run_shard(
 
 
 def _published(words: str) -> Outer | None:
-    """Build the optimizer that a server's text describes."""
     if not words:
         raise ValueError("the server's optimizer was made in Python: give --outer, or use parameter_server.serve_shard")
     return read_outer(words)
@@ -321,14 +316,12 @@ class Screen:
             self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
         self._told = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def live(quiet: bool = False) -> Iterator[Screen]:
-    """Open the screen of a server's run."""
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield Screen(None, console)
@@ -341,7 +334,6 @@ def live(quiet: bool = False) -> Iterator[Screen]:
 
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of what each scheme does per second."""
     columns = ("scheme", "gradients/s", "updates/s", "staleness, max", "MB a gradient")
     table = plain_table("predicted in virtual time, not measured", columns, close=True)
     for row in rows:
@@ -455,11 +447,9 @@ class LabSpec:
     keys: str | None = None
 
     def keys_of(self, name: str) -> Path | None:
-        """Return the directory of the identity of the process with this name."""
         return None if self.keys is None else Path(self.keys) / name
 
     def check_keys(self) -> None:
-        """Refuse a directory in which an identity is missing."""
         names = ["server", *(f"shard{i}" for i in range(self.shards)), *(f"node{i}" for i in range(self.nodes))]
         missing = [name for name in names if (own := self.keys_of(name)) and not (own / "identity.crt").is_file()]
         if missing:
@@ -468,7 +458,6 @@ class LabSpec:
             raise ValueError(f"{self.keys} has no identity for {', '.join(missing)}: run {command}{host}")
 
     def __str__(self) -> str:
-        """What is started, and when it ends."""
         ends = ((self.seconds, "s of training"), (self.updates, "updates"), (self.gradients, "gradients"))
         most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
         shards = f"{self.shards} shards, " if self.shards else ""

@@ -82,7 +82,6 @@ class Duplex:
         return bytes(data)
 
     def read_into(self, view: memoryview, end: float) -> None:
-        """Fill ``view``; see :meth:`read`."""
         with self._in_use():
             cipher = self._cipher
             while view:
@@ -118,11 +117,9 @@ class Duplex:
 
     @property
     def closed(self) -> bool:
-        """Whether this side has closed it."""
         return bool(self._closed)
 
     def fileno(self) -> int:
-        """Return the descriptor, for :func:`readable`."""
         return self._socket.fileno()
 
     def _feed(self, cipher: Cipher, end: float) -> None:
@@ -132,7 +129,6 @@ class Duplex:
         cipher.feed(self._room[: self._receive(self._room, end)])
 
     def _receive(self, view: memoryview, end: float) -> int:
-        """Receive some bytes from the socket, at least one."""
         count = self._when_ready(self._in, end, partial(self._socket.recv_into, view))
         self.received += count
         return count
@@ -145,7 +141,6 @@ class Duplex:
             done += count
 
     def _when_ready(self, selector: selectors.BaseSelector, end: float, go: Callable[[], _Done]) -> _Done:
-        """Call ``go`` until it does not block, and return its result."""
         while True:
             try:
                 done = go()

@@ -72,7 +72,6 @@ class ListeningPort:
         self.port = int(server.getsockname()[1])
 
     def open(self) -> None:
-        """Begin to accept connections."""
         threading.Thread(target=self._accept, args=(self._server,), name="thinwire-accept", daemon=True).start()
 
     def forget(self, duplex: Duplex) -> None:
@@ -82,7 +81,6 @@ class ListeningPort:
 
     @property
     def closed(self) -> bool:
-        """Whether the port is closed."""
         return self._server is None
 
     def close(self) -> None:
@@ -130,7 +128,6 @@ class ListeningPort:
 
 
 def check_port(port: int, least: int = 0) -> None:
-    """Raise ``ValueError`` if ``port`` is not a valid port number."""
     if isinstance(port, bool) or not isinstance(port, int) or not least <= port <= 65535:
         raise ValueError(f"port={port!r} must be a whole number from {least} to 65535")
 
@@ -280,7 +277,6 @@ class Listener:
             self._say(f"turned away {duplex.host}: {error}")
 
     def _wait(self, ready: Callable[[], bool], end: float) -> None:
-        """Wait until ``ready()``; the lock is held."""
         self._changed.wait_for(lambda: self._listening.closed or ready(), max(0.0, end - time.monotonic()))
         if self._listening.closed or not ready():
             raise PairError("it took too long, or this side has closed")
@@ -324,7 +320,6 @@ class Caller:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the notes again."""
         end, who = time.monotonic() + self._seconds, f"{self._host} has no notes: is it a thinwire server?"
         try:
             duplex = _call(self._host, self._port, self._identity, NOTES, bytes(TOKEN_BYTES), end, self._source)
@@ -346,13 +341,11 @@ class Caller:
             duplex.close()
 
     def note(self, key: str) -> str:
-        """Return the listener's note for ``key``."""
         if not isinstance(found := self._notes.get(key), str):
             raise PairError(f"{self._host} does not give its {key}: is it a thinwire server?")
         return found
 
     def connect(self, hello: bytes) -> Peer:
-        """Connect, with ``hello`` as the first frame."""
         return connect(self._host, self._port, hello, self._identity, self._seconds, self._source)
 
 

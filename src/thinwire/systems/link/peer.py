@@ -48,7 +48,6 @@ class Peer:
 
     @property
     def host(self) -> str:
-        """The other side's address."""
         return self._frames.host
 
     def send_frame(self, frame: bytes) -> None:
@@ -149,7 +148,6 @@ class Peer:
         self._tensors.close()
 
     def join(self, seconds: float) -> None:
-        """Wait up to ``seconds`` until the threads have ended."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -157,7 +155,6 @@ class Peer:
 
     @property
     def ended(self) -> bool:
-        """Whether all threads have ended."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def _guard(self, loop: Callable[[], None]) -> None:
@@ -240,7 +237,6 @@ class Peer:
         self._deliver(replace(message, tensor=self.receive_tensor(room, self._allowance(size))))
 
     def _allowance(self, size: int) -> float:
-        """Return the seconds that a tensor of ``size`` bytes may take."""
         return self._seconds + size / SLOWEST
 
 
@@ -256,7 +252,7 @@ class LocalPeer:
     finish = close
 
     def join(self, seconds: float) -> None:
-        """Return at once: there are no threads."""
+        pass
 
 
 def unended(old: Iterable[Peer], *closed: Peer) -> list[Peer]:

@@ -130,7 +130,6 @@ class Cipher:
             return self._leaving.read()
 
     def feed(self, data: memoryview) -> None:
-        """Take bytes received from the socket."""
         with self._lock:
             self._arrived.write(data)
 

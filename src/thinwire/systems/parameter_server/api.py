@@ -281,7 +281,6 @@ class NodeMean:
         return gradient, loss_sum / self._size, round(all_samples)
 
     def share_buffers(self) -> Program:
-        """Broadcast rank 0's buffers."""
         layout = self._layout.buffers
         if layout.numel:
             flat = yield Broadcast(layout.flat(self._model))

@@ -50,7 +50,6 @@ class Saved:
 
 
 def prepare(directory: str | Path) -> None:
-    """Create the directory for checkpoints. ``ValueError``: it cannot be created."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -172,7 +171,6 @@ class Saves:
         return saved
 
     def due(self, version: int) -> bool:
-        """Return whether this version is to be saved."""
         return self.directory is not None and version % self._every == 0
 
     def failed(self, why: str) -> None:
@@ -188,7 +186,6 @@ class Saves:
             logger.warning("%s; the model holds the last weights: save them elsewhere", self.unsaved)
 
     def _next_start(self) -> str:
-        """Return what would happen if the server were started again."""
         assert self.directory is not None
         there = kept_in(self.directory).found()
         start = f"continues from version {max(there)}" if there else "starts over"

@@ -35,7 +35,6 @@ class VectorCodec:
         return torch.cat([scales.view(torch.uint8), codes])
 
     def size(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the bytes of an encoded vector."""
         if self.kind == "topk":
             return message_bytes(keep_count(numel, self.density), dtype)
         return -(-numel // BLOCK) * dtype.itemsize + numel

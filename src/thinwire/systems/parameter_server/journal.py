@@ -30,7 +30,6 @@ class Update:
 
     @classmethod
     def of(cls, effect: Apply, at_seconds: float) -> Update:
-        """Return the update that an ``Apply`` makes."""
         return cls(effect.version, at_seconds, tuple(replace(part, tensor=None) for part in effect.contributions))
 
     def to_json(self) -> str:
@@ -186,7 +185,6 @@ def replay(
 def _again(
     part: Contribution, version: int, settings: Settings, compute: Callable[[Contribution, Row], Tensor]
 ) -> Tensor | None:
-    """Compute the tensor of one contribution again."""
     if settings.transfer == "push":
         return compute(part, part.rows[0]) if part.rows else None
     buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)

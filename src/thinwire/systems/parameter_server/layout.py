@@ -103,7 +103,6 @@ class BufferLayout:
         return torch.cat(means)
 
     def counts(self) -> list[bool]:
-        """Return for each buffer whether it holds counts."""
         ends = accumulate(torch.Size(shape).numel() for shape in self.shapes)
         return [end > self.floats for end in ends]
 

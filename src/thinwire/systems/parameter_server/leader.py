@@ -29,7 +29,6 @@ class Aggregator:
 
     @property
     def low(self) -> int:
-        """The oldest base version."""
         return min((row.base for row in self._rows), default=UNBOUNDED)
 
     def add(self, row: msg.Row, tensor: Any) -> None:
@@ -134,7 +133,6 @@ class Membership:
         return min(bases, default=UNBOUNDED)
 
     def start(self, worker: int) -> int:
-        """Note that a worker starts on the weights held; return its step."""
         step = self.next_step[worker]
         self.computing[worker], self.begun[worker] = self.version, step
         self.next_step[worker] = step + 1
@@ -149,7 +147,6 @@ class Membership:
         return computed
 
     def take_weights(self, message: msg.Weights) -> None:
-        """Note what comes with new weights."""
         self.version, self.grant, self.allowed = message.version, message.grant, message.allowed
         self.steps, self.acked = message.steps, message.ack
         self.made.clear()
@@ -159,7 +156,6 @@ class Membership:
         self.floor = max(self.floor, next_version - self.settings.bound)
 
     def report(self, alive: Collection[int], step_us: float) -> msg.IterationNumber:
-        """Compose the IN for this moment."""
         self.seq += 1
         return msg.IterationNumber(
             self.number, self.seq, self.in_total, self.low(alive), self.buffer.low, self.grant,
@@ -222,7 +218,6 @@ class Leader:
     # --- what workers may do ----------------------------------------------------------------------------------------
 
     def _start(self) -> list[Effect]:
-        """Start all workers that may start."""
         out: list[Effect] = []
         own = self._membership
         if self.settings.local == "sync":

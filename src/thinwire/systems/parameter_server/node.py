@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,6 @@ class Uplink:
         self, most_bytes: int, deliver: Callable[[Any], None], closed: Callable[[str], None],
         announced: Callable[[float], None], compose: Callable[[], Any | None],
     ) -> None:  # fmt: skip
-        """See :meth:`Peer.start`."""
         self._deliver, self._announced, settings = deliver, announced, self._sums.settings
         options: dict[str, Any] = {"seconds": settings.lease_seconds, "most_bytes": most_bytes, "announced": announced}
         channels = 1 if self.shards else settings.channels
@@ -67,7 +67,6 @@ class Uplink:
             shard.start(msg.CODEC, deliver=partial(self._piece, index), closed=gone, silent=True, **options)
 
     def post(self, message: Any) -> None:
-        """Queue a message for sending, in order. Never blocks."""
         if isinstance(message, msg.Grad) and message.tensor is not None:
             parts = self._sums.pack(message.tensor)
             for shard, part in zip(self.shards, parts):
@@ -76,12 +75,10 @@ class Uplink:
         self.server.post(message)
 
     def finish(self) -> None:
-        """Close once everything posted has been sent."""
         for peer in (self.server, *self.shards):
             peer.finish()
 
     def close(self) -> None:
-        """Close now; ``closed`` is not called afterwards."""
         for peer in (self.server, *self.shards):
             peer.close()
 
@@ -126,7 +123,7 @@ class _Worker:
     late_at: float = math.inf
 
 
-class Node:
+class Node(AbstractContextManager["Node"]):
     """Runs a :class:`Leader` on real connections, in its own threads; workers may come, die and come back.
 
     Args:
@@ -237,9 +234,6 @@ class Node:
         for thread in self._threads:
             thread.join(2.0)
 
-    def __enter__(self) -> Node:
-        return self
-
     def __exit__(self, *_: Any) -> None:
         self.close()
 
@@ -258,7 +252,6 @@ class Node:
                 time.sleep(0.3)
 
     def _join_loop(self) -> None:
-        """Connect whenever the leader wants to join."""
         been, lost_at, lease = False, None, self.settings.lease_seconds
         while not self._over.is_set():
             self._wanted.wait()

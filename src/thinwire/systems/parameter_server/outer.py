@@ -149,7 +149,6 @@ class FlatWeights:
         return True
 
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
-        """Continue from a checkpoint's weights and ``state_dict``."""
         with torch.no_grad():
             self.theta.copy_(theta)
         self.snapshot = self.theta.clone()
@@ -195,7 +194,6 @@ class LocalWeights:
         return replace(message, tensor=self.weights.snapshot) if isinstance(message, Stop) else message
 
     def forget(self, member: int) -> None:
-        """Note that a member has gone."""
         self._end.forget(member)
 
     def apply(self, effect: Apply, show: bool, done: Callable[[Tensor | None], None]) -> None:

@@ -49,7 +49,6 @@ class Member:
 
     @property
     def fresh(self) -> bool:
-        """Whether it has finished anything since its last sum."""
         return self.seen > self.ack
 
     @property
@@ -79,7 +78,6 @@ class Member:
         return self.grants[0][1] if self.grants else UNBOUNDED
 
     def grant(self, version: int) -> int:
-        """Note that weights are sent; return their number."""
         self.granted += 1
         self.sent = version
         self.grants.append((self.granted, version))
@@ -362,7 +360,6 @@ class Server:
             self._fire()
 
     def _fire(self) -> None:
-        """Begin an update if there is enough work."""
         enough = self._count() >= self._needed() or self._all_stand()
         if self.updating or self.finished or not enough or self._grace_holds():
             return
@@ -396,7 +393,6 @@ class Server:
         return self._now < self._grace_until
 
     def _chosen(self) -> set[int]:
-        """Return the members whose sums the update asks for."""
         if self.settings.pull == "fresh":
             return set(self._fresh)
         needed = self._needed()

@@ -9,6 +9,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ _FAREWELL_SECONDS = 5.0
 logger = logging.getLogger("thinwire")
 
 
-class Service:
+class Service(AbstractContextManager["Service"]):
     """Serves one model to nodes that come and go.
 
     Args:
@@ -160,7 +161,6 @@ class Service:
         return self.shards
 
     def _publish(self, addresses: str) -> None:
-        """Let nodes join, because all shards are there."""
         if self.saves.directory and self.saves.fresh:
             self._save()  # from here on, server and shards can continue together after a restart
         self._listener.note("shards", addresses)
@@ -259,9 +259,6 @@ class Service:
         if self.shards is not None:
             self.shards.settle(self._next_event)
 
-    def __enter__(self) -> Service:
-        return self
-
     def __exit__(self, *_: Any) -> None:
         self.close()
 
@@ -332,7 +329,6 @@ class Service:
         peer.close()
 
     def _admit(self, member: int) -> None:
-        """Start the connection of a waiting leader that has become a member."""
         row = self.machine.members[member]
         peer, ticket = self._coming.pop((row.node, row.instance), (None, 0))
         if peer is None:
@@ -360,7 +356,6 @@ class Service:
         )
 
     def _forget(self, member: int) -> None:
-        """Close the connection of a member that has gone."""
         self.weights.forget(member)
         peer = self._members.pop(member, None)
         if peer is not None:

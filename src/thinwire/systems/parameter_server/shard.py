@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,6 @@ class WeightSlice:
             self.weights.restore(theta, optimizer)
 
     def _save(self, whole: int) -> bool:
-        """Write a checkpoint; return whether it was written."""
         assert self._directory is not None
         saved = checkpoints.Saved(
             self.weights.theta.detach(), self.weights.optimizer.state_dict(), self.version, 0, {}, {},
@@ -227,7 +227,6 @@ class Leaders:
         return [leader.left()]
 
     def close(self, seconds: float) -> None:
-        """Close all connections; wait up to ``seconds`` for their threads."""
         there = [leader.peer for leader in (*self._members.values(), *self._waiting.values())]
         self._members, self._waiting = {}, {}
         for peer in there:
@@ -236,7 +235,7 @@ class Leaders:
         join_all(self._old, seconds)
 
 
-class Shard:
+class Shard(AbstractContextManager["Shard"]):
     """Holds slice ``index`` of a served model's weights.
 
     If the server dies, a shard waits for the next server at the same address, as nodes do.
@@ -322,9 +321,6 @@ class Shard:
             self._up.close()
             self._up.join(2.0)
         self.leaders.close(2.0)
-
-    def __enter__(self) -> Shard:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

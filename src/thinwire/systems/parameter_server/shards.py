@@ -95,7 +95,6 @@ class Assembly:
         return self._complete(now)
 
     def overdue(self, now: float) -> bool:
-        """Return whether pieces have not come in time."""
         return self.until is not None and now > self.until
 
     def _complete(self, now: float) -> _Whole:
@@ -227,7 +226,6 @@ class ShardedWeights:
         return json.dumps({"count": len(self.pieces), "places": places})
 
     def _post(self, message: Any) -> None:
-        """Send a message to all shards."""
         for shard in list(self.shards.values()):
             shard.peer.post(message)
 
@@ -247,7 +245,6 @@ class ShardedWeights:
             shard.peer.join(2.0)
 
     def status(self) -> tuple[ShardStatus, ...]:
-        """Return the status of each shard."""
         rows = []
         for index in range(len(self.pieces)):
             shard = self.shards.get(index)
@@ -367,7 +364,6 @@ class ShardedWeights:
     # --- members --------------------------------------------------------------------------------------------------
 
     def read(self, message: msg.Grad) -> msg.Grad:
-        """Check a sum's header; called in the peer's thread."""
         if message.tensor is not None:
             raise ValueError("a sum was sent to the server instead of its shards: its connection is closed")
         return message
@@ -398,7 +394,6 @@ class ShardedWeights:
         return message
 
     def add_member(self, member: int, ticket: int) -> None:
-        """Note a new member."""
         self._assemblies[member] = Assembly(len(self.pieces), self._settings.channels == 1)
         self._post(msg.AddMember(member, ticket))
 
@@ -422,7 +417,6 @@ class ShardedWeights:
         return [member for member, assembly in self._assemblies.items() if assembly.overdue(now)]
 
     def traffic(self, member: int) -> tuple[int, int]:
-        """Return the bytes from and to a member at all shards."""
         rows = [shard.traffic.get(member, (0, 0)) for shard in list(self.shards.values())]
         return sum(up for up, _ in rows), sum(down for _, down in rows)
 
@@ -435,7 +429,6 @@ class ShardedWeights:
     # --- updates and checkpoints ----------------------------------------------------------------------------------
 
     def drop(self, tensor: Any) -> None:
-        """Free a sum that will not be used."""
         self._post(msg.DropSum(*tensor))
 
     def apply(self, effect: Apply, show: bool, done: _Done) -> None:
@@ -478,11 +471,9 @@ class ShardedWeights:
             self._on_failed(str(error))
 
     def settle(self, next_event: Callable[[], Event | None]) -> None:
-        """Wait until no checkpoint is being written."""
         if not self.lost:
             self._wait(lambda: self._saving is None, next_event)
 
 
 def shard_count(caller: Caller) -> int:
-    """Return how many shards a server has or waits for."""
     return int(json.loads(caller.note("shards"))["count"])

@@ -70,7 +70,6 @@ class Ages:
     most: int = 0
 
     def add(self, effect: Apply) -> None:
-        """Count the gradients of an update."""
         for part in effect.contributions:
             for row in part.rows:
                 tau = effect.version - row.base

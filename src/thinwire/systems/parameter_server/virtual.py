@@ -206,7 +206,6 @@ class _Wire:
 
     @property
     def waits(self) -> bool:
-        """Whether the next message must wait."""
         return self.busy or (self.behind is not None and bool(self.queue) and self.behind.sent < self.queue[0][2])
 
 

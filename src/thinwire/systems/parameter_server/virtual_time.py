@@ -31,7 +31,6 @@ class VirtualTime:
         self._made = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule an action that many seconds from now."""
         check_number("seconds", seconds)
         heapq.heappush(self._events, (self.now + seconds, self._made, action))
         self._made += 1

@@ -265,7 +265,6 @@ class Worker:
         return Result(message.token, self._last_samples, self._last_loss, seconds / message.steps, tensor)
 
     def _gradient(self, theta: Tensor, batch: int) -> Tensor:
-        """Return the flat gradient of one batch at ``theta``."""
         flat, self._last_loss, samples = self._take(theta, batch)
         self._last_samples += samples
         self._on_step(time.monotonic() - self._began, self._last_loss)
