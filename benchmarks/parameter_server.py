@@ -316,7 +316,7 @@ def send_numbers(port: int, members: int, rate: int, seconds: float) -> None:
     import torch
 
     from thinwire.systems.link.codec import FRAME
-    from thinwire.systems.link.hello import Identity
+    from thinwire.systems.link.hello import PeerIdentity
     from thinwire.systems.link.listener import Caller
     from thinwire.systems.parameter_server import Layout
     from thinwire.systems.parameter_server.messages import Hello, IterationNumber, Weights, decode, encode
@@ -324,7 +324,7 @@ def send_numbers(port: int, members: int, rate: int, seconds: float) -> None:
     number = Layout.of(torch.nn.Linear(2, 2)).number
     pairs = []
     for node in range(members):
-        pair = Caller(f"127.0.0.1:{port}", Identity("node", node)).connect(encode(Hello(node, 1, number)))
+        pair = Caller(f"127.0.0.1:{port}", PeerIdentity("node", node)).connect(encode(Hello(node, 1, number)))
         pairs.append((pair, decode(pair.receive_frame(FRAME.size, 30.0))[0].member))  # WELCOME
     for pair, _ in pairs:
         message, size = None, 0

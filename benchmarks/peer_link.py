@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from in_lab import told
-from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer
@@ -45,7 +45,7 @@ def paired(rank: int, port: int, trust: Credentials | None) -> Peer:
         dist.barrier()
         return came.get()
     dist.barrier()
-    return Caller(f"{os.environ['MASTER_ADDR']}:{port}", Identity("node", 0, trust)).connect(HELLO)
+    return Caller(f"{os.environ['MASTER_ADDR']}:{port}", PeerIdentity("node", 0, trust)).connect(HELLO)
 
 
 def rank_main(keys: Path) -> None:

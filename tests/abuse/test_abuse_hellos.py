@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from thinwire.core.collectives.mesh import endpoint_of, listen, meet
 from thinwire.systems.link.duplex import Duplex
 from thinwire.systems.link.errors import PairError
-from thinwire.systems.link.hello import ROLES, Identity, hear, introduce
+from thinwire.systems.link.hello import ROLES, PeerIdentity, hear, introduce
 from thinwire.systems.link.listener import Caller, Listener
 
 SECRET = b"0123456789abcdef"
 KNOCK, PROOF = 68, 32
-NODE = Identity("node", 3, SECRET)
+NODE = PeerIdentity("node", 3, SECRET)
 
 
 def both_ends():

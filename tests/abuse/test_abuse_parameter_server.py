@@ -13,7 +13,7 @@ from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, starte
 
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import PairError
-from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker, preset
 from thinwire.systems.parameter_server.messages import (
@@ -64,7 +64,7 @@ class Attacked:
             self.failures.append(error)
 
     def by_a_member(self, seed):
-        pair = Caller(self.address, Identity("node", 1)).connect(hello(1, LAYOUT, seed + 1))
+        pair = Caller(self.address, PeerIdentity("node", 1)).connect(hello(1, LAYOUT, seed + 1))
         welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
         if isinstance(welcome, Welcome):
             near = (welcome.member, 0, 1, 2, self.service.machine.version)
@@ -120,7 +120,7 @@ def test_whatever_a_visitor_sends_to_a_shard():
     @given(seeds)
     def go(seed):
         (member,) = cluster.service.machine.members or (0,)
-        pair = connect("127.0.0.1", port, encode(Ticket(1 + seed)), Identity("node", 9))
+        pair = connect("127.0.0.1", port, encode(Ticket(1 + seed)), PeerIdentity("node", 9))
         send(pair, stream(seed, (member, 0, 1), OF_A_VISITOR))
 
     go()
@@ -149,7 +149,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     def go(seed):
         while service.shards.shards:  # one that comes before its place is free again is refused
             time.sleep(0.001)
-        pair = Caller(f"127.0.0.1:{service.port}", Identity("shard", 0)).connect(encode(first))
+        pair = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(encode(first))
         if isinstance(decode(pair.receive_frame(FRAME.size, 60.0))[0], ShardAccepted):
             taken.append(send(pair, stream(seed, (0, 1, 2), OF_A_SHARD)))
         pair.close()
@@ -190,7 +190,7 @@ def ended(threads):
 def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(method, numel, caplog):
     service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd())
     node, threads = with_an_honest_worker(service, 0.02)
-    pair = Caller(node.address, Identity("worker", 1)).connect(encode(Enter(1)))
+    pair = Caller(node.address, PeerIdentity("worker", 1)).connect(encode(Enter(1)))
     while not isinstance(work := decode(pair.receive_frame(FRAME.size, 60.0))[0], Work):
         pass
     pair.send_frame(encode(Result(work.token, 8, 1.0, 0.01), 0, 4 * numel))
@@ -216,7 +216,7 @@ def test_whatever_a_worker_sends_to_its_leader():
     @settings(max_examples=60, database=None)
     @given(seeds)
     def go(seed):
-        pair = Caller(node.address, Identity("worker", 1)).connect(encode(Enter(1)))
+        pair = Caller(node.address, PeerIdentity("worker", 1)).connect(encode(Enter(1)))
         send(pair, stream(seed, (1, 0, 2), OF_A_WORKER))
 
     with contextlib.suppress(PairError):

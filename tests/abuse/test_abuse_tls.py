@@ -19,7 +19,7 @@ from split_ends import batch_of, edge_end, halves, in_process, linked, serving
 
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
-from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import MOST_UNKNOWN, Caller, Listener, connect
 from thinwire.systems.link.tls import Credentials
@@ -151,7 +151,7 @@ def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
             lambda identity: connect("127.0.0.1", service.port, b"", identity),
         ):
             with pytest.raises(NotAdmitted):
-                come(Identity("node", 0, trust))
+                come(PeerIdentity("node", 0, trust))
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

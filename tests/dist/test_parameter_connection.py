@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.parameter_server.messages import CODEC, Enter, Ping, Weights, Welcome, decode, encode
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 def ends():
     listener, taken = Listener(roles=("worker",)), queue.SimpleQueue()
     listener.serve(lambda peer, hello: taken.put(peer), FRAME.size)
-    here = Caller(f"127.0.0.1:{listener.port}", Identity("worker", 0)).connect(encode(Enter(0)))
+    here = Caller(f"127.0.0.1:{listener.port}", PeerIdentity("worker", 0)).connect(encode(Enter(0)))
     yield taken.get(timeout=10), here
     listener.close()
 

@@ -26,7 +26,7 @@ from parameter_cluster import (
 from spawned import free_port
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import PairError
-from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener, connect
 from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
@@ -234,7 +234,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited
 
 
 def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
-    cluster = Cluster(bsp(start_nodes=1, lease_seconds=4.0), 1, shards=2, delays=[0.01],
+    cluster = Cluster(bsp(start_nodes=1, lease_seconds=3.0), 1, shards=2, delays=[0.01],
                       checkpoint_dir=tmp_path / "c", shard_folder=tmp_path / "c")  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 3)
     address = cluster.address
@@ -246,8 +246,8 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
         with pytest.raises(kind, match=sentence):
             Shard(address, index, host="127.0.0.1", **options).run()
     # a leader that sends pieces before the server has admitted it, or somebody else's
-    (host, port, _), _ = json.loads(Caller(address, Identity("node", 7)).note("shards"))["places"]
-    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), Identity("node", 7))
+    (host, port, _), _ = json.loads(Caller(address, PeerIdentity("node", 7)).note("shards"))["places"]
+    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), PeerIdentity("node", 7))
     stranger.receive_frame(FRAME.size, 60.0)
     (member,) = cluster.service.machine.members
     stranger.send_frame(encode(Piece(member, 1), tensor_bytes=8))
@@ -270,7 +270,9 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
         with pytest.raises(ShardRefused, match=sentence):
             Shard(address, 0, host="127.0.0.1", **options).run()
     number = fingerprint(sgd(), Layout.of(model()).dtype)
-    gone = Caller(address, Identity("shard", 0)).connect(encode(RegisterShard(0, free_port(), PROTOCOL, True, number)))
+    gone = Caller(address, PeerIdentity("shard", 0)).connect(
+        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
+    )
     assert isinstance(decode(gone.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
     gone.close()  # it dies before it has its weights
     early = Node(address, 0, 1)  # nodes wait as well
@@ -294,7 +296,9 @@ def test_a_shard_that_comes_again_waits_until_the_server_knows_that_it_was_dead(
     service = Service(model(), bsp(lease_seconds=3.0), host="127.0.0.1", outer=sgd(), shards=1)
     serving = started(service.run)
     address, number = f"127.0.0.1:{service.port}", fingerprint(sgd(), Layout.of(model()).dtype)
-    dead = Caller(address, Identity("shard", 0)).connect(encode(RegisterShard(0, free_port(), PROTOCOL, True, number)))
+    dead = Caller(address, PeerIdentity("shard", 0)).connect(
+        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
+    )
     assert isinstance(decode(dead.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
     again, ended = Shard(address, 0, host="127.0.0.1", outer=sgd()), []
     running = started(lambda: ended.append(again.run()))
@@ -347,7 +351,7 @@ def test_a_server_that_is_long_about_something_lives_on_for_its_shards():
     failures = []
     serving = in_thread(failures, service.run)
     number = fingerprint(sgd(), Layout.of(model()).dtype)
-    shard = Caller(f"127.0.0.1:{service.port}", Identity("shard", 0)).connect(
+    shard = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(
         encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
     )
     assert isinstance(decode(shard.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)

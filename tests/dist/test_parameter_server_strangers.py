@@ -10,7 +10,7 @@ from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, starte
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Identity, read_secret
+from thinwire.systems.link.hello import PeerIdentity, read_secret
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.parameter_server import (
     Layout,
@@ -77,7 +77,7 @@ def test_strangers_change_nothing(secret, caplog, shards):
     settings, layout = bsp(start_nodes=1, deterministic=True), Layout.of(model()).number
     cluster = Cluster(settings, 1, delays=[0.01], shards=shards)
     before = memory()
-    for identity in (Identity("node", 9), Identity("node", 9, b"another secret, 24 bytes")):
+    for identity in (PeerIdentity("node", 9), PeerIdentity("node", 9, b"another secret, 24 bytes")):
         with pytest.raises(NotAdmitted, match="secret"):
             Caller(cluster.address, identity)
     said = ("it was asked for the secret and did not show it", "it does not know the secret")
@@ -85,12 +85,12 @@ def test_strangers_change_nothing(secret, caplog, shards):
     wait_until(lambda: any(f"turned away 127.0.0.1: {why}" in caplog.messages for why in said))
     # who knows the secret, and speaks as another node or in another role than it came in
     for identity, hello in (
-        (Identity("node", 9, secret), Hello(0, 1, layout, instance=5)),
-        (Identity("shard", 0, secret), Hello(0, 1, layout, instance=5)),
-        (Identity("node", 0, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
-        (Identity("shard", 1, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
-        (Identity("node", 9, secret), Hello(9, 2**62, layout)),
-        (Identity("node", 9, secret), Ping()),
+        (PeerIdentity("node", 9, secret), Hello(0, 1, layout, instance=5)),
+        (PeerIdentity("shard", 0, secret), Hello(0, 1, layout, instance=5)),
+        (PeerIdentity("node", 0, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
+        (PeerIdentity("shard", 1, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
+        (PeerIdentity("node", 9, secret), Hello(9, 2**62, layout)),
+        (PeerIdentity("node", 9, secret), Ping()),
     ):
         assert not talk(cluster.address, identity, hello)
     ports = [cluster.service.port, *(place.port for place in shards_of(cluster, shards))]
@@ -118,7 +118,7 @@ def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
     wait_until(lambda: shards_of(cluster, 1))
     port = shards_of(cluster, 1)[0].port
     with pytest.raises(NotAdmitted, match=f"does not accept {role}s"):
-        talk(f"127.0.0.1:{port}", Identity(role, 0, secret), Ticket(7))
+        talk(f"127.0.0.1:{port}", PeerIdentity(role, 0, secret), Ticket(7))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1
 
@@ -127,7 +127,7 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
     layout, before = Layout.of(model()).number, memory()
     for tensor, rows in ((10**12, 0), (10**12, 1), (0, 10**6), (44 * 4 + 1, 1), (0, 1)):
-        pair = Caller(cluster.address, Identity("node", 9, secret)).connect(
+        pair = Caller(cluster.address, PeerIdentity("node", 9, secret)).connect(
             encode(Hello(9, 1, layout, instance=tensor))
         )
         welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
@@ -173,7 +173,7 @@ def test_a_worker_needs_its_leaders_secret(secret, monkeypatch):
     with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a secret"):
         Worker(model(), *part_of(0, 0), node.address, 0).run()
     layout = Layout.of(model())
-    assert not talk(node.address, Identity("worker", 1, secret), Hello(0, 1, layout.number))
+    assert not talk(node.address, PeerIdentity("worker", 1, secret), Hello(0, 1, layout.number))
     node.close()
     service.close()
 

@@ -13,7 +13,7 @@ from parameter_cluster import Cluster, flat, model, part_of, sgd, wait_until
 
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import VARIABLE, Identity
+from thinwire.systems.link.hello import VARIABLE, PeerIdentity
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.link.tls import Credentials
@@ -118,11 +118,11 @@ def test_a_leader_knows_a_shard_by_its_certificate(keys):
     assert fingerprint == Credentials.of(keys / "ours" / "shard0").own().fingerprint
     node1 = Credentials.of(keys / "ours" / "node1")
     hello = encode(Ticket(7))
-    connect("127.0.0.1", shards[0].port, hello, Identity("node", 1, node1.pinned(fingerprint))).close()
+    connect("127.0.0.1", shards[0].port, hello, PeerIdentity("node", 1, node1.pinned(fingerprint))).close()
     with pytest.raises(NotAdmitted, match="not the pinned one"):
-        connect("127.0.0.1", shards[0].port, hello, Identity("node", 1, node1.pinned("0" * 64)))
+        connect("127.0.0.1", shards[0].port, hello, PeerIdentity("node", 1, node1.pinned("0" * 64)))
     with pytest.raises(NotAdmitted, match="does not accept shards"):
-        connect("127.0.0.1", shards[0].port, hello, Identity("shard", 1, node1.pinned(fingerprint)))
+        connect("127.0.0.1", shards[0].port, hello, PeerIdentity("shard", 1, node1.pinned(fingerprint)))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1
 
@@ -131,9 +131,9 @@ def test_keys_go_before_the_secret_of_the_environment_and_not_beside_another(key
     (tmp_path / "secret").write_text(SECRET)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "secret"))
     with Service(model(), bsp(), host="0.0.0.0", keys=str(keys / "ours" / "server")) as service:
-        assert Caller(f"127.0.0.1:{service.port}", Identity("node", 0, Credentials.of(keys / "ours" / "node0")))
+        assert Caller(f"127.0.0.1:{service.port}", PeerIdentity("node", 0, Credentials.of(keys / "ours" / "node0")))
         with pytest.raises(PairError, match="asks for a certificate"):
-            Caller(f"127.0.0.1:{service.port}", Identity("node", 0))
+            Caller(f"127.0.0.1:{service.port}", PeerIdentity("node", 0))
     with pytest.raises(ValueError, match="not both"):
         Service(model(), bsp(), secret=SECRET, keys=keys / "ours" / "server")
     with pytest.raises(ValueError, match=r"server.crt|identity.crt is not a file"):

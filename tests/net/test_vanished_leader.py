@@ -11,7 +11,7 @@ pytestmark = pytest.mark.net
 APART = ["unshare", "--map-root-user", "--net"]
 SCRIPT = """
 import pathlib, queue, subprocess, time
-from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Listener
 from thinwire.systems.link.listener import connect
 from thinwire.systems.link.codec import FRAME
@@ -26,7 +26,7 @@ told = queue.SimpleQueue()
 leaders = Leaders(lambda what, leader, value: told.put(what))
 listener = Listener(roles=("node",))
 listener.serve(lambda pair, first: leaders.came(pair, 5), FRAME.size)
-leader = connect("127.0.0.1", listener.port, encode(Ticket(5)), Identity("node", 0))
+leader = connect("127.0.0.1", listener.port, encode(Ticket(5)), PeerIdentity("node", 0))
 leader.receive_frame(FRAME.size, 60.0)
 print(told.get(timeout=60.0))
 while any(row.split()[4][:8] != "00000000" for row in open("/proc/net/tcp").readlines()[1:]):

@@ -14,12 +14,12 @@ from spawned import free_port, to_itself
 from thinwire.core.secret_file import VARIABLE, fresh_secret_file
 from thinwire.systems.link.duplex import Duplex
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Identity, check_host, find_secret, read_secret
+from thinwire.systems.link.hello import PeerIdentity, check_host, find_secret, read_secret
 from thinwire.systems.link.listener import MOST_UNKNOWN, Caller, Listener, ListeningPort, connect
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
 KNOCK, ANSWER, PROOF, VERDICT = 68, 43, 32, 33  # bytes of the four messages of a hello
-NODE = Identity("node", 3, SECRET)
+NODE = PeerIdentity("node", 3, SECRET)
 
 
 class Inn:
@@ -68,10 +68,10 @@ def test_who_knows_the_secret_comes_in_as_who_it_is(inn):
 @pytest.mark.parametrize(
     ("secret", "identity", "sentence"),
     [
-        (SECRET, Identity("node", 3), "asks for a secret: give --secret-file"),
-        (SECRET, Identity("node", 3, OTHER), "has another secret"),
+        (SECRET, PeerIdentity("node", 3), "asks for a secret: give --secret-file"),
+        (SECRET, PeerIdentity("node", 3, OTHER), "has another secret"),
         (None, NODE, "lets everybody in"),
-        (SECRET, Identity("worker", 3, SECRET), "does not accept workers"),
+        (SECRET, PeerIdentity("worker", 3, SECRET), "does not accept workers"),
     ],
 )
 def test_others_are_told_why_not(inn, caplog, secret, identity, sentence):
@@ -232,7 +232,7 @@ def test_who_has_called_itself_has_found_nobody(monkeypatch):
     """Of a port that nobody listens at, the kernel may make the caller's own end too; TCP lets the two meet."""
     port = free_port()
     monkeypatch.setattr(socket, "create_connection", to_itself)
-    for identity in (NODE, Identity("node", 3)):
+    for identity in (NODE, PeerIdentity("node", 3)):
         with pytest.raises(PairError, match="nobody listens") as caught:
             Caller(f"127.0.0.1:{port}", identity, 5.0)
         assert not isinstance(caught.value, NotAdmitted)  # else it would not be tried again

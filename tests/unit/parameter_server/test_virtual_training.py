@@ -400,7 +400,7 @@ def test_equal_seeds_give_equal_runs():
 
 
 def test_a_thousand_nodes():
-    trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=8, step_seconds=uneven, payload_bytes=1000)
+    trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=4, step_seconds=uneven, payload_bytes=1000)
     assert trace.gradients > 1000
     assert max(trace.staleness()) <= 4
 

@@ -106,7 +106,7 @@ _OF_TLS = b"\x16"  # the first byte of a TLS handshake
 
 
 @dataclass(frozen=True)
-class Identity:
+class PeerIdentity:
     """A process's role, its number in that role, what it proves that with, and the certificate it showed."""
 
     role: str
@@ -115,7 +115,7 @@ class Identity:
     shown: Certificate | None = None
 
 
-def check_identity(identity: Identity, role: str, number: int) -> None:
+def check_identity(identity: PeerIdentity, role: str, number: int) -> None:
     """Raise ``ValueError`` if a process claims another role or number than in its hello."""
     if (identity.role, identity.number) != (role, number):
         raise ValueError(f"it connected as {identity.role} {identity.number} but speaks as {role} {number}")
@@ -125,13 +125,13 @@ def check_identity(identity: Identity, role: str, number: int) -> None:
 class Introduction:
     """What a caller wants: a channel of the pair named ``token``. ``words``: all bytes exchanged before the proofs."""
 
-    identity: Identity
+    identity: PeerIdentity
     channel: int
     token: bytes
     words: bytes
 
 
-def introduce(duplex: Duplex, identity: Identity, channel: int, token: bytes, end: float, host: str = "") -> None:
+def introduce(duplex: Duplex, identity: PeerIdentity, channel: int, token: bytes, end: float, host: str = "") -> None:
     """The caller's side of the hello, on a connection for a channel of the peer named ``token``.
 
     ``NotAdmitted``: the listener has another version, requires another secret or certificate, or cannot be trusted.
@@ -206,7 +206,7 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> In
     if role >= len(ROLES) or ROLES[role] not in roles or channel not in (NOTES, FRAMES, TENSORS):
         duplex.write(_VERDICT.pack(_WRONG_ROLE, bytes(32)), end)
         raise NotAdmitted("it connects in a role that is not accepted here")
-    return Introduction(Identity(ROLES[role], number, shown=duplex.shown), channel, token, first + second)
+    return Introduction(PeerIdentity(ROLES[role], number, shown=duplex.shown), channel, token, first + second)
 
 
 def admit(duplex: Duplex, heard: Introduction, trust: Trust, end: float) -> None:

@@ -21,8 +21,8 @@ from thinwire.systems.link.hello import (
     NOTES,
     TENSORS,
     TOKEN_BYTES,
-    Identity,
     Introduction,
+    PeerIdentity,
     Trust,
     admit,
     check_host,
@@ -136,7 +136,7 @@ def check_port(port: int, least: int = 0) -> None:
 class _Half:
     """A peer whose connection for frames is there, but not yet the one for tensors."""
 
-    identity: Identity
+    identity: PeerIdentity
     duplex: Duplex
     first: bytes
 
@@ -227,7 +227,7 @@ class Listener:
             logger.debug("%s was not let in: %s", duplex.host, error)
             duplex.close()
 
-    def _is_its_own(self, identity: Identity) -> bool:
+    def _is_its_own(self, identity: PeerIdentity) -> bool:
         """Return whether a certificate's name owns its number; the first name that uses a number owns it."""
         if identity.shown is None:
             return True
@@ -311,7 +311,7 @@ class Caller:
     """
 
     def __init__(
-        self, address: str, identity: Identity, seconds: float = HELLO_SECONDS, source: str | None = None
+        self, address: str, identity: PeerIdentity, seconds: float = HELLO_SECONDS, source: str | None = None
     ) -> None:
         self._host, self._port = split_address(address)
         self._identity, self._seconds, self._source = identity, seconds, source
@@ -350,7 +350,12 @@ class Caller:
 
 
 def connect(
-    host: str, port: int, hello: bytes, identity: Identity, seconds: float = HELLO_SECONDS, source: str | None = None
+    host: str,
+    port: int,
+    hello: bytes,
+    identity: PeerIdentity,
+    seconds: float = HELLO_SECONDS,
+    source: str | None = None,
 ) -> Peer:
     """Connect to a listener, with ``hello`` as the first frame.
 
@@ -369,11 +374,11 @@ def connect(
         if isinstance(error, NotAdmitted):
             raise
         raise PairError(f"{host} did not let this process in ({error})") from error
-    return Peer(opened[0], opened[1], Identity("listener", 0))
+    return Peer(opened[0], opened[1], PeerIdentity("listener", 0))
 
 
 def _call(
-    host: str, port: int, identity: Identity, channel: int, token: bytes, end: float, source: str | None
+    host: str, port: int, identity: PeerIdentity, channel: int, token: bytes, end: float, source: str | None
 ) -> Duplex:
     own = None if source is None else (source, 0)
     duplex = dial(host, port, max(0.001, end - time.monotonic()), own)

@@ -18,7 +18,7 @@ from thinwire.core.memory import memory_of
 from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import PairError
-from thinwire.systems.link.hello import Identity
+from thinwire.systems.link.hello import PeerIdentity
 
 SLOWEST = 1e6 / 8
 """Bytes per second that a link must carry; a slower link counts as dead."""
@@ -33,7 +33,7 @@ class Peer:
     received ones delivered, each by threads of their own. Of a listener at the other end, only the role is known.
     """
 
-    def __init__(self, frames: Duplex, tensors: Duplex, other: Identity) -> None:
+    def __init__(self, frames: Duplex, tensors: Duplex, other: PeerIdentity) -> None:
         self._frames, self._tensors, self.other = frames, tensors, other
         self.sent_bytes = self.received_bytes = 0
         self._sending = threading.Lock()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Identity, check_identity, find_trust, own_trust
+from thinwire.systems.link.hello import PeerIdentity, check_identity, find_trust, own_trust
 from thinwire.systems.link.listener import Caller, Listener, connect, split_address
 from thinwire.systems.link.peer import SLOWEST, LocalPeer, Peer, join_all, unended
 from thinwire.systems.link.tls import Credentials
@@ -152,7 +152,7 @@ class Node(AbstractContextManager["Node"]):
         keys: str | Path | Credentials | None = None,
     ) -> None:
         self._server, self._leases = server, leases
-        self._identity = Identity("node", node, find_trust(secret, keys))
+        self._identity = PeerIdentity("node", node, find_trust(secret, keys))
         caller = self._call(60.0)
         self.settings = Settings.from_json(caller.note("settings"))
         self.layout = Layout.from_json(caller.note("layout"))
@@ -483,7 +483,7 @@ class ShardsToCome(RuntimeError):
     """The server is still waiting for its shards."""
 
 
-def reach(server: str, hello: msg.Hello, identity: Identity, seconds: float) -> tuple[Peer, list[Peer]]:
+def reach(server: str, hello: msg.Hello, identity: PeerIdentity, seconds: float) -> tuple[Peer, list[Peer]]:
     """Say HELLO to a server; if it has shards, first show a ticket to each of them.
 
     Args:
@@ -516,7 +516,7 @@ def reach(server: str, hello: msg.Hello, identity: Identity, seconds: float) -> 
         raise
 
 
-def _show(host: str, port: int, ticket: int, index: int, identity: Identity, seconds: float) -> Peer:
+def _show(host: str, port: int, ticket: int, index: int, identity: PeerIdentity, seconds: float) -> Peer:
     try:
         peer = connect(host, port, msg.encode(msg.Ticket(ticket)), identity, seconds)
         try:

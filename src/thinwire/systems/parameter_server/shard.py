@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Identity, find_trust, is_loopback
+from thinwire.systems.link.hello import PeerIdentity, find_trust, is_loopback
 from thinwire.systems.link.listener import Caller, Listener, split_address
 from thinwire.systems.link.peer import Peer, join_all, unended
 from thinwire.systems.link.tls import Credentials
@@ -33,6 +33,7 @@ from thinwire.systems.parameter_server.shards import shard_count
 from thinwire.systems.parameter_server.worker import ServerLost
 
 _FIRST_SECONDS = 60.0
+_LATE_SECONDS = 2.0  # a busy server may notice the end of a lease so much later
 
 logger = logging.getLogger("thinwire")
 
@@ -283,7 +284,7 @@ class Shard(AbstractContextManager["Shard"]):
         self.slice: WeightSlice | None = None
         self.leaders = Leaders(self._tell)
         self._over = threading.Event()
-        self._identity = Identity("shard", index, find_trust(secret, keys))
+        self._identity = PeerIdentity("shard", index, find_trust(secret, keys))
         anywhere = host in ("", "0.0.0.0", "::") or (is_loopback(host) and not is_loopback(there))
         self._source = None if anywhere else host
         self._listener = Listener(port, host, roles=("node",), trust=self._identity.trust, insecure=insecure)
@@ -418,7 +419,7 @@ class Shard(AbstractContextManager["Shard"]):
                     own.settings.lease_seconds,
                 )
                 self._taken_at = self._taken_at or time.monotonic()
-                if value.reason != msg.SHARD_TAKEN or time.monotonic() - self._taken_at > lease:
+                if value.reason != msg.SHARD_TAKEN or time.monotonic() - self._taken_at > lease + _LATE_SECONDS:
                     raise ShardRefused(text.format(index=self.index))
                 up.close()
                 # the shard with this index may be dead: the server knows when its lease has ended

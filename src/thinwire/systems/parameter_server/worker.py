@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from thinwire.predict.measure.batches import Batches, Loss, numbered
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Identity, find_trust, own_trust
+from thinwire.systems.link.hello import PeerIdentity, find_trust, own_trust
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.link.peer import LocalPeer, Peer
 from thinwire.systems.link.tls import Credentials
@@ -152,7 +152,7 @@ class Worker:
         self.layout = Layout.of(model)
         self._take = gradient or partial(local_gradient, model, self.layout, numbered(batches), loss)
         self.stats = WorkerStats()
-        self._identity = Identity("worker", number, own_trust(find_trust(secret, keys)))
+        self._identity = PeerIdentity("worker", number, own_trust(find_trust(secret, keys)))
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, and at the end the reason as a string
         self._theta: Tensor | None = None
         self._began = time.monotonic()
