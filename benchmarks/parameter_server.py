@@ -117,7 +117,7 @@ def row_of(runs: list[dict[str, Any]], target: float, seconds: float) -> dict[st
 
 
 def asynchronous(settings: str, outer: str, options: argparse.Namespace) -> dict[str, Any]:
-    from thinwire.systems.cli.ps_lab import LabSpec, run_lab
+    from thinwire.systems.cli.ps_work import LabSpec, run_lab
 
     spec = LabSpec(
         model=f"{MODEL}:batch={options.batch}",
@@ -231,7 +231,7 @@ def shards(rounds: int, runs: dict[str, dict[str, list[float]]]) -> None:
 
 def pushed(link: str, count: int) -> float:
     """Gradients per second of asynchronous SGD; the nodes' own links are 1gbit."""
-    from thinwire.systems.cli.ps_lab import LabSpec, run_lab
+    from thinwire.systems.cli.ps_work import LabSpec, run_lab
 
     links = [link] * (1 + count) + ["1gbit"] * 4
     spec = LabSpec(
@@ -315,15 +315,16 @@ def send_numbers(port: int, members: int, rate: int, seconds: float) -> None:
     """Leaders that only report."""
     import torch
 
-    from thinwire.systems.link.hello import Badge
-    from thinwire.systems.link.meeting import Meeting
+    from thinwire.systems.link.codec import FRAME
+    from thinwire.systems.link.hello import PeerIdentity
+    from thinwire.systems.link.listener import Caller
     from thinwire.systems.parameter_server import Layout
-    from thinwire.systems.parameter_server.messages import FRAME, Hello, IterationNumber, Weights, decode, encode
+    from thinwire.systems.parameter_server.messages import Hello, IterationNumber, Weights, decode, encode
 
     number = Layout.of(torch.nn.Linear(2, 2)).number
     pairs = []
     for node in range(members):
-        pair = Meeting(f"127.0.0.1:{port}", Badge("node", node)).connect(encode(Hello(node, 1, number)))
+        pair = Caller(f"127.0.0.1:{port}", PeerIdentity("node", node)).connect(encode(Hello(node, 1, number)))
         pairs.append((pair, decode(pair.receive_frame(FRAME.size, 30.0))[0].member))  # WELCOME
     for pair, _ in pairs:
         message, size = None, 0

@@ -22,11 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from in_lab import told
-from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.keys import new_keys
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting
-from thinwire.systems.link.pair import Pair
+from thinwire.systems.link.listener import Caller, Listener
+from thinwire.systems.link.peer import Peer
 from thinwire.systems.link.tls import Credentials
 
 RESULTS = Path(__file__).parent / "results" / "peer_link.json"
@@ -37,16 +36,16 @@ SECONDS = 60.0
 HELLO = b"8 bytes."
 
 
-def paired(rank: int, port: int, trust: Credentials | None) -> Pair:
+def paired(rank: int, port: int, trust: Credentials | None) -> Peer:
     """One end of a connection; rank 0 listens."""
     if rank == 0:
-        came: queue.SimpleQueue[Pair] = queue.SimpleQueue()
+        came: queue.SimpleQueue[Peer] = queue.SimpleQueue()
         listener = Listener(port, "0.0.0.0", roles=("node",), trust=trust, insecure=True)
         listener.serve(lambda pair, _: came.put(pair), len(HELLO))
         dist.barrier()
         return came.get()
     dist.barrier()
-    return Meeting(f"{os.environ['MASTER_ADDR']}:{port}", Badge("node", 0, trust)).connect(HELLO)
+    return Caller(f"{os.environ['MASTER_ADDR']}:{port}", PeerIdentity("node", 0, trust)).connect(HELLO)
 
 
 def rank_main(keys: Path) -> None:

@@ -3,28 +3,32 @@
 import random
 import struct
 
+from thinwire.systems.link.codec import FRAME
 from thinwire.systems.parameter_server.messages import (
-    FRAME,
-    KINDS,
+    CODEC,
     Buffers,
     Bye,
     Grad,
     Hello,
     IterationNumber,
+    MemberLeft,
+    Piece,
+    PieceArrived,
     Ping,
     Result,
+    ShardSaved,
+    ShardUpdated,
     encode,
 )
-from thinwire.systems.parameter_server.shard_messages import Arrived, Kept, Left, Made, Piece
 
 EDGES = (0, 1, 2, 3, 7, -1, 44, 45, 255, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
 REAL = tuple(struct.unpack("<q", struct.pack("<d", x))[0] for x in (0.0, 1.0, -1.0, 1e308, float("nan"), float("inf")))
 ONE = REAL[1]
 OF_A_MEMBER = (IterationNumber, IterationNumber, Grad, Grad, Grad, Bye)
-OF_A_SHARD = (Made, Kept, Arrived, Left, Ping)
+OF_A_SHARD = (ShardUpdated, ShardSaved, PieceArrived, MemberLeft, Ping)
 OF_A_VISITOR = (Piece, Piece, Ping)
 OF_A_WORKER = (Result, Result, Buffers, Ping)
-WITH_TENSORS = (Grad, Made, Piece, Result)
+WITH_TENSORS = (Grad, ShardUpdated, Piece, Result)
 
 
 def number(draw, near, wild):
@@ -43,7 +47,7 @@ def frame(draw, near, wild, likely):
     """
     if draw.random() < wild / 4:
         return draw.randbytes(FRAME.size)
-    kind = draw.choice(KINDS) if draw.random() < wild else draw.choice(likely)
+    kind = draw.choice(CODEC.kinds) if draw.random() < wild else draw.choice(likely)
     rows = draw.choice((0, 1, 2)) if kind is Grad else 0
     tensor = draw.choice((176, 88, 8, 7)) if rows or (kind in WITH_TENSORS and draw.random() < 0.5) else 0
     if draw.random() < wild / 2:
@@ -51,7 +55,7 @@ def frame(draw, near, wild, likely):
     values = [number(draw, near, wild) for _ in range(13)]
     if draw.random() >= wild:
         values[0] = near[0]
-    head = FRAME.pack(KINDS.index(kind), rows, tensor, *values)
+    head = FRAME.pack(CODEC.kinds.index(kind), rows, tensor, *values)
     if 0 < rows < 3:
         head += struct.pack(f"<{4 * rows}q", *(number(draw, near, wild) for _ in range(4 * rows)))
     return head if draw.random() >= wild / 4 else head[: draw.randrange(len(head))]

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from thinwire.core.collectives.mesh import endpoint_of, listen, meet
 from thinwire.systems.link.duplex import Duplex
 from thinwire.systems.link.errors import PairError
-from thinwire.systems.link.hello import ROLES, Badge, hear, knock
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.link.hello import ROLES, PeerIdentity, hear, introduce
+from thinwire.systems.link.listener import Caller, Listener
 
 SECRET = b"0123456789abcdef"
 KNOCK, PROOF = 68, 32
-NODE = Badge("node", 3, SECRET)
+NODE = PeerIdentity("node", 3, SECRET)
 
 
 def both_ends():
@@ -35,7 +34,7 @@ def both_ends():
 def good():
     """What a node that knows the secret says: its first words, and its proof for one answer."""
     near, far = both_ends()
-    caller = threading.Thread(target=lambda: _quietly(lambda: knock(Duplex(near), NODE, 1, b"t" * 16, _later())))
+    caller = threading.Thread(target=lambda: _quietly(lambda: introduce(Duplex(near), NODE, 1, b"t" * 16, _later())))
     caller.start()
     first = far.recv(KNOCK, socket.MSG_WAITALL)
     far.sendall(b"thinwire\x01\x00\x01" + bytes(32))
@@ -117,7 +116,7 @@ def test_a_listener_hears_them_all_and_then_a_node(good):
 
     go()
     assert not came
-    assert Meeting(f"127.0.0.1:{listener.port}", NODE, 30.0).note("a") == "b"
+    assert Caller(f"127.0.0.1:{listener.port}", NODE, 30.0).note("a") == "b"
     listener.close()
     assert len(os.listdir("/proc/self/fd")) < 500
 

@@ -1,7 +1,6 @@
 """Members, workers and shards that send anything: the server goes on, and an honest node trains to the end."""
 
 import contextlib
-import os
 import threading
 import time
 
@@ -10,25 +9,31 @@ import torch
 from abuse_frames import OF_A_SHARD, OF_A_VISITOR, OF_A_WORKER, hello, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parameter_cluster import Cluster, flat, model, part_of, sgd
+from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, started, wait_until
 
+from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import PairError
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker, preset
-from thinwire.systems.parameter_server.messages import FRAME, PROTOCOL, Enter, Result, Welcome, Work, decode, encode
+from thinwire.systems.parameter_server.messages import (
+    PROTOCOL,
+    Enter,
+    RegisterShard,
+    Result,
+    ShardAccepted,
+    Ticket,
+    Welcome,
+    Work,
+    decode,
+    encode,
+)
 from thinwire.systems.parameter_server.outer import fingerprint
 from thinwire.systems.parameter_server.presets import bsp
-from thinwire.systems.parameter_server.shard_messages import Enlist, Enlisted, Ticket
 
 LAYOUT = Layout.of(model()).number
 MEMORY = 200e6
 seeds = st.integers(0, 2**32)
-
-
-def memory():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def send(pair, frames):
@@ -59,7 +64,7 @@ class Attacked:
             self.failures.append(error)
 
     def by_a_member(self, seed):
-        pair = Meeting(self.address, Badge("node", 1)).connect(hello(1, LAYOUT, seed + 1))
+        pair = Caller(self.address, PeerIdentity("node", 1)).connect(hello(1, LAYOUT, seed + 1))
         welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
         if isinstance(welcome, Welcome):
             near = (welcome.member, 0, 1, 2, self.service.machine.version)
@@ -71,10 +76,8 @@ class Attacked:
         """A node comes as if nothing had been."""
         node = Node(self.address, 0, 1)
         worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
-        working = threading.Thread(target=worker.run, daemon=True)
-        working.start()
-        while worker.stats.submissions < 10:
-            time.sleep(0.01)
+        working = started(worker.run)
+        wait_until(lambda: worker.stats.submissions >= 10)
         self.service.stop()
         ended((working, self.thread))
         node.close()
@@ -110,15 +113,14 @@ def test_whatever_a_member_sends_for_long(name):
 
 def test_whatever_a_visitor_sends_to_a_shard():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1)
-    while not cluster.service.keeper.roster.posts:
-        time.sleep(0.01)
-    port, before = cluster.service.keeper.roster.posts[0].port, memory()
+    wait_until(lambda: cluster.service.shards.shards)
+    port, before = cluster.service.shards.shards[0].port, memory()
 
     @settings(max_examples=60, database=None)
     @given(seeds)
     def go(seed):
         (member,) = cluster.service.machine.members or (0,)
-        pair = connect("127.0.0.1", port, encode(Ticket(1 + seed)), Badge("node", 9))
+        pair = connect("127.0.0.1", port, encode(Ticket(1 + seed)), PeerIdentity("node", 9))
         send(pair, stream(seed, (member, 0, 1), OF_A_VISITOR))
 
     go()
@@ -138,26 +140,24 @@ def test_whatever_a_shard_sends_that_does_not_begin():
         except BaseException as error:
             failures.append(error)
 
-    serving = threading.Thread(target=serve, daemon=True)
-    serving.start()
-    first = Enlist(0, 1, PROTOCOL, False, fingerprint(sgd(), torch.float32))
+    serving = started(serve)
+    first = RegisterShard(0, 1, PROTOCOL, False, fingerprint(sgd(), torch.float32))
     taken = []
 
     @settings(max_examples=60, database=None)
     @given(seeds)
     def go(seed):
-        while service.keeper.roster.posts:  # one that comes before its place is free again is refused
+        while service.shards.shards:  # one that comes before its place is free again is refused
             time.sleep(0.001)
-        pair = Meeting(f"127.0.0.1:{service.port}", Badge("shard", 0)).connect(encode(first))
-        if isinstance(decode(pair.receive_frame(FRAME.size, 60.0))[0], Enlisted):
+        pair = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(encode(first))
+        if isinstance(decode(pair.receive_frame(FRAME.size, 60.0))[0], ShardAccepted):
             taken.append(send(pair, stream(seed, (0, 1, 2), OF_A_SHARD)))
         pair.close()
         assert not failures
 
     go()
     assert len(taken) > 20
-    while service.keeper.roster.posts:
-        time.sleep(0.01)
+    wait_until(lambda: not service.shards.shards)
     shards = [Shard(f"127.0.0.1:{service.port}", index, outer=sgd()) for index in range(2)]
     node = Node(f"127.0.0.1:{service.port}", 0, 1)
     worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
@@ -172,12 +172,10 @@ def test_whatever_a_shard_sends_that_does_not_begin():
 
 def with_an_honest_worker(service, delay):
     """Serve, and let the first worker of a node of two work: the node, and the threads, the worker's first."""
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
     honest = Worker(model(), *part_of(0, 0, delay), node.address, 0, check=lambda: node.wait(0))
-    working = threading.Thread(target=honest.run, daemon=True)
-    working.start()
+    working = started(honest.run)
     return node, (working, serving)
 
 
@@ -192,7 +190,7 @@ def ended(threads):
 def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(method, numel, caplog):
     service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd())
     node, threads = with_an_honest_worker(service, 0.02)
-    pair = Meeting(node.address, Badge("worker", 1)).connect(encode(Enter(1)))
+    pair = Caller(node.address, PeerIdentity("worker", 1)).connect(encode(Enter(1)))
     while not isinstance(work := decode(pair.receive_frame(FRAME.size, 60.0))[0], Work):
         pass
     pair.send_frame(encode(Result(work.token, 8, 1.0, 0.01), 0, 4 * numel))
@@ -218,7 +216,7 @@ def test_whatever_a_worker_sends_to_its_leader():
     @settings(max_examples=60, database=None)
     @given(seeds)
     def go(seed):
-        pair = Meeting(node.address, Badge("worker", 1)).connect(encode(Enter(1)))
+        pair = Caller(node.address, PeerIdentity("worker", 1)).connect(encode(Enter(1)))
         send(pair, stream(seed, (1, 0, 2), OF_A_WORKER))
 
     with contextlib.suppress(PairError):

@@ -14,16 +14,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parameter_cluster import Cluster, model, part_of, sgd
+from parameter_cluster import Cluster, memory, model, part_of, sgd, started, wait_until
 from split_ends import batch_of, edge_end, halves, in_process, linked, serving
 
-from thinwire.systems.link.door import MOST_UNKNOWN
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
-from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.keys import new_keys
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting, connect
+from thinwire.systems.link.listener import MOST_UNKNOWN, Caller, Listener, connect
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import Node, Service, Worker
 from thinwire.systems.parameter_server.presets import bsp
@@ -75,11 +73,6 @@ def spoiled(draw, parts):
     return bytes(words) + draw.randbytes(draw.choice((0, 0, 1, 40, 70_000)))
 
 
-def memory():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def attack(ports, handshake, examples, each):
     """Every port gets so many of them."""
     before = memory()
@@ -104,10 +97,9 @@ def attack(ports, handshake, examples, each):
 def besiege(keys, handshake, examples, each):
     """A training with a shard, whose server, shard and leader are all attacked while a node works and after."""
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1, keys=keys / "ours")
-    while not cluster.service.keeper.ready:
-        time.sleep(0.01)
-    (post,) = cluster.service.keeper.roster.posts.values()
-    ports = [cluster.service.port, post.port, cluster.nodes[0].port]
+    wait_until(lambda: cluster.service.shards.ready)
+    (shard,) = cluster.service.shards.shards.values()
+    ports = [cluster.service.port, shard.port, cluster.nodes[0].port]
     attack(ports, handshake, examples, each)
     cluster.stop_after(5)
     status = cluster.join()
@@ -155,11 +147,11 @@ def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
         Credentials.of(keys / "ours" / "other"),  # whose number is another's
     ):
         for come in (
-            lambda badge: Meeting(address, badge),
-            lambda badge: connect("127.0.0.1", service.port, b"", badge),
+            lambda identity: Caller(address, identity),
+            lambda identity: connect("127.0.0.1", service.port, b"", identity),
         ):
             with pytest.raises(NotAdmitted):
-                come(Badge("node", 0, trust))
+                come(PeerIdentity("node", 0, trust))
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -179,7 +171,7 @@ def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
 
 def test_five_hundred_handshakes_that_do_not_end_keep_nobody_out(keys):
     service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5, keys=keys / "ours" / "server")
-    threading.Thread(target=service.run, daemon=True).start()
+    started(service.run)
     before, idle = memory(), []
     for _ in range(500):
         idle.append(socket.create_connection(("127.0.0.1", service.port)))

@@ -3,6 +3,7 @@
 What is to be killed, the server or a shard, is a process of its own.
 """
 
+import os
 import threading
 import time
 from itertools import count
@@ -11,8 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from spawned import fork, free_port
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker
 from thinwire.systems.parameter_server.messages import decode
 
@@ -86,10 +86,10 @@ def flat(network):
 
 def introductions(patch):
     """From here on: each connection that is made, at both of its ends, with the first message that went over it."""
-    made, connect, serve = [], Meeting.connect, Listener.serve
+    made, connect, serve = [], Caller.connect, Listener.serve
 
-    def connecting(meeting, hello):
-        pair = connect(meeting, hello)
+    def connecting(caller, hello):
+        pair = connect(caller, hello)
         made.append((decode(hello)[0], pair))
         return pair
 
@@ -100,7 +100,7 @@ def introductions(patch):
 
         serve(listener, coming, hello_bytes)
 
-    patch.setattr(Meeting, "connect", connecting)
+    patch.setattr(Caller, "connect", connecting)
     patch.setattr(Listener, "serve", serving)
     return made
 
@@ -126,6 +126,26 @@ def process(target, *args):
     return started
 
 
+def started(target, *args):
+    """A thread of its own for it."""
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def memory():
+    """Bytes that this process has in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def in_thread(failures, target, *args):
     """Starts it in a thread; what it raises is added to ``failures``."""
 
@@ -135,9 +155,7 @@ def in_thread(failures, target, *args):
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-    return thread
+    return started(guarded)
 
 
 class Cluster:
@@ -179,9 +197,7 @@ class Cluster:
         for n in range(nodes):
             self.add(n, workers, delays[n] if n < len(delays) else 0.0)
         # a node joins with its first worker: on a busy machine the first update would lack what the others compute
-        end = time.monotonic() + 60.0
-        while any(len(node.leader.alive) < workers for node in self.nodes.values()) and time.monotonic() < end:
-            time.sleep(0.002)
+        wait_until(lambda: all(len(node.leader.alive) >= workers for node in self.nodes.values()))
         self.serving = None if apart else self._thread(self._serve)
 
     def keys_of(self, name):
@@ -209,7 +225,12 @@ class Cluster:
         for k in range(workers):
             network = self.models[number, k] = model(99, self._width)
             worker = Worker(
-                network, *part_of(number, k, delay, self._spoil), node.address, k, check=lambda: node.wait(0), keys=keys
+                network,
+                *part_of(number, k, delay, self._spoil),
+                node.address if k else node,
+                k,
+                keys=keys,
+                check=lambda: node.wait(0),
             )
             self.workers.append(worker)
             self._threads.append(self._thread(worker.run))
@@ -227,8 +248,7 @@ class Cluster:
     def stop_after(self, more=5):
         """End when so many more updates have been made, however late that is said."""
         version = self.service.machine.version
-        while self.service.machine.version < version + more:
-            time.sleep(0.01)
+        wait_until(lambda: self.service.machine.version >= version + more)
         self.service.stop()
 
     def join(self):

@@ -1,4 +1,4 @@
-"""Order on a connection with two channels: weights never reach a node before the WELCOME that makes it a member."""
+"""Order between peers with two channels: weights never reach a node before the WELCOME that makes it a member."""
 
 import queue
 import threading
@@ -7,77 +7,66 @@ import time
 import pytest
 import torch
 
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting
-from thinwire.systems.parameter_server.connection import Connection
-from thinwire.systems.parameter_server.messages import FRAME, Enter, Ping, Weights, Welcome, decode, encode
+from thinwire.systems.link.codec import FRAME
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.listener import Caller, Listener
+from thinwire.systems.parameter_server.messages import CODEC, Enter, Ping, Weights, Welcome, decode, encode
 
 pytestmark = pytest.mark.dist
-
-
-class SlowToWelcome:
-    """A pair whose thread is not scheduled between taking WELCOME from the queue and sending it."""
-
-    def __init__(self, pair):
-        self._pair = pair
-
-    def __getattr__(self, name):
-        return getattr(self._pair, name)
-
-    def send_frame(self, frame):
-        if isinstance(decode(frame[: FRAME.size])[0], Welcome):
-            time.sleep(0.3)
-        self._pair.send_frame(frame)
 
 
 @pytest.fixture
 def ends():
     listener, taken = Listener(roles=("worker",)), queue.SimpleQueue()
-    listener.serve(lambda pair, hello: taken.put(pair), FRAME.size)
-    here = Meeting(f"127.0.0.1:{listener.port}", Badge("worker", 0)).connect(encode(Enter(0)))
+    listener.serve(lambda peer, hello: taken.put(peer), FRAME.size)
+    here = Caller(f"127.0.0.1:{listener.port}", PeerIdentity("worker", 0)).connect(encode(Enter(0)))
     yield taken.get(timeout=10), here
     listener.close()
 
 
-def test_a_tensor_never_overtakes_what_was_posted_before_it(ends):
+def start(peer, deliver=lambda message: None, closed=lambda reason: None):
+    peer.start(CODEC, channels=2, seconds=10, most_bytes=16, deliver=deliver, closed=closed)
+
+
+def test_a_tensor_never_overtakes_what_was_posted_before_it(ends, monkeypatch):
     came, done = queue.SimpleQueue(), threading.Event()
     server, node = ends
-    receiving = Connection(
-        node, channels=2, seconds=10, most_bytes=16, deliver=came.put, closed=lambda reason: done.set()
-    ).start()
-    sending = Connection(
-        SlowToWelcome(server), channels=2, seconds=10, most_bytes=0, deliver=came.put, closed=lambda reason: None
-    ).start()
-    sending.post(Welcome(5, 0))
-    sending.post(Weights(5, 1, 0, 7, 1, tensor=torch.arange(4.0)))
-    kinds = [type(came.get(timeout=10)) for _ in range(2)]
-    assert kinds == [Welcome, Weights]
-    sending.post(Ping())
+    send_frame = server.send_frame
+
+    def slow_to_welcome(frame):
+        """The thread is not scheduled between taking WELCOME from the outbox and sending it."""
+        if isinstance(decode(frame[: FRAME.size])[0], Welcome):
+            time.sleep(0.3)
+        send_frame(frame)
+
+    monkeypatch.setattr(server, "send_frame", slow_to_welcome)
+    start(node, came.put, lambda reason: done.set())
+    start(server)
+    server.post(Welcome(5, 0))
+    server.post(Weights(5, 1, 0, 7, 1, tensor=torch.arange(4.0)))
+    assert [type(came.get(timeout=10)) for _ in range(2)] == [Welcome, Weights]
+    server.post(Ping())
     assert isinstance(came.get(timeout=10), Ping)  # and what comes later still passes
-    sending.finish()
+    server.finish()
     assert done.wait(10)
-    for connection in (sending, receiving):
-        connection.join(5)
+    for peer in ends:
+        peer.join(5)
 
 
-def test_a_connection_may_be_closed_and_waited_for_while_another_thread_starts_it(ends, monkeypatch):
+def test_a_peer_may_be_closed_and_waited_for_while_another_thread_starts_it(ends, monkeypatch):
     """A shard whose server goes closes also the connection of a leader that comes just then."""
     server, _ = ends
-    connection = Connection(
-        server, channels=2, seconds=10, most_bytes=0, deliver=lambda message: None, closed=lambda reason: None
-    )
     begin, interrupted = threading.Thread.start, []
 
     def starting(thread):
         if thread.name.startswith("thinwire_"):
-            connection.close()
-            connection.join(0.0)
+            server.close()
+            server.join(0.0)
             interrupted.append(thread.name)
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", starting)
-    connection.start()
+    start(server)
     assert len(interrupted) == 4
-    connection.join(5)
-    assert connection.ended
+    server.join(5)
+    assert server.ended

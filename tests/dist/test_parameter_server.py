@@ -1,7 +1,6 @@
 """The parameter server on real sockets and Gloo groups: the same bits as synchronous SGD, faults, checkpoints."""
 
 import contextlib
-import socket
 import threading
 import time
 
@@ -20,23 +19,25 @@ from parameter_cluster import (
     model,
     part_of,
     sgd,
+    started,
     synchronous,
+    wait_until,
 )
 
 from spawned import free_port
+from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.listener import Caller, Listener
+from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Worker, replay
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import node as node_module
-from thinwire.systems.parameter_server.connection import Connection
 from thinwire.systems.parameter_server.layout import LayoutMismatch
-from thinwire.systems.parameter_server.line import reach
-from thinwire.systems.parameter_server.messages import FRAME, Enter, Fence, Hello, Stop, Welcome, decode, encode
+from thinwire.systems.parameter_server.messages import Enter, Fence, Hello, Stop, Welcome, decode, encode
+from thinwire.systems.parameter_server.node import reach
 from thinwire.systems.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps
 from thinwire.systems.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist
@@ -103,8 +104,8 @@ def test_compression_sends_fewer_bytes():
     for kind in (None, "int8", "topk"):
         settings = inhad(2, start_nodes=1, compress_up=kind, compress_down=kind, density=0.01)
         status = Cluster(settings, 1, updates=12, width=4000).join()
-        sent[kind] = (status.up_bytes + status.down_bytes) / status.gradients
-    assert sent["int8"] < 0.45 * sent[None]  # the first weights go whole
+        sent[kind] = status.up_bytes + status.down_bytes  # one sum an update, of however many gradients
+    assert sent["int8"] < 0.45 * sent[None]  # the first weights go whole, and the last
     assert sent["topk"] < 0.25 * sent[None]
 
 
@@ -119,8 +120,7 @@ def test_gradients_that_are_not_finite_are_dropped_and_stop_nothing():
 def test_a_worker_that_leaves_does_not_hold_up_the_others(monkeypatch):
     made = introductions(monkeypatch)
     cluster = Cluster(bsp(start_nodes=2, lease_seconds=15.0), 2, 2, delays=[0.02, 0.02])
-    while cluster.service.machine.version < 10:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.version >= 10)
     seen = len(made)
     next(pair for first, pair in made if first == Enter(1)).close()  # it comes back by itself
     while len(made) < seen + 2:  # both ends
@@ -135,8 +135,7 @@ def test_a_node_may_join_and_another_leave_while_training_goes_on():
     cluster = Cluster(bsp(start_nodes=2, lease_seconds=6.0), 2, delays=[0.01, 0.01])
     machine = cluster.service.machine
     cluster.add(5, delay=0.01)
-    while machine.counters["joined"] < 3 or machine.version < 20:
-        time.sleep(0.01)
+    wait_until(lambda: machine.counters["joined"] >= 3 and machine.version >= 20)
     gone = cluster.nodes.pop(1)
     gone.failure = ServerLost("ended by the test")
     gone.close()
@@ -168,21 +167,19 @@ def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_pat
     settings = inhad(2, start_nodes=2, lease_seconds=6.0)
     options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "journal": tmp_path / "j", "port": port}
     first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, apart=True, **options)
-    while first.version < 23:
-        time.sleep(0.02)
+    wait_until(lambda: first.version >= 13)
     first.kill()
     kept = checkpoints.load(tmp_path / "c")
-    assert kept.version >= 20
-    second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept.version + 30, **options)
+    assert kept.version >= 10
+    second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept.version + 15, **options)
     assert second.machine.version == kept.version
-    thread = threading.Thread(target=second.run, daemon=True)
-    thread.start()
+    thread = started(second.run)
     thread.join(120)
     assert not thread.is_alive()
     for node in first.nodes.values():
         node.close()
     updates = Journal.read(tmp_path / "j").updates
-    assert [update.version for update in updates] == list(range(kept.version + 30))
+    assert [update.version for update in updates] == list(range(kept.version + 15))
     keys = [(part.node, row.worker, row.step) for update in updates for part in update.parts for row in part.rows]
     assert len(keys) == len(set(keys))
 
@@ -207,16 +204,14 @@ def test_another_model_is_refused_by_name():
     worker = Worker(model(width=7), *part_of(0, 0), cluster.nodes[0].address, 0)
     with pytest.raises(LayoutMismatch, match=r"0\.weight \[7, 4\], the server's has 0\.weight \[6, 4\]"):
         worker.run()
-    while not cluster.service.machine.members:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.members)
     cluster.service.stop()
     cluster.join()
 
 
 def test_a_lost_server_ends_node_and_workers_with_a_sentence(monkeypatch):
     cluster = Cluster(inhad(), 1, apart=True)
-    while cluster.version < 5:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 5)
     monkeypatch.setattr(node_module, "time", impatient())
     cluster.kill()
     with pytest.raises(ServerLost, match="leases"):
@@ -225,8 +220,7 @@ def test_a_lost_server_ends_node_and_workers_with_a_sentence(monkeypatch):
 
 def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
-    while cluster.service.machine.version < 5:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.version >= 5)
     second = Node(cluster.address, 0, 1)
     worker = Worker(model(), *part_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
     with pytest.raises(ServerLost, match="given up"):
@@ -241,13 +235,11 @@ def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
 
 def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     service = Service(model(), inhad(), host="127.0.0.1", outer=sgd(), updates=10)
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
     Worker(model(), *part_of(0, 0), node.address, 0).run()
     assert node.wait(60.0)
-    seen_off = threading.Thread(target=node.see_off, args=(60.0,), daemon=True)
-    seen_off.start()
+    seen_off = started(node.wait_for_stragglers, 60.0)
     late = Worker(model(99), *part_of(0, 1), node.address, 1)
     stats = late.run()
     assert (stats.submissions, stats.version) == (0, 10)
@@ -261,22 +253,13 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
 
 def test_nobody_there_and_a_taken_port_and_no_address():
     with pytest.raises(PairError, match="nobody listens"):
-        Meeting(f"127.0.0.1:{free_port()}", Badge("node", 0))
+        Caller(f"127.0.0.1:{free_port()}", PeerIdentity("node", 0))
     with pytest.raises(ValueError, match="host:port"):
-        Meeting("somewhere", Badge("node", 0))
+        Caller("somewhere", PeerIdentity("node", 0))
     listener = Listener(roles=("node",))
     with pytest.raises(PairError, match="choose another"):
         Listener(listener.port, roles=("node",))
     listener.close()
-
-
-def test_a_stranger_at_the_port_harms_nobody():
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
-    for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 128, b""):
-        with socket.create_connection(("127.0.0.1", cluster.service.port)) as stranger:
-            stranger.sendall(junk)
-    cluster.stop_after(20)
-    assert cluster.join().counters["joined"] == 1
 
 
 def test_a_node_whose_server_never_was(monkeypatch):
@@ -318,28 +301,27 @@ def refusal_of(node):
 
 
 def test_a_node_that_is_refused_while_a_worker_leaves_ends_all_the_same(monkeypatch):
-    refused, post = threading.Event(), Connection.post
+    refused, post = threading.Event(), Peer.post
     service = Service(model(), bsp(start_nodes=2), host="127.0.0.1", outer=sgd())
 
     def reaching(*words):
         assert refused.wait(60.0)
         raise NotAdmitted("refused by the test")
 
-    def posting(connection, message):
+    def posting(peer, message):
         if isinstance(message, Stop) and workers:
             workers.pop().close()  # in the middle of telling them all; half a second, or until its leader knows
             end = time.monotonic() + 0.5
             while len(node.leader.alive) == 2 and time.monotonic() < end:
                 time.sleep(0.01)
-        post(connection, message)
+        post(peer, message)
 
     monkeypatch.setattr(node_module, "reach", reaching)
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
-    workers = [Meeting(node.address, Badge("worker", k)).connect(encode(Enter(k))) for k in range(2)]
+    workers = [Caller(node.address, PeerIdentity("worker", k)).connect(encode(Enter(k))) for k in range(2)]
     first = workers.pop(0)
-    while len(node.leader.alive) < 2:
-        time.sleep(0.01)
-    monkeypatch.setattr(Connection, "post", posting)
+    wait_until(lambda: len(node.leader.alive) >= 2)
+    monkeypatch.setattr(Peer, "post", posting)
     refused.set()
     assert "refused by the test" in refusal_of(node)
     first.close()
@@ -356,7 +338,7 @@ def test_a_node_that_cannot_even_call_its_server_ends_with_the_reason(monkeypatc
 
     monkeypatch.setattr(node_module, "reach", reaching)
     with Node(f"127.0.0.1:{service.port}", 0, 1) as node:
-        first = Meeting(node.address, Badge("worker", 0)).connect(encode(Enter(0)))
+        first = Caller(node.address, PeerIdentity("worker", 0)).connect(encode(Enter(0)))
         assert "is not a file" in refusal_of(node)
         first.close()
     service.close()
@@ -365,8 +347,7 @@ def test_a_node_that_cannot_even_call_its_server_ends_with_the_reason(monkeypatc
 def test_a_worker_that_ends_with_an_error_is_missed_at_once():
     """Its process may live on, in a notebook say: not only a lease later may the others go on without it."""
     service = Service(model(), bsp(start_nodes=1, lease_seconds=1000.0), host="127.0.0.1", outer=sgd())
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
 
     def broken(number):
         raise RuntimeError("no such batch")
@@ -384,12 +365,11 @@ def test_a_worker_that_ends_with_an_error_is_missed_at_once():
 
 def test_who_waits_for_anothers_number_hears_that_the_server_ends():
     service = Service(model(), bsp(start_nodes=2, lease_seconds=1000.0), host="127.0.0.1", outer=sgd())
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
-    meeting, layout = Meeting(f"127.0.0.1:{service.port}", Badge("node", 0)), Layout.of(model()).number
-    member = meeting.connect(encode(Hello(0, 1, layout, instance=1)))
+    serving = started(service.run)
+    caller, layout = Caller(f"127.0.0.1:{service.port}", PeerIdentity("node", 0)), Layout.of(model()).number
+    member = caller.connect(encode(Hello(0, 1, layout, instance=1)))
     assert isinstance(decode(member.receive_frame(FRAME.size, 60.0))[0], Welcome)
-    waiting = meeting.connect(encode(Hello(0, 1, layout, instance=2)))
+    waiting = caller.connect(encode(Hello(0, 1, layout, instance=2)))
     assert isinstance(decode(member.receive_frame(FRAME.size, 60.0))[0], Fence)  # is it alive? It does not say
     service.stop()
     serving.join(60.0)
@@ -402,8 +382,7 @@ def test_who_waits_for_anothers_number_hears_that_the_server_ends():
 def test_a_node_waits_for_its_server_while_somebody_else_has_the_port(monkeypatch):
     port, refused = free_port(), threading.Event()
     cluster = Cluster(inhad(), 1, apart=True, port=port)
-    while cluster.version < 3:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 3)
 
     def reaching(*words):
         try:

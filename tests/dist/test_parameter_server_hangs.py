@@ -1,11 +1,10 @@
 """A process that hangs while its heartbeat thread lives is named in a warning, and not given up."""
 
 import threading
-import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, in_thread, loss, model, part_of
+from parameter_cluster import Cluster, in_thread, loss, model, part_of, wait_until
 
 from thinwire.systems.parameter_server import Node, Service, Worker
 from thinwire.systems.parameter_server.presets import bsp
@@ -15,13 +14,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
 def heard(caplog, words):
     """Wait until they are said; return the whole."""
-    while not (found := [message for message in caplog.messages if words in message]):
-        time.sleep(0.01)
-    return found[0]
+    wait_until(lambda: words in caplog.text)
+    return next(message for message in caplog.messages if words in message)
 
 
 def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
-    monkeypatch.setattr("thinwire.systems.parameter_server.crew.LONG_LEASES", 0.2)
+    monkeypatch.setattr("thinwire.systems.parameter_server.node.LONG_LEASES", 0.2)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def batch(number):
@@ -64,7 +62,7 @@ def test_a_shard_that_is_long_about_an_update_is_named(caplog):
     cluster = Cluster(bsp(start_nodes=1, lease_seconds=4.0), 1, shards=2, updates=8,
                       outer=lambda params: Blocks(params, lr=0.05))  # fmt: skip
     told = heard(caplog, "no version 4 from shard ")
-    slow = [shard.index for shard in cluster.shards if shard.keeper.version == 3]
+    slow = [shard.index for shard in cluster.shards if shard.slice.version == 3]
     assert told == f"no version 4 from shard {slow[0]} after 4 s, despite signs of life"
     Blocks.goes_on.set()
     assert cluster.join().version == 8

@@ -1,15 +1,13 @@
 """What happens inside a node: ranks that compute each gradient together, and buffers that come back averaged."""
 
-import threading
-
 import pytest
 import torch
-from parameter_cluster import sgd
+from parameter_cluster import sgd, started
 
 from spawned import run
 from thinwire.systems import parameter_server as ps
 from thinwire.systems.parameter_server import Layout, Service
-from thinwire.systems.parameter_server.buffers import BufferLayout
+from thinwire.systems.parameter_server.layout import BufferLayout
 
 pytestmark = pytest.mark.dist
 UPDATES = 12
@@ -31,8 +29,7 @@ def loss(model, x):
 def serving(**options):
     model = build()
     service = Service(model, ps.presets.bsp(), host="127.0.0.1", outer=sgd(), updates=UPDATES, **options)
-    thread = threading.Thread(target=service.run, daemon=True)
-    thread.start()
+    thread = started(service.run)
     return model, service, thread
 
 
@@ -95,5 +92,5 @@ def test_ranks_that_compute_together_are_one_worker_with_the_mean_gradient_bit_f
 
 
 def test_an_unknown_way_to_work_together():
-    with pytest.raises(ValueError, match='"leader" or "collectives"'):
+    with pytest.raises(ValueError, match="use one of leader, collectives"):
         ps.run(build(), [batch(0, 0)], loss, server="127.0.0.1:1", intra_node="ring")

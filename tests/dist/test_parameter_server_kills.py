@@ -1,61 +1,58 @@
-"""kill -9 of a worker, a leader at each point of the protocol, the server: training goes on, nothing counts twice."""
+"""kill -9 of a worker, a leader at each point of the protocol, a shard, the server: training goes on, nothing twice."""
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+import torch
+from parameter_cluster import model, part_of, sgd, wait_until
 
 from spawned import fork, free_port
+from thinwire.systems.link.codec import FRAME
+from thinwire.systems.link.peer import Peer
+from thinwire.systems.parameter_server import Journal, Node, Service, Worker, serve_shard
+from thinwire.systems.parameter_server import node as node_module
+from thinwire.systems.parameter_server.leader import Leader
+from thinwire.systems.parameter_server.messages import Grad, Piece, Pull, decode
+from thinwire.systems.parameter_server.presets import inhad
 
 pytestmark = pytest.mark.dist
-LEASE = 2.0
 
 
-def settings(**options):
-    from thinwire.systems.parameter_server.presets import inhad
-
-    return inhad(2, start_nodes=2, lease_seconds=LEASE, **options)
-
-
-def serve(port, folder, updates=None):
+def serve(port, folder, updates=None, shards=0):
     """The server's process; a line per update in `versions`. It ends after so many, or once there is `enough`."""
-    import torch
-    from parameter_cluster import model, sgd
-
-    from thinwire.systems.parameter_server import Service
-
     torch.set_num_threads(1)
     log = open(f"{folder}/versions", "a", buffering=1)  # noqa: SIM115  to the end of the process
-    enough = os.path.join(folder, "enough")
 
     def on_update(version, theta):
         assert torch.isfinite(theta).all()
+        assert theta.numel() == 44
         log.write(f"{version}\n")
-        if os.path.exists(enough):
+        if os.path.exists(f"{folder}/enough"):
             service.stop()
 
-    service = Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates,
-                      checkpoint_dir=f"{folder}/c", checkpoint_every=5,
-                      journal=f"{folder}/j", nodes=2, on_update=on_update)  # fmt: skip
+    settings = inhad(2, start_nodes=2, lease_seconds=2.0)
+    service = Service(model(), settings, port=port, host="127.0.0.1", outer=sgd(), updates=updates, nodes=2,
+                      checkpoint_dir=f"{folder}/c", checkpoint_every=5, journal=f"{folder}/j", on_update=on_update,
+                      shards=shards)  # fmt: skip
     service.run()
 
 
-def lead(port, number, folder, dies=None):
-    """A node's process, whose one worker is a thread; it may be made to die at a point of the protocol."""
-    import torch
-    from parameter_cluster import model, part_of
-
-    from thinwire.systems.link.pair import Pair
-    from thinwire.systems.parameter_server import Node, Worker
-    from thinwire.systems.parameter_server import node as module
-    from thinwire.systems.parameter_server.leader import Leader
-    from thinwire.systems.parameter_server.messages import FRAME, Grad, Pull, decode
-
+def keep(port, index, folder):
     torch.set_num_threads(1)
-    count = [0]
+    serve_shard(f"127.0.0.1:{port}", index=index, outer=sgd(), checkpoint_dir=f"{folder}/c")
+
+
+def lead(port, number, dies=None):
+    """A node's process, whose one worker is a thread; it may be made to die at a point of the protocol."""
+    torch.set_num_threads(1)
+    count, sending = [0], threading.local()
 
     def die(after):
         count[0] += 1
@@ -73,31 +70,25 @@ def lead(port, number, folder, dies=None):
                 die(4)
             return super().on(message, now)
 
-    if dies == "in GRAD":  # the header has gone, the tensor never comes
-        send_frame, send_tensor, announced = Pair.send_frame, Pair.send_tensor, threading.local()
+    send_frame, send_tensor = Peer.send_frame, Peer.send_tensor
 
-        def sending_frame(pair, frame):
-            announced.sum = isinstance(decode(frame[: FRAME.size])[0], Grad)
-            send_frame(pair, frame)
+    def sending_frame(peer, frame):
+        sending.kind = type(decode(frame[: FRAME.size])[0])
+        send_frame(peer, frame)
 
-        def sending_tensor(pair, x, seconds):
-            if announced.sum:
-                die(6)
-            send_tensor(pair, x, seconds)
+    def sending_tensor(peer, x, seconds):  # the header has gone, the tensor never comes; or one of two pieces
+        if (dies, sending.kind) in (("in GRAD", Grad), ("between pieces", Piece)):
+            die(6 if dies == "in GRAD" else 12)
+        send_tensor(peer, x, seconds)
 
-        Pair.send_frame, Pair.send_tensor = sending_frame, sending_tensor
-    module.Leader = Dying
+    Peer.send_frame, Peer.send_tensor, node_module.Leader = sending_frame, sending_tensor, Dying
     node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
-    Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
+    Worker(model(), *part_of(number, 0, 0.02), node, 0).run()
     node.wait(5)
 
 
 def lead_apart(port, number, folder):
     """A node whose two workers are processes; their numbers are in a file."""
-    import torch
-
-    from thinwire.systems.parameter_server import Node
-
     torch.set_num_threads(1)
     node = Node(f"127.0.0.1:{port}", number, 2)
     workers = {}
@@ -113,74 +104,65 @@ def lead_apart(port, number, folder):
 
 
 def work(address, number, k):
-    import torch
-    from parameter_cluster import model, part_of
-
-    from thinwire.systems.parameter_server import Worker
-
     torch.set_num_threads(1)
     Worker(model(), *part_of(number, k, 0.02), address, k).run()
 
 
-class Processes:
-    def __init__(self):
-        self.all = []
+class Training:
+    """Processes of one training in a folder; whoever is alive at the end is killed."""
+
+    def __init__(self, folder):
+        self.folder, self.port, self.all = folder, free_port(), []
 
     def start(self, target, *args):
-        process = fork.Process(target=target, args=args)
+        process = fork.Process(target=target, args=(self.port, *args))
         process.start()
         self.all.append(process)
         return process
 
-    def end(self):
-        for process in self.all:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    def kill(self, process):
+        process.kill()
+        process.join()
+
+    @property
+    def versions(self):
+        path = self.folder / "versions"
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def reach(self, version):
+        wait_until(lambda: self.versions and self.versions[-1] >= version)
+
+    def go_on(self, more):
+        self.reach(self.versions[-1] + more)
+
+    def end(self, *processes, updates=None):
+        """Wait until these have ended, once there is ``enough`` or after so many updates; check the journal."""
+        if updates is None:
+            (self.folder / "enough").touch()
+        for process in processes:
+            process.join(90)
+            assert process.exitcode == 0
+        self.check_journal(self.versions[-1] if updates is None else updates)
+
+    def check_journal(self, updates):
+        lines = Journal.read(self.folder / "j").updates
+        assert [line.version for line in lines] == list(range(updates))
+        keys = [(part.node, row.worker, row.step) for line in lines for part in line.parts for row in part.rows]
+        assert len(keys) == len(set(keys)), "a gradient was counted twice"
+        assert all(0 <= line.version - row.base <= 2 for line in lines for part in line.parts for row in part.rows)
 
 
 @pytest.fixture
-def processes():
-    made = Processes()
+def training(tmp_path):
+    made = Training(tmp_path)
     yield made
-    made.end()
+    for process in made.all:
+        made.kill(process)
 
 
-def versions(folder):
-    path = folder / "versions"
-    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
-def reach(folder, version):
-    wait_for(lambda: versions(folder) and versions(folder)[-1] >= version)
-
-
-def go_on(folder, more):
-    reach(folder, versions(folder)[-1] + more)
-
-
-def end(folder, server):
-    (folder / "enough").touch()
-    server.join(90)
-    assert server.exitcode == 0
-    check_journal(folder, versions(folder)[-1])
-
-
-def check_journal(folder, updates):
-    from thinwire.systems.parameter_server import Journal
-
-    lines = Journal.read(folder / "j").updates
-    assert [line.version for line in lines] == list(range(updates))
-    keys = [(part.node, row.worker, row.step) for line in lines for part in line.parts for row in part.rows]
-    assert len(keys) == len(set(keys)), "a gradient was counted twice"
-    assert all(0 <= line.version - row.base <= 2 for line in lines for part in line.parts for row in part.rows)
+def died(process):
+    wait_until(lambda: not process.is_alive())
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -191,83 +173,123 @@ def check_journal(folder, updates):
         pytest.param("in GRAD", marks=pytest.mark.slow),
     ],
 )
-def test_a_leader_dies_at_a_point_of_the_protocol(tmp_path, processes, point):
-    port = free_port()
-    server = processes.start(serve, port, tmp_path)
-    processes.start(lead, port, 0, tmp_path)
-    dying = processes.start(lead, port, 1, tmp_path, point)
-    wait_for(lambda: not dying.is_alive())
-    assert dying.exitcode == -signal.SIGKILL
-    go_on(tmp_path, 10)
-    processes.start(lead, port, 1, tmp_path)  # the node comes back
-    go_on(tmp_path, 50)
-    end(tmp_path, server)
+def test_a_leader_dies_at_a_point_of_the_protocol(training, point):
+    server = training.start(serve, training.folder)
+    training.start(lead, 0)
+    died(training.start(lead, 1, point))
+    training.go_on(10)
+    training.start(lead, 1)  # the node comes back
+    training.go_on(50)
+    training.end(server)
 
 
 @pytest.mark.slow
-def test_a_worker_dies_and_its_node_goes_on(tmp_path, processes):
-    port = free_port()
-    server = processes.start(serve, port, tmp_path)
-    processes.start(lead, port, 0, tmp_path)
-    processes.start(lead_apart, port, 1, tmp_path)
-    reach(tmp_path, 10)
-    wait_for(lambda: (tmp_path / "workers").exists())
-    for pid in [int(line) for line in (tmp_path / "workers").read_text().split()]:
+def test_a_leader_dies_between_the_pieces_of_a_sum(training):
+    server = training.start(serve, training.folder, 120, 2)
+    shards = [training.start(keep, index, training.folder) for index in range(2)]
+    training.start(lead, 0)
+    died(training.start(lead, 1, "between pieces"))
+    training.start(lead, 1)
+    training.end(server, *shards, updates=120)
+
+
+@pytest.mark.slow
+def test_a_worker_dies_and_its_node_goes_on(training):
+    server = training.start(serve, training.folder)
+    training.start(lead, 0)
+    training.start(lead_apart, 1, training.folder)
+    training.reach(10)
+    wait_until((training.folder / "workers").exists)
+    for pid in [int(line) for line in (training.folder / "workers").read_text().split()]:
         os.kill(pid, signal.SIGKILL)
-    go_on(tmp_path, 50)
-    end(tmp_path, server)
+    training.go_on(50)
+    training.end(server)
 
 
 @pytest.mark.slow
-def test_the_server_dies_and_its_nodes_wait_for_the_next(tmp_path, processes):
-    port, updates = free_port(), 100
-    server = processes.start(serve, port, tmp_path, updates)
+@pytest.mark.parametrize("shards", [0, 2])
+def test_the_server_dies_and_its_shards_and_nodes_wait_for_the_next(training, shards):
+    server = training.start(serve, training.folder, 100, shards)
+    there = [training.start(keep, index, training.folder) for index in range(shards)]
     for number in range(2):
-        processes.start(lead, port, number, tmp_path)
-    reach(tmp_path, 40)
-    server.kill()
-    server.join()
-    again = processes.start(serve, port, tmp_path, updates)
-    again.join(90)
-    assert again.exitcode == 0
-    check_journal(tmp_path, updates)
+        training.start(lead, number)
+    training.reach(40)
+    training.kill(server)
+    training.end(training.start(serve, training.folder, 100, shards), *there, updates=100)
 
 
 @pytest.mark.slow
-def test_a_stopped_node_is_dropped_and_comes_back(tmp_path, processes):
-    port = free_port()
-    server = processes.start(serve, port, tmp_path)
-    processes.start(lead, port, 0, tmp_path)
-    sleeper = processes.start(lead, port, 1, tmp_path)
-    reach(tmp_path, 20)
+def test_a_stopped_node_is_dropped_and_comes_back(training):
+    server = training.start(serve, training.folder)
+    training.start(lead, 0)
+    sleeper = training.start(lead, 1)
+    training.reach(20)
     os.kill(sleeper.pid, signal.SIGSTOP)
-    go_on(tmp_path, 20)  # at most 2 with it, the rest when its lease has ended
+    training.go_on(20)  # at most 2 with it, the rest when its lease has ended
     os.kill(sleeper.pid, signal.SIGCONT)
-    go_on(tmp_path, 50)
-    end(tmp_path, server)
+    training.go_on(50)
+    training.end(server)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hundred_random_kills(tmp_path, processes):
+def test_a_hundred_random_kills(training):
     draw = random.Random(0)
-    port = free_port()
-    alive = {"server": processes.start(serve, port, tmp_path)}
-    for number in range(3):
-        alive[number] = processes.start(lead, port, number, tmp_path)
-    reach(tmp_path, 5)
-    kills = 0
-    while kills < 100:
+
+    def begin(who):
+        return training.start(serve, training.folder) if who == "server" else training.start(lead, who)
+
+    alive = {who: begin(who) for who in ("server", 0, 1, 2)}
+    training.reach(5)
+    for _ in range(100):
         time.sleep(draw.uniform(0.2, 2.5))
         who = draw.choice([0, 1, 2, 0, 1, 2, "server"])
-        alive[who].kill()
-        alive[who].join()
-        kills += 1
-        again = (serve, port, tmp_path) if who == "server" else (lead, port, who, tmp_path)
-        alive[who] = processes.start(*again)
-    go_on(tmp_path, 20)
-    alive["server"].kill()
-    alive["server"].join()
-    from thinwire.systems.parameter_server import Journal
+        training.kill(alive[who])
+        alive[who] = begin(who)
+    training.go_on(20)
+    training.kill(alive["server"])
+    training.check_journal(len(Journal.read(training.folder / "j").updates))
 
-    check_journal(tmp_path, len(Journal.read(tmp_path / "j").updates))
+
+@pytest.mark.slow
+def test_a_killed_shard_ends_the_verb_with_a_sentence_and_all_go_on_when_started_again(tmp_path):
+    port, there = free_port(), []
+
+    def start(*words):
+        command = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "ps", *map(str, words)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        there.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+        return there[-1]
+
+    def server(updates):
+        return start("server", "--model", "mlp:width=32:layers=2", "--shards", 2, "--port", port, "--updates", updates,
+                     "--outer", "sgd:lr=0.01", "--checkpoint-dir", tmp_path, "--checkpoint-every", 10,
+                     "--json")  # fmt: skip
+
+    def shard(index):
+        return start("shard", f"127.0.0.1:{port}", "--index", index, "--checkpoint-dir", tmp_path, "--json")
+
+    try:
+        first, shards = server(1_000_000), [shard(0), shard(1)]
+        node = start("node", "--server", f"127.0.0.1:{port}", "--model", "mlp:width=32:layers=2", "--node", 0,
+                     "--pace", 0.01)  # fmt: skip
+        wait_until((tmp_path / "version-000000020.pt").exists)
+        shards[1].kill()
+        _, words = first.communicate(timeout=120)
+        assert first.returncode == 1
+        assert "error: shard 1 (port " in words
+        assert "they continue from version" in words
+        assert "Traceback" not in words
+        saved = max(int(path.stem[-9:]) for path in tmp_path.glob("version-*.pt"))
+        second, back = server(saved + 50), shard(1)
+        for process in (second, shards[0], back):
+            out, words = process.communicate(timeout=120)
+            assert process.returncode == 0, words
+            assert json.loads(out)["version"] == saved + 50
+        assert node.wait(120) == 0
+    finally:
+        for process in there:
+            process.kill()
+            process.communicate()

@@ -4,7 +4,6 @@ import json
 import socket
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -19,41 +18,54 @@ from parameter_cluster import (
     model,
     part_of,
     sgd,
+    started,
     synchronous,
+    wait_until,
 )
 
 from spawned import free_port
+from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import PairError
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting, connect
-from thinwire.systems.link.pair import Pair
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.listener import Caller, Listener, connect
+from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import shard as shard_module
-from thinwire.systems.parameter_server.line import SlicedLine
-from thinwire.systems.parameter_server.messages import FRAME, PROTOCOL, Grad, Hello, Ping, decode, encode
+from thinwire.systems.parameter_server.layout import slices
+from thinwire.systems.parameter_server.messages import (
+    PROTOCOL,
+    Grad,
+    Hello,
+    Piece,
+    Ping,
+    RegisterShard,
+    ShardAccepted,
+    ShardUpdated,
+    ShowWeights,
+    Ticket,
+    decode,
+    encode,
+)
+from thinwire.systems.parameter_server.node import Uplink
 from thinwire.systems.parameter_server.outer import fingerprint
 from thinwire.systems.parameter_server.presets import asp, bsp, fedbuff, inhad
-from thinwire.systems.parameter_server.roster import ShardLost
-from thinwire.systems.parameter_server.shard import ShardRefused
-from thinwire.systems.parameter_server.shard_messages import Enlist, Enlisted, Made, Piece, Show, Ticket
-from thinwire.systems.parameter_server.slice_keeper import SliceKeeper
-from thinwire.systems.parameter_server.slices import slices
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps
+from thinwire.systems.parameter_server.shard import ShardRefused, WeightSlice
+from thinwire.systems.parameter_server.shards import ShardLost
 from thinwire.systems.parameter_server.worker import ServerLost
 
 pytestmark = pytest.mark.dist
 
 
 def held(cluster):
-    return [shard.keeper.held for shard in cluster.shards]
+    return [shard.slice.held for shard in cluster.shards]
 
 
 def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch, tmp_path):
     through, made = [], introductions(monkeypatch)
-    send = Pair.send_tensor
-    monkeypatch.setattr(Pair, "send_tensor", lambda self, x, s: through.append((self, x.nbytes)) or send(self, x, s))
+    send = Peer.send_tensor
+    monkeypatch.setattr(Peer, "send_tensor", lambda self, x, s: through.append((self, x.nbytes)) or send(self, x, s))
     settings = bsp(start_nodes=2, deterministic=True)
     cluster = Cluster(settings, 2, shards=2, updates=15, outer=sgd(momentum=0.9), journal=tmp_path / "j")
     status = cluster.join()
@@ -110,7 +122,7 @@ def test_every_way_of_sending_trains_with_shards_and_nothing_stays_behind(settin
 def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_sum(tmp_path, monkeypatch):
     sums, lines = [], []
     header, piece = threading.Event(), threading.Event()  # the fourth sum's header has gone, and a piece to one shard
-    post, send_frame, send_tensor = SlicedLine.post, Pair.send_frame, Pair.send_tensor
+    post, send_frame, send_tensor = Uplink.post, Peer.send_frame, Peer.send_tensor
 
     def posting(line, message):
         if isinstance(message, Grad) and message.tensor is not None and message.member == breaks:
@@ -124,28 +136,27 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
         return isinstance(message, kind) and sums[3].seq == (message.seq if kind is Grad else message.number)
 
     def sending_frame(pair, frame):
-        if lines and pair is lines[0].shards[1].pair and is_of_the_sum(frame, Piece):
+        if lines and pair is lines[0].shards[1] and is_of_the_sum(frame, Piece):
             assert header.wait(10.0)
             assert piece.wait(10.0)
             pair.close()
             raise PairError("broken by the test")
         send_frame(pair, frame)
-        if lines and pair is lines[0].server.pair and is_of_the_sum(frame, Grad):
+        if lines and pair is lines[0].server and is_of_the_sum(frame, Grad):
             header.set()
 
     def sending_tensor(pair, x, seconds):
         send_tensor(pair, x, seconds)
-        if lines and pair is lines[0].shards[0].pair:
+        if lines and pair is lines[0].shards[0]:
             piece.set()
 
     settings = inhad(2, start_nodes=2, deterministic=True, lease_seconds=15.0)
     cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.01], journal=tmp_path / "j")
-    while not cluster.service.machine.version:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.version)
     breaks = next(member.number for member in [*cluster.service.machine.members.values()] if member.node == 1)
-    monkeypatch.setattr(SlicedLine, "post", posting)
-    monkeypatch.setattr(Pair, "send_frame", sending_frame)
-    monkeypatch.setattr(Pair, "send_tensor", sending_tensor)
+    monkeypatch.setattr(Uplink, "post", posting)
+    monkeypatch.setattr(Peer, "send_frame", sending_frame)
+    monkeypatch.setattr(Peer, "send_tensor", sending_tensor)
     wait_until(lambda: cluster.service.machine.counters["joined"] == 3)  # it came again
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 3
@@ -158,13 +169,6 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
     again = replay(Journal.read(tmp_path / "j"), layout.flat(model()), gradient_of(model(), layout), sgd(), full=2)
     assert torch.equal(again, flat(cluster.model))
     assert not any(held(cluster))
-
-
-def wait_until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def end(cluster):
@@ -181,11 +185,11 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     port = free_port()
     cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.02], updates=100_000, checkpoint_every=5, port=port,
                       journal=tmp_path / "j", shards_apart=[1], **folders)  # fmt: skip
-    wait_until(lambda: (cluster.service.keeper.saved_version or 0) >= 20 and cluster.service.machine.version >= 23)
+    wait_until(lambda: (cluster.service.shards.saved_version or 0) >= 20 and cluster.service.machine.version >= 23)
     cluster.shard_processes[1].kill()
     cluster.serving.join(90)
     (failure,) = [x for x in cluster.failures if isinstance(x, ShardLost)]
-    saved = cluster.service.keeper.saved_version
+    saved = cluster.service.shards.saved_version
     assert "shard 1 (port " in str(failure)
     assert f"they continue from version {saved}" in str(failure)
     assert saved >= 20
@@ -194,8 +198,7 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=saved + 30, port=port, shards=2,
                      checkpoint_every=5, journal=tmp_path / "j", checkpoint_dir=tmp_path / "server")  # fmt: skip
     assert second.machine.version == saved
-    serving = threading.Thread(target=second.run, daemon=True)
-    serving.start()
+    serving = started(second.run)
     cluster.add_shard(1, outer=sgd(), checkpoint_dir=tmp_path / "shards")  # in place of the dead one
     serving.join(120)
     assert not serving.is_alive(), f"the second server does not end: {second.status()}, {cluster.failures}"
@@ -231,7 +234,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited
 
 
 def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
-    cluster = Cluster(bsp(start_nodes=1, lease_seconds=4.0), 1, shards=2, delays=[0.01],
+    cluster = Cluster(bsp(start_nodes=1, lease_seconds=3.0), 1, shards=2, delays=[0.01],
                       checkpoint_dir=tmp_path / "c", shard_folder=tmp_path / "c")  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 3)
     address = cluster.address
@@ -243,8 +246,8 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
         with pytest.raises(kind, match=sentence):
             Shard(address, index, host="127.0.0.1", **options).run()
     # a leader that sends pieces before the server has admitted it, or somebody else's
-    (host, port, _), _ = json.loads(Meeting(address, Badge("node", 7)).note("shards"))["places"]
-    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), Badge("node", 7))
+    (host, port, _), _ = json.loads(Caller(address, PeerIdentity("node", 7)).note("shards"))["places"]
+    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), PeerIdentity("node", 7))
     stranger.receive_frame(FRAME.size, 60.0)
     (member,) = cluster.service.machine.members
     stranger.send_frame(encode(Piece(member, 1), tensor_bytes=8))
@@ -258,8 +261,7 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
 def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     service = Service(model(), bsp(), host="127.0.0.1", outer=sgd(), shards=1, updates=3, checkpoint_dir=tmp_path)
     failures = []
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     address = f"127.0.0.1:{service.port}"
     for options, sentence in (
         ({"outer": sgd(lr=0.3), "checkpoint_dir": tmp_path}, "a different optimizer"),
@@ -268,13 +270,14 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
         with pytest.raises(ShardRefused, match=sentence):
             Shard(address, 0, host="127.0.0.1", **options).run()
     number = fingerprint(sgd(), Layout.of(model()).dtype)
-    gone = Meeting(address, Badge("shard", 0)).connect(encode(Enlist(0, free_port(), PROTOCOL, True, number)))
-    assert isinstance(decode(gone.receive_frame(FRAME.size, 60.0))[0], Enlisted)
+    gone = Caller(address, PeerIdentity("shard", 0)).connect(
+        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
+    )
+    assert isinstance(decode(gone.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
     gone.close()  # it dies before it has its weights
     early = Node(address, 0, 1)  # nodes wait as well
-    working = threading.Thread(target=Worker(model(), *part_of(0, 0), early.address, 0).run, daemon=True)
-    working.start()
-    wait_until(lambda: not service.keeper.roster.posts)
+    working = started(Worker(model(), *part_of(0, 0), early.address, 0).run)
+    wait_until(lambda: not service.shards.shards)
     assert [row.there for row in service.status().shards] == [False]
     Shard(address, 0, host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path).run()
     serving.join(60)
@@ -291,15 +294,15 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
 def test_a_shard_that_comes_again_waits_until_the_server_knows_that_it_was_dead():
     """Its machine broke down: nobody has told the server, which takes it for one that is there until its lease ends."""
     service = Service(model(), bsp(lease_seconds=3.0), host="127.0.0.1", outer=sgd(), shards=1)
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     address, number = f"127.0.0.1:{service.port}", fingerprint(sgd(), Layout.of(model()).dtype)
-    dead = Meeting(address, Badge("shard", 0)).connect(encode(Enlist(0, free_port(), PROTOCOL, True, number)))
-    assert isinstance(decode(dead.receive_frame(FRAME.size, 60.0))[0], Enlisted)
+    dead = Caller(address, PeerIdentity("shard", 0)).connect(
+        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
+    )
+    assert isinstance(decode(dead.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
     again, ended = Shard(address, 0, host="127.0.0.1", outer=sgd()), []
-    running = threading.Thread(target=lambda: ended.append(again.run()), daemon=True)
-    running.start()
-    wait_until(lambda: service.keeper.ready or not running.is_alive())
+    running = started(lambda: ended.append(again.run()))
+    wait_until(lambda: service.shards.ready or not running.is_alive())
     service.stop()
     running.join(60)
     serving.join(60)
@@ -320,13 +323,13 @@ def test_a_server_that_waits_for_its_shards_ends_when_it_is_stopped():
 
 def test_a_shard_with_a_slice_of_another_length_ends_the_server_with_what_it_did(tmp_path, monkeypatch):
     """Nothing more is asked of it: a last checkpoint would be waited for until it counts as silent."""
-    of_a_shard = SliceKeeper.on
+    of_a_shard = WeightSlice.on
 
-    def short(keeper, message):
-        answers = of_a_shard(keeper, message)
-        return [Made(keeper.version, keeper.weights[1:])] if isinstance(message, Show) else answers
+    def short(own, message):
+        answers = of_a_shard(own, message)
+        return [ShardUpdated(own.version, own.weights.snapshot[1:])] if isinstance(message, ShowWeights) else answers
 
-    monkeypatch.setattr(SliceKeeper, "on", short)
+    monkeypatch.setattr(WeightSlice, "on", short)
     cluster = Cluster(bsp(start_nodes=1, lease_seconds=20.0), 1, shards=1, updates=3,
                       checkpoint_dir=tmp_path / "c", shard_folder=tmp_path / "c")  # fmt: skip
     cluster.serving.join(120)
@@ -348,10 +351,10 @@ def test_a_server_that_is_long_about_something_lives_on_for_its_shards():
     failures = []
     serving = in_thread(failures, service.run)
     number = fingerprint(sgd(), Layout.of(model()).dtype)
-    shard = Meeting(f"127.0.0.1:{service.port}", Badge("shard", 0)).connect(
-        encode(Enlist(0, free_port(), PROTOCOL, True, number))
+    shard = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(
+        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
     )
-    assert isinstance(decode(shard.receive_frame(FRAME.size, 60.0))[0], Enlisted)
+    assert isinstance(decode(shard.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
     there.set()
     assert busy.wait(60.0)
     for _ in range(4):  # one or two may have been on their way
@@ -381,7 +384,7 @@ def test_a_shard_that_is_closed_from_elsewhere_ends(found):
     serving = in_thread(failures, service.run)
     shard = Shard(f"127.0.0.1:{service.port if found else free_port()}", 0, host="127.0.0.1", outer=sgd())
     running = in_thread(failures, lambda: ended.append(shard.run()))
-    wait_until(lambda: not found or (shard.keeper is not None and shard.keeper.version == 0))
+    wait_until(lambda: not found or (shard.slice is not None and shard.slice.version == 0))
     shard.close()
     running.join(30)
     assert not running.is_alive()
@@ -430,7 +433,7 @@ def test_a_shard_that_nodes_could_not_reach_says_so():
     with Service(model(), bsp(), host="0.0.0.0", insecure=True, outer=sgd(), shards=1) as service:
         with pytest.raises(ValueError, match=r"could not reach this shard at 127\.0\.0\.1: give it --host"):
             Shard(f"{here}:{service.port}", 0, outer=sgd()).run()
-        assert not service.keeper.roster.posts
+        assert not service.shards.shards
 
 
 def test_a_shard_gives_up_a_server_that_does_not_come_back():

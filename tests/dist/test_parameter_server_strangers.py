@@ -1,19 +1,17 @@
 """A training whose processes share a secret, and those who come without it, with another, or as somebody else."""
 
-import os
 import socket
-import threading
 import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, model, part_of, sgd
+from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, started, wait_until
 
 from thinwire.core.secret_file import VARIABLE
+from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.meeting import Meeting
-from thinwire.systems.link.secret import read_secret
+from thinwire.systems.link.hello import PeerIdentity, read_secret
+from thinwire.systems.link.listener import Caller
 from thinwire.systems.parameter_server import (
     Layout,
     Node,
@@ -25,9 +23,18 @@ from thinwire.systems.parameter_server import (
     serve,
     serve_shard,
 )
-from thinwire.systems.parameter_server.messages import FRAME, Grad, Hello, Ping, Welcome, decode, encode
+from thinwire.systems.parameter_server.messages import (
+    PROTOCOL,
+    Grad,
+    Hello,
+    Ping,
+    RegisterShard,
+    Ticket,
+    Welcome,
+    decode,
+    encode,
+)
 from thinwire.systems.parameter_server.presets import bsp
-from thinwire.systems.parameter_server.shard_messages import Enlist, Ticket
 
 pytestmark = pytest.mark.dist
 
@@ -41,9 +48,9 @@ def secret(tmp_path, monkeypatch):
     return read_secret(path)
 
 
-def talk(address, badge, hello):
+def talk(address, identity, hello):
     """Come in, say the first word, and read an answer; whether there was one."""
-    pair = Meeting(address, badge).connect(encode(hello))
+    pair = Caller(address, identity).connect(encode(hello))
     try:
         pair.receive_frame(FRAME.size, 60.0)
     except PairError:
@@ -65,34 +72,28 @@ def ends(pair):
         pair.close()
 
 
-def memory():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.parametrize("shards", [0, 2])
 def test_strangers_change_nothing(secret, caplog, shards):
     settings, layout = bsp(start_nodes=1, deterministic=True), Layout.of(model()).number
     cluster = Cluster(settings, 1, delays=[0.01], shards=shards)
     before = memory()
-    for badge in (Badge("node", 9), Badge("node", 9, b"another secret, 24 bytes")):
+    for identity in (PeerIdentity("node", 9), PeerIdentity("node", 9, b"another secret, 24 bytes")):
         with pytest.raises(NotAdmitted, match="secret"):
-            Meeting(cluster.address, badge)
+            Caller(cluster.address, identity)
     said = ("it was asked for the secret and did not show it", "it does not know the secret")
     # each hello has its thread: either may be told of first, after the stranger has gone, and one line is told for both
-    while not any(f"turned away 127.0.0.1: {why}" in caplog.messages for why in said):
-        time.sleep(0.01)
+    wait_until(lambda: any(f"turned away 127.0.0.1: {why}" in caplog.messages for why in said))
     # who knows the secret, and speaks as another node or in another role than it came in
-    for badge, hello in (
-        (Badge("node", 9, secret), Hello(0, 1, layout, instance=5)),
-        (Badge("shard", 0, secret), Hello(0, 1, layout, instance=5)),
-        (Badge("node", 0, secret), Enlist(0, 1, 5, False, 0)),
-        (Badge("shard", 1, secret), Enlist(0, 1, 5, False, 0)),
-        (Badge("node", 9, secret), Hello(9, 2**62, layout)),
-        (Badge("node", 9, secret), Ping()),
+    for identity, hello in (
+        (PeerIdentity("node", 9, secret), Hello(0, 1, layout, instance=5)),
+        (PeerIdentity("shard", 0, secret), Hello(0, 1, layout, instance=5)),
+        (PeerIdentity("node", 0, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
+        (PeerIdentity("shard", 1, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
+        (PeerIdentity("node", 9, secret), Hello(9, 2**62, layout)),
+        (PeerIdentity("node", 9, secret), Ping()),
     ):
-        assert not talk(cluster.address, badge, hello)
-    ports = [cluster.service.port, *(place.port for place in roster(cluster, shards))]
+        assert not talk(cluster.address, identity, hello)
+    ports = [cluster.service.port, *(place.port for place in shards_of(cluster, shards))]
     for port in ports:
         for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 100_000, b"thinwire", b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -107,18 +108,17 @@ def test_strangers_change_nothing(secret, caplog, shards):
     assert torch.equal(flat(cluster.model), flat(undisturbed.model))
 
 
-def roster(cluster, shards):
-    return list(cluster.service.keeper.roster.posts.values()) if shards else []
+def shards_of(cluster, shards):
+    return list(cluster.service.shards.shards.values()) if shards else []
 
 
 @pytest.mark.parametrize("role", ["worker", "shard"])
 def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1)
-    while not roster(cluster, 1):
-        time.sleep(0.01)
-    port = roster(cluster, 1)[0].port
+    wait_until(lambda: shards_of(cluster, 1))
+    port = shards_of(cluster, 1)[0].port
     with pytest.raises(NotAdmitted, match=f"does not accept {role}s"):
-        talk(f"127.0.0.1:{port}", Badge(role, 0, secret), Ticket(7))
+        talk(f"127.0.0.1:{port}", PeerIdentity(role, 0, secret), Ticket(7))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1
 
@@ -127,7 +127,9 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
     layout, before = Layout.of(model()).number, memory()
     for tensor, rows in ((10**12, 0), (10**12, 1), (0, 10**6), (44 * 4 + 1, 1), (0, 1)):
-        pair = Meeting(cluster.address, Badge("node", 9, secret)).connect(encode(Hello(9, 1, layout, instance=tensor)))
+        pair = Caller(cluster.address, PeerIdentity("node", 9, secret)).connect(
+            encode(Hello(9, 1, layout, instance=tensor))
+        )
         welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
         assert isinstance(welcome, Welcome)
         pair.send_frame(encode(Grad(welcome.member, 0, 1, 1, 0, 0, 1.0), rows, tensor) + bytes(32 * min(rows, 1)))
@@ -140,8 +142,7 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
 
 def test_silent_connections_delay_a_node_that_joins_by_little(secret):
     service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5)
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
+    serving = started(service.run)
     silent = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(300)]
     began = time.monotonic()
     node = Node(f"127.0.0.1:{service.port}", 0, 1)
@@ -172,7 +173,7 @@ def test_a_worker_needs_its_leaders_secret(secret, monkeypatch):
     with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a secret"):
         Worker(model(), *part_of(0, 0), node.address, 0).run()
     layout = Layout.of(model())
-    assert not talk(node.address, Badge("worker", 1, secret), Hello(0, 1, layout.number))
+    assert not talk(node.address, PeerIdentity("worker", 1, secret), Hello(0, 1, layout.number))
     node.close()
     service.close()
 

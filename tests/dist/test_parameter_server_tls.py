@@ -6,23 +6,20 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, model, part_of, sgd
+from parameter_cluster import Cluster, flat, model, part_of, sgd, wait_until
 
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.hello import VARIABLE, PeerIdentity
 from thinwire.systems.link.keys import new_keys
-from thinwire.systems.link.meeting import Meeting, connect
-from thinwire.systems.link.secret import VARIABLE
+from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
-from thinwire.systems.parameter_server.messages import encode
+from thinwire.systems.parameter_server.messages import Ticket, encode
 from thinwire.systems.parameter_server.presets import bsp
-from thinwire.systems.parameter_server.shard_messages import Ticket
 
 pytestmark = pytest.mark.dist
 SECRET = "a secret of this training"
@@ -51,12 +48,10 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     with pytest.raises(NodeRefused, match="node 0 belongs to a name other than this certificate's"):
         Node(cluster.address, 0, 1, keys=keys / "ours" / "node1")
     told = "turned away 127.0.0.1: it uses a number that belongs to another name"
-    while cluster.version < 3 or told not in caplog.messages:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 3 and told in caplog.messages)
     cluster.nodes[0].close()  # its worker looks for it, and goes on doing so
     cluster.add(0)
-    while cluster.service.machine.counters["joined"] < 2:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.service.machine.counters["joined"] >= 2)
     cluster.stop_after(20)
     cluster.serving.join(60)
     assert cluster.status.counters["joined"] == 2
@@ -67,8 +62,7 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
 def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
     cluster = Cluster(bsp(), 1, delays=[0.01], keys=keys / "ours", apart=True, **options)
-    while cluster.version < 12:
-        time.sleep(0.01)
+    wait_until(lambda: cluster.version >= 12)
     cluster.kill()
     port = int(cluster.address.rpartition(":")[2])
     again = Service(model(), bsp(), outer=sgd(), port=port, updates=cluster.version + 30,
@@ -118,17 +112,17 @@ def test_workers_show_their_nodes_certificate(keys):
 
 def test_a_leader_knows_a_shard_by_its_certificate(keys):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1, keys=keys / "ours")
-    while not (posts := cluster.service.keeper.roster.posts) or not cluster.service.keeper.ready:
-        time.sleep(0.01)
-    (_, _, fingerprint), *_ = json.loads(cluster.service.keeper.roster.addresses())["places"]
+    wait_until(lambda: cluster.service.shards.ready)
+    shards = cluster.service.shards.shards
+    (_, _, fingerprint), *_ = json.loads(cluster.service.shards.addresses())["places"]
     assert fingerprint == Credentials.of(keys / "ours" / "shard0").own().fingerprint
     node1 = Credentials.of(keys / "ours" / "node1")
     hello = encode(Ticket(7))
-    connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned(fingerprint))).close()
+    connect("127.0.0.1", shards[0].port, hello, PeerIdentity("node", 1, node1.pinned(fingerprint))).close()
     with pytest.raises(NotAdmitted, match="not the pinned one"):
-        connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned("0" * 64)))
+        connect("127.0.0.1", shards[0].port, hello, PeerIdentity("node", 1, node1.pinned("0" * 64)))
     with pytest.raises(NotAdmitted, match="does not accept shards"):
-        connect("127.0.0.1", posts[0].port, hello, Badge("shard", 1, node1.pinned(fingerprint)))
+        connect("127.0.0.1", shards[0].port, hello, PeerIdentity("shard", 1, node1.pinned(fingerprint)))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1
 
@@ -137,9 +131,9 @@ def test_keys_go_before_the_secret_of_the_environment_and_not_beside_another(key
     (tmp_path / "secret").write_text(SECRET)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "secret"))
     with Service(model(), bsp(), host="0.0.0.0", keys=str(keys / "ours" / "server")) as service:
-        assert Meeting(f"127.0.0.1:{service.port}", Badge("node", 0, Credentials.of(keys / "ours" / "node0")))
+        assert Caller(f"127.0.0.1:{service.port}", PeerIdentity("node", 0, Credentials.of(keys / "ours" / "node0")))
         with pytest.raises(PairError, match="asks for a certificate"):
-            Meeting(f"127.0.0.1:{service.port}", Badge("node", 0))
+            Caller(f"127.0.0.1:{service.port}", PeerIdentity("node", 0))
     with pytest.raises(ValueError, match="not both"):
         Service(model(), bsp(), secret=SECRET, keys=keys / "ours" / "server")
     with pytest.raises(ValueError, match=r"server.crt|identity.crt is not a file"):

@@ -1,15 +1,12 @@
 """``parameter_server.run`` in a script under torchrun, and ``thinwire ps`` as processes of their own."""
 
-import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
-from parameter_cluster import model, sgd
+from parameter_cluster import model, sgd, started
 
-from spawned import free_port
 from thinwire.systems.parameter_server import Service
 from thinwire.systems.parameter_server.presets import bsp
 
@@ -42,8 +39,7 @@ def test_a_script_under_torchrun_is_a_node_of_two_workers(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     network = model()
     service = Service(network, bsp(), host="127.0.0.1", outer=sgd(), updates=150)
-    thread = threading.Thread(target=service.run, daemon=True)
-    thread.start()
+    thread = started(service.run)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     here = os.path.dirname(__file__)
     paths = os.pathsep.join(filter(None, (here, os.path.dirname(here), os.environ.get("PYTHONPATH"))))
@@ -61,36 +57,3 @@ def test_a_script_under_torchrun_is_a_node_of_two_workers(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("version 150") == 2
     assert service.machine.counters["applied"] > 150  # of both workers, from when the second is there
-
-
-def test_a_server_and_a_node_of_two_worker_processes_from_the_command_line(tmp_path):
-    thinwire = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "ps"]
-    small = ["--model", "mlp:width=16:layers=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    port = free_port()
-    words = [
-        "server",
-        *small,
-        "--port",
-        str(port),
-        "--updates",
-        "30",
-        "--checkpoint-dir",
-        str(tmp_path / "c"),
-        "--json",
-    ]
-    server = subprocess.Popen([*thinwire, *words], env=environment, stdout=subprocess.PIPE, text=True)
-    node = subprocess.run(
-        [*thinwire, "node", *small, "--server", f"127.0.0.1:{port}", "--node", "1", "--workers", "2", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    out, _ = server.communicate(timeout=120)
-    assert node.returncode == 0, node.stderr[-3000:]
-    assert json.loads(node.stdout)["end"] == "training has ended"
-    assert server.returncode == 0
-    assert json.loads(out)["version"] == 30
-    assert list((tmp_path / "c").glob("version-*.pt"))

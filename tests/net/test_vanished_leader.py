@@ -11,21 +11,22 @@ pytestmark = pytest.mark.net
 APART = ["unshare", "--map-root-user", "--net"]
 SCRIPT = """
 import pathlib, queue, subprocess, time
-from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import connect
-from thinwire.systems.parameter_server.messages import FRAME, encode
-from thinwire.systems.parameter_server.shard_messages import Ticket
-from thinwire.systems.parameter_server.visitors import Visitors
+from thinwire.systems.link.listener import connect
+from thinwire.systems.link.codec import FRAME
+from thinwire.systems.parameter_server.messages import encode
+from thinwire.systems.parameter_server.messages import Ticket
+from thinwire.systems.parameter_server.shard import Leaders
 
 for what in ("time", "intvl", "probes"):  # Linux's own: two hours, and eleven minutes more
     pathlib.Path(f"/proc/sys/net/ipv4/tcp_keepalive_{what}").write_text("1")
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 told = queue.SimpleQueue()
-visitors = Visitors(lambda what, visitor, value: told.put(what))
+leaders = Leaders(lambda what, leader, value: told.put(what))
 listener = Listener(roles=("node",))
-listener.serve(lambda pair, first: visitors.came(pair, 5), FRAME.size)
-leader = connect("127.0.0.1", listener.port, encode(Ticket(5)), Badge("node", 0))
+listener.serve(lambda pair, first: leaders.came(pair, 5), FRAME.size)
+leader = connect("127.0.0.1", listener.port, encode(Ticket(5)), PeerIdentity("node", 0))
 leader.receive_frame(FRAME.size, 60.0)
 print(told.get(timeout=60.0))
 while any(row.split()[4][:8] != "00000000" for row in open("/proc/net/tcp").readlines()[1:]):

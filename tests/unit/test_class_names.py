@@ -9,7 +9,7 @@ import thinwire
 PACKAGE = Path(thinwire.__file__).parent
 
 NAMED_BY_FRAMEWORKS = {"ThinwireCallback"}  # Lightning's and the Trainer's, as users look for either
-PARAMETER_SERVER = {"Buffers", "Codec", "Link", "Recipe", "Row", "Send", "Update"}
+PARAMETER_SERVER = {"Buffers", "Codec", "Link", "Recipe", "Row", "Send"}
 
 
 def public_classes():

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from thinwire.core.collectives.sockets import Stream, socket_loop
-from thinwire.systems.link.door import Door
 from thinwire.systems.link.duplex import Duplex, dial, end_of
+from thinwire.systems.link.listener import ListeningPort
 from thinwire.systems.split.connection import CloudServer
 
 
@@ -62,27 +62,27 @@ def test_a_listening_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with Orphan(lambda: Door(port, "127.0.0.1", print)), pytest.raises(ConnectionRefusedError):
+    with Orphan(lambda: ListeningPort(port, "127.0.0.1", print)), pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
 
 def test_a_child_that_closes_what_it_inherited_ends_nothing():
     met = queue.SimpleQueue()
-    door = Door(0, "127.0.0.1", lambda duplex, end: met.put(duplex.read(1, end)))
-    door.open()
-    mine = dial("127.0.0.1", door.port, 10.0)
+    port = ListeningPort(0, "127.0.0.1", lambda duplex, end: met.put(duplex.read(1, end)))
+    port.open()
+    mine = dial("127.0.0.1", port.port, 10.0)
     child = os.fork()
     if not child:
         mine.close()
-        door.close()
+        port.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    another = dial("127.0.0.1", door.port, 10.0)
+    another = dial("127.0.0.1", port.port, 10.0)
     for duplex in (mine, another):
         duplex.write(b"x", end_of(10.0))
         assert met.get(timeout=10.0) == b"x"
         duplex.close()
-    door.close()
+    port.close()
 
 
 def test_a_split_server_closes_while_a_child_lives():

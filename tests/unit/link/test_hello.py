@@ -12,17 +12,14 @@ import pytest
 
 from spawned import free_port, to_itself
 from thinwire.core.secret_file import VARIABLE, fresh_secret_file
-from thinwire.systems.link.door import MOST_UNKNOWN, Door
 from thinwire.systems.link.duplex import Duplex
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.meeting import Meeting, connect
-from thinwire.systems.link.secret import check_host, find_secret, read_secret
+from thinwire.systems.link.hello import PeerIdentity, check_host, find_secret, read_secret
+from thinwire.systems.link.listener import MOST_UNKNOWN, Caller, Listener, ListeningPort, connect
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
 KNOCK, ANSWER, PROOF, VERDICT = 68, 43, 32, 33  # bytes of the four messages of a hello
-NODE = Badge("node", 3, SECRET)
+NODE = PeerIdentity("node", 3, SECRET)
 
 
 class Inn:
@@ -53,38 +50,38 @@ def inn():
 
 def test_who_knows_the_secret_comes_in_as_who_it_is(inn):
     there = inn()
-    meeting = Meeting(there.address, NODE)
-    assert meeting.note("a") == "b"
-    pair = meeting.connect(b"1234")
+    caller = Caller(there.address, NODE)
+    assert caller.note("a") == "b"
+    pair = caller.connect(b"1234")
     other, first = there.came.get(timeout=10)
     assert (other.other.role, other.other.number, first) == ("node", 3, b"1234")
     pair.send_frame(b"abcd")
     assert other.receive_frame(4, 10.0) == b"abcd"
     assert pair.sent_bytes == other.received_bytes == 4  # the hello does not count
     there.listener.note("a", "c")
-    meeting.look()
-    assert meeting.note("a") == "c"
+    caller.refresh()
+    assert caller.note("a") == "c"
     with pytest.raises(PairError, match="does not give its z"):
-        meeting.note("z")
+        caller.note("z")
 
 
 @pytest.mark.parametrize(
-    ("secret", "badge", "sentence"),
+    ("secret", "identity", "sentence"),
     [
-        (SECRET, Badge("node", 3), "asks for a secret: give --secret-file"),
-        (SECRET, Badge("node", 3, OTHER), "has another secret"),
+        (SECRET, PeerIdentity("node", 3), "asks for a secret: give --secret-file"),
+        (SECRET, PeerIdentity("node", 3, OTHER), "has another secret"),
         (None, NODE, "lets everybody in"),
-        (SECRET, Badge("worker", 3, SECRET), "does not accept workers"),
+        (SECRET, PeerIdentity("worker", 3, SECRET), "does not accept workers"),
     ],
 )
-def test_others_are_told_why_not(inn, caplog, secret, badge, sentence):
+def test_others_are_told_why_not(inn, caplog, secret, identity, sentence):
     there, began = inn(trust=secret), time.monotonic()
     with pytest.raises(NotAdmitted, match=sentence):
-        Meeting(there.address, badge)
+        Caller(there.address, identity)
     with pytest.raises(NotAdmitted, match=sentence):
-        connect("127.0.0.1", there.listener.port, b"1234", badge)
+        connect("127.0.0.1", there.listener.port, b"1234", identity)
     assert there.came.empty()
-    if badge.trust == OTHER:
+    if identity.trust == OTHER:
         told = "turned away 127.0.0.1: it does not know the secret"
         while told not in caplog.messages:  # by a thread, after the caller knows
             time.sleep(0.01)
@@ -92,7 +89,7 @@ def test_others_are_told_why_not(inn, caplog, secret, badge, sentence):
         assert count == 1 or time.monotonic() - began > 1.0  # of both callers, who came within a second
 
 
-def through(port, change, badge=NODE):
+def through(port, change, identity=NODE):
     """A caller whose hello passes somebody who changes the messages: (number of the message, bytes) -> bytes."""
     between = socket.create_server(("127.0.0.1", 0))
 
@@ -109,7 +106,7 @@ def through(port, change, badge=NODE):
     thread = threading.Thread(target=relay, daemon=True)
     thread.start()
     try:
-        return connect("127.0.0.1", between.getsockname()[1], b"1234", badge, 20.0)
+        return connect("127.0.0.1", between.getsockname()[1], b"1234", identity, 20.0)
     finally:
         between.close()
         thread.join(10)
@@ -175,14 +172,14 @@ def test_who_only_pretends_to_be_the_listener_is_found_out(echo):
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(NotAdmitted, match="does not know the secret"):
-            Meeting(f"127.0.0.1:{impostor.getsockname()[1]}", NODE)
+            Caller(f"127.0.0.1:{impostor.getsockname()[1]}", NODE)
         thread.join(10)
 
 
 def test_silent_connections_are_bounded_and_keep_nobody_out(inn):
     there = inn(seconds=600.0)
     idle = [socket.create_connection(("127.0.0.1", there.listener.port)) for _ in range(500)]
-    Meeting(there.address, NODE, 60.0).connect(b"1234")
+    Caller(there.address, NODE, 60.0).connect(b"1234")
     assert there.came.get(timeout=60)
     for connection in idle[: 500 - MOST_UNKNOWN]:
         connection.settimeout(60.0)
@@ -198,19 +195,19 @@ def test_who_is_no_stranger_any_more_is_not_closed_afterwards(monkeypatch):
 
     def closing(duplex, *why):
         if why:  # another thread says just now that it is known
-            forgetting = threading.Thread(target=door.forget, args=(duplex,))
+            forgetting = threading.Thread(target=port.forget, args=(duplex,))
             forgetting.start()
             forgetting.join(0.5)
             forgotten.append(not forgetting.is_alive())
         close(duplex, *why)
 
     monkeypatch.setattr(Duplex, "close", closing)
-    door = Door(0, "127.0.0.1", lambda duplex, end: ended.wait(10.0), most=1)
-    door.open()
-    with socket.create_connection(("127.0.0.1", door.port)) as first, socket.create_connection(first.getpeername()):
+    port = ListeningPort(0, "127.0.0.1", lambda duplex, end: ended.wait(10.0), most=1)
+    port.open()
+    with socket.create_connection(("127.0.0.1", port.port)) as first, socket.create_connection(first.getpeername()):
         assert first.recv(1) == b""
     ended.set()
-    door.close()
+    port.close()
     assert forgotten == [False]  # it hears of it when the connection has been closed
 
 
@@ -226,18 +223,18 @@ def test_a_listener_that_could_not_start_a_thread_for_one_hears_the_next(inn, mo
     monkeypatch.setattr(threading.Thread, "start", starting)
     there = inn()
     with pytest.raises(PairError, match="nobody listens"):
-        Meeting(there.address, NODE, 5.0)
+        Caller(there.address, NODE, 5.0)
     assert failed
-    assert Meeting(there.address, NODE, 5.0).note("a") == "b"
+    assert Caller(there.address, NODE, 5.0).note("a") == "b"
 
 
 def test_who_has_called_itself_has_found_nobody(monkeypatch):
     """Of a port that nobody listens at, the kernel may make the caller's own end too; TCP lets the two meet."""
     port = free_port()
     monkeypatch.setattr(socket, "create_connection", to_itself)
-    for badge in (NODE, Badge("node", 3)):
+    for identity in (NODE, PeerIdentity("node", 3)):
         with pytest.raises(PairError, match="nobody listens") as caught:
-            Meeting(f"127.0.0.1:{port}", badge, 5.0)
+            Caller(f"127.0.0.1:{port}", identity, 5.0)
         assert not isinstance(caught.value, NotAdmitted)  # else it would not be tried again
 
 
@@ -260,10 +257,10 @@ def test_a_slow_hello_has_one_time_limit_in_all(inn):
 
 def test_before_it_serves_a_listener_tells_its_notes_and_lets_others_wait():
     there = Inn()
-    assert Meeting(there.address, NODE).note("a") == "b"
+    assert Caller(there.address, NODE).note("a") == "b"
     with pytest.raises(PairError, match="did not let this process in"):
         connect("127.0.0.1", there.listener.port, b"1234", NODE, 0.3)
-    waiting = threading.Thread(target=Meeting(there.address, NODE, 20.0).connect, args=(b"5678",), daemon=True)
+    waiting = threading.Thread(target=Caller(there.address, NODE, 20.0).connect, args=(b"5678",), daemon=True)
     waiting.start()
     there.serve()
     assert there.came.get(timeout=20)[1] == b"5678"

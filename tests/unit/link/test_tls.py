@@ -14,11 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
+from thinwire.systems.link.hello import PeerIdentity, check_host, find_trust
 from thinwire.systems.link.keys import new_keys, show_keys
-from thinwire.systems.link.listener import MOST_NUMBERS, Listener
-from thinwire.systems.link.meeting import Meeting, connect
-from thinwire.systems.link.secret import check_host, find_trust
+from thinwire.systems.link.listener import MOST_NUMBERS, Caller, Listener, connect
 from thinwire.systems.link.tls import Credentials
 
 SECRET = b"0123456789abcdef"
@@ -71,9 +69,9 @@ def inn():
 
 def test_frames_and_tensors_cross_both_ways_at_once(of, inn):
     there = inn(of("server"))
-    meeting = Meeting(there.address, Badge("node", 3, of("a")))
-    assert meeting.note("a") == "b"
-    here = meeting.connect(b"1234")
+    caller = Caller(there.address, PeerIdentity("node", 3, of("a")))
+    assert caller.note("a") == "b"
+    here = caller.connect(b"1234")
     other, first = there.pairs.get(timeout=10)
     assert (other.other.role, other.other.number, other.other.shown.name, first) == ("node", 3, "a", b"1234")
     sent = [torch.randn(1_300_001), torch.randn(700_003)]
@@ -136,8 +134,8 @@ def test_what_crosses_is_counted_and_cannot_be_read(of):
     assert len(seen[0]) - 480_000 < 4000  # records of 16 KiB, and the handshake
 
 
-def refused(there, badge, sentence):
-    for come in (lambda: Meeting(there.address, badge), lambda: connect("127.0.0.1", there.port, b"1234", badge)):
+def refused(there, identity, sentence):
+    for come in (lambda: Caller(there.address, identity), lambda: connect("127.0.0.1", there.port, b"1234", identity)):
         with pytest.raises(NotAdmitted, match=sentence):
             come()
     assert there.pairs.empty()
@@ -146,15 +144,23 @@ def refused(there, badge, sentence):
 def test_strangers_are_told_why_not(of, inn):
     there = inn(of("server"))
     theirs = inn(of("server", "theirs"))
-    refused(there, Badge("node", 3, of("a", "theirs")), "127.0.0.1: the other end's certificate .* another authority")
-    refused(theirs, Badge("node", 3, of("a")), "another authority")
-    refused(there, Badge("node", 3, of("late")), r"refused this end's certificate \(.*expired\)")
+    refused(
+        there, PeerIdentity("node", 3, of("a", "theirs")), "127.0.0.1: the other end's certificate .* another authority"
+    )
+    refused(theirs, PeerIdentity("node", 3, of("a")), "another authority")
+    refused(there, PeerIdentity("node", 3, of("late")), r"refused this end's certificate \(.*expired\)")
     for secret in (None, SECRET):
-        refused(there, Badge("node", 3, secret), "asks for a certificate: give --keys, or keys=")
-        refused(inn(secret), Badge("node", 3, of("a")), "does not speak TLS .*: give keys to both ends, or to neither")
-    refused(inn(of("a")), Badge("node", 3, of("b")), "not valid for '127.0.0.1'.*--host")  # no server's certificate
-    refused(inn(of("late")), Badge("node", 3, of("a").pinned("0" * 64)), "has expired")
-    refused(there, Badge("worker", 3, of("a")), "does not accept workers")
+        refused(there, PeerIdentity("node", 3, secret), "asks for a certificate: give --keys, or keys=")
+        refused(
+            inn(secret),
+            PeerIdentity("node", 3, of("a")),
+            "does not speak TLS .*: give keys to both ends, or to neither",
+        )
+    refused(
+        inn(of("a")), PeerIdentity("node", 3, of("b")), "not valid for '127.0.0.1'.*--host"
+    )  # no server's certificate
+    refused(inn(of("late")), PeerIdentity("node", 3, of("a").pinned("0" * 64)), "has expired")
+    refused(there, PeerIdentity("worker", 3, of("a")), "does not accept workers")
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     with (
@@ -168,35 +174,35 @@ def test_strangers_are_told_why_not(of, inn):
 def test_a_ca_that_only_this_side_trusts_is_named(keys, of, inn):
     """The caller trusts the listener, and the listener not the caller: TLS tells the caller after its handshake."""
     mixed = replace(of("a", "theirs"), ca=keys / "ours" / "ca.crt")
-    refused(inn(of("server")), Badge("node", 3, mixed), r"refused this end's certificate \(.*unknown ca\)")
+    refused(inn(of("server")), PeerIdentity("node", 3, mixed), r"refused this end's certificate \(.*unknown ca\)")
 
 
 def test_a_number_belongs_to_the_name_that_first_came_with_it(of, inn):
     there = inn(of("server"))
     for _ in range(2):
-        connect("127.0.0.1", there.port, b"1234", Badge("node", 3, of("a")))
+        connect("127.0.0.1", there.port, b"1234", PeerIdentity("node", 3, of("a")))
         there.pairs.get(timeout=10)
-    refused(there, Badge("node", 3, of("b")), "node 3 belongs to a name other than this certificate's")
-    connect("127.0.0.1", there.port, b"1234", Badge("shard", 3, of("b")))
-    connect("127.0.0.1", there.port, b"1234", Badge("node", 4, of("b")))
+    refused(there, PeerIdentity("node", 3, of("b")), "node 3 belongs to a name other than this certificate's")
+    connect("127.0.0.1", there.port, b"1234", PeerIdentity("shard", 3, of("b")))
+    connect("127.0.0.1", there.port, b"1234", PeerIdentity("node", 4, of("b")))
 
 
 def test_a_name_has_so_many_numbers_and_no_more(of, inn):
     there = inn(of("server"))
     for number in range(MOST_NUMBERS):
-        Meeting(there.address, Badge("node", number, of("a")))
+        Caller(there.address, PeerIdentity("node", number, of("a")))
     with pytest.raises(NotAdmitted, match=f"node {MOST_NUMBERS} belongs"):
-        Meeting(there.address, Badge("node", MOST_NUMBERS, of("a")))
-    Meeting(there.address, Badge("node", MOST_NUMBERS - 1, of("a")))
+        Caller(there.address, PeerIdentity("node", MOST_NUMBERS, of("a")))
+    Caller(there.address, PeerIdentity("node", MOST_NUMBERS - 1, of("a")))
 
 
 def test_a_pinned_certificate_is_the_only_one(of, inn, keys):
     prints = {identity.name: identity.fingerprint for identity in show_keys(keys / "ours")}
     there = inn(of("b").own())  # as a leader and its workers: one certificate for all
-    Meeting(there.address, Badge("node", 0, of("b").own()))
+    Caller(there.address, PeerIdentity("node", 0, of("b").own()))
     with pytest.raises(PairError, match=r"closed|gone"):
-        Meeting(there.address, Badge("node", 0, of("a").pinned(prints["b"])))
-    refused(there, Badge("node", 0, of("b").pinned(prints["a"].upper())), "not the pinned one")
+        Caller(there.address, PeerIdentity("node", 0, of("a").pinned(prints["b"])))
+    refused(there, PeerIdentity("node", 0, of("b").pinned(prints["a"].upper())), "not the pinned one")
 
 
 def test_a_handshake_that_does_not_end_has_one_time_limit(of, inn):
@@ -211,7 +217,7 @@ def test_the_other_side_goes_in_the_handshake(of):
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = started(lambda: server.accept()[0].close())
         with pytest.raises(PairError, match="nobody listens at"):
-            Meeting(f"127.0.0.1:{server.getsockname()[1]}", Badge("node", 0, of("a")), 5.0)
+            Caller(f"127.0.0.1:{server.getsockname()[1]}", PeerIdentity("node", 0, of("a")), 5.0)
         thread.join(10)
 
 

@@ -6,7 +6,7 @@ from local_ranks import Ranks
 from thinwire.engine.local import Local, Nesterov
 from thinwire.systems.parameter_server import simulate
 from thinwire.systems.parameter_server.presets import diloco
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps
 
 SIZE, STEPS, ROUNDS, D = 3, 4, 5, 10
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from rounding import of_sums
-from thinwire.systems.parameter_server.buffers import BufferLayout, RunningBuffers
-from thinwire.systems.parameter_server.layout import Layout, LayoutMismatch
+from thinwire.systems.parameter_server.layout import BufferLayout, Layout, LayoutMismatch, RunningBuffers
 
 
 class Model(torch.nn.Module):

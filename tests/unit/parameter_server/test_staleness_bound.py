@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 from thinwire.systems.parameter_server import leader as leader_module
 from thinwire.systems.parameter_server import server as server_module
 from thinwire.systems.parameter_server.effects import Start
-from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.membership import Membership
+from thinwire.systems.parameter_server.leader import Leader, Membership
 from thinwire.systems.parameter_server.messages import IterationNumber, Pull, Weights, Welcome
 from thinwire.systems.parameter_server.presets import bsp, inhad, n_softsync
-from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.staleness import UNBOUNDED
-from thinwire.systems.parameter_server.table import Member
+from thinwire.systems.parameter_server.server import Member
+from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings
 
 
 def pushed(limit):

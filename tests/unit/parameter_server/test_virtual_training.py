@@ -21,7 +21,7 @@ from thinwire.systems.parameter_server.presets import (
     n_softsync,
     ssp,
 )
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps
 
 D = 12
 TARGET = torch.linspace(-1, 1, D)
@@ -315,14 +315,6 @@ def test_a_straggler_delays_s_0_and_not_a_large_bound():
     assert rate(inhad(64, start_nodes=16), 10.0) > rate(inhad(64, start_nodes=16), 1.0) / 1.2
 
 
-def test_bytes_are_those_of_the_cost_model():
-    payload = 4_000_000
-    asynchronous = simulate(asp(), nodes=4, workers=1, updates=300, step_seconds=equal, payload_bytes=payload)
-    assert asynchronous.bytes_per_gradient == pytest.approx(2 * payload, rel=0.03)
-    summed = simulate(bsp(start_nodes=4), nodes=4, workers=4, updates=100, step_seconds=equal, payload_bytes=payload)
-    assert summed.bytes_per_gradient == pytest.approx(2 * payload / 4, rel=0.03)
-
-
 @pytest.mark.parametrize(
     "settings",
     [inhad(3, deterministic=True), bsp(), asp(), ssp(1), async_local_sgd(3, local_update=LocalSteps(3, "adamw", 0.01))],
@@ -408,7 +400,7 @@ def test_equal_seeds_give_equal_runs():
 
 
 def test_a_thousand_nodes():
-    trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=8, step_seconds=uneven, payload_bytes=1000)
+    trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=4, step_seconds=uneven, payload_bytes=1000)
     assert trace.gradients > 1000
     assert max(trace.staleness()) <= 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,31 +17,31 @@ app = typer.Typer(
     help="Asynchronous training: a server, nodes that come and go, and a simulation in virtual time.",
     no_args_is_help=True,
 )
-
-Model = Annotated[str, typer.Option(help="chargpt, mlp, digits, ... or module:function; options as in mlp:width=512.")]
+_Option = typer.Option
+Model = Annotated[str, _Option(help="chargpt, mlp, digits, ... or module:function; options as in mlp:width=512.")]
 SettingsText = Annotated[
     str,
-    typer.Option(
+    _Option(
         "--settings",
         help="inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as in "
         "inhad:max_staleness=2:update_every=nodes.",
     ),
 ]
-OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, such as sgd:lr=0.1:momentum=0.9.")]
-Host = Annotated[
-    str, typer.Option(help="Address to listen on; one that other machines can reach needs keys or a secret.")
-]
+OuterText = Annotated[str, _Option("--outer", help="The server's optimizer, such as sgd:lr=0.1:momentum=0.9.")]
+Host = Annotated[str, _Option(help="Address to listen on; one that other machines can reach needs keys or a secret.")]
 Keys = Annotated[
-    Path | None,
-    typer.Option(help="This machine's directory from `thinwire keys new`: TLS with certificates on both sides."),
+    Path | None, _Option(help="This machine's directory from `thinwire keys new`: TLS with certificates on both sides.")
 ]
 SecretFile = Annotated[
     Path | None,
-    typer.Option(help="File with this training's secret, the same on all machines; by default THINWIRE_SECRET_FILE."),
+    _Option(help="File with this training's secret, the same on all machines; by default THINWIRE_SECRET_FILE."),
 ]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Without keys or a secret: admit anyone who reaches the port.")
-]
+Insecure = Annotated[bool, _Option("--insecure", help="Without keys or a secret: admit anyone who reaches the port.")]
+Updates = Annotated[int | None, _Option(help="Stop after this many updates.")]
+Gradients = Annotated[int | None, _Option(help="Stop after this many applied gradients.")]
+Seed = Annotated[int, _Option(help="Seed of the initial weights.")]
+Slow = Annotated[list[str] | None, _Option(help="NODE:FACTOR, to make that node this many times slower.")]
+Delay = Annotated[str, _Option(help="One-way delay between nodes, such as 1ms.")]
 
 
 @app.command(epilog="Example: thinwire ps server --model mlp --nodes 2 --updates 100")
@@ -48,30 +49,28 @@ def server(
     model: Model = "chargpt",
     settings: SettingsText = "inhad",
     outer: OuterText = "auto",
-    port: Annotated[int, typer.Option(help="Port to which nodes and shards connect.")] = 29400,
+    port: Annotated[int, _Option(help="Port to which nodes and shards connect.")] = 29400,
     host: Host = "127.0.0.1",
     keys: Keys = None,
     secret_file: SecretFile = None,
     insecure: Insecure = False,
-    nodes: Annotated[int, typer.Option(help="Nodes to wait for before sending the first weights.")] = 1,
-    shards: Annotated[int, typer.Option(help="Processes (`ps shard`) that each hold a slice of the weights.")] = 0,
-    updates: Annotated[int | None, typer.Option(help="Stop after this many updates.")] = None,
-    gradients: Annotated[int | None, typer.Option(help="Stop after this many applied gradients.")] = None,
+    nodes: Annotated[int, _Option(help="Nodes to wait for before sending the first weights.")] = 1,
+    shards: Annotated[int, _Option(help="Processes (`ps shard`) that each hold a slice of the weights.")] = 0,
+    updates: Updates = None,
+    gradients: Gradients = None,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Directory for checkpoints; the server continues from what it finds there.")
+        Path | None, _Option(help="Directory for checkpoints; the server continues from what it finds there.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
-    journal: Annotated[Path | None, typer.Option(help="File for the log of updates, for `ps replay`.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
+    checkpoint_every: Annotated[int, _Option(help="Updates between checkpoints.")] = 100,
+    journal: Annotated[Path | None, _Option(help="File for the log of updates, for `ps replay`.")] = None,
+    seed: Seed = 0,
     json: Json = False,
 ) -> None:
     """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes."""
-    from thinwire.systems.cli.ps_tables import live
-    from thinwire.systems.cli.ps_work import check_shards, check_words, make_service, read_secret_file
-
     _check_end(updates, gradients)
-    check_shards(shards)
-    check_words(model, settings, outer, nodes)
+    from thinwire.systems.cli.ps_work import check_words, live, make_service, read_secret_file
+
+    check_words(model, settings, outer, nodes, shards)
     with live(quiet=json) as screen:
         screen.say(f"building {model}")
         service = make_service(
@@ -81,8 +80,8 @@ def server(
             on_status=lambda status: screen.status(status.to_dict()),
         )  # fmt: skip
         screen.say(f"serving {model} at {host}:{service.port}; nodes to wait for: {nodes}, shards: {shards}")
-        status = service.run()
-    typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
+        status = service.run().to_dict()
+    typer.echo(json_module.dumps(status) if json else _last_words(status))
     if service.saves.unsaved:
         raise RunFailed(service.saves.unsaved)
 
@@ -90,18 +89,18 @@ def server(
 @app.command(epilog="Example: thinwire ps shard 127.0.0.1:29400 --index 0")
 def shard(
     server: Annotated[str, typer.Argument(help="host:port of the server, started with --shards.")],
-    index: Annotated[int, typer.Option(help="Number of the slice of the weights, from 0.")],
+    index: Annotated[int, _Option(help="Number of the slice of the weights, from 0.")],
     outer: Annotated[
-        str | None, typer.Option(help="The optimizer; by default the server's --outer, which it publishes.")
+        str | None, _Option(help="The optimizer; by default the server's --outer, which it publishes.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port at which nodes reach this shard; 0: a free one.")] = 0,
+    port: Annotated[int, _Option(help="Port at which nodes reach this shard; 0: a free one.")] = 0,
     host: Host = "127.0.0.1",
     keys: Keys = None,
     secret_file: SecretFile = None,
     insecure: Insecure = False,
     checkpoint_dir: Annotated[
         Path | None,
-        typer.Option(help="Directory for checkpoints, needed if the server has one; the shard continues from it."),
+        _Option(help="Directory for checkpoints, needed if the server has one; the shard continues from it."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -117,23 +116,20 @@ def shard(
 
 @app.command(epilog="Example: thinwire ps node --server 127.0.0.1:29400 --model mlp")
 def node(
-    server: Annotated[str, typer.Option(help="host:port of the server.")],
+    server: Annotated[str, _Option(help="host:port of the server.")],
     keys: Keys = None,
     secret_file: SecretFile = None,
     model: Model = "chargpt",
-    node: Annotated[
-        int | None, typer.Option(min=0, help="Number of this node; by default derived from the host's name.")
-    ] = None,
-    workers: Annotated[int, typer.Option(help="Workers on this node, one process each.")] = 1,
+    node: Annotated[int | None, _Option(min=0, help="Number of this node; by default derived from the host's name.")]
+    = None,
+    workers: Annotated[int, _Option(help="Workers on this node, one process each.")] = 1,
     slowdown: Annotated[
-        float, typer.Option(min=1, max=1e6, help="Emulate a slower machine: each step takes this many times longer.")
+        float, _Option(min=1, max=1e6, help="Emulate a slower machine: each step takes this many times longer.")
     ] = 1.0,
-    pace: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Emulate: minimum seconds per step, times slowdown.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights, which the server's replace.")] = 0,
+    pace: Annotated[float, _Option(min=0, max=1e6, help="Emulate: minimum seconds per step, times slowdown.")] = 0.0,
+    seed: Annotated[int, _Option(help="Seed of the initial weights, which the server's replace.")] = 0,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Work for a server: run this node's leader and its workers; workers that die are restarted."""
     from thinwire.systems.cli.ps_work import run_node
 
@@ -159,55 +155,48 @@ def run(
     model: Model = "chargpt:layers=2:width=128:heads=4",
     settings: SettingsText = "inhad",
     outer: OuterText = "auto",
-    nodes: Annotated[int, typer.Option(help="Nodes besides the server's.")] = 4,
-    workers: Annotated[int, typer.Option(min=1, help="Workers per node.")] = 1,
+    nodes: Annotated[int, _Option(help="Nodes besides the server's.")] = 4,
+    workers: Annotated[int, _Option(min=1, help="Workers per node.")] = 1,
     shards: Annotated[
-        int, typer.Option(help="Shards of the model, each on its own machine; 0: the server holds the model.")
+        int, _Option(help="Shards of the model, each on its own machine; 0: the server holds the model.")
     ] = 0,
     link: Annotated[
-        str, typer.Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
+        str, _Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
     ] = "unlimited",
-    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
-    slow: Annotated[
-        list[str] | None, typer.Option(help="NODE:FACTOR, to make that node this many times slower.")
-    ] = None,
+    delay: Delay = "0",
+    slow: Slow = None,
     pace: Annotated[
-        float,
-        typer.Option(min=0, max=1e6, help="Minimum seconds per step: shared cores then act like separate machines."),
+        float, _Option(min=0, max=1e6, help="Minimum seconds per step: shared cores then act like separate machines.")
     ] = 0.0,
     kill: Annotated[
         list[str] | None,
-        typer.Option(help="NODE:SECONDS, to kill that node (kill -9) at that time; it then comes back."),
+        _Option(help="NODE:SECONDS, to kill that node (kill -9) at that time; it then comes back."),
     ] = None,
-    updates: Annotated[int | None, typer.Option(help="Stop after this many updates.")] = None,
-    gradients: Annotated[int | None, typer.Option(help="Stop after this many applied gradients.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds of training.")] = None,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Updates between evaluations of the held-out loss.")] = 10,
-    journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
+    updates: Updates = None,
+    gradients: Gradients = None,
+    seconds: Annotated[float | None, _Option(help="Stop after this many seconds of training.")] = None,
+    evaluate_every: Annotated[int, _Option(min=1, help="Updates between evaluations of the held-out loss.")] = 10,
+    journal: Annotated[Path | None, _Option(help="File for the log of updates.")] = None,
     keys: Annotated[
         Path | None,
-        typer.Option(
+        _Option(
             help="TLS: where `thinwire keys new` made server, shard0, node0, ...; by default the run's own secret."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is stopped.")] = 3600.0,
+    seed: Seed = 0,
+    timeout: Annotated[float, _Option(help="Seconds after which the whole run is stopped.")] = 3600.0,
     plot: Annotated[
-        Path | None, typer.Option(help="Also plot loss against seconds, with kills marked: .png or .html.")
+        Path | None, _Option(help="Also plot loss against seconds, with kills marked: .png or .html.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Run a server and its nodes in the lab, over emulated links, with slow nodes and kills."""
-    from dataclasses import asdict
-
-    from thinwire.systems.cli.ps_lab import LabSpec, lab_picture, run_lab
-    from thinwire.systems.cli.ps_work import check_shards
-    from thinwire.tools.pictures import write_picture
-
     _check_end(updates, gradients, seconds)
-    check_shards(shards)
     check_plot(plot)
     check_output("--journal", journal)
+    from thinwire.systems.cli.ps_work import LabSpec, lab_picture, run_lab
+    from thinwire.tools.pictures import write_picture
+
     spec = LabSpec(
         model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
         slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
@@ -228,8 +217,8 @@ def run(
     if json:
         typer.echo(json_module.dumps(result))
         return
-    status, losses = result["status"], result["losses"]
-    typer.echo(_last_words(status))
+    losses = result["losses"]
+    typer.echo(_last_words(result["status"]))
     if losses:
         typer.echo(f"held-out loss {losses[0][2]:.3f} -> {losses[-1][2]:.3f} in {losses[-1][0]:.0f} s")
     typer.echo(f"{nodes} nodes of {workers} worker(s), and the server: {result['note']}")
@@ -240,34 +229,28 @@ def run(
 @app.command(epilog="Example: thinwire ps simulate --nodes 16 --workers 4 --slow 0:4")
 def simulate(
     settings: SettingsText = "inhad",
-    nodes: Annotated[int, typer.Option(help="Nodes, each with a leader.")] = 4,
-    workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
-    step: Annotated[float, typer.Option(help="Median seconds of a worker's step.")] = 1.0,
-    spread: Annotated[float, typer.Option(max=10, help="Log-normal spread of a step; 0: none.")] = 0.1,
-    slow: Annotated[
-        list[str] | None, typer.Option(help="NODE:FACTOR, to make that node this many times slower.")
-    ] = None,
-    parameters: Annotated[float, typer.Option(help="Parameters of the model, in millions.")] = 10.0,
+    nodes: Annotated[int, _Option(help="Nodes, each with a leader.")] = 4,
+    workers: Annotated[int, _Option(help="Workers per node.")] = 1,
+    step: Annotated[float, _Option(help="Median seconds of a worker's step.")] = 1.0,
+    spread: Annotated[float, _Option(max=10, help="Log-normal spread of a step; 0: none.")] = 0.1,
+    slow: Slow = None,
+    parameters: Annotated[float, _Option(help="Parameters of the model, in millions.")] = 10.0,
     shards: Annotated[
-        int, typer.Option(help="Shards of the model, each with its own link; 0: the server holds the model.")
+        int, _Option(help="Shards of the model, each with its own link; 0: the server holds the model.")
     ] = 0,
-    link: Annotated[str, typer.Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
-    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0.5ms",
-    seconds: Annotated[float, typer.Option(max=1e6, help="Virtual seconds to simulate.")] = 300.0,
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
+    link: Annotated[str, _Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
+    delay: Delay = "0.5ms",
+    seconds: Annotated[float, _Option(max=1e6, help="Virtual seconds to simulate.")] = 300.0,
+    seed: Annotated[int, _Option(help="Seed of all random draws.")] = 0,
     json: Json = False,
 ) -> None:
     """Predict what a setting would do, in virtual time, next to synchronous all-reduces on the same nodes and links."""
     from rich.console import Console
 
-    from thinwire.systems.cli.ps_tables import predict, prediction_table
-    from thinwire.systems.cli.ps_work import check_shards
+    from thinwire.systems.cli.ps_work import predict, prediction_table
 
-    check_shards(shards)
-    rows = predict(
-        settings, nodes, workers, step, spread, dict(_pairs(slow, "--slow 1:4", nodes)), parameters, link, delay,
-        seconds, seed, shards,
-    )  # fmt: skip
+    slower = dict(_pairs(slow, "--slow 1:4", nodes))
+    rows = predict(settings, nodes, workers, step, spread, slower, parameters, link, delay, seconds, seed, shards)
     if json:
         typer.echo(json_module.dumps(rows))
     else:
@@ -277,13 +260,13 @@ def simulate(
 @app.command(epilog="Example: thinwire ps replay run.jsonl")
 def replay(
     journal: Annotated[Path, typer.Argument(help="File that --journal wrote.")],
-    out: Annotated[Path | None, typer.Option(help="File for the weights, in torch's format.")] = None,
+    out: Annotated[Path | None, _Option(help="File for the weights, in torch's format.")] = None,
     json: Json = False,
 ) -> None:
     """Repeat a recorded run, update by update, and print the hash of its final weights."""
+    check_output("--out", out)
     from thinwire.systems.cli.ps_work import replay_file
 
-    check_output("--out", out)
     result = replay_file(journal, out)
     typer.echo(json_module.dumps(result) if json else f"{result['updates']} updates, weights {result['hash']}")
 

@@ -1,52 +1,73 @@
-"""The verbs of ``thinwire ps`` within one process: serve, keep a shard, lead a node, work, replay."""
+"""What the verbs of ``thinwire ps`` do: serve, hold a shard, lead a node, work, replay, predict, run it all in the lab.
+
+As a module, it is one process of ``thinwire ps run``.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from thinwire.core.events import python
-from thinwire.tools.cli.errors import RunFailed
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from thinwire.core.checks import check_number
+from thinwire.core.events import LastWords, event_in, python, tell_event
+from thinwire.core.secret_file import VARIABLE
+from thinwire.systems.link.hello import find_trust, is_loopback, read_secret
+from thinwire.systems.link.listener import split_address
+from thinwire.systems.parameter_server import (
+    DelayedNesterov,
+    Journal,
+    Layout,
+    Link,
+    Node,
+    Service,
+    Settings,
+    Shard,
+    Status,
+    Worker,
+    preset,
+    replay,
+    simulate,
+)
+from thinwire.systems.parameter_server.outer import Outer, default_outer
+from thinwire.tools import lab
+from thinwire.tools.bench.models.registry import build_model, check_model
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.cli.console import EVERY_SECONDS, plain_table, progress
+from thinwire.tools.cli.errors import RunFailed, exit_code
+from thinwire.tools.lab.network import Network
+from thinwire.tools.pictures import Mark, Panel, Picture, Series
 
-    from thinwire.systems.parameter_server import Service, Settings, Worker
-    from thinwire.systems.parameter_server.outer import Outer
-    from thinwire.tools.bench.models.workload import Workload
-
+PORT = 29400
+BACKWARD_SHARE = 2 / 3
+"""Share of a step that a good all-reduce can hide behind (assumed)."""
 _RESTARTS = 20
+_AWAY_SECONDS = 1.0  # between a node's death and its return
 
 
-def build(model: str, seed: int) -> Workload:
-    """Build a model of the bench, with one thread."""
-    import torch
-
-    from thinwire.tools.bench.models.registry import build_model
-
-    torch.set_num_threads(1)
-    return build_model(model, seed)
+# --- words of the command line ----------------------------------------------------------------------------------------
 
 
 def read_outer(text: str) -> Outer | None:
-    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None.
-
-    Raises:
-        ValueError: there is no such optimizer or option.
-    """
-    import torch
-
-    from thinwire.systems.parameter_server import DelayedNesterov
-    from thinwire.tools.bench.words import nearest, split_options
-
+    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None."""
     if text == "auto":
         return None
 
@@ -75,45 +96,24 @@ def read_outer(text: str) -> Outer | None:
 
 
 def read_settings(text: str, nodes: int) -> Settings:
-    """Return a preset that waits for that many nodes."""
-    from dataclasses import replace
-
-    from thinwire.systems.parameter_server import preset
-
     return replace(preset(text), start_nodes=nodes)
 
 
-def check_words(model: str, settings: str, outer: str, nodes: int) -> None:
+def check_words(model: str, settings: str, outer: str, nodes: int, shards: int) -> None:
     """Refuse impossible settings before any output or process."""
-    from thinwire.tools.bench.models.registry import check_model
-
+    check_shards(shards)
     check_model(model)
     read_settings(settings, nodes)
     read_outer(outer)
 
 
-def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
-    """Build the server of a model of the bench."""
-    from thinwire.systems.parameter_server import Service
-
-    workload = build(model, seed)
-    facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
-    return Service(
-        workload.model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer, nodes=nodes,
-        facts=facts, **options,
-    )  # fmt: skip
-
-
 def check_shards(shards: int) -> None:
-    """Refuse an impossible number."""
     if shards < 0:
         raise ValueError(f"--shards {shards} must be at least 0")
 
 
 def check_server(address: str) -> None:
     """Refuse an address whose name nobody knows; one that cannot be looked up at the moment may be known later."""
-    from thinwire.systems.link.meeting import split_address
-
     host, port = split_address(address)
     try:
         socket.getaddrinfo(host, port)
@@ -123,37 +123,40 @@ def check_server(address: str) -> None:
 
 
 def read_secret_file(path: Path | None) -> bytes | None:
-    """Return the secret of ``--secret-file``, if there is one."""
-    from thinwire.systems.link.secret import read_secret
-
     return None if path is None else read_secret(path)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def build(model: str, seed: int) -> Workload:
+    torch.set_num_threads(1)
+    return build_model(model, seed)
+
+
+def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
+    facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
+    return Service(
+        build(model, seed).model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer,
+        nodes=nodes, facts=facts, **options,
+    )  # fmt: skip
 
 
 def run_shard(
     server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect.
-
-    Raises:
-        ValueError: invalid options, or a checkpoint that is not the server's.
-    """
-    import torch
-
-    from thinwire.systems.parameter_server import Shard
-
+    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect."""
     torch.set_num_threads(1)
     if index < 0:
         raise ValueError(f"--index {index} must be at least 0")
     check_server(server)
-    made = None if outer is None else read_outer(outer)
-    words = _published if outer is None else None
+    made, words = (None, _published) if outer is None else (read_outer(outer), None)
     shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
     print(f"shard {index}, for the server at {server}", file=sys.stderr, flush=True)
     return {"index": index, "version": shard.run()}
 
 
 def _published(words: str) -> Outer | None:
-    """Build the optimizer that a server's text describes."""
     if not words:
         raise ValueError("the server's optimizer was made in Python: give --outer, or use parameter_server.serve_shard")
     return read_outer(words)
@@ -165,37 +168,24 @@ def rank_of(node: int, worker: int) -> int:
 
 
 def make_worker(
-    leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
-    check: Callable[[], object] = lambda: None, secret: bytes | None = None, keys: Path | None = None,
-) -> Worker:  # fmt: skip
-    """Build a worker on a model of the bench."""
-    from thinwire.systems.parameter_server import Worker
-
+    leader: Node | str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int, **trust: Any
+) -> Worker:
+    """Build a worker on a model of the bench; ``trust``: its secret or keys."""
     workload = build(model, seed)
 
     def loss(network: nn.Module, step: int) -> Tensor:
         return workload.loss(network, step, rank_of(node, number))
 
     return Worker(
-        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check,
-        secret=secret, keys=keys,
-    )  # fmt: skip
+        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, **trust
+    )
 
 
 def run_node(
     server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
     seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run a leader with its workers: one in this process, or several in their own processes.
-
-    Raises:
-        RunFailed: a worker died too often.
-    """
-    from thinwire.core.secret_file import VARIABLE
-    from thinwire.systems.link.secret import find_trust
-    from thinwire.systems.parameter_server import Node
-    from thinwire.tools.bench.models.registry import check_model
-
+    """Run a leader with its workers: one in this process, or several in their own processes."""
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
     if number is None:
@@ -208,18 +198,17 @@ def run_node(
     if secret_file is not None:
         environment[VARIABLE] = str(secret_file.absolute())
     children: dict[int, subprocess.Popen[bytes]] = {}
-    node = None
+    node, end = None, "training has ended"
     print(f"node {number}, for the server at {server}", file=sys.stderr, flush=True)
     try:
         node = Node(server, number, workers, secret=secret, keys=keys)
         if workers == 1:
             worker = make_worker(
-                node.address, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, check=lambda: node.wait(0),
-                secret=secret, keys=keys,
-            )  # fmt: skip
+                node, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, secret=secret, keys=keys
+            )
             stats = worker.run()
             node.wait(5.0)
-            return {"node": number, "end": "training has ended", "submissions": stats.submissions, "restarts": 0}
+            return {"node": number, "end": end, "submissions": stats.submissions, "restarts": 0}
         restarts = -workers
         while not node.wait(0.2):
             for k in range(workers):
@@ -232,8 +221,10 @@ def run_node(
                     command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
                     command += [] if keys is None else ["--keys", str(keys)]
                     children[k] = subprocess.Popen(command, env=environment)
-        _await(children)
-        return {"node": number, "end": "training has ended", "restarts": restarts}
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until and any(child.poll() is None for child in children.values()):
+            time.sleep(0.05)
+        return {"node": number, "end": end, "restarts": restarts}
     finally:
         if node is not None:
             node.close()
@@ -243,24 +234,8 @@ def run_node(
                 child.wait()
 
 
-def _await(children: dict[int, subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + 10.0
-    while time.monotonic() < end and any(child.poll() is None for child in children.values()):
-        time.sleep(0.05)
-
-
 def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
-    """Repeat a recorded run of a bench model.
-
-    Raises:
-        ValueError: it is not a journal, or one of another program.
-    """
-    import torch
-
-    from thinwire.systems.parameter_server import Journal, Layout, replay
-    from thinwire.systems.parameter_server.outer import default_outer
-    from thinwire.tools.cli.console import progress
-
+    """Repeat a recorded run of a bench model. ``ValueError``: it is not a journal, or one of another program."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the file that --journal wrote")
     journal = Journal.read(path)
@@ -271,7 +246,6 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
         )
     workload = build(facts["model"], facts["seed"])
     network, layout = workload.model, Layout.of(workload.model)
-    start = layout.flat(network)
 
     def gradient(theta: Tensor, node: int, worker: int, batch: int) -> Tensor:
         layout.write(theta, network)
@@ -281,7 +255,7 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
 
     outer = read_outer(facts["outer"]) or default_outer(journal.settings, facts["nodes"])
     with progress("updates", len(journal.updates)) as shown:
-        theta = replay(journal, start, gradient, outer, full=facts["nodes"], on_update=shown)
+        theta = replay(journal, layout.flat(network), gradient, outer, full=facts["nodes"], on_update=shown)
     if out is not None:
         torch.save({"theta": theta, "version": len(journal.updates)}, out)
     digest = weights_hash(theta)
@@ -291,3 +265,323 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
 def weights_hash(theta: Tensor) -> str:
     """Return a short hash of the bits of the weights."""
     return hashlib.blake2b(theta.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def status_table(status: dict[str, Any]) -> Table:
+    """Return a table with one line per node, in 80 columns."""
+    table = plain_table(_head(status), ("node", "workers", "rounds seen", "behind", "step", "MB up", "MB down"))
+    for node in status["nodes"]:
+        table.add_row(
+            str(node["node"]), str(node["alive"]), str(node["seen"]),
+            "idle" if node["behind"] < 0 else str(node["behind"]), f"{node['step_seconds']:.3f} s",
+            f"{node['up_bytes'] / 1e6:.1f}", f"{node['down_bytes'] / 1e6:.1f}",
+        )  # fmt: skip
+    counters = status["counters"]
+    words = [f"{name} {counters[name]}" for name in ("joined", "left", "late", "lost") if name in counters]
+    for shard in status["shards"]:
+        bytes_ = f"{shard['up_bytes'] / 1e6:.1f} MB up, {shard['down_bytes'] / 1e6:.1f} down"
+        words.append(f"shard {shard['index']} " + (bytes_ if shard["there"] else "has not connected yet"))
+    table.caption = "; ".join(words)
+    return table
+
+
+def _head(status: dict[str, Any]) -> str:
+    loss = status["loss"]
+    rate = status["gradients"] / max(status["seconds"], 1e-9)
+    return (
+        f"version {status['version']}, {status['gradients']} gradients, {rate:.1f}/s, staleness "
+        f"{status['mean_staleness']:.2f}" + (f", loss {loss:.3f}" if loss is not None else "")
+    )
+
+
+class Screen:
+    """The output of a server's run on stderr: a table that follows its status, and lines that stay above it.
+
+    Without a terminal there is no table, but a status line from time to time.
+    """
+
+    def __init__(self, table: Live | None, console: Console) -> None:
+        self._table, self._console = table, console
+        self._told = time.monotonic()
+
+    def status(self, status: dict[str, Any]) -> None:
+        """Show the status, unless all nodes have left: the last table with a node in it stays."""
+        if self._table is not None:
+            if status["nodes"]:
+                self._table.update(status_table(status))
+        elif time.monotonic() - self._told > EVERY_SECONDS:
+            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
+
+    def say(self, text: str) -> None:
+        self._told = time.monotonic()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def live(quiet: bool = False) -> Iterator[Screen]:
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        yield Screen(None, console)
+        return
+    with Live(console=console, refresh_per_second=2, transient=False) as table:
+        yield Screen(table, console)
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def prediction_table(rows: list[dict[str, Any]]) -> Table:
+    columns = ("scheme", "gradients/s", "updates/s", "staleness, max", "MB a gradient")
+    table = plain_table("predicted in virtual time, not measured", columns, close=True)
+    for row in rows:
+        table.add_row(
+            row["scheme"], f"{row['gradients_per_second']:.2f}", f"{row['updates_per_second']:.2f}",
+            f"{row['mean_staleness']:.2f}, {row['max_staleness']:2d}", f"{row['bytes_per_gradient'] / 1e6:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def predict(
+    settings: str, nodes: int, workers: int, step: float, spread: float, slow: dict[int, float], millions: float,
+    link: str, delay: str, seconds: float, seed: int, shards: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
+    check_shards(shards)
+    for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value:g}")
+    if spread < 0 or nodes < 1 or workers < 1:
+        raise ValueError("--spread must not be negative, --nodes and --workers at least 1")
+    bits, latency = lab.parse_rate(link), lab.parse_delay(delay)
+    payload, wire = int(4e6 * millions), Link(latency, bits)
+
+    def step_seconds(node: int, worker: int, number: int, rng: random.Random) -> float:
+        return step * slow.get(node, 1.0) * rng.lognormvariate(0.0, spread)
+
+    rows = []
+    for text in dict.fromkeys([settings, "asp", "bsp"]):
+        chosen = replace(preset(text), start_nodes=nodes)
+        trace = simulate(
+            chosen, nodes=nodes, workers=workers, seconds=seconds, step_seconds=step_seconds, link=wire,
+            server_link=wire, payload_bytes=payload, seed=seed, shards=shards,
+        )  # fmt: skip
+        ages = trace.staleness()
+        batches = trace.gradients * chosen.local_update.steps
+        mean = sum(age * n for age, n in ages.items()) / max(1, sum(ages.values()))
+        traffic = (trace.bytes_up + trace.bytes_down) / max(1, batches)
+        rates = batches / trace.seconds, len(trace.updates) / trace.seconds
+        rows.append(_row(text, *rates, mean, max(ages, default=0), traffic))
+    exchange = hierarchical_seconds(payload, nodes, bits, latency)
+    period = synchronous_step_seconds(step_seconds, nodes, workers, exchange, seed=seed)
+    traffic = hierarchical_bytes(payload, nodes, workers)
+    return [*rows, _row("hierarchical all-reduce", nodes * workers / period, 1 / period, 0.0, 0, traffic)]
+
+
+def _row(scheme: str, gradients: float, updates: float, mean: float, most: int, traffic: float) -> dict[str, Any]:
+    return {
+        "scheme": scheme,
+        "gradients_per_second": gradients,
+        "updates_per_second": updates,
+        "mean_staleness": mean,
+        "max_staleness": most,
+        "bytes_per_gradient": traffic,
+    }
+
+
+def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
+    """Return bytes per gradient, sent and received by all cards together, for a ring over nodes after a sum in each.
+
+    Example:
+        >>> hierarchical_bytes(4e6, 4, 4)
+        1500000.0
+    """
+    return 2 * model_bytes * (nodes - 1) / (nodes * workers)
+
+
+def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
+    """Return the time of a ring all-reduce over the nodes' network cards, without the work inside a node."""
+    check_number("bits_per_second", bits_per_second)
+    return 2 * (nodes - 1) * (model_bytes * 8 / nodes / bits_per_second + latency_seconds)
+
+
+def synchronous_step_seconds(
+    step_seconds: Callable[[int, int, int, random.Random], float], nodes: int, workers: int, exchange_seconds: float, *,
+    draws: int = 200, seed: int = 0,
+) -> float:  # fmt: skip
+    """Return the mean time of a synchronous step: the slowest worker plus the exchange that nothing hides."""
+    rng, total = random.Random(seed), 0.0
+    for step in range(draws):
+        slowest = max(step_seconds(node, worker, step, rng) for node in range(nodes) for worker in range(workers))
+        total += slowest + max(0.0, exchange_seconds - BACKWARD_SHARE * slowest)
+    return total / draws
+
+
+# --- the lab ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    """What to run; see the options of the verb."""
+
+    model: str
+    settings: str
+    outer: str
+    nodes: int
+    workers: int
+    link: str
+    delay: str
+    pace: float
+    slow: list[tuple[int, float]]
+    kill: list[tuple[int, float]]
+    updates: int | None
+    gradients: int | None
+    seconds: float | None
+    evaluate_every: int
+    journal: str | None
+    seed: int
+    timeout: float
+    shards: int = 0
+    keys: str | None = None
+
+    def keys_of(self, name: str) -> Path | None:
+        return None if self.keys is None else Path(self.keys) / name
+
+    def check_keys(self) -> None:
+        names = ["server", *(f"shard{i}" for i in range(self.shards)), *(f"node{i}" for i in range(self.nodes))]
+        missing = [name for name in names if (own := self.keys_of(name)) and not (own / "identity.crt").is_file()]
+        if missing:
+            command = f"thinwire keys new {self.keys} --names {','.join(missing)}"
+            host = f" --host {Network.address(0)}" if "server" in missing else ""
+            raise ValueError(f"{self.keys} has no identity for {', '.join(missing)}: run {command}{host}")
+
+    def __str__(self) -> str:
+        ends = ((self.seconds, "s of training"), (self.updates, "updates"), (self.gradients, "gradients"))
+        most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
+        shards = f"{self.shards} shards, " if self.shards else ""
+        return (
+            f"a server, {shards}{self.nodes} nodes of {self.workers} worker(s), link {self.link}: "
+            f"{self.model} with {self.settings}, {most}"
+        )
+
+
+def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
+    """Run it, with the server's table, or a line from time to time, on stderr."""
+    check_words(spec.model, spec.settings, spec.outer, spec.nodes, spec.shards)
+    spec.check_keys()
+    first = 1 + spec.shards  # the rank of node 0
+    cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
+    result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
+    with live(quiet) as screen:
+        screen.say(f"starting {spec}")
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank != 0:
+                return
+            if "begun" in event:
+                screen.say("first update: seconds count from here")
+            elif "loss_at" in event:
+                seconds, gradients, value = event["loss_at"]
+                result["losses"].append(event["loss_at"])
+                screen.say(f"{seconds:.0f} s: held-out loss {value:.3f} after {gradients} gradients")
+            elif "weights" in event:
+                result["weights"] = event["weights"]
+            else:
+                result["status"] = event
+                screen.status(event)
+
+        def on_fault(what: lab.Happening) -> None:
+            node = what.rank - first
+            result["happened"].append([what.seconds, node, what.what])
+            screen.say(f"{what.seconds:.0f} s: node {node} was {what.what}")
+
+        words = LastWords(on_event)
+        command = python("-m", "thinwire.systems.cli.ps_work", json.dumps(asdict(spec)))
+        launched = lab.run(
+            cluster, command, on_line=words, timeout_seconds=spec.timeout, grace_seconds=10.0,
+            faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kill],
+            faults_begin=lambda rank, text: rank == 0 and "begun" in (event_in(text)[0] or {}), on_fault=on_fault,
+        )  # fmt: skip
+    if launched.exit_codes[0] or result["status"] is None or launched.exit_code == 124:
+        raise RunFailed(words.after(f"the server ended with exit code {launched.exit_code}"))
+    result["note"] = launched.note
+    result["node_bytes"] = {"sent": launched.sent_bytes, "received": launched.received_bytes}
+    return result
+
+
+def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
+    """Draw the held-out loss against seconds since the first update, with slow nodes and events marked."""
+    seconds, _, losses = zip(*result["losses"])
+    slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slow)
+    panel = Panel(
+        "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
+        tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
+    )  # fmt: skip
+    return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.link}{slow}", (panel,))
+
+
+def main(text: str) -> None:
+    """Run one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
+    spec = LabSpec(**json.loads(text))
+    rank, server = int(os.environ["RANK"]), f"{os.environ['MASTER_ADDR']}:{PORT}"
+    # all addresses of an emulated machine; without keys, all ranks share a lab secret
+    host = "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
+    if rank == 0:
+        _serve(spec, host)
+    elif rank <= spec.shards:
+        run_shard(server, rank - 1, None, 0, None, host=host, keys=spec.keys_of(f"shard{rank - 1}"))
+    else:
+        node = rank - 1 - spec.shards
+        slowdown = max(1.0, dict(spec.slow).get(node, 1.0))
+        run_node(
+            server, spec.model, node, spec.workers, slowdown=slowdown, pace=spec.pace, seed=spec.seed,
+            keys=spec.keys_of(f"node{node}"),
+        )  # fmt: skip
+
+
+def _serve(spec: LabSpec, host: str) -> None:
+    workload = build(spec.model, spec.seed)
+    layout = Layout.of(workload.model)
+    began: list[float] = []
+
+    def held_out(seconds: float, gradients: int) -> None:
+        if (value := workload.held_out_loss()) is not None:
+            tell_event({"loss_at": [seconds, gradients, value]})
+
+    def on_update(version: int, theta: Any) -> None:
+        now = time.monotonic()
+        if not began:
+            tell_event({"begun": True})
+            held_out(0.0, 0)
+            began.append(now)
+            return
+        layout.write(theta, workload.model)
+        service.buffers.write(workload.model)
+        held_out(now - began[0], service.machine.counters["applied"])
+
+    def on_status(status: Status) -> None:
+        tell_event(status.to_dict())
+        if spec.seconds is not None and began and time.monotonic() - began[0] > spec.seconds:
+            service.stop()
+
+    service = make_service(
+        spec.model, spec.settings, spec.outer, port=PORT, host=host, keys=spec.keys_of("server"), nodes=spec.nodes,
+        shards=spec.shards, updates=spec.updates, gradients=spec.gradients, journal=spec.journal, seed=spec.seed,
+        on_update=on_update, on_update_every=spec.evaluate_every, on_status=on_status,
+    )  # fmt: skip
+    status = service.run()
+    seconds = time.monotonic() - began[0] if began else 0.0
+    tell_event({"weights": weights_hash(layout.flat(service.model))})
+    tell_event({**status.to_dict(), "training_seconds": seconds})
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except (RuntimeError, ValueError) as error:
+        if exit_code(error) is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -27,12 +27,7 @@ _Done = TypeVar("_Done", bytes, int)
 class Duplex:
     """Bytes in and out. Deadlines are points on the clock of ``time.monotonic``; ``math.inf`` means no deadline.
 
-    Args:
-        connection: the socket; it belongs to this object from now on.
-
-    Attributes:
-        shown: the other side's certificate; None without TLS.
-        sent, received: bytes that crossed the socket, including those of TLS.
+    ``shown``: the other side's certificate; None without TLS. ``sent``, ``received``: bytes that crossed the socket.
     """
 
     shown: Certificate | None = None
@@ -57,54 +52,42 @@ class Duplex:
             self.host = str(connection.getpeername()[0])
 
     def secure(self, credentials: Credentials, end: float, host: str | None = None) -> None:
-        """Use TLS from now on.
+        """Use TLS from now on; the handshake must end in time. ``host``: that was called; None: this side listens.
 
-        Args:
-            credentials: of this side.
-            end: deadline of the handshake.
-            host: the host that was called; None: this side listens.
-
-        Raises:
-            NotAdmitted: one side does not trust the other, or the other does not speak TLS.
-            PairError: the handshake was late, or the other side has gone.
+        ``NotAdmitted``: one side does not trust the other, or the other does not speak TLS.
         """
         cipher, nothing = Cipher(credentials, host), memoryview(b"")
         self._room = memoryview(bytearray(_ROOM))
         with self._in_use():
             try:
-                while not cipher.shake():
-                    self._send(memoryview(cipher.seal(nothing)), end)
+                while not cipher.handshake_step():
+                    self._send(memoryview(cipher.encrypt(nothing)), end)
                     self._feed(cipher, end)
             except NotAdmitted:
                 with contextlib.suppress(PairError):  # tell the other side why, if it still listens
-                    self._send(memoryview(cipher.seal(nothing)), min(end, end_of(1.0)))
+                    self._send(memoryview(cipher.encrypt(nothing)), min(end, end_of(1.0)))
                 raise
-            self._send(memoryview(cipher.seal(nothing)), end)
+            self._send(memoryview(cipher.encrypt(nothing)), end)
         self._cipher, self.shown = cipher, cipher.shown()
 
-    def look(self, end: float) -> bytes:
+    def peek(self, end: float) -> bytes:
         """Return the first received byte without consuming it."""
         with self._in_use():
             return self._when_ready(self._in, end, partial(self._socket.recv, 1, socket.MSG_PEEK))
 
     def read(self, size: int, end: float) -> bytes:
-        """Read exactly ``size`` bytes.
-
-        Raises:
-            PairError: they did not come in time, or the other side has gone.
-        """
+        """Read exactly ``size`` bytes. ``PairError``: they did not come in time, or the other side has gone."""
         data = bytearray(size)
         self.read_into(memoryview(data), end)
         return bytes(data)
 
     def read_into(self, view: memoryview, end: float) -> None:
-        """Fill ``view``; see :meth:`read`."""
         with self._in_use():
             cipher = self._cipher
             while view:
                 if cipher is None:
                     count = self._receive(view, end)
-                elif not (count := cipher.open_into(view)):
+                elif not (count := cipher.decrypt_into(view)):
                     self._feed(cipher, end)
                 view = view[count:]
 
@@ -115,34 +98,28 @@ class Duplex:
             cipher = self._cipher
             if cipher is None:
                 return bytes(room[: self._receive(room, end)])
-            count = cipher.open_into(room)  # what came together with the end of the handshake
+            count = cipher.decrypt_into(room)  # what came together with the end of the handshake
             if not count:
                 self._feed(cipher, end)
-                count = cipher.open_into(room)
+                count = cipher.decrypt_into(room)
             return bytes(room[:count])
 
     def write(self, data: bytes | bytearray | memoryview, end: float) -> None:
-        """Send all of it.
-
-        Raises:
-            PairError: the other side did not accept it in time, or has gone.
-        """
+        """Send all of it. ``PairError``: the other side did not accept it in time, or has gone."""
         view = memoryview(data)
         with self._in_use():
             if self._cipher is None:
                 self._send(view, end)
                 return
             while view:
-                self._send(memoryview(self._cipher.seal(view[:_BURST])), end)
+                self._send(memoryview(self._cipher.encrypt(view[:_BURST])), end)
                 view = view[_BURST:]
 
     @property
     def closed(self) -> bool:
-        """Whether this side has closed it."""
         return bool(self._closed)
 
     def fileno(self) -> int:
-        """Return the descriptor, for :func:`readable`."""
         return self._socket.fileno()
 
     def _feed(self, cipher: Cipher, end: float) -> None:
@@ -152,7 +129,6 @@ class Duplex:
         cipher.feed(self._room[: self._receive(self._room, end)])
 
     def _receive(self, view: memoryview, end: float) -> int:
-        """Receive some bytes from the socket, at least one."""
         count = self._when_ready(self._in, end, partial(self._socket.recv_into, view))
         self.received += count
         return count
@@ -165,7 +141,6 @@ class Duplex:
             done += count
 
     def _when_ready(self, selector: selectors.BaseSelector, end: float, go: Callable[[], _Done]) -> _Done:
-        """Call ``go`` until it does not block, and return its result."""
         while True:
             try:
                 done = go()

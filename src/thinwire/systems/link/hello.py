@@ -11,16 +11,84 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import os
 import secrets
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
+from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.duplex import Duplex
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.secret import Trust
 from thinwire.systems.link.tls import Certificate, Credentials
+
+Trust = Credentials | bytes | None
+"""Certificates on both sides, a secret that both know, or neither."""
+_LEAST = 16
+
+
+def read_secret(path: str | Path) -> bytes:
+    """Return the secret in a file, without surrounding whitespace."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"the secret in {path} cannot be read: {error.strerror}") from error
+    return _checked(content.strip(), f"the secret in {path}")
+
+
+def find_secret(given: str | bytes | None = None) -> bytes | None:
+    """Return the given secret, else the content of the file that ``THINWIRE_SECRET_FILE`` names, else None."""
+    if given is None:
+        named = os.environ.get(VARIABLE)
+        return read_secret(named) if named else None
+    if not isinstance(given, (str, bytes)):
+        raise ValueError(f"secret= must be a string or bytes, not a {type(given).__name__}")
+    return _checked(given.encode() if isinstance(given, str) else given, "secret=")
+
+
+def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials | None = None) -> Trust:
+    """Return the credentials from an identity's directory; without ``keys``, what :func:`find_secret` finds."""
+    if keys is None:
+        return find_secret(secret)
+    if secret is not None:
+        raise ValueError("give keys, or a secret, not both: with certificates nobody needs a secret")
+    return keys if isinstance(keys, Credentials) else Credentials.of(keys)
+
+
+def own_trust(trust: Trust) -> Trust:
+    """Return the trust between processes of one machine, which all show the same certificate."""
+    return trust.own() if isinstance(trust, Credentials) else trust
+
+
+def _checked(secret: bytes, where: str) -> bytes:
+    if len(secret) < _LEAST:
+        raise ValueError(
+            f"{where} has {len(secret)} bytes and needs at least {_LEAST}: "
+            'make one with python -c "import secrets; print(secrets.token_hex())"'
+        )
+    return secret
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach that address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_host(host: str, trust: Trust, insecure: bool) -> None:
+    """Refuse an address that others can reach if neither keys nor a secret keep strangers out."""
+    if trust is None and not insecure and not is_loopback(host):
+        raise ValueError(
+            f"whoever reaches {host} could take part in this training: give each of its processes keys, with --keys or "
+            f"keys= (thinwire keys new makes them), or all of them one secret, with --secret-file FILE, {VARIABLE} or "
+            "secret=; or let everybody in with --insecure, or insecure=True"
+        )
+
 
 VERSION = 1
 NOTES, FRAMES, TENSORS = 0, 1, 2
@@ -28,7 +96,7 @@ ROLES = ("node", "shard", "worker")
 TOKEN_BYTES = 16
 
 _MAGIC = b"thinwire"
-_KNOCK = struct.Struct(f"<8sHBBq{TOKEN_BYTES}s32s")  # magic, version, channel, role, number, token, nonce
+_FIRST = struct.Struct(f"<8sHBBq{TOKEN_BYTES}s32s")  # magic, version, channel, role, number, token, nonce
 _ANSWER = struct.Struct("<8sHB32s")  # magic, version, what is required, nonce
 _PROOF = struct.Struct("<32s")
 _VERDICT = struct.Struct("<B32s")
@@ -38,7 +106,7 @@ _OF_TLS = b"\x16"  # the first byte of a TLS handshake
 
 
 @dataclass(frozen=True)
-class Badge:
+class PeerIdentity:
     """A process's role, its number in that role, what it proves that with, and the certificate it showed."""
 
     role: str
@@ -47,45 +115,35 @@ class Badge:
     shown: Certificate | None = None
 
 
-def check_badge(badge: Badge, role: str, number: int) -> None:
+def check_identity(identity: PeerIdentity, role: str, number: int) -> None:
     """Raise ``ValueError`` if a process claims another role or number than in its hello."""
-    if (badge.role, badge.number) != (role, number):
-        raise ValueError(f"it connected as {badge.role} {badge.number} but speaks as {role} {number}")
+    if (identity.role, identity.number) != (role, number):
+        raise ValueError(f"it connected as {identity.role} {identity.number} but speaks as {role} {number}")
 
 
 @dataclass(frozen=True)
-class Knock:
+class Introduction:
     """What a caller wants: a channel of the pair named ``token``. ``words``: all bytes exchanged before the proofs."""
 
-    badge: Badge
+    identity: PeerIdentity
     channel: int
     token: bytes
     words: bytes
 
 
-def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, host: str = "") -> None:
-    """The caller's side of the hello.
+def introduce(duplex: Duplex, identity: PeerIdentity, channel: int, token: bytes, end: float, host: str = "") -> None:
+    """The caller's side of the hello, on a connection for a channel of the peer named ``token``.
 
-    Args:
-        duplex: to the listener.
-        badge: of the caller.
-        channel: what the connection is for.
-        token: of the pair that it belongs to.
-        end: deadline.
-        host: the host that was called, if the badge has credentials.
-
-    Raises:
-        NotAdmitted: the listener has another version, requires another secret or certificate, or cannot be trusted.
-        PairError: the listener does not answer.
+    ``NotAdmitted``: the listener has another version, requires another secret or certificate, or cannot be trusted.
     """
-    if isinstance(badge.trust, Credentials):
+    if isinstance(identity.trust, Credentials):
         try:
-            duplex.secure(badge.trust, end, host)
+            duplex.secure(identity.trust, end, host)
         except NotAdmitted as error:
             raise NotAdmitted(f"{host}: {error}") from error
-    secret = _secret_of(badge.trust)
-    role = ROLES.index(badge.role)
-    first = _KNOCK.pack(_MAGIC, VERSION, channel, role, badge.number, token, secrets.token_bytes(32))
+    secret = _secret_of(identity.trust)
+    role = ROLES.index(identity.role)
+    first = _FIRST.pack(_MAGIC, VERSION, channel, role, identity.number, token, secrets.token_bytes(32))
     duplex.write(first, end)
     second = duplex.read(_ANSWER.size, end)
     magic, version, asks, _ = _ANSWER.unpack(second)
@@ -105,25 +163,20 @@ def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, 
         raise NotAdmitted(f"{duplex.host} has another secret: give both the same")
     if verdict == _NOT_ITS_NUMBER:
         raise NotAdmitted(
-            f"{badge.role} {badge.number} belongs to a name other than this certificate's, or that name has too many "
-            "numbers: use the certificate that it first used, or a number that no other name uses"
+            f"{identity.role} {identity.number} belongs to a name other than this certificate's, or that name has too "
+            "many numbers: use the certificate that it first used, or a number that no other name uses"
         )
     if verdict != _IN:
-        raise NotAdmitted(f"{duplex.host} does not accept {badge.role}s: is this the right address?")
+        raise NotAdmitted(f"{duplex.host} does not accept {identity.role}s: is this the right address?")
     if not hmac.compare_digest(proof, _proof(secret, b"listener", first + second)):
         raise NotAdmitted(f"whoever listens at {duplex.host} does not know the secret")
 
 
-def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Knock:
-    """The listener's side of the hello, until it knows the caller; :func:`admit` completes it.
-
-    Raises:
-        NotAdmitted: the caller may not connect.
-        PairError: the caller has gone, or was too slow.
-    """
+def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Introduction:
+    """The listener's side of the hello, until it knows the caller; :func:`admit` completes it."""
     secret = _secret_of(trust)
     asks = _NOTHING if secret is None else _SECRET
-    if duplex.look(end) == _OF_TLS:
+    if duplex.peek(end) == _OF_TLS:
         if not isinstance(trust, Credentials):
             duplex.read_some(end)
             duplex.write(_ANSWER.pack(_MAGIC, VERSION, asks, bytes(32)), end)  # for a caller that can read it
@@ -131,8 +184,8 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Kn
         duplex.secure(trust, end)
     elif isinstance(trust, Credentials):
         asks = _CERTIFICATE
-    first = duplex.read(_KNOCK.size, end)
-    magic, version, channel, role, number, token, _ = _KNOCK.unpack(first)
+    first = duplex.read(_FIRST.size, end)
+    magic, version, channel, role, number, token, _ = _FIRST.unpack(first)
     if magic != _MAGIC:
         raise NotAdmitted("it does not speak our protocol")
     second = _ANSWER.pack(_MAGIC, VERSION, asks, secrets.token_bytes(32))
@@ -153,20 +206,16 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Kn
     if role >= len(ROLES) or ROLES[role] not in roles or channel not in (NOTES, FRAMES, TENSORS):
         duplex.write(_VERDICT.pack(_WRONG_ROLE, bytes(32)), end)
         raise NotAdmitted("it connects in a role that is not accepted here")
-    return Knock(Badge(ROLES[role], number, shown=duplex.shown), channel, token, first + second)
+    return Introduction(PeerIdentity(ROLES[role], number, shown=duplex.shown), channel, token, first + second)
 
 
-def admit(duplex: Duplex, heard: Knock, trust: Trust, end: float) -> None:
+def admit(duplex: Duplex, heard: Introduction, trust: Trust, end: float) -> None:
     """Tell the caller that it is accepted, and prove that this side knows the secret too."""
     duplex.write(_VERDICT.pack(_IN, _proof(_secret_of(trust), b"listener", heard.words)), end)
 
 
 def refuse(duplex: Duplex, end: float) -> NoReturn:
-    """Tell the caller that its number belongs to another name.
-
-    Raises:
-        NotAdmitted: always.
-    """
+    """Tell the caller that its number belongs to another name. ``NotAdmitted``: always."""
     duplex.write(_VERDICT.pack(_NOT_ITS_NUMBER, bytes(32)), end)
     raise NotAdmitted("it uses a number that belongs to another name")
 

@@ -1,59 +1,158 @@
-"""The listening side of a connection."""
+"""Both ends of connecting: the listening side, which bounds unknown connections, and the calling side."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import secrets
+import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from thinwire.systems.link.door import HELLO_SECONDS, Door
-from thinwire.systems.link.duplex import Duplex
+from thinwire.core.sockets import not_for_children
+from thinwire.systems.link.duplex import Duplex, dial
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import FRAMES, NOTES, Badge, Knock, admit, hear, refuse
-from thinwire.systems.link.pair import Pair
-from thinwire.systems.link.secret import Trust, check_host
+from thinwire.systems.link.hello import (
+    FRAMES,
+    NOTES,
+    TENSORS,
+    TOKEN_BYTES,
+    Introduction,
+    PeerIdentity,
+    Trust,
+    admit,
+    check_host,
+    hear,
+    introduce,
+    refuse,
+)
+from thinwire.systems.link.peer import Peer
 
-NOTES_SIZE = struct.Struct("<I")
-_LINES_SECONDS = 1.0
+HELLO_SECONDS = 10.0
+MOST_UNKNOWN = 128
 MOST_NUMBERS = 64  # of one certificate name
+_LINES_SECONDS = 1.0
+_MOST_NOTES = 1 << 24
+_NOTES_SIZE = struct.Struct("<I")
 
 logger = logging.getLogger("thinwire")
 
-Came = Callable[[Pair, bytes], None]
-"""Called with a new pair and its first frame."""
+
+class ListeningPort:
+    """Handles new connections concurrently, one thread each, so that a silent one delays nobody.
+
+    Args:
+        hear: called in a new thread for each new connection, with the connection and its deadline; must not raise.
+        seconds: for a whole hello.
+        most: if more hellos than this are unfinished, the oldest connection is closed.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        host: str,
+        hear: Callable[[Duplex, float], None],
+        seconds: float = HELLO_SECONDS,
+        most: int = MOST_UNKNOWN,
+    ) -> None:
+        check_port(port)
+        self._hear, self._seconds, self._most = hear, seconds, most
+        self._unknown: dict[Duplex, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+        try:
+            server = socket.create_server((host, port), backlog=MOST_UNKNOWN)
+        except OSError as error:
+            advice = "choose another or end the program using it" if port else "is that an address of this machine?"
+            raise PairError(f"port {port} of {host} cannot be used ({error.strerror}): {advice}") from error
+        self._server: socket.socket | None = not_for_children(server)
+        self.port = int(server.getsockname()[1])
+
+    def open(self) -> None:
+        threading.Thread(target=self._accept, args=(self._server,), name="thinwire-accept", daemon=True).start()
+
+    def forget(self, duplex: Duplex) -> None:
+        """Note that a connection has identified itself."""
+        with self._lock:
+            self._unknown.pop(duplex, None)
+
+    @property
+    def closed(self) -> bool:
+        return self._server is None
+
+    def close(self) -> None:
+        """Give the port back, and close all unidentified connections."""
+        with self._lock:
+            server, self._server = self._server, None
+            unknown = list(self._unknown)
+        if server is None:
+            return
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        for duplex in unknown:
+            duplex.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        while not self.closed:
+            try:
+                connection, _ = server.accept()
+                duplex = Duplex(connection)
+            except OSError:  # closed, or the process has no descriptors left
+                time.sleep(0.01)
+                continue
+            with self._lock:
+                if self.closed:
+                    duplex.close()
+                    return
+                if len(self._unknown) >= self._most:
+                    oldest = next(iter(self._unknown))
+                    del self._unknown[oldest]
+                    # while the lock is held: a connection that has been forgotten must not be closed for this reason
+                    oldest.close(f"{self._most} others connected before it had said hello")
+                self._unknown[duplex] = None
+            try:
+                threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()
+            except RuntimeError as error:  # perhaps no threads left; the caller will try again
+                self.forget(duplex)
+                duplex.close(str(error))
+
+    def _meet(self, duplex: Duplex) -> None:
+        try:
+            self._hear(duplex, time.monotonic() + self._seconds)
+        finally:
+            self.forget(duplex)
+
+
+def check_port(port: int, least: int = 0) -> None:
+    if isinstance(port, bool) or not isinstance(port, int) or not least <= port <= 65535:
+        raise ValueError(f"port={port!r} must be a whole number from {least} to 65535")
 
 
 @dataclass(eq=False)
 class _Half:
-    """A pair whose connection for frames is there, but not yet the one for tensors."""
+    """A peer whose connection for frames is there, but not yet the one for tensors."""
 
-    badge: Badge
+    identity: PeerIdentity
     duplex: Duplex
     first: bytes
 
 
 class Listener:
-    """Accepts callers with a certificate of its authority, or with its secret; :class:`Door` handles the others.
+    """Accepts callers with a certificate of its authority, or with its secret; a :class:`ListeningPort` bounds others.
 
     With certificates, a number in a role belongs to the name that first came with it.
 
     Args:
         port: 0 chooses a free one.
-        host: the address to listen at.
-        notes: what :class:`Meeting` reads on the other side.
+        notes: what :class:`Caller` reads on the other side.
         roles: which may connect.
-        trust: this side's credentials, or the secret of all processes of this training; None: everybody who reaches the
-            port may connect.
-        insecure: allow None even at an address that others can reach.
+        trust: None: everybody who reaches the port may connect.
+        insecure: allow that even at an address that others can reach.
         seconds: for a whole hello.
-
-    Raises:
-        PairError: the port is taken.
-        ValueError: the port is not valid, or strangers could connect.
     """
 
     def __init__(
@@ -68,29 +167,28 @@ class Listener:
         seconds: float = HELLO_SECONDS,
     ) -> None:
         check_host(host, trust, insecure)
-        self._roles, self._trust = roles, trust
-        self._notes = dict(notes or {})
-        self._came: Came | None = None
+        self._roles, self._trust, self._notes = roles, trust, dict(notes or {})
+        self._came: Callable[[Peer, bytes], None] | None = None
         self._hello_bytes = 0
         self._halves: dict[bytes, _Half] = {}
         self._owners: dict[tuple[str, int], str] = {}
         self._changed = threading.Condition()
         self._said, self._unsaid = 0.0, 0
-        self._door = Door(port, host, self._meet, seconds)
-        self.port = self._door.port
-        self._door.open()
+        self._listening = ListeningPort(port, host, self._meet, seconds)
+        self.port = self._listening.port
+        self._listening.open()
 
     def note(self, key: str, value: str) -> None:
         """Set a note, replacing an earlier one with the same key."""
         with self._changed:
             self._notes[key] = value
 
-    def serve(self, came: Came, hello_bytes: int) -> None:
+    def serve(self, came: Callable[[Peer, bytes], None], hello_bytes: int) -> None:
         """Accept all callers, those that wait already and those to come, each in its own thread.
 
         Args:
-            came: called with each pair and its first frame; if it raises ``ValueError`` or ``RuntimeError``, the pair
-                is closed.
+            came: called with each peer and its first frame; if it raises ``ValueError`` or ``RuntimeError``, the peer
+                is sent away.
             hello_bytes: size of that frame.
         """
         with self._changed:
@@ -99,7 +197,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept nobody any more, and give the port back."""
-        self._door.close()
+        self._listening.close()
         with self._changed:
             self._changed.notify_all()
 
@@ -108,15 +206,15 @@ class Listener:
     def _meet(self, duplex: Duplex, end: float) -> None:
         try:
             heard = hear(duplex, self._roles, self._trust, end)
-            if not self._is_its_own(heard.badge):
+            if not self._is_its_own(heard.identity):
                 refuse(duplex, end)
             if self._trust is not None:
-                self._door.forget(duplex)
+                self._listening.forget(duplex)
             if heard.channel == NOTES:
                 admit(duplex, heard, self._trust, end)
                 with self._changed:
                     notes = json.dumps(self._notes).encode()
-                duplex.write(NOTES_SIZE.pack(len(notes)) + notes, end)
+                duplex.write(_NOTES_SIZE.pack(len(notes)) + notes, end)
                 duplex.close()
             elif heard.channel == FRAMES:
                 self._hold(duplex, heard, end)
@@ -129,25 +227,25 @@ class Listener:
             logger.debug("%s was not let in: %s", duplex.host, error)
             duplex.close()
 
-    def _is_its_own(self, badge: Badge) -> bool:
+    def _is_its_own(self, identity: PeerIdentity) -> bool:
         """Return whether a certificate's name owns its number; the first name that uses a number owns it."""
-        if badge.shown is None:
+        if identity.shown is None:
             return True
-        place, name = (badge.role, badge.number), badge.shown.name
+        place, name = (identity.role, identity.number), identity.shown.name
         with self._changed:
             if place not in self._owners and sum(owner == name for owner in self._owners.values()) >= MOST_NUMBERS:
                 return False
             return self._owners.setdefault(place, name) == name
 
-    def _hold(self, duplex: Duplex, heard: Knock, end: float) -> None:
+    def _hold(self, duplex: Duplex, heard: Introduction, end: float) -> None:
         """Read the first frame, and keep the connection until the one for tensors comes."""
         with self._changed:
             self._wait(lambda: self._came is not None, end)
         admit(duplex, heard, self._trust, end)
-        half = _Half(heard.badge, duplex, duplex.read(self._hello_bytes, end))
+        half = _Half(heard.identity, duplex, duplex.read(self._hello_bytes, end))
         with self._changed:
             if heard.token in self._halves:
-                raise PairError("this pair already exists")
+                raise PairError("this peer is already here")
             self._halves[heard.token] = half
             self._changed.notify_all()
             try:
@@ -157,31 +255,30 @@ class Listener:
                     del self._halves[heard.token]
                     raise
 
-    def _join(self, duplex: Duplex, heard: Knock, end: float) -> None:
-        """Handle the second connection of a pair, which is then complete."""
+    def _join(self, duplex: Duplex, heard: Introduction, end: float) -> None:
+        """Handle the second connection of a peer, which is then complete."""
         with self._changed:
             self._wait(lambda: heard.token in self._halves, end)
             half = self._halves[heard.token]
-            if half.badge != heard.badge:
+            if half.identity != heard.identity:
                 raise NotAdmitted("it asks for the tensors of another process")
             admit(duplex, heard, self._trust, end)
             del self._halves[heard.token]
             for ours in (duplex, half.duplex):
-                self._door.forget(ours)
+                self._listening.forget(ours)
             self._changed.notify_all()
             came = self._came
         assert came is not None
-        pair = Pair(half.duplex, duplex, half.badge)
+        peer = Peer(half.duplex, duplex, half.identity)
         try:
-            came(pair, half.first)
+            came(peer, half.first)
         except (ValueError, RuntimeError) as error:
-            pair.close()
+            peer.close()
             self._say(f"turned away {duplex.host}: {error}")
 
     def _wait(self, ready: Callable[[], bool], end: float) -> None:
-        """Wait until ``ready()``; the lock is held."""
-        self._changed.wait_for(lambda: self._door.closed or ready(), max(0.0, end - time.monotonic()))
-        if self._door.closed or not ready():
+        self._changed.wait_for(lambda: self._listening.closed or ready(), max(0.0, end - time.monotonic()))
+        if self._listening.closed or not ready():
             raise PairError("it took too long, or this side has closed")
 
     def _say(self, words: str) -> None:
@@ -193,3 +290,109 @@ class Listener:
                 return
             self._said, others, self._unsaid = now, self._unsaid, 0
         logger.warning("%s%s", words, f" (and {others} more before it)" if others else "")
+
+
+# --- the calling side -------------------------------------------------------------------------------------------------
+
+
+class Caller:
+    """A listener's address ``host:port``, and its notes when last read.
+
+    Args:
+        seconds: the time each connection may take.
+        source: the address of this machine to connect from, if it has several; None: the system chooses.
+
+    Attributes:
+        found_at: the IP address that the connection reached.
+
+    Raises:
+        NotAdmitted: it does not let this process in.
+        PairError: nobody listens there now.
+    """
+
+    def __init__(
+        self, address: str, identity: PeerIdentity, seconds: float = HELLO_SECONDS, source: str | None = None
+    ) -> None:
+        self._host, self._port = split_address(address)
+        self._identity, self._seconds, self._source = identity, seconds, source
+        self._notes: dict[str, str] = {}
+        self.found_at = ""
+        self.refresh()
+
+    def refresh(self) -> None:
+        end, who = time.monotonic() + self._seconds, f"{self._host} has no notes: is it a thinwire server?"
+        try:
+            duplex = _call(self._host, self._port, self._identity, NOTES, bytes(TOKEN_BYTES), end, self._source)
+        except NotAdmitted:
+            raise
+        except (OSError, PairError) as error:
+            raise PairError(f"nobody listens at {self._host}:{self._port} ({error})") from error
+        try:
+            (size,) = _NOTES_SIZE.unpack(duplex.read(_NOTES_SIZE.size, end))
+            if size > _MOST_NOTES:
+                raise PairError(f"{self._host} has notes of {size} bytes: is it a thinwire server?")
+            notes = json.loads(duplex.read(size, end))
+            if not isinstance(notes, dict):
+                raise PairError(who)
+            self._notes, self.found_at = notes, duplex.host
+        except (RecursionError, ValueError) as error:
+            raise PairError(who) from error
+        finally:
+            duplex.close()
+
+    def note(self, key: str) -> str:
+        if not isinstance(found := self._notes.get(key), str):
+            raise PairError(f"{self._host} does not give its {key}: is it a thinwire server?")
+        return found
+
+    def connect(self, hello: bytes) -> Peer:
+        return connect(self._host, self._port, hello, self._identity, self._seconds, self._source)
+
+
+def connect(
+    host: str,
+    port: int,
+    hello: bytes,
+    identity: PeerIdentity,
+    seconds: float = HELLO_SECONDS,
+    source: str | None = None,
+) -> Peer:
+    """Connect to a listener, with ``hello`` as the first frame.
+
+    ``NotAdmitted``: the listener does not let this process in. ``PairError``: nobody listens, or the listener does not
+    accept the connection.
+    """
+    end, token = time.monotonic() + seconds, secrets.token_bytes(TOKEN_BYTES)
+    opened: list[Duplex] = []
+    try:
+        opened.append(_call(host, port, identity, FRAMES, token, end, source))
+        opened[0].write(hello, end)
+        opened.append(_call(host, port, identity, TENSORS, token, end, source))
+    except (OSError, PairError) as error:
+        for duplex in opened:
+            duplex.close()
+        if isinstance(error, NotAdmitted):
+            raise
+        raise PairError(f"{host} did not let this process in ({error})") from error
+    return Peer(opened[0], opened[1], PeerIdentity("listener", 0))
+
+
+def _call(
+    host: str, port: int, identity: PeerIdentity, channel: int, token: bytes, end: float, source: str | None
+) -> Duplex:
+    own = None if source is None else (source, 0)
+    duplex = dial(host, port, max(0.001, end - time.monotonic()), own)
+    try:
+        introduce(duplex, identity, channel, token, end, host)
+    except PairError:
+        duplex.close()
+        raise
+    return duplex
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``host:port`` into its two values. ``ValueError``: the text has another form."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(f"address {address!r} is not a host:port, such as 10.0.0.1:29400")
+    return host, int(port)

@@ -70,11 +70,7 @@ class Credentials:
 
     @cached_property
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """The standard library's contexts: for the side that calls, and for the side that listens.
-
-        Raises:
-            ValueError: the files do not belong together.
-        """
+        """The standard library's contexts: for the side that calls, and for the side that listens."""
         calls, listens = (ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
         calls.check_hostname, calls.hostname_checks_common_name = self.fingerprint is None, False
         listens.num_tickets = 0  # no resumption of TLS sessions, so no tickets are sent
@@ -92,9 +88,7 @@ class Credentials:
 class Cipher:
     """TLS over memory, without a socket. One thread may encrypt while another decrypts.
 
-    Args:
-        credentials: of this side.
-        host: the host that was called, which the other side's certificate must name; None: this side listens.
+    ``host``: that was called, which the other side's certificate must name; None: this side listens.
     """
 
     def __init__(self, credentials: Credentials, host: str | None) -> None:
@@ -105,12 +99,8 @@ class Cipher:
         )
         self._lock = threading.Lock()  # OpenSSL's object must not be used by two threads at once
 
-    def shake(self) -> bool:
-        """Continue the handshake; return whether it is complete.
-
-        Raises:
-            NotAdmitted: one side does not trust the other, or the other does not speak TLS.
-        """
+    def handshake_step(self) -> bool:
+        """Continue the handshake; return whether it is complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -132,7 +122,7 @@ class Cipher:
         fingerprint = _fingerprint(self._tls.getpeercert(True) or b"")
         return Certificate(str(names[0]) if names else fingerprint, fingerprint)
 
-    def seal(self, data: memoryview) -> bytes:
+    def encrypt(self, data: memoryview) -> bytes:
         """Encrypt ``data``; return the bytes to send, including outstanding ones of the handshake."""
         with self._lock:
             if data:
@@ -140,16 +130,11 @@ class Cipher:
             return self._leaving.read()
 
     def feed(self, data: memoryview) -> None:
-        """Take bytes received from the socket."""
         with self._lock:
             self._arrived.write(data)
 
-    def open_into(self, view: memoryview) -> int:
-        """Decrypt received data into ``view`` and return the number of bytes; an incomplete record waits.
-
-        Raises:
-            NotAdmitted: the other side refuses this one, or the data was not sent by it.
-        """
+    def decrypt_into(self, view: memoryview) -> int:
+        """Decrypt received data into ``view`` and return the number of bytes; an incomplete record waits."""
         count = 0
         with self._lock:
             while count < len(view):

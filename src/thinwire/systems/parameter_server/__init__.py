@@ -4,20 +4,19 @@ Not here: the synchronous exchange (``engine``), virtual clocks (``planner``) an
 """
 
 from thinwire.systems.parameter_server import presets
+from thinwire.systems.parameter_server.api import run, serve, serve_shard
 from thinwire.systems.parameter_server.journal import Journal, replay
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.node import Node
 from thinwire.systems.parameter_server.outer import DelayedNesterov
 from thinwire.systems.parameter_server.presets import preset
-from thinwire.systems.parameter_server.roster import ShardLost
-from thinwire.systems.parameter_server.scenario import Fault, Link
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.service import Service
-from thinwire.systems.parameter_server.session import run, serve, serve_shard
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shard import Shard, ShardRefused
+from thinwire.systems.parameter_server.shards import ShardLost
 from thinwire.systems.parameter_server.status import Status
-from thinwire.systems.parameter_server.virtual import simulate
+from thinwire.systems.parameter_server.virtual import Fault, Link, simulate
 from thinwire.systems.parameter_server.worker import NodeRefused, ServerLost, Worker
 
 __all__ = [

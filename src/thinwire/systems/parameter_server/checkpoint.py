@@ -6,6 +6,7 @@ first.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from thinwire.core.checks import check_count
 from thinwire.core.durable import CheckpointDirectory, read_file, write_file
-from thinwire.systems.parameter_server.layout import Layout
-from thinwire.systems.parameter_server.slices import slices
+from thinwire.systems.parameter_server.layout import Layout, slices
+
+logger = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,8 @@ class Saved:
     Attributes:
         theta: weights, ``[D]``; in a shard's checkpoint: its slice; in the checkpoint of a server with shards: empty.
         optimizer: its ``state_dict``.
-        version: number of updates applied.
         next_member: higher than every member number given out so far.
         positions: node -> next step of its workers' data.
-        counters: the server's.
         layout: JSON of the model's layout.
         buffers: moving averages of the model's buffers, ``[B]``, if it has any.
         shards: k, 0 if the weights are not in shards; index: of the shard, -1 for the server.
@@ -50,11 +50,6 @@ class Saved:
 
 
 def prepare(directory: str | Path) -> None:
-    """Create the directory for checkpoints.
-
-    Raises:
-        ValueError: it cannot be created.
-    """
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -62,14 +57,9 @@ def prepare(directory: str | Path) -> None:
 
 
 def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
-    """Write a complete checkpoint or none. One older checkpoint is kept.
+    """Write a complete checkpoint or none; if that fails, existing ones are unchanged. One older checkpoint is kept.
 
-    Args:
-        whole: version of the older one to keep, because other processes' checkpoints belong to it; None: the newest.
-
-    Raises:
-        OSError: it could not be written; the existing checkpoints are unchanged.
-        ValueError: the optimizer's state holds what could not be read again.
+    ``whole``: its version, because other processes' checkpoints belong to it; None: the newest.
     """
     kept = kept_in(directory, saved.index)
     try:
@@ -82,21 +72,13 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
 
 
 def load(directory: str | Path) -> Saved | None:
-    """Return the newest checkpoint; None if there is none.
-
-    Raises:
-        ValueError: the file is not a server's checkpoint, or is damaged.
-    """
+    """Return the newest checkpoint; None if there is none."""
     paths = list(kept_in(directory).found().values())
     return _read(paths[-1]) if paths else None
 
 
 def load_slice(directory: str | Path, version: int, index: int, shards: int, run: int) -> Saved:
-    """Return a shard's checkpoint of exactly this version; remove newer ones, which the server did not complete.
-
-    Raises:
-        ValueError: it is not there, or belongs to another shard or training.
-    """
+    """Return a shard's checkpoint of exactly this version; remove newer ones, which the server did not complete."""
     kept = kept_in(directory, index)
     paths = kept.found()
     advice = f"give shard {index} the directory that it had"
@@ -154,3 +136,57 @@ def _check_flat(name: str, x: object, numel: int, dtype: torch.dtype) -> None:
 def kept_in(directory: str | Path, index: int = -1) -> CheckpointDirectory:
     """Return the checkpoint directory of the server, or of shard ``index``."""
     return CheckpointDirectory(directory, "version" if index < 0 else f"shard-{index}-version", 2, suffix=".pt")
+
+
+class Saves:
+    """Checkpoints of a server in a directory; None: nothing is saved, and the server starts over.
+
+    Attributes:
+        resumed: version that the server continues from, 0 if it starts over.
+        fresh: whether it starts over, for lack of a checkpoint.
+        unsaved: the reason why the final weights are in no checkpoint although they should be.
+    """
+
+    def __init__(self, directory: str | Path | None, every: int) -> None:
+        check_count("checkpoint_every", every)
+        if directory is not None:
+            prepare(directory)
+        self.directory, self._every = directory, every
+        self.resumed, self.fresh = 0, True
+        self.unsaved: str | None = None
+
+    def load(self, layout: Layout, shards: int) -> Saved | None:
+        """Return what the server continues from; None if it starts over."""
+        saved = load(self.directory) if self.directory is not None else None
+        if saved is None:
+            return None
+        if saved.layout != layout.to_json():
+            layout.check(Layout.from_json(saved.layout))
+        if saved.shards != shards:
+            raise ValueError(
+                f"the checkpoint in {self.directory} holds a model in {saved.shards} shards, not {shards}: start the "
+                f"server with the same number (shards=, or --shards)"
+            )
+        self.resumed, self.fresh = saved.version, False
+        return saved
+
+    def due(self, version: int) -> bool:
+        return self.directory is not None and version % self._every == 0
+
+    def failed(self, why: str) -> None:
+        """Warn that a checkpoint could not be written; training goes on."""
+        logger.warning("%s; %s", why, self._next_start())
+
+    def check_last(self, version: int) -> None:
+        """Set ``unsaved``, and warn, if the final weights, those of ``version``, were not saved."""
+        assert self.directory is not None
+        if max(kept_in(self.directory).found(), default=-1) < version:
+            missing = f"the weights of version {version} are in no checkpoint in {self.directory}"
+            self.unsaved = f"{missing}; {self._next_start()}"
+            logger.warning("%s; the model holds the last weights: save them elsewhere", self.unsaved)
+
+    def _next_start(self) -> str:
+        assert self.directory is not None
+        there = kept_in(self.directory).found()
+        start = f"continues from version {max(there)}" if there else "starts over"
+        return f"a server that is started again {start}"

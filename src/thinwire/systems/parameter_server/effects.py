@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire.systems.parameter_server.messages import Message, Row
@@ -64,14 +64,9 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A sum that goes into an update.
+    """A sum that goes into an update: ``scale`` times its tensor, which adds ``weight`` to the divisor.
 
-    Attributes:
-        node, member: where it came from.
-        rows: the gradients in it.
-        scale: factor for the tensor.
-        weight: what it adds to the divisor.
-        tensor: the sum; None if all gradients were dropped, or if the state machines run without tensors.
+    The tensor is None if all gradients were dropped, or if the state machines run without tensors.
     """
 
     node: int
@@ -79,7 +74,7 @@ class Contribution:
     rows: tuple[Row, ...]
     scale: float
     weight: float
-    tensor: Any
+    tensor: Any = None
 
 
 @dataclass(frozen=True)
@@ -102,15 +97,6 @@ class Forget:
     """A member has gone: close its connection."""
 
     member: int
-    reason: str
 
 
-@dataclass(frozen=True)
-class Log:
-    """An event for the log."""
-
-    event: str
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-Effect = Send | Report | Start | Join | Leave | GiveUp | Refuse | Apply | Drop | Forget | Log
+Effect = Send | Report | Start | Join | Leave | GiveUp | Refuse | Apply | Drop | Forget

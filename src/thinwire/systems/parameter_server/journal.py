@@ -5,45 +5,32 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from thinwire.core.durable import write_whole
-from thinwire.systems.parameter_server.aggregate import Aggregator
 from thinwire.systems.parameter_server.effects import Apply, Contribution
-from thinwire.systems.parameter_server.local_work import LocalWork
+from thinwire.systems.parameter_server.leader import Aggregator
 from thinwire.systems.parameter_server.messages import Row
-from thinwire.systems.parameter_server.outer import Master, Outer
+from thinwire.systems.parameter_server.outer import FlatWeights, Outer
 from thinwire.systems.parameter_server.settings import Settings
-
-
-@dataclass(frozen=True)
-class Part:
-    """One contribution of an update, without its tensor."""
-
-    node: int
-    member: int
-    scale: float
-    weight: float
-    rows: tuple[Row, ...]
+from thinwire.systems.parameter_server.worker import LocalWork
 
 
 @dataclass(frozen=True)
 class Update:
-    """One line: the update that made ``version`` + 1, and when (seconds)."""
+    """One line: the update that made ``version`` + 1, when (seconds), and its contributions without their tensors."""
 
     version: int
     at_seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[Contribution, ...]
 
     @classmethod
     def of(cls, effect: Apply, at_seconds: float) -> Update:
-        """Return the update that an ``Apply`` makes."""
-        parts = (Part(p.node, p.member, p.scale, p.weight, p.rows) for p in effect.contributions)
-        return cls(effect.version, at_seconds, tuple(parts))
+        return cls(effect.version, at_seconds, tuple(replace(part, tensor=None) for part in effect.contributions))
 
     def to_json(self) -> str:
         parts = [
@@ -56,7 +43,7 @@ class Update:
     def from_json(cls, line: str) -> Update:
         data = json.loads(line)
         parts = tuple(
-            Part(node, member, scale, weight, tuple(Row(*row) for row in rows))
+            Contribution(node, member, tuple(Row(*row) for row in rows), scale, weight)
             for node, member, scale, weight, rows in data["parts"]
         )
         return cls(int(data["version"]), float(data["at"]), parts)
@@ -96,12 +83,8 @@ class Journal:
 class JournalWriter:
     """Appends updates to a file.
 
-    Args:
-        path: an existing file keeps its updates below ``version``, and a restarted server appends to it.
-        facts: model, seeds and the like.
-
-    Raises:
-        ValueError: the file cannot be written, or exists and is not a journal.
+    ``path``: an existing file keeps its updates below ``version``, and a restarted server appends to it. ``facts``:
+    model, seeds and the like. ``ValueError``: the file cannot be written, or exists and is not a journal.
     """
 
     def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
@@ -123,8 +106,7 @@ class JournalWriter:
     def write(self, update: Update) -> None:
         """Append one update immediately.
 
-        Raises:
-            OSError: it could not be written. The file is cut after the last complete update, and closed.
+        ``OSError``: it could not be written. The file is cut after the last complete update, and closed.
         """
         try:
             self._line(update.to_json())
@@ -179,33 +161,30 @@ def replay(
         raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
     if getattr(settings.local_update, "balance", False):
         raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
-    master = Master(parameters, outer, settings, full)
-    history = {0: master.theta.clone()}
+    weights = FlatWeights(parameters, outer, settings, full)
+    history = {0: weights.snapshot}
     last_use = _last_use(journal.updates)
     work: dict[tuple[int, int], LocalWork] = {}
 
-    def compute(part: Part, row: Row) -> Tensor:
+    def compute(part: Contribution, row: Row) -> Tensor:
         mine = work.setdefault((part.node, row.worker), LocalWork(settings.local_update))
         return mine.submission(
             history[row.base], row.step, settings.local_update.steps, lambda x, i: gradient(x, part.node, row.worker, i)
         )
 
     for update in journal.updates:
-        contributions = []
-        for part in update.parts:
-            total = _again(part, update.version, settings, compute)
-            contributions.append(Contribution(part.node, part.member, part.rows, part.scale, part.weight, total))
-        master.apply(contributions)
+        weights.apply([replace(part, tensor=_again(part, update.version, settings, compute)) for part in update.parts])
         version = update.version + 1
-        history[version] = master.theta.clone()
+        history[version] = weights.snapshot
         for old in [base for base in history if last_use.get(base, -1) < version and base != version]:
             del history[old]
         on_update(version)
-    return master.theta
+    return weights.theta
 
 
-def _again(part: Part, version: int, settings: Settings, compute: Callable[[Part, Row], Tensor]) -> Tensor | None:
-    """Compute the tensor of one contribution again."""
+def _again(
+    part: Contribution, version: int, settings: Settings, compute: Callable[[Contribution, Row], Tensor]
+) -> Tensor | None:
     if settings.transfer == "push":
         return compute(part, part.rows[0]) if part.rows else None
     buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)

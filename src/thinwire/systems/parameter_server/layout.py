@@ -1,17 +1,139 @@
-"""A model's trainable parameters as one flat vector, and a check that two models have the same ones."""
+"""A model's trainable parameters as one flat vector, its buffers as another, and checks that two models are the same.
+
+Buffers that training changes, such as a batch norm's running means, are averaged with the weights, not trained.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.records import UNREADABLE
-from thinwire.systems.parameter_server.buffers import BufferLayout
+from thinwire.core.collectives.sockets import shares_memory
+from thinwire.core.records import Record
+
+_KEPT = 0.9
+
+
+def slices(numel: int, shards: int) -> tuple[slice, ...]:
+    """Cut ``[D]`` into contiguous slices, one per shard, in order, of equal size up to one element; none is empty.
+
+    Raises:
+        ValueError: there are fewer elements than shards, or no shards.
+
+    Example:
+        >>> slices(7, 2)
+        (slice(0, 3, None), slice(3, 7, None))
+    """
+    if not 1 <= shards <= numel:
+        raise ValueError(f"shards={shards!r} must be at least 1 and at most the model's {numel} elements")
+    ends = [numel * i // shards for i in range(shards + 1)]
+    return tuple(slice(first, end) for first, end in pairwise(ends))
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """A model's saved buffers as one flat vector in fp64: the ``floats`` elements of float ones, then counts."""
+
+    names: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    floats: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> BufferLayout:
+        """Return a model's layout, maybe empty.
+
+        Left out are constants (bool masks, buffers not in ``state_dict``), and complex, sparse and empty buffers.
+        """
+        saved = model.state_dict()
+        found = [(n, b) for n, b in model.named_buffers() if n in saved and b.numel() and b.dtype != torch.bool]
+        found = [(n, b) for n, b in found if not b.is_complex() and b.layout is torch.strided]
+        found.sort(key=lambda pair: not pair[1].is_floating_point())
+        floats = sum(b.numel() for _, b in found if b.is_floating_point())
+        return cls(tuple(n for n, _ in found), tuple(tuple(b.shape) for _, b in found), floats)
+
+    @property
+    def numel(self) -> int:
+        """B, the number of elements of the flat vector."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def flat(self, model: nn.Module) -> Tensor:
+        """Return a copy of the model's buffers, ``[B]`` fp64."""
+        buffers = dict(model.named_buffers())
+        return torch.cat([buffers[name].detach().reshape(-1).double() for name in self.names])
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return a vector, or rows of them, as views of one buffer each."""
+        return list(flat.split([torch.Size(shape).numel() for shape in self.shapes], dim=-1))
+
+    @torch.no_grad()
+    def write(self, flat: Tensor, model: nn.Module) -> None:
+        """Copy a flat vector into the model.
+
+        A buffer stays as it is if its new value is not finite, as a mask's, or is the old one in fp64, which does not
+        hold every large integer.
+        """
+        buffers = dict(model.named_buffers())
+        for name, shape, piece in zip(self.names, self.shapes, self.split(flat)):
+            held = buffers[name]
+            new = piece.view(shape).to(held.device)
+            if new.isfinite().all() and not torch.equal(held.double(), new):
+                if shares_memory(held):
+                    held.data = new.to(held.dtype)
+                else:
+                    held.copy_(new)
+
+    def read(self, message: Tensor) -> Tensor:
+        """View received bytes, ``uint8 [8 B]``, as a flat vector ``[B]``. ``ValueError``: the length does not fit."""
+        if message.nbytes != 8 * self.numel:
+            raise ValueError(f"{message.nbytes} bytes of buffers arrived, expected {8 * self.numel}")
+        return message.view(torch.float64)
+
+    def mean(self, rows: Sequence[Tensor]) -> Tensor:
+        """Combine the buffers of several workers: average the floats, where finite, and take the largest count."""
+        kept = []
+        for rows_of_one in self.split(torch.stack(list(rows))):
+            finite = rows_of_one.isfinite().all(1)
+            kept.append(rows_of_one[finite] if finite.any() else rows_of_one[:1])
+        means = [one.amax(0) if counts else one.mean(0) for one, counts in zip(kept, self.counts())]
+        return torch.cat(means)
+
+    def counts(self) -> list[bool]:
+        ends = accumulate(torch.Size(shape).numel() for shape in self.shapes)
+        return [end > self.floats for end in ends]
+
+
+class RunningBuffers:
+    """The server's buffers ``[B]``: a moving average (0.9 of the old value) of what nodes send, from the first on."""
+
+    def __init__(self, layout: BufferLayout, value: Tensor | None = None) -> None:
+        self.layout, self.value = layout, value
+
+    def add(self, x: Tensor) -> None:
+        """Add one node's buffers, ``[B]``. Those that are not finite are ignored."""
+        if self.value is None:
+            self.value = x.clone()
+            return
+        value = self.value.clone()  # the old tensor may still be being sent, so it must not change
+        for old, new, counts in zip(self.layout.split(value), self.layout.split(x), self.layout.counts()):
+            if not new.isfinite().all():
+                continue
+            if not old.isfinite().all():
+                old.copy_(new)
+            elif counts:
+                torch.maximum(old, new, out=old)
+            else:
+                old.mul_(_KEPT).add_(new, alpha=1 - _KEPT)
+        self.value = value
+
+    def write(self, model: nn.Module) -> None:
+        """Copy the average into a model; leave the model alone if no buffers have come yet."""
+        if self.value is not None:
+            self.layout.write(self.value, model)
 
 
 class LayoutMismatch(ValueError):
@@ -19,8 +141,10 @@ class LayoutMismatch(ValueError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Record):
     """Names and shapes in the order of ``named_parameters`` (shared ones once), their one dtype, and the buffers."""
+
+    called = "the layout of a model"
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -70,28 +194,6 @@ class Layout:
         if self.buffers != server.buffers:
             raise LayoutMismatch("this node's model buffers differ from the server's: start all with the same model")
 
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps({**vars(self), "dtype": str(self.dtype), "buffers": vars(self.buffers)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Layout:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: the text does not hold a layout.
-        """
-        try:
-            data = json.loads(text)
-            dtype = torch.float64 if data["dtype"] == "torch.float64" else torch.float32
-            names, shapes = _read(data)
-            buffers = data.get("buffers", {"names": [], "shapes": [], "floats": 0})
-            return cls(names, shapes, dtype, BufferLayout(*_read(buffers), int(buffers["floats"])))
-        except UNREADABLE as error:
-            raise ValueError(f"{str(text)[:40]!r} is not the layout of a model ({error})") from error
-
-    # --- tensors --------------------------------------------------------------------------------------------------
-
     def _parameters(self, model: nn.Module) -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.requires_grad]
 
@@ -110,8 +212,8 @@ class Layout:
         Raises:
             ValueError: the length does not fit.
         """
-        if message.numel() != self.numel * self.dtype.itemsize:
-            raise ValueError(f"{message.numel()} bytes arrived, but this model has {self.numel} elements")
+        if message.nbytes != self.numel * self.dtype.itemsize:
+            raise ValueError(f"{message.nbytes} bytes arrived, but this model has {self.numel} elements")
         return message.view(self.dtype)
 
     @torch.no_grad()
@@ -120,7 +222,3 @@ class Layout:
         parameters = self._parameters(model)
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.copy_(piece.view(p.shape))
-
-
-def _read(data: dict[str, Any]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    return tuple(data["names"]), tuple(tuple(shape) for shape in data["shapes"])

@@ -3,28 +3,173 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Log, Report, Send, Start
-from thinwire.systems.parameter_server.membership import Membership
-from thinwire.systems.parameter_server.messages import (
-    REASONS,
-    TAKEN,
-    Bye,
-    Fence,
-    Hello,
-    IterationNumber,
-    Message,
-    Nack,
-    Pull,
-    Refused,
-    Row,
-    Stop,
-    Weights,
-    Welcome,
-)
-from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.staleness import UNBOUNDED
+from thinwire.systems.parameter_server import messages as msg
+from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
+from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alpha, norm
+
+
+class Aggregator:
+    """Gradients waiting to be pulled. Tensors are only added and scaled; without tensors, None stands for each.
+
+    If ``deterministic``, every gradient is kept, and they are added in fp64, in order of (worker, step).
+    """
+
+    def __init__(self, alpha_rule: str, norm_rule: str, deterministic: bool = False) -> None:
+        self._alpha, self._norm, self._deterministic = alpha_rule, norm_rule, deterministic
+        self._rows: list[msg.Row] = []
+        self._sums: dict[int, Any] = {}
+        self._each: list[tuple[msg.Row, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def low(self) -> int:
+        return min((row.base for row in self._rows), default=UNBOUNDED)
+
+    def add(self, row: msg.Row, tensor: Any) -> None:
+        """Add one gradient. The aggregator may change the tensor from now on."""
+        self._rows.append(row)
+        if self._deterministic:
+            self._each.append((row, tensor))
+        elif tensor is not None:
+            held = self._sums.get(row.base)
+            self._sums[row.base] = tensor if held is None else held.add_(tensor)
+
+    def take(self, now: int) -> tuple[tuple[msg.Row, ...], float, Any]:
+        """Empty the aggregator for an update of version ``now``.
+
+        Returns the gradients, their share of the divisor (the sum of the norms), the sum of alpha times gradient or
+        None.
+        """
+        rows = tuple(sorted(self._rows, key=lambda row: (row.worker, row.step)))
+        weight = float(sum(norm(self._norm, self._alpha, now - row.base) for row in rows))
+        if self._deterministic:
+            parts = [(row.base, tensor) for row, tensor in sorted(self._each, key=lambda e: (e[0].worker, e[0].step))]
+            total = _total([(alpha(self._alpha, now - base), t) for base, t in parts if t is not None], wide=True)
+        else:
+            total = _total([(alpha(self._alpha, now - base), t) for base, t in sorted(self._sums.items())], wide=False)
+        self._rows, self._sums, self._each = [], {}, []
+        return rows, weight, total
+
+
+def _total(parts: list[tuple[float, Any]], wide: bool) -> Any:
+    """Return the sum of scaled tensors in order, in fp64 if ``wide``; a single one of scale 1 as it is."""
+    if not parts:
+        return None
+    scale, first = parts[0]
+    total = first.double() if wide else first
+    if scale != 1.0:
+        total = total * scale
+    for scale, tensor in parts[1:]:
+        total = total.add_(tensor, alpha=scale) if not wide else total + tensor.double() * scale
+    return total
+
+
+@dataclass
+class Membership:
+    """From a WELCOME until the leader leaves, is dropped, or loses the server; then a new one is made.
+
+    Attributes:
+        number: given by the server; 0: not a member.
+        version: of the weights held; -1 before the first. grant: number under which they were sent.
+        allowed: the last start that is permitted (SSP).
+        floor: the oldest version on which workers may still start.
+        seq: of the newest message sent; probe: the newest of the server's, to be echoed.
+        in_total: submissions handed in so far; acked: how many of them the server has; started: workers' starts.
+        computing: base version of what each busy worker computes; begun: its step.
+        round: with ``local="sync"``, what workers have handed in since all started.
+        made: starts of each worker on the weights held.
+        buffer: sums waiting for a PULL.
+    """
+
+    settings: Settings
+    next_step: dict[int, int]
+    number: int = 0
+    version: int = -1
+    grant: int = 0
+    allowed: int = UNBOUNDED
+    floor: int = -UNBOUNDED
+    seq: int = 0
+    probe: int = 0
+    in_total: int = 0
+    acked: int = 0
+    started: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+    dropped: int = 0
+    steps: int = 0
+    computing: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    round: list[tuple[msg.Row, Any]] = field(default_factory=list)
+    made: Counter[int] = field(default_factory=Counter)
+    buffer: Aggregator = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
+        self.steps = settings.local_update.steps
+
+    def is_open(self, worker: int) -> bool:
+        """Return whether the worker may start on the current weights, now or once it is idle."""
+        fresh = self.version >= 0 and self.version >= self.floor
+        return fresh and self.made[worker] < self.settings.starts_per_version and self.started <= self.allowed
+
+    def has_room(self, workers: int) -> bool:
+        """Return whether one more of this number of workers may start, by what already waits to be sent."""
+        if self.settings.transfer == "push":  # at most as many pushed sums may wait for the link, unanswered
+            return self.in_total - self.acked + len(self.computing) < workers
+        return len(self.buffer) + len(self.computing) < max(self.settings.buffer, workers)
+
+    def low(self, alive: Collection[int]) -> int:
+        """Return a lower bound on the base of every gradient not yet buffered: being computed, or yet to start."""
+        bases = [*self.computing.values(), *(row.base for row, _ in self.round)]
+        if any(self.is_open(worker) for worker in alive):
+            bases.append(self.version)
+        return min(bases, default=UNBOUNDED)
+
+    def start(self, worker: int) -> int:
+        step = self.next_step[worker]
+        self.computing[worker], self.begun[worker] = self.version, step
+        self.next_step[worker] = step + 1
+        self.made[worker] += 1
+        self.started += 1
+        return step
+
+    def lost(self, worker: int) -> bool:
+        """Note that what a worker computes will not come, or SSP would wait for it; return whether it computed."""
+        computed = self.computing.pop(worker, None) is not None
+        self.started -= computed
+        return computed
+
+    def take_weights(self, message: msg.Weights) -> None:
+        self.version, self.grant, self.allowed = message.version, message.grant, message.allowed
+        self.steps, self.acked = message.steps, message.ack
+        self.made.clear()
+
+    def raise_floor(self, next_version: int) -> None:
+        """Note the version of the next update: results on too old weights would miss the bound."""
+        self.floor = max(self.floor, next_version - self.settings.bound)
+
+    def report(self, alive: Collection[int], step_us: float) -> msg.IterationNumber:
+        self.seq += 1
+        return msg.IterationNumber(
+            self.number, self.seq, self.in_total, self.low(alive), self.buffer.low, self.grant,
+            self.loss_sum, self.samples, self.dropped, int(step_us), len(alive), self.probe,
+        )  # fmt: skip
+
+    def grad(
+        self, alive: Collection[int], pull: int, weight: float, rows: tuple[msg.Row, ...], tensor: Any
+    ) -> msg.Grad:
+        """Compose a message with a gradient sum; ``pull``: number of the PULL that it answers, 0: pushed."""
+        self.seq += 1
+        return msg.Grad(
+            self.number, pull, self.seq, self.in_total, self.low(alive), self.grant, weight, rows, tensor
+        )  # fmt: skip
 
 
 class Leader:
@@ -34,7 +179,6 @@ class Leader:
     happened and when (seconds of any monotonic clock), and return what the driver has to do.
 
     Args:
-        settings: the server's.
         node: number of the node.
         workers: W, the number of workers; they are numbered from 0.
         layout: hash of the parameters.
@@ -74,7 +218,6 @@ class Leader:
     # --- what workers may do ----------------------------------------------------------------------------------------
 
     def _start(self) -> list[Effect]:
-        """Start all workers that may start."""
         out: list[Effect] = []
         own = self._membership
         if self.settings.local == "sync":
@@ -92,9 +235,9 @@ class Leader:
 
     # --- events inside the node -------------------------------------------------------------------------------------
 
-    def hello(self) -> Hello:
+    def hello(self) -> msg.Hello:
         """Return the message that introduces this leader to the server."""
-        return Hello(self.node, self.workers, self.layout, instance=self.instance)
+        return msg.Hello(self.node, self.workers, self.layout, instance=self.instance)
 
     def join(self, now: float) -> list[Effect]:
         """Ask to become a member."""
@@ -115,10 +258,8 @@ class Leader:
     ) -> list[Effect]:
         """Take what a worker hands in for the ``Start`` with this ``token``.
 
-        Args:
-            tensor: flat; this leader may change it from now on.
-            finite: whether it may be used; if not, it is dropped but still counted.
-            seconds: of one step, for balancing the local steps.
+        ``tensor``: flat; this leader may change it from now on. ``finite``: whether it may be used; if not, it is
+        dropped but still counted. ``seconds``: of one step, for balancing the local steps.
         """
         if self.running.get(worker) != token:
             self.counters["stale"] += 1
@@ -132,7 +273,7 @@ class Leader:
         self.counters["finished"] += 1
         if seconds:
             self._step_us = 1e6 * seconds if not self._step_us else 0.7 * self._step_us + 0.3e6 * seconds
-        row = Row(base, worker, own.begun[worker], samples)
+        row = msg.Row(base, worker, own.begun[worker], samples)
         if finite:
             own.loss_sum += loss
             own.samples += samples
@@ -171,7 +312,7 @@ class Leader:
             return []
         if not self.alive:
             self._membership = self._new()
-            return [Send(Bye(member)), Log("the last worker has gone", {"node": self.node})]
+            return [Send(msg.Bye(member))]
         if self.settings.local == "sync" and computed:
             return self._close_round()
         return [Report(), *self._start()]
@@ -192,50 +333,60 @@ class Leader:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def report(self, now: float) -> IterationNumber:
+    def report(self, now: float) -> msg.IterationNumber:
         """Compose the IN for this moment. The driver sends it at once."""
         self._reported = now
         return self._membership.report(self.alive, self._step_us)
 
-    def _grad(self, pull: int, weight: float, rows: tuple[Row, ...], tensor: Any) -> Send:
+    def _grad(self, pull: int, weight: float, rows: tuple[msg.Row, ...], tensor: Any) -> Send:
         return Send(self._membership.grad(self.alive, pull, weight, rows, tensor))
 
-    def on(self, message: Message, now: float) -> list[Effect]:
+    def on(self, message: msg.Message, now: float) -> list[Effect]:
         """Handle a message from the server."""
         own = self._membership
-        if isinstance(message, Welcome):
+        if isinstance(message, msg.Welcome):
             self._heard, self._joining = now, False
+            if not self.alive:  # the last worker has gone meanwhile: whoever comes next joins again
+                return [Send(msg.Bye(message.member))]
             self._membership = self._new(message.member, message.next_step)
             return []
-        if isinstance(message, Refused):
-            return [] if own.number else [GiveUp(REASONS.get(message.reason, REASONS[TAKEN]).format(node=self.node))]
+        if isinstance(message, msg.Refused):
+            return (
+                []
+                if own.number
+                else [GiveUp(msg.REASONS.get(message.reason, msg.REASONS[msg.TAKEN]).format(node=self.node))]
+            )
         if message.member != own.number or not own.number:  # type: ignore[union-attr]
             return []  # it belongs to an earlier membership
         self._heard = now
-        if isinstance(message, Weights):
+        if isinstance(message, msg.Weights):
             own.take_weights(message)
             return [Report(), *self._start()]
-        if isinstance(message, Pull):
+        if isinstance(message, msg.Pull):
             own.raise_floor(message.next_version)
             rows, weight, total = own.buffer.take(message.next_version - 1)
             return [self._grad(message.pull, weight, rows, total), *self._start()]
-        if isinstance(message, Fence):
+        if isinstance(message, msg.Fence):
             own.raise_floor(message.next_version)
             own.probe = max(own.probe, message.probe)
             return [Report()]
-        if isinstance(message, Stop):
+        if isinstance(message, msg.Stop):
             own.number = 0
-            return [Send(Bye(message.member)), Leave(message.version)]
-        if isinstance(message, Nack):
+            return [Send(msg.Bye(message.member)), Leave(message.version)]
+        if isinstance(message, msg.Nack):
             return self.ended("the server had dropped this node", now)
         return []
 
     def ended(self, reason: str, now: float) -> list[Effect]:
-        """End the membership after a broken connection or a silent server: start nothing more, and join again."""
+        """End the membership after a broken connection or a silent server: start nothing more, and join again.
+
+        Without a worker it does not join: the server would take the node for one that has done its work on the weights
+        that it gets, and a worker that comes then would wait for the next ones, which may depend on it.
+        """
         was_member = bool(self.member)
-        self._heard, self._joining = now, True
+        self._heard, self._joining = now, bool(self.alive)
         self._membership = self._new()
-        return [Join(reason if was_member else "")]
+        return [Join(reason if was_member else "")] if self.alive else []
 
     def tick(self, now: float) -> list[Effect]:
         """Check the lease, and report when due. Called several times per lease."""

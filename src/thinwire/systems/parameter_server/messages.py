@@ -1,43 +1,49 @@
-"""The messages between workers, leaders and the server: frozen records, and how they are sent.
+"""The messages between workers, leaders, server and shards; ``CODEC`` sends them.
 
-A record becomes a frame of sixteen 64-bit integers (128 bytes). Its tensor, and the rows that describe what the tensor
-contains, follow the frame; nothing is pickled.
+A message is a frame of 128 bytes; its tensor, and the rows that say what the tensor contains, follow the frame.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from array import array
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from thinwire.systems.parameter_server.shard_messages import SHARD_KINDS, Dismiss, ShardMessage, Term, Update
+from thinwire.systems.link.codec import Codec, Digest, Finite
 
-PROTOCOL = 5
+PROTOCOL = 6
 MOST_WORKERS = 1 << 12
 """The most workers of one node."""
-FRAME = struct.Struct("<16q")
-ROW_BYTES = 32
-_FLOATS = {"loss_sum", "weight", "loss", "seconds", "divisor", "factor"}
-_HASHES = {"layout", "outer"}
-_FINITE = {"weight", "divisor", "factor"}  # a loss may have any value
-_MOST = 1 << 62  # the largest number accepted
-_FLAGS = {"same", "delta", "keeps", "show", "failed"}
+LAST = 1 << 62
+"""Number of the pieces that a STOP announces; larger than all others."""
+
+TAKEN, OTHER_MODEL, OTHER_PROTOCOL = 1, 2, 3
+REASONS = {
+    TAKEN: "node {node} is at work in another process: give this one its own number (node_id=, or --node)",
+    OTHER_MODEL: "node {node} has a different model from the server: start all with the same model",
+    OTHER_PROTOCOL: "node {node} and the server run different versions of thinwire: install the same one on both",
+}
+NO_INDEX, SHARD_TAKEN, SHARD_PROTOCOL, OTHER_OUTER, NO_DIRECTORY = 1, 2, 3, 4, 5
+SHARD_REASONS = {
+    NO_INDEX: "the server has no shard {index}: count from 0, below what it was started with (--shards)",
+    SHARD_TAKEN: "shard {index} already exists: give this one another index, or end the other",
+    SHARD_PROTOCOL: "shard {index} and the server run different versions of thinwire: install the same one on both",
+    OTHER_OUTER: "shard {index} has a different optimizer from the server: give both the same (outer=, or --outer)",
+    NO_DIRECTORY: "the server keeps checkpoints and shard {index} does not: give it its own directory "
+    "(checkpoint_dir=, or --checkpoint-dir)",
+}
 
 
 @dataclass(frozen=True)
 class Hello:
     """A leader asks to become a member.
 
-    ``layout``: hash of the parameters' names, shapes and dtypes. ``instance``: of the leader's process, to tell a
-    leader that returns from another process with the same number. ``ticket``: the number shown to every shard; 0
-    without shards.
+    ``instance``: of its process, to tell a leader that returns from another process with the same number. ``ticket``:
+    the number shown to every shard; 0 without shards.
     """
 
     node: int
     workers: int
-    layout: int = 0
+    layout: Digest = 0
     protocol: int = PROTOCOL
     instance: int = 0
     ticket: int = 0
@@ -78,14 +84,11 @@ class IterationNumber:
 
     Attributes:
         seq: increases with every message of the member.
-        in_total: submissions finished since WELCOME, including dropped ones.
+        in_total: submissions finished, of which ``dropped`` were not finite; these, loss and samples since WELCOME.
         low: no gradient that is not yet buffered has, or will have, an older base.
         buf_low: the oldest base in the buffer.
         grant: number of the newest WEIGHTS received.
-        loss_sum, samples: since WELCOME.
-        dropped: submissions that were not finite, since WELCOME.
         step_us: microseconds of a worker's step, smoothed.
-        alive: number of workers that are alive.
         probe: number of the newest FENCE that asked for a sign of life.
     """
 
@@ -136,10 +139,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Grad:
-    """A sum of gradients.
-
-    ``pull`` 0: pushed. ``rows``: the gradients in it; ``weight``: what it adds to the divisor.
-    """
+    """A sum of the gradients in ``rows``. ``pull`` 0: pushed. ``weight``: what it adds to the divisor."""
 
     member: int
     pull: int
@@ -147,7 +147,7 @@ class Grad:
     in_total: int
     low: int
     grant: int
-    weight: float
+    weight: Finite
     rows: tuple[Row, ...] = ()
     tensor: Any = None
 
@@ -180,18 +180,10 @@ class Nack:
 
 @dataclass(frozen=True)
 class Refused:
-    """The server refuses this leader; ``reason`` is a key of ``REASONS``."""
+    """The server refuses this leader, or shard; ``reason`` is a key of ``REASONS``, or of ``SHARD_REASONS``."""
 
     node: int
     reason: int
-
-
-TAKEN, OTHER_MODEL, OTHER_PROTOCOL = 1, 2, 3
-REASONS = {
-    TAKEN: "node {node} is at work in another process: give this one its own number (node_id=, or --node)",
-    OTHER_MODEL: "node {node} has a different model from the server: start all with the same model",
-    OTHER_PROTOCOL: "node {node} and the server run different versions of thinwire: install the same one on both",
-}
 
 
 @dataclass(frozen=True)
@@ -199,7 +191,7 @@ class Buffers:
     """Buffers in fp64: from a worker, from a node, and at the end from the server. ``member``: 0 inside a node."""
 
     member: int
-    tensor: Any = None
+    tensor: Any
 
 
 @dataclass(frozen=True)
@@ -236,92 +228,166 @@ class Ping:
     """A sign of life, between worker and leader, or shard and server; also a shard's answer to a ticket."""
 
 
+@dataclass(frozen=True)
+class RegisterShard:
+    """A shard's first message.
+
+    ``port``: where leaders find it. ``keeps``: it has a directory for checkpoints. ``outer``: hash of its optimizer.
+    """
+
+    index: int
+    port: int
+    protocol: int
+    keeps: bool
+    outer: Digest
+
+
+@dataclass(frozen=True)
+class ShardAccepted:
+    """The server's answer: begin with this slice of the weights or, without one, with the checkpoint of ``version``.
+
+    ``run``: number of the training, to recognise checkpoints of another training.
+    """
+
+    version: int
+    run: int
+    tensor: Any = None
+
+
+@dataclass(frozen=True)
+class AddMember:
+    """The leader that showed this ticket is member ``member`` from now on."""
+
+    member: int
+    ticket: int
+
+
+@dataclass(frozen=True)
+class SumOf:
+    """A sum that an update uses, or that is kept: its member, its number and its factor."""
+
+    member: int
+    seq: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class RemoveMember:
+    """A member has gone: close its connection and drop its sums except those in ``rows``."""
+
+    member: int
+    rows: tuple[SumOf, ...] = ()
+
+
+@dataclass(frozen=True)
+class DropSum:
+    """A sum will not be used."""
+
+    member: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class UpdateShard:
+    """Make version + 1 from ``version``: add ``rows`` in order, divide, step with ``factor`` times the learning rate.
+
+    With ``show`` the answer carries the new slice.
+    """
+
+    version: int
+    divisor: Finite
+    factor: Finite
+    show: bool = False
+    rows: tuple[SumOf, ...] = ()
+
+
+@dataclass(frozen=True)
+class SendWeights:
+    """Send a leader the current weights of your slice, as its piece ``number``."""
+
+    member: int
+    number: int
+
+
+@dataclass(frozen=True)
+class SaveShard:
+    """Write a checkpoint of this version, the current one.
+
+    ``whole``: the version that all processes have written last, which must be kept; -1: none.
+    """
+
+    version: int
+    whole: int = -1
+
+
+@dataclass(frozen=True)
+class ShowWeights:
+    """Send the server the current slice."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class ShardUpdated:
+    """A shard now has this version. If there is a tensor, it is the slice that was asked for."""
+
+    version: int
+    tensor: Any = None
+
+
+@dataclass(frozen=True)
+class ShardSaved:
+    """A shard has written the checkpoint of this version, or ``failed`` to."""
+
+    version: int
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class PieceArrived:
+    """A piece of a member's sum has arrived. ``up``, ``down``: bytes from and to the member since it connected."""
+
+    member: int
+    seq: int
+    up: int
+    down: int
+
+
+@dataclass(frozen=True)
+class MemberLeft:
+    """The connection of a member has ended; its final byte counts."""
+
+    member: int
+    up: int
+    down: int
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A leader's first message to a shard: the number that its HELLO to the server will repeat."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of the sum ``number`` (GRAD's ``seq``) or of the weights ``number`` (WEIGHTS' ``grant``, or ``LAST``).
+
+    ``delta``: it is a compressed difference from the slice sent before.
+    """
+
+    member: int
+    number: int
+    delta: bool = False
+    tensor: Any = None
+
+
 Message = Hello | Welcome | Weights | IterationNumber | Pull | Fence | Grad | Stop | Bye | Nack | Refused
-Local = Buffers | Enter | Work | Result | Ping
-KINDS: tuple[type, ...] = (
+"""What the state machines of server and leader understand."""
+
+CODEC = Codec("a parameter server", (
     Hello, Welcome, Weights, IterationNumber, Pull, Fence, Grad, Stop, Bye, Nack, Refused, Enter, Work, Result, Ping,
-    Buffers, *SHARD_KINDS,
-)  # fmt: skip
-_APART = {"rows", "tensor"}
-_NAMES = {kind: tuple(f.name for f in fields(kind) if f.name not in _APART) for kind in KINDS}
-_NUMBER = {kind: place for place, kind in enumerate(KINDS)}
-
-
-_WITH_ROWS = (Grad, Update, Dismiss)
-_WITH_TENSOR = frozenset(kind for kind in KINDS if any(f.name == "tensor" for f in fields(kind)))
-
-
-def encode(message: Message | Local | ShardMessage, rows: int = 0, tensor_bytes: int = 0) -> bytes:
-    """Return the frame of a message: kind, following rows and bytes, then its fields in order."""
-    kind = type(message)
-    values = [_NUMBER[kind], rows, tensor_bytes]
-    for name in _NAMES[kind]:
-        value = getattr(message, name)
-        values.append(_bits(value) if name in _FLOATS else int(value))
-    return FRAME.pack(*values, *([0] * (16 - len(values))))
-
-
-def decode(frame: bytes) -> tuple[Message | Local | ShardMessage, int, int]:
-    """Return the message of a frame, and the number of rows and tensor bytes that follow it.
-
-    Raises:
-        ValueError: it is not a valid frame.
-    """
-    number, rows, tensor_bytes, *values = FRAME.unpack(frame)
-    if not 0 <= number < len(KINDS) or rows < 0 or tensor_bytes < 0:
-        raise ValueError("what arrived is not a message of a parameter server: is another program using the port?")
-    kind = KINDS[number]
-    if rows and kind not in _WITH_ROWS:
-        raise ValueError(f"a {kind.__name__} with rows is not a message of a parameter server")
-    if tensor_bytes and kind not in _WITH_TENSOR:
-        raise ValueError(f"a {kind.__name__} with a tensor is not a message of a parameter server")
-    if not tensor_bytes and kind is Buffers:
-        raise ValueError("Buffers without a tensor are not a message of a parameter server")
-    options: dict[str, Any] = {}
-    for name, value in zip(_NAMES[kind], values):
-        options[name] = _float(value) if name in _FLOATS else bool(value) if name in _FLAGS else value
-        if name not in _FLOATS and name not in _HASHES:
-            _checked(value)
-        if name in _FINITE and not math.isfinite(options[name]):
-            raise ValueError(f"a {kind.__name__} with {name}={options[name]} is not a message of a parameter server")
-    return kind(**options), rows, tensor_bytes
-
-
-def encode_rows(message: Any) -> bytes:
-    """Return the rows of a message, four integers each; empty if it has none."""
-    numbers: list[int] = []
-    for row in getattr(message, "rows", ()):
-        if isinstance(row, Term):
-            numbers += (row.member, row.seq, _bits(row.scale), 0)
-        else:
-            numbers += (row.base, row.worker, row.step, row.samples)
-    return array("q", numbers).tobytes()
-
-
-def decode_rows(message: Message | Local | ShardMessage, data: bytes) -> tuple[Row, ...] | tuple[Term, ...]:
-    """Return the rows that belong to a message.
-
-    Raises:
-        ValueError: a number in them is out of range.
-    """
-    numbers = array("q", data).tolist()
-    quads = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
-    if isinstance(message, Grad):
-        return tuple(Row(*(_checked(x, _MOST - 1) for x in quad)) for quad in quads)  # step + 1 must fit too
-    return tuple(Term(_checked(member), _checked(seq), _float(scale)) for member, seq, scale, _ in quads)
-
-
-def _checked(number: int, most: int = _MOST) -> int:
-    if not -most <= number <= most:
-        raise ValueError(f"{number} in a message is larger than anything that a parameter server counts")
-    return number
-
-
-def _bits(value: float) -> int:
-    (number,) = struct.unpack("<q", struct.pack("<d", value))
-    return int(number)
-
-
-def _float(bits: int) -> float:
-    (number,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(number)
+    Buffers, RegisterShard, ShardAccepted, AddMember, RemoveMember, DropSum, UpdateShard, SendWeights, SaveShard,
+    ShowWeights, ShardUpdated, ShardSaved, PieceArrived, MemberLeft, Ticket, Piece,
+))  # fmt: skip
+encode, decode = CODEC.encode, CODEC.decode

@@ -1,21 +1,23 @@
-"""What the server does with an update: the mean of its contributions, then a step of any torch optimizer."""
+"""The weights, and what an update does with them: the mean of its contributions, then a step of any torch optimizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.systems.parameter_server.effects import Contribution
-from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.staleness import lr_scale
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.core.checks import check_count, check_number
+from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server.compress import ServerEnd
+from thinwire.systems.parameter_server.effects import Apply, Contribution
+from thinwire.systems.parameter_server.messages import Grad, Message, Stop, Weights
+from thinwire.systems.parameter_server.settings import LocalSteps, Settings, lr_scale
 
 Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes the server's optimizer from its parameters, one flat vector."""
@@ -39,12 +41,10 @@ class DelayedNesterov(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Tensor], lr: float, beta: float = 0.9, period: int = 4, activation: float = 0.0
     ) -> None:
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ValueError(f"lr={lr!r} must be a finite number of at least 0")
+        check_number("lr", lr, least=0)
+        check_count("period", period)
         if not 0 <= beta < 1:
             raise ValueError(f"beta={beta!r} must be at least 0 and below 1")
-        if period < 1:
-            raise ValueError(f"period={period!r} must be at least 1")
         if not 0 <= activation <= 1 / period:
             raise ValueError(f"activation={activation!r} must be in [0, 1/period], here at most {1 / period:g}")
         super().__init__(params, {"lr": lr, "beta": beta, "period": period, "activation": activation})
@@ -85,13 +85,7 @@ def default_outer(settings: Settings, nodes: int) -> Outer:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An update without its tensors: what is added, in which order, and how the sum is used.
-
-    Attributes:
-        parts: the usable contributions, in the order of their sum.
-        divisor: for the sum.
-        factor: for the learning rate.
-    """
+    """An update: the usable contributions in the order of their sum, its divisor, a factor for the learning rate."""
 
     parts: tuple[Contribution, ...]
     divisor: float
@@ -99,11 +93,7 @@ class Recipe:
 
 
 def recipe(contributions: Iterable[Contribution], settings: Settings, full: int) -> Recipe | None:
-    """Return how to make an update of these contributions; None if none is usable.
-
-    Args:
-        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
-    """
+    """Return how to make an update of these contributions, of ``full`` in a whole round; None if none is usable."""
     everything = tuple(contributions)
     parts = [part for part in everything if part.tensor is not None and part.weight > 0]
     if not parts:
@@ -137,18 +127,16 @@ def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Master:
-    """Weights and their optimizer: those of the server, or a shard's slice.
+class FlatWeights:
+    """Flat weights ``[D]`` and their optimizer: those of the server, or a shard's slice.
 
-    Args:
-        parameters: flat, ``[D]``; copied.
-        outer: makes the optimizer.
-        settings: of the run.
-        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
+    ``full``: gradients of a whole round (nodes times workers), for ``lr_scale``. ``snapshot``: the weights of the
+    current version; this tensor is never modified.
     """
 
     def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
         self.theta = parameters.detach().clone()
+        self.snapshot = self.theta.clone()
         self.optimizer = outer([self.theta])
         self._settings, self._full = settings, full
 
@@ -161,13 +149,9 @@ class Master:
         return True
 
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
-        """Continue from a checkpoint's weights and ``state_dict``.
-
-        Raises:
-            ValueError: the checkpoint belongs to another optimizer.
-        """
         with torch.no_grad():
             self.theta.copy_(theta)
+        self.snapshot = self.theta.clone()
         try:
             self.optimizer.load_state_dict(optimizer)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -187,3 +171,37 @@ class Master:
         self.theta.grad = None
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
+        self.snapshot = self.theta.clone()
+
+
+class LocalWeights:
+    """Weights in the server's own process; :class:`shards.ShardedWeights` does the same with shard processes."""
+
+    def __init__(self, weights: FlatWeights, end: ServerEnd) -> None:
+        self.weights, self._end = weights, end
+
+    def read(self, message: Grad) -> Grad:
+        """Check and decode a sum from a leader; called in the peer's thread. ``ValueError``: it is not valid."""
+        if bool(message.rows) != (message.tensor is not None):
+            raise ValueError("a sum arrived without its gradients, or gradients without their sum")
+        return message if message.tensor is None else replace(message, tensor=self._end.sum(message.tensor))
+
+    def attach_payload(self, member: int, message: Message) -> Message:
+        """Return a message to a member with its tensor, if it carries one."""
+        if isinstance(message, Weights) and not message.same:
+            tensor, delta = self._end.weights(member, self.weights.snapshot)
+            return replace(message, tensor=tensor, delta=delta)
+        return replace(message, tensor=self.weights.snapshot) if isinstance(message, Stop) else message
+
+    def forget(self, member: int) -> None:
+        self._end.forget(member)
+
+    def apply(self, effect: Apply, show: bool, done: Callable[[Tensor | None], None]) -> None:
+        """Make an update, then call ``done``, with the weights if ``show``."""
+        self.weights.apply(effect.contributions)
+        done(self.weights.snapshot if show else None)
+
+    def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
+        """Complete a checkpoint and write it. ``OSError``: it could not be written."""
+        state = self.weights.optimizer.state_dict()
+        checkpoints.save(directory, replace(saved, theta=self.weights.theta.detach(), optimizer=state))

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.submit import LocalSteps
+from thinwire.systems.parameter_server.settings import LocalSteps, Settings
 
 
 def inhad(max_staleness: int | None = 4, update_every: int | str = "nodes/2", **options: Any) -> Settings:
@@ -74,15 +73,8 @@ def diloco(steps: int = 500, **options: Any) -> Settings:
 _PUSHED: dict[str, Any] = {"transfer": "push", "max_staleness": None, "alpha": "none"}
 
 PRESETS: dict[str, Callable[..., Settings]] = {
-    "inhad": inhad,
-    "bsp": bsp,
-    "asp": asp,
-    "ssp": ssp,
-    "n_softsync": n_softsync,
-    "fedbuff": fedbuff,
-    "async_local_sgd": async_local_sgd,
-    "delayed_nesterov": delayed_nesterov,
-    "diloco": diloco,
+    make.__name__: make
+    for make in (inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco)
 }
 
 

@@ -2,32 +2,87 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
-from thinwire.systems.parameter_server import clocks, trigger
-from thinwire.systems.parameter_server.contenders import Contenders
-from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Log, Refuse, Send
-from thinwire.systems.parameter_server.messages import (
-    OTHER_PROTOCOL,
-    PROTOCOL,
-    TAKEN,
-    Bye,
-    Fence,
-    Grad,
-    Hello,
-    IterationNumber,
-    Message,
-    Nack,
-    Pull,
-    Refused,
-    Stop,
-    Weights,
-    Welcome,
-)
-from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.staleness import UNBOUNDED
-from thinwire.systems.parameter_server.table import Member
-from thinwire.systems.parameter_server.weigh import weigh
+from thinwire.systems.parameter_server import messages as msg
+from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Refuse, Send
+from thinwire.systems.parameter_server.settings import UNBOUNDED, LocalSteps, Settings, alpha, norm
+
+
+@dataclass
+class Member:
+    """A row of the server's table.
+
+    Attributes:
+        seen: newest iteration number; ack: iteration number of the newest gradient sum that has arrived.
+        low, buf_low: lower bounds on the bases of what it computes, and of what it has buffered.
+        sent: version of the newest weights sent; granted: their number.
+        grants: (number, version) of the weights that it has not yet reported as received.
+        allowed: the last start that was permitted (SSP); offset: of its clock relative to its own count.
+        heard, told: when the last message was received and sent, seconds.
+        dropped: how many of its submissions were not finite.
+        instance: of its process.
+    """
+
+    number: int
+    node: int
+    workers: int
+    heard: float
+    offset: int = 0
+    seen: int = 0
+    ack: int = 0
+    seq: int = 0
+    low: int = UNBOUNDED
+    buf_low: int = UNBOUNDED
+    sent: int = -1
+    granted: int = 0
+    grants: deque[tuple[int, int]] = field(default_factory=deque)
+    allowed: int = UNBOUNDED
+    told: float = 0.0
+    alive: int = 0
+    step_us: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+    dropped: int = 0
+    instance: int = 0
+
+    @property
+    def fresh(self) -> bool:
+        return self.seen > self.ack
+
+    @property
+    def clock(self) -> int:
+        """Its submissions that have arrived, counted from the common origin of SSP."""
+        return self.ack + self.offset
+
+    def note(self, message: msg.IterationNumber | msg.Grad) -> None:
+        """Copy what a message reports, unless a newer one came first.
+
+        Weights in flight count as work on their version, so the oldest of the unconfirmed grants bounds ``low``.
+        """
+        if message.seq < self.seq:
+            return
+        self.seq = message.seq
+        self.seen = message.in_total
+        self.buf_low = message.buf_low if isinstance(message, msg.IterationNumber) else UNBOUNDED
+        while self.grants and self.grants[0][0] <= message.grant:
+            self.grants.popleft()
+        self.low = min(message.low, self.in_flight())
+        if isinstance(message, msg.IterationNumber):
+            self.alive, self.step_us, self.dropped = message.alive, message.step_us, message.dropped
+            self.loss_sum, self.samples = message.loss_sum, message.samples
+
+    def in_flight(self) -> int:
+        """Return the oldest version among weights that may not have arrived yet."""
+        return self.grants[0][1] if self.grants else UNBOUNDED
+
+    def grant(self, version: int) -> int:
+        self.granted += 1
+        self.sent = version
+        self.grants.append((self.granted, version))
+        self.low = min(self.low, version)
+        return self.granted
 
 
 class Server:
@@ -74,15 +129,18 @@ class Server:
         self.updating = self.applying = self.finished = False
         self._started = version > 0
         self.next_member, self._next_pull = first_member, 1
-        self._contenders = Contenders()
-        self._inbox: list[Message] = []
-        self._grace = trigger.Grace(settings.grace_seconds)
+        self._claims: dict[
+            int, tuple[msg.Hello, int]
+        ] = {}  # node -> who wants its number, and the question asked for it
+        self._asked = 0
+        self._inbox: list[msg.Message] = []
+        self._grace_until: float | None = None
         self._out: list[Effect] = []
         self._now = 0.0
 
     # --- inputs ---------------------------------------------------------------------------------------------------
 
-    def on(self, message: Message, now: float) -> list[Effect]:
+    def on(self, message: msg.Message, now: float) -> list[Effect]:
         """Handle a message from a leader."""
         self._now = now
         member = self.members.get(getattr(message, "member", 0))
@@ -116,16 +174,16 @@ class Server:
         lease = self.settings.lease_seconds
         for member in list(self.members.values()):
             if now - member.heard > lease and not self.applying:
-                self._drop(member.number, f"silent for {lease:g} s")
+                self._drop(member.number)
             elif now - member.told >= lease / 3:
-                self._send(Fence(member.number, self.version))
-        if self._grace.ends(now) and not self.applying:
+                self._send(msg.Fence(member.number, self.version))
+        if self._grace_until is not None and now >= self._grace_until and not self.applying:
             self._fire()
         return self._flush()
 
     def gone(self, member: int, now: float) -> list[Effect]:
         """Note that the connection to a member has broken."""
-        return self.on(Bye(member), now)
+        return self.on(msg.Bye(member), now)
 
     def expect(self, member: int, seconds: float, now: float) -> None:
         """Note that a long message from a member is on its way: it counts as heard for that many seconds from now."""
@@ -136,64 +194,61 @@ class Server:
         """End the training: send STOP to all. An update that still waits for sums is not made."""
         self._now, self.finished, self.updating = now, True, False
         for member in self.members.values():
-            self._send(Stop(member.number, self.version))
+            self._send(msg.Stop(member.number, self.version))
         return self._flush()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def _handle(self, message: Message) -> None:
-        if isinstance(message, Hello):
+    def _handle(self, message: msg.Message) -> None:
+        if isinstance(message, msg.Hello):
             self._hello(message)
             return
-        if isinstance(message, Bye):
-            self._drop(message.member, "left")
+        if isinstance(message, msg.Bye):
+            self._drop(message.member)
             return
-        if isinstance(message, Refused):  # only leaders receive this
+        if isinstance(message, msg.Refused):  # only leaders receive this
             return
         member = self.members.get(message.member)
         if member is None:
-            if isinstance(message, Grad):
+            if isinstance(message, msg.Grad):
                 self._unused(message, "late")
-            self._out.append(Send(Nack(message.member), message.member))
+            self._out.append(Send(msg.Nack(message.member), message.member))
             return
-        if isinstance(message, IterationNumber):
+        if isinstance(message, msg.IterationNumber):
             self.counters["in"] += 1
             self._note(member, message)
-            refused = self._contenders.answered(member.node, message.probe)
-            if refused is not None:
-                self._refuse(refused, TAKEN)
+            claim = self._claims.get(member.node)
+            if claim is not None and message.probe >= claim[1]:  # an IN from before the question proves nothing
+                del self._claims[member.node]
+                self._refuse(claim[0], msg.TAKEN)
             self._go_on(member)
             self._permits()
-        elif isinstance(message, Grad) and any(row.base > self.version for row in message.rows):
+        elif isinstance(message, msg.Grad) and any(row.base > self.version for row in message.rows):
             self._unused(message, "late")
-            self._drop(member.number, "sends gradients at weights that do not exist yet")
-        elif isinstance(message, Grad):
+            self._drop(member.number)  # it sends gradients at weights that do not exist yet
+        elif isinstance(message, msg.Grad):
             self._grad(member, message)
 
-    def _hello(self, message: Hello) -> None:
-        if message.protocol != PROTOCOL:
-            self._refuse(message, OTHER_PROTOCOL)
+    def _hello(self, message: msg.Hello) -> None:
+        if message.protocol != msg.PROTOCOL:
+            self._refuse(message, msg.OTHER_PROTOCOL)
             return
         for old in [m for m in self.members.values() if m.node == message.node]:
             if old.instance != message.instance:
-                before = self._contenders.wait(message)
-                self._ask(old)
-                if before is not None:
-                    self._refuse(before, TAKEN)
+                self._claim(old, message)
                 return
-            self._drop(old.number, "came again", admit=False)
+            self._drop(old.number, admit=False)  # it came again
         number, self.next_member = self.next_member, self.next_member + 1
-        offset = clocks.slowest(self.members.values()) * message.workers
+        offset = self._slowest() * message.workers
         member = Member(
             number, message.node, message.workers, self._now, offset, alive=message.workers, instance=message.instance
         )
         self.members[number] = member
         self._workers += member.workers
         self.counters["joined"] += 1
-        self._out.append(Log("joined", {"node": message.node, "member": number}))
-        self._send(Welcome(number, self.version, self.positions.get(message.node, 0)))
+        self._send(msg.Welcome(number, self.version, self.positions.get(message.node, 0)))
         if self.finished:
-            self._send(Stop(number, self.version))
+            self._send(msg.Stop(number, self.version))
         elif not self._started:
             self._started = len(self.members) >= self.settings.start_nodes
             for other in list(self.members.values()) if self._started else []:
@@ -204,17 +259,28 @@ class Server:
             self._grant(member)
         self._ask(member)
 
-    def _ask(self, member: Member) -> None:
-        """If another process wants this member's number, ask the member for a sign of life."""
-        probe = self._contenders.question(member.node)
-        if probe:
-            self._send(Fence(member.number, self.version, probe))
+    def _claim(self, member: Member, newcomer: msg.Hello) -> None:
+        """Let another process with a member's number wait.
 
-    def _refuse(self, hello: Hello, reason: int) -> None:
+        The member may be dead without the server knowing it, so it is asked for a sign of life: if it answers, the
+        newcomer is refused; if its lease ends first, the newcomer takes its place.
+        """
+        self._asked += 1
+        before, _ = self._claims.get(member.node, (newcomer, 0))
+        self._claims[member.node] = newcomer, self._asked
+        self._ask(member)
+        if before.instance != newcomer.instance:
+            self._refuse(before, msg.TAKEN)
+
+    def _ask(self, member: Member) -> None:
+        if member.node in self._claims:
+            self._send(msg.Fence(member.number, self.version, self._claims[member.node][1]))
+
+    def _refuse(self, hello: msg.Hello, reason: int) -> None:
         self.counters["refused"] += 1
         self._out.append(Refuse(hello.node, hello.instance, reason))
 
-    def _note(self, member: Member, message: IterationNumber | Grad) -> None:
+    def _note(self, member: Member, message: msg.IterationNumber | msg.Grad) -> None:
         before = member.dropped
         member.note(message)
         self.counters["not_finite"] += member.dropped - before
@@ -223,7 +289,7 @@ class Server:
     def _refresh(self, member: Member) -> None:
         (self._fresh.add if member.fresh else self._fresh.discard)(member.number)
 
-    def _grad(self, member: Member, message: Grad) -> None:
+    def _grad(self, member: Member, message: msg.Grad) -> None:
         pushed = message.pull == 0
         wanted = message.in_total > member.ack if pushed else self.pending.get(member.number) == message.pull
         if not wanted:  # its pull was given up, or the same sum came twice
@@ -249,15 +315,23 @@ class Server:
             self._grant(member)
         self._permits()
 
-    def _accept(self, member: Member, message: Grad) -> None:
-        """Add a sum to the current update, unless it is too old."""
-        part = weigh(self.settings, self.version, member, message) if message.rows else None
-        if part is not None:
-            self.arrived.append(part)
-        elif message.rows:
-            self._unused(message, "stale")
+    def _accept(self, member: Member, message: msg.Grad) -> None:
+        """Add a sum to the current update, unless it is older than the settings allow.
 
-    def _unused(self, message: Grad, reason: str) -> None:
+        A pulled sum brings its weight along; a pushed one gets it here: v cannot change between arrival and update.
+        """
+        if not message.rows:
+            return
+        settings, scale, weight = self.settings, 1.0, message.weight
+        if message.pull == 0:
+            tau = self.version - message.rows[0].base
+            if settings.enforce == "drop" and tau > settings.bound:
+                self._unused(message, "stale")
+                return
+            scale, weight = alpha(settings.alpha, tau), norm(settings.norm, settings.alpha, tau)
+        self.arrived.append(Contribution(member.node, member.number, message.rows, scale, weight, message.tensor))
+
+    def _unused(self, message: msg.Grad, reason: str) -> None:
         self.counters[reason] += len(message.rows)
         if message.tensor is not None:
             self._out.append(Drop(message.tensor))
@@ -271,7 +345,7 @@ class Server:
 
     def _count(self) -> int:
         if self.settings.transfer == "push":
-            return trigger.arrived(self.settings, self.came, self.arrived)
+            return len(self.came) if self.settings.counts_nodes else sum(len(part.rows) for part in self.arrived)
         if self.settings.counts_nodes:
             return len(self._fresh)
         return sum(self.members[number].seen - self.members[number].ack for number in self._fresh)
@@ -286,29 +360,54 @@ class Server:
             self._fire()
 
     def _fire(self) -> None:
-        """Begin an update if there is enough work."""
-        enough = self._count() >= self._needed()
-        enough = enough or trigger.all_stand(self.settings, self.came, self.members.values())
-        if self.updating or self.finished or not enough or self._grace.holds(self._now, self.came, self.members):
+        enough = self._count() >= self._needed() or self._all_stand()
+        if self.updating or self.finished or not enough or self._grace_holds():
             return
         self.updating = True
-        self._grace.close()
+        self._grace_until = None
         need = self.need
         if self.settings.transfer == "pull":
-            chosen = trigger.chosen(self.settings, [self.members[n] for n in self._fresh], self._needed())
+            chosen = self._chosen()
             for member in list(self.members.values()):
                 if member.number in chosen or member.buf_low < need:
                     self._pull(member)
         for member in self.members.values():
             if member.low < need and member.number not in self.pending:
-                self._send(Fence(member.number, self.version + 1))
+                self._send(msg.Fence(member.number, self.version + 1))
         self._advance()
+
+    def _all_stand(self) -> bool:
+        """Return whether all members wait for a pushed update at S = 0.
+
+        Pushes at S = 0 are answered after the update, so if nobody can send more, what has arrived must be enough.
+        """
+        held = self.settings.transfer == "push" and self.settings.max_staleness == 0
+        return held and bool(self.came) and all(m.low == UNBOUNDED for m in self.members.values())
+
+    def _grace_holds(self) -> bool:
+        """Return whether the update should still wait for more nodes; the time starts with the first call."""
+        if not self.settings.grace_seconds or len(self.came) == len(self.members):
+            return False
+        if self._grace_until is None:
+            self._grace_until = self._now + self.settings.grace_seconds
+        return self._now < self._grace_until
+
+    def _chosen(self) -> set[int]:
+        if self.settings.pull == "fresh":
+            return set(self._fresh)
+        needed = self._needed()
+        taken: set[int] = set()
+        for member in sorted((self.members[n] for n in self._fresh), key=lambda m: (m.buf_low, m.number)):
+            if needed > 0:
+                taken.add(member.number)
+                needed -= 1 if self.settings.counts_nodes else member.seen - member.ack
+        return taken
 
     def _pull(self, member: Member) -> None:
         self.pending[member.number] = self._next_pull
         self.pulled.add(member.number)
         self.counters["pulls"] += 1
-        self._send(Pull(member.number, self._next_pull, self.version + 1))
+        self._send(msg.Pull(member.number, self._next_pull, self.version + 1))
         self._next_pull += 1
 
     def _advance(self, changed: Member | None = None) -> None:
@@ -359,9 +458,28 @@ class Server:
             return
         same = member.sent == self.version
         number = member.grant(self.version)
-        member.allowed = clocks.allowed(self.settings, member, self.members.values())
-        steps = clocks.steps(self.settings, member, self.members.values())
-        self._send(Weights(member.number, self.version, number, member.allowed, steps, same, ack=member.ack))
+        member.allowed = self._allowed(member)
+        self._send(
+            msg.Weights(member.number, self.version, number, member.allowed, self._steps(member), same, ack=member.ack)
+        )
+
+    def _slowest(self) -> int:
+        """Return the rounds of the slowest node. One round is one submission from each of its workers."""
+        return min((m.clock // m.workers for m in self.members.values()), default=0)
+
+    def _allowed(self, member: Member) -> int:
+        """Return the last start (in the member's own count) that keeps it no more than ``clock_limit`` rounds ahead."""
+        if self.settings.clock_limit is None:
+            return UNBOUNDED
+        return (self._slowest() + self.settings.clock_limit + 1) * member.workers - 1 - member.offset
+
+    def _steps(self, member: Member) -> int:
+        """Return the batches of a member's next submission; balanced local steps give slower nodes fewer."""
+        update = self.settings.local_update
+        if not (isinstance(update, LocalSteps) and update.balance and member.step_us):
+            return update.steps
+        fastest = min(m.step_us for m in self.members.values() if m.step_us)
+        return max(1, update.steps * fastest // member.step_us)
 
     def _permits(self) -> None:
         """With SSP: send weights to members that were stopped and may continue now."""
@@ -371,12 +489,12 @@ class Server:
             stands = member.low == UNBOUNDED and not member.grants
             if not (stands and self._started):
                 continue
-            if clocks.allowed(self.settings, member, self.members.values()) > member.allowed:
+            if self._allowed(member) > member.allowed:
                 self._grant(member)
 
     # --- members --------------------------------------------------------------------------------------------------
 
-    def _drop(self, number: int, reason: str, admit: bool = True) -> None:
+    def _drop(self, number: int, admit: bool = True) -> None:
         member = self.members.pop(number, None)
         if member is None:
             return
@@ -389,15 +507,14 @@ class Server:
         self.waiting = [other for other in self.waiting if other != number]
         self.counters["left"] += 1
         self.counters["lost"] += max(0, member.seen - member.ack)
-        self._out.append(Forget(number, reason))
-        self._out.append(Log("left", {"node": member.node, "member": number, "reason": reason}))
+        self._out.append(Forget(number))
         self._go_on()
         self._permits()
-        waiting = self._contenders.leave(member.node) if admit else None
-        if waiting is not None:
-            self._hello(waiting)
+        claim = self._claims.pop(member.node, None) if admit else None
+        if claim is not None:
+            self._hello(claim[0])
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: msg.Message) -> None:
         number = message.member  # type: ignore[union-attr]
         if number in self.members:
             self.members[number].told = self._now

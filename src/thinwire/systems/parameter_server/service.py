@@ -9,46 +9,31 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_count
 from thinwire.core.durable import readable
-from thinwire.systems.link.hello import check_badge
+from thinwire.systems.link.codec import FRAME
+from thinwire.systems.link.errors import PairError
+from thinwire.systems.link.hello import check_identity, find_trust
 from thinwire.systems.link.listener import Listener
-from thinwire.systems.link.pair import Pair
-from thinwire.systems.link.secret import find_trust
+from thinwire.systems.link.peer import Peer, join_all, unended
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import checkpoint as checkpoints
-from thinwire.systems.parameter_server.buffers import RunningBuffers
-from thinwire.systems.parameter_server.effects import Apply, Drop, Effect, Forget, Log, Refuse, Send
-from thinwire.systems.parameter_server.fleet import Fleet
+from thinwire.systems.parameter_server import messages as msg
+from thinwire.systems.parameter_server.compress import ServerEnd, most_bytes
+from thinwire.systems.parameter_server.effects import Apply, Drop, Effect, Forget, Refuse, Send
 from thinwire.systems.parameter_server.journal import JournalWriter, Update
-from thinwire.systems.parameter_server.keeper import Event, Keeper, Whole
-from thinwire.systems.parameter_server.layout import Layout
-from thinwire.systems.parameter_server.links import Links
-from thinwire.systems.parameter_server.messages import (
-    FRAME,
-    MOST_WORKERS,
-    OTHER_MODEL,
-    PROTOCOL,
-    Buffers,
-    Hello,
-    Message,
-    Stop,
-    Welcome,
-    decode,
-)
-from thinwire.systems.parameter_server.outer import Master, Outer, default_outer, fingerprint
-from thinwire.systems.parameter_server.packing import ServerEnd, most_bytes
-from thinwire.systems.parameter_server.roster import Roster, ShardLost
-from thinwire.systems.parameter_server.saves import Saves
+from thinwire.systems.parameter_server.layout import Layout, RunningBuffers, slices
+from thinwire.systems.parameter_server.outer import FlatWeights, LocalWeights, Outer, default_outer, fingerprint
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.shard_messages import Enlist
-from thinwire.systems.parameter_server.slices import slices
+from thinwire.systems.parameter_server.shards import Event, ShardedWeights, ShardLost
 from thinwire.systems.parameter_server.status import Ages, Status, status_of
 
 _FAREWELL_SECONDS = 5.0
@@ -56,17 +41,14 @@ _FAREWELL_SECONDS = 5.0
 logger = logging.getLogger("thinwire")
 
 
-class Service:
+class Service(AbstractContextManager["Service"]):
     """Serves one model to nodes that come and go.
 
     Args:
         model: its trainable parameters are the initial weights, and hold the result at the end.
         settings: sent to every node.
         port: to listen on; 0 chooses a free one.
-        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``.
-        secret: nodes and shards must know it; at least 16 bytes; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: directory of an identity written by ``thinwire keys new``, instead of a secret: TLS on all connections.
-        insecure: let in everybody who reaches the port.
+        host, secret, keys, insecure: who may connect, see :func:`serve`.
         outer: makes the optimizer of the flat weights; by default that of the settings.
         outer_text: sent to shards that are started from a command line.
         nodes: the expected number; it sets ``c`` of the default optimizer and does not limit who may join.
@@ -82,6 +64,7 @@ class Service:
 
     Attributes:
         saves: its checkpoints.
+        weights: the model's; shards: the same object if the model is in shards, else None.
 
     Raises:
         ValueError: the checkpoint is of another model or another number of shards, or checkpoint_dir or journal cannot
@@ -112,18 +95,16 @@ class Service:
         on_update: Callable[[int, Tensor], None] | None = None,
         on_update_every: int = 1,
         on_status: Callable[[Status], None] | None = None,
-        on_event: Callable[[str, dict[str, Any]], None] = lambda event, facts: None,
     ) -> None:
-        if on_update_every < 1:
-            raise ValueError(f"on_update_every={on_update_every!r} must be at least 1")
+        check_count("on_update_every", on_update_every)
         self.settings, self.model, self.layout = settings, model, Layout.of(model)
         self._updates, self._gradients = updates, gradients
         self._on_update, self._every = on_update, on_update_every
-        self._on_status, self._on_event = on_status, on_event
+        self._on_status = on_status
         count = nodes or settings.start_nodes
         if shards:
             slices(self.layout.numel, shards)  # raises if the model cannot be cut into so many
-        self.saves = Saves(checkpoint_dir, checkpoint_every)
+        self.saves = checkpoints.Saves(checkpoint_dir, checkpoint_every)
         saved = self.saves.load(self.layout, shards)
         # above all member numbers of earlier runs, even of a run without a checkpoint
         first = (time.time_ns() >> 20) << 10
@@ -135,9 +116,13 @@ class Service:
             self.machine = Server(settings, version=saved.version, first_member=first, positions=saved.positions)
             self.machine.counters.update(saved.counters)
         self._positions = dict(self.machine.positions)
-        self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
-        self.keeper = self._make_keeper(outer or default_outer(settings, count), shards, count, saved)
-        self._links = Links(settings, self.layout, self.keeper, self._tell)
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.shards: ShardedWeights | None = None
+        self.weights = self._make_weights(outer or default_outer(settings, count), shards, count, saved)
+        self._members: dict[int, Peer] = {}
+        self._coming: dict[tuple[int, int], tuple[Peer, int]] = {}  # by node and instance, with the ticket
+        self._old: list[Peer] = []
+        self._past = [0, 0]  # bytes from and to members that have gone
         self._ages = Ages()
         self._began = time.monotonic()
         self._over = self._closed = False
@@ -157,24 +142,25 @@ class Service:
             self._listener.close()
             raise
 
-    def _make_keeper(self, outer: Outer, shards: int, full: int, saved: checkpoints.Saved | None) -> Keeper:
-        theta, settings = self.layout.flat(self.model), self.settings
+    def _make_weights(
+        self, outer: Outer, shards: int, full: int, saved: checkpoints.Saved | None
+    ) -> LocalWeights | ShardedWeights:
+        theta, settings, keeps = self.layout.flat(self.model), self.settings, self.saves.directory is not None
         if not shards:
-            end = ServerEnd(settings, self.layout.numel, self.layout.dtype)
-            master = Master(theta, outer, settings, full)
-            if self.saves.directory is not None:
-                readable(master.optimizer.state_dict(), "optimizer")  # refuse now what no checkpoint could hold
-            return Whole(master, end, saved)
-        number = fingerprint(outer, self.layout.dtype)
-        most, keeps = most_bytes(settings, self.layout), self.saves.directory is not None
-        roster = Roster(shards, settings.lease_seconds, number, keeps, self._tell, most_bytes=most)
-        run = secrets.randbits(62) if saved is None else saved.run
-        start = theta if saved is None else None
-        return Fleet(roster, self.layout, settings, self.machine, start, run=run, full=full,
-                     ready=self._publish, failed=self.saves.failed)  # fmt: skip
+            weights = FlatWeights(theta, outer, settings, full)
+            if keeps:
+                readable(weights.optimizer.state_dict(), "optimizer")  # refuse now what no checkpoint could hold
+            if saved is not None:
+                weights.restore(saved.theta, saved.optimizer)
+            return LocalWeights(weights, ServerEnd(settings, self.layout.numel, self.layout.dtype))
+        run, start = (secrets.randbits(62), theta) if saved is None else (saved.run, None)
+        self.shards = ShardedWeights(
+            shards, self.layout, settings, self.machine, start, outer=fingerprint(outer, self.layout.dtype),
+            keeps=keeps, run=run, full=full, tell=self._tell, on_ready=self._publish, on_failed=self.saves.failed,
+        )  # fmt: skip
+        return self.shards
 
     def _publish(self, addresses: str) -> None:
-        """Let nodes join, because all shards are there."""
         if self.saves.directory and self.saves.fresh:
             self._save()  # from here on, server and shards can continue together after a restart
         self._listener.note("shards", addresses)
@@ -195,7 +181,8 @@ class Service:
         self._listener.serve(self._came, FRAME.size)
         try:
             self._loop()
-            theta = self.keeper.last(self._next_event)
+            weights = self.weights
+            theta = weights.weights.theta if isinstance(weights, LocalWeights) else weights.last(self._next_event)
             self._over = True
         finally:
             self.close()
@@ -203,13 +190,18 @@ class Service:
         self.buffers.write(self.model)
         return self.status()
 
+    @property
+    def _ready(self) -> bool:
+        """Whether the weights are there, so that nodes may join and training may end."""
+        return self.shards is None or self.shards.ready
+
     def _loop(self) -> None:
         next_tick = next_status = 0.0
         lease = self.settings.lease_seconds
         ends_at: float | None = None
         while True:
             now = time.monotonic()
-            if ends_at is None and self.keeper.ready and not self.machine.applying and self._reached():
+            if ends_at is None and self._ready and not self.machine.applying and self._reached():
                 ends_at = now + _FAREWELL_SECONDS
                 self._do(self.machine.finish(now))
             if ends_at is not None and (now > ends_at or not self.machine.members):
@@ -222,7 +214,7 @@ class Service:
                 while self._inbox.qsize():  # handle what has arrived first, so that its senders do not count as silent
                     self._handle(self._inbox.get())
                 self._do(self.machine.tick(time.monotonic()))
-                for member in self.keeper.tick(time.monotonic()):
+                for member in self.shards.overdue(time.monotonic()) if self.shards is not None else ():
                     self._do(self.machine.gone(member, time.monotonic()))
                 next_tick = now + min(0.5, lease / 10)
             if self._on_status is not None and now >= next_status:
@@ -244,22 +236,28 @@ class Service:
             return
         self._closed = True
         self._listener.close()
-        self._links.finish(_FAREWELL_SECONDS)
+        for node, instance in list(self._coming):
+            self._reject(node, instance)
+        for peer in self._members.values():
+            peer.finish()
+        join_all([*self._members.values(), *self._old], _FAREWELL_SECONDS, least=0.1)
         try:
             saves, machine = self.saves, self.machine
             if saves.directory and machine.version > saves.resumed and not machine.applying:
-                self.keeper.settle(self._next_event)
+                self._settle()
                 self._save()
-                self.keeper.settle(self._next_event)
+                self._settle()
                 if self._over:
-                    saves.look_back(machine.version)
+                    saves.check_last(machine.version)
         finally:
             if self._journal is not None:
                 self._journal.close()
-            self.keeper.close(self.machine.version if self._over else None)
+            if self.shards is not None:
+                self.shards.close(self.machine.version if self._over else None)
 
-    def __enter__(self) -> Service:
-        return self
+    def _settle(self) -> None:
+        if self.shards is not None:
+            self.shards.settle(self._next_event)
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -277,10 +275,10 @@ class Service:
         what, who, value = event
         now = time.monotonic()
         if what == "message":
-            for message in self.keeper.heard(who, value, now):
+            for message in (value,) if self.shards is None else self.shards.on_message(who, value, now):
                 self._do(self.machine.on(message, now))
         elif what == "came":
-            self._hello(who, value, now)
+            self._park(who, value, now)
         elif what == "gone":
             self._do(self.machine.gone(who, now))
         elif what == "buffers":
@@ -289,31 +287,81 @@ class Service:
             self.machine.expect(who, value, now)
         elif what == "stop":
             self._updates = self.machine.version
-            if not self.keeper.ready:
+            if not self._ready:
                 raise ShardLost("stopped while it waited for its shards, without which there are no last weights")
-        else:
-            for message in self.keeper.hear(event, now):
+        elif self.shards is not None:
+            for message in self.shards.on_event(event, now):
                 self._do(self.machine.on(message, now))
 
-    def _hello(self, pair: Pair, hello: Hello, now: float) -> None:
-        self._links.hold(pair, hello)
-        if hello.protocol == PROTOCOL and hello.layout != self.layout.number:
-            self._links.turn_away(hello.node, hello.instance, OTHER_MODEL)
-        elif self.keeper.ready:
-            self._do(self.machine.on(hello, now))
-        else:  # not yet: it says HELLO again until the weights are there
-            self._links.turn_away(hello.node, hello.instance)
+    # --- connections ----------------------------------------------------------------------------------------------
 
-    def _came(self, pair: Pair, hello: bytes) -> None:
-        message, _, _ = decode(hello)
-        if isinstance(message, Hello) and 0 < message.workers <= MOST_WORKERS:
-            check_badge(pair.other, "node", message.node)
-            self._tell("came", pair, message)
-        elif isinstance(message, Enlist):
-            check_badge(pair.other, "shard", message.index)
-            self._tell("enlist", (pair, pair.host), message)
+    def _came(self, peer: Peer, hello: bytes) -> None:
+        """Take whoever has connected; called in a thread of its own."""
+        message, _, _ = msg.decode(hello)
+        if isinstance(message, msg.Hello) and 0 < message.workers <= msg.MOST_WORKERS:
+            check_identity(peer.other, "node", message.node)
+            self._tell("came", peer, message)
+        elif isinstance(message, msg.RegisterShard) and self.shards is not None:
+            check_identity(peer.other, "shard", message.index)
+            self._tell("register", peer, message)
         else:
             raise ValueError("it does not begin as a node or a shard does")
+
+    def _park(self, peer: Peer, hello: msg.Hello, now: float) -> None:
+        """Keep the connection of a leader that said HELLO, replacing an earlier one of the same process."""
+        self._reject(hello.node, hello.instance)
+        self._coming[hello.node, hello.instance] = peer, hello.ticket
+        if hello.protocol == msg.PROTOCOL and hello.layout != self.layout.number:
+            self._reject(hello.node, hello.instance, msg.OTHER_MODEL)
+        elif self._ready:
+            self._do(self.machine.on(hello, now))
+        else:  # not yet: it says HELLO again until the weights are there
+            self._reject(hello.node, hello.instance)
+
+    def _reject(self, node: int, instance: int, reason: int = 0) -> None:
+        """Close the connection of a waiting leader, after sending the reason if there is one."""
+        peer, _ = self._coming.pop((node, instance), (None, 0))
+        if peer is None:
+            return
+        if reason:
+            with contextlib.suppress(PairError):
+                peer.send_frame(msg.encode(msg.Refused(node, reason)))
+        peer.close()
+
+    def _admit(self, member: int) -> None:
+        row = self.machine.members[member]
+        peer, ticket = self._coming.pop((row.node, row.instance), (None, 0))
+        if peer is None:
+            return
+        if self.shards is not None:
+            self.shards.add_member(member, ticket)
+
+        def deliver(message: Any) -> None:
+            if getattr(message, "member", None) != member:
+                raise ValueError("a node speaks for another: its connection is closed")
+            if isinstance(message, msg.Buffers):
+                self._tell("buffers", member, self.layout.buffers.read(message.tensor))
+                return
+            self._tell("message", member, self.weights.read(message) if isinstance(message, msg.Grad) else message)
+
+        self._members[member] = peer
+        peer.start(
+            msg.CODEC,
+            channels=self.settings.channels if self.shards is None else 1,  # only frames: an Assembly orders them
+            seconds=self.settings.lease_seconds,
+            most_bytes=most_bytes(self.settings, self.layout),
+            deliver=deliver,
+            closed=lambda reason: self._tell("gone", member, reason),
+            announced=lambda seconds: self._tell("expect", member, seconds),
+        )
+
+    def _forget(self, member: int) -> None:
+        self.weights.forget(member)
+        peer = self._members.pop(member, None)
+        if peer is not None:
+            self._old = unended(self._old, peer)
+            self._past = [self._past[0] + peer.received_bytes, self._past[1] + peer.sent_bytes]
+            peer.close()
 
     # --- effects --------------------------------------------------------------------------------------------------
 
@@ -324,29 +372,27 @@ class Service:
             elif isinstance(effect, Apply):
                 self._apply(effect)
             elif isinstance(effect, Drop):
-                self.keeper.drop(effect.tensor)
+                if self.shards is not None:
+                    self.shards.drop(effect.tensor)
             elif isinstance(effect, Forget):
-                self._links.forget(effect.member)
+                self._forget(effect.member)
             elif isinstance(effect, Refuse):
-                self._links.turn_away(effect.node, effect.instance, effect.reason)
-            elif isinstance(effect, Log):
-                self._on_event(effect.event, effect.facts)
+                self._reject(effect.node, effect.instance, effect.reason)
 
-    def _send(self, member: int, message: Message) -> None:
-        if isinstance(message, Welcome):
-            row = self.machine.members[member]
-            self._links.open(member, row.node, row.instance)
-        connection = self._links.members.get(member)
-        if connection is None:
+    def _send(self, member: int, message: msg.Message) -> None:
+        if isinstance(message, msg.Welcome):
+            self._admit(member)
+        peer = self._members.get(member)
+        if peer is None:
             return
-        if isinstance(message, Stop) and self.buffers.value is not None:
-            connection.post(Buffers(member, self.buffers.value))
-        connection.post(self.keeper.dress(member, message))
+        if isinstance(message, msg.Stop) and self.buffers.value is not None:
+            peer.post(msg.Buffers(member, self.buffers.value))
+        peer.post(self.weights.attach_payload(member, message))
 
     def _apply(self, effect: Apply) -> None:
         version = effect.version + 1
         show = self._on_update is not None and (version == 1 or version % self._every == 0)
-        self.keeper.apply(effect, show, lambda theta: self._applied(effect, theta))
+        self.weights.apply(effect, show, lambda theta: self._applied(effect, theta))
 
     def _applied(self, effect: Apply, theta: Tensor | None) -> None:
         self._ages.add(effect)
@@ -375,22 +421,21 @@ class Service:
         machine = self.machine
         assert self.saves.directory is not None
         saved = checkpoints.Saved(
-            torch.empty(0),
-            {},
-            machine.version,
-            machine.next_member,
-            self._positions,
-            dict(machine.counters),
-            self.layout.to_json(),
-            self.buffers.value,
-        )
+            torch.empty(0), {}, machine.version, machine.next_member, self._positions, dict(machine.counters),
+            self.layout.to_json(), self.buffers.value,
+        )  # fmt: skip
         try:
-            self.keeper.save(self.saves.directory, saved)
+            self.weights.save(self.saves.directory, saved)
         except (OSError, ValueError) as error:
             self.saves.failed(str(error))
 
     def status(self) -> Status:
         """Return the current status; may be called from any thread."""
-        seconds = time.monotonic() - self._began
-        links = self._links
-        return status_of(self.machine, self._ages, links.traffic(), links.past(), seconds, self.keeper.shards())
+        shards, traffic, past = self.shards, {}, self._past
+        for number, peer in list(self._members.items()):
+            up, down = (0, 0) if shards is None else shards.traffic(number)
+            traffic[number] = peer.received_bytes + up, peer.sent_bytes + down
+        if shards is not None:
+            past = [past[0] + shards.past[0], past[1] + shards.past[1]]
+        rows = () if shards is None else shards.status()
+        return status_of(self.machine, self._ages, traffic, past, time.monotonic() - self._began, rows)

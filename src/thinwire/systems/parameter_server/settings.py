@@ -2,42 +2,116 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from thinwire.core.checks import check_count
-from thinwire.core.records import UNREADABLE
-from thinwire.systems.parameter_server.staleness import ALPHAS, LR_SCALES, NORMS, UNBOUNDED
-from thinwire.systems.parameter_server.submit import Gradient, LocalSteps, Submission
+from thinwire.core.checks import check_count, check_number
+from thinwire.core.records import Record
+
+UNBOUNDED = 1 << 62
+"""Stands for infinity among versions, which are 64-bit integers."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "transfer": ("pull", "push"),
     "pull": ("fresh", "stalest"),
     "enforce": ("wait", "drop"),
-    "alpha": ALPHAS,
-    "norm": NORMS,
-    "lr_scale": LR_SCALES,
+    "alpha": ("none", "inverse", "reciprocal", "invsqrt"),
+    "norm": ("one", "alpha"),
+    "lr_scale": ("none", "linear", "sqrt"),
     "local": ("async", "sync"),
     "compress_up": (None, "topk", "int8"),
     "compress_down": (None, "topk", "int8"),
     "buffers": ("average", "local"),
+    "inner": ("adamw", "sgd"),
 }
-
-
 _EVERY = re.compile(r"(?P<number>[1-9]\d*) nodes|(?P<unit>nodes|workers)(/(?P<divisor>\d+(\.\d+)?))?")
 
 
-class Every(NamedTuple):
-    """The parts of ``update_every``.
+def alpha(rule: str, tau: int) -> float:
+    """Return the factor of a gradient that is ``tau`` versions old.
+
+    Args:
+        rule: "none": 1; "inverse": 1 / max(tau, 1) (arXiv 1511.05950); "reciprocal": 1 / (1 + tau); "invsqrt":
+            1 / sqrt(1 + tau) (FedBuff).
+        tau: version at which it is applied minus version on which it was computed; at least 0.
+
+    Example:
+        >>> [alpha("inverse", tau) for tau in (0, 1, 2, 4)]
+        [1.0, 1.0, 0.5, 0.25]
+        >>> [alpha("reciprocal", tau) for tau in (0, 1, 3)]
+        [1.0, 0.5, 0.25]
+    """
+    if rule == "inverse":
+        return 1.0 / max(tau, 1)
+    if rule == "reciprocal":
+        return 1.0 / (1 + tau)
+    return 1.0 / math.sqrt(1 + tau) if rule == "invsqrt" else 1.0
+
+
+def norm(rule: str, alpha_rule: str, tau: int) -> float:
+    """Return what a gradient adds to the divisor.
+
+    "one": 1, so stale steps are shorter; "alpha": the factor, so staleness affects only the direction.
+    """
+    return alpha(alpha_rule, tau) if rule == "alpha" else 1.0
+
+
+def lr_scale(rule: str, gradients: int, full: int) -> float:
+    """Return the factor of the learning rate for an update that averages ``gradients`` of the expected ``full``.
+
+    Example:
+        >>> lr_scale("linear", 2, 8), lr_scale("sqrt", 2, 8), lr_scale("none", 2, 8)
+        (0.25, 0.5, 1.0)
+    """
+    if rule == "none" or gradients == 0:
+        return 1.0
+    share = gradients / max(full, 1)
+    return math.sqrt(share) if rule == "sqrt" else share
+
+
+def _check_choice(name: str, value: Any) -> None:
+    if value not in CHOICES[name]:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, CHOICES[name]))}")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one batch at the weights that the worker received."""
+
+    @property
+    def steps(self) -> int:
+        """Batches per submission."""
+        return 1
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """H steps of a local optimizer; the worker hands in theta before minus theta after (a pseudo-gradient).
 
     Attributes:
-        nodes: whether nodes with new work are counted; otherwise gradients.
-        number: how many are needed; None: those alive / ``divisor``.
+        steps: H, batches per submission.
+        inner: "adamw" or "sgd"; its state stays in the worker.
+        lr: of the inner optimizer.
+        balance: slower workers make fewer steps, so that all take equally long (DyLU of asynchronous local SGD,
+            arXiv 2401.09135): steps * speed / speed of the fastest, rounded down, at least 1.
     """
+
+    steps: int = 20
+    inner: str = "adamw"
+    lr: float = 4e-4
+    balance: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        _check_choice("inner", self.inner)
+        check_number("lr", self.lr, above=0)
+
+
+class Every(NamedTuple):
+    """The parts of ``update_every``: are nodes counted, or gradients; how many, None: those alive / ``divisor``."""
 
     nodes: bool
     number: int | None
@@ -45,7 +119,7 @@ class Every(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Record):
     """How server and leaders behave. Plain data: the server sends it to every node, and all nodes follow it.
 
     Attributes:
@@ -61,7 +135,7 @@ class Settings:
         enforce: how the bound is kept. "wait": an update waits until it leaves out nothing older than S allows; "drop":
             older pushes are dropped.
         clock_limit: s of stale synchronous parallel: no node is more than s rounds ahead of the slowest.
-        alpha: factor of a gradient as a function of its staleness, see :func:`staleness.alpha`.
+        alpha: factor of a gradient as a function of its staleness, see :func:`alpha`.
         norm: the divisor: "one" counts gradients, "alpha" sums their factors.
         lr_scale: how the learning rate depends on the number of gradients in an update: "none", "linear", "sqrt".
         local: inside a node each worker works on its own ("async"), or all work in step ("sync").
@@ -76,7 +150,9 @@ class Settings:
             a moving average, and all have it at the end; "local": each worker keeps its own.
     """
 
-    local_update: Submission = field(default_factory=Gradient)
+    called = "a parameter server's settings"
+
+    local_update: Gradient | LocalSteps = field(default_factory=Gradient)
     transfer: str = "pull"
     pull: str = "fresh"
     update_every: int | str = "nodes/2"
@@ -98,24 +174,20 @@ class Settings:
     buffers: str = "average"
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, allowed))}")
-        for name, least in (("max_staleness", 0), ("clock_limit", 0), ("buffer", 1), ("start_nodes", 1)):
-            value = getattr(self, name)
-            if value is not None or name in ("buffer", "start_nodes"):
-                check_count(name, value, least)
+        for name in CHOICES.keys() - {"inner"}:
+            _check_choice(name, getattr(self, name))
+        for name in ("max_staleness", "clock_limit"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 0)
+        check_count("buffer", self.buffer)
+        check_count("start_nodes", self.start_nodes)
         if isinstance(self.update_every, str):
             _every(self.update_every)
         else:
-            check_count("update_every", self.update_every, 1)
-        if not (_is_number(self.lease_seconds) and self.lease_seconds > 0):
-            raise ValueError(f"lease_seconds={self.lease_seconds!r} must be a number above 0")
-        if not (_is_number(self.grace_seconds) and self.grace_seconds >= 0):
-            raise ValueError(f"grace_seconds={self.grace_seconds!r} must be a number of at least 0")
-        if not (_is_number(self.density) and 0 < self.density <= 1):
-            raise ValueError(f"density={self.density!r} must be a number above 0 and at most 1")
+            check_count("update_every", self.update_every)
+        check_number("lease_seconds", self.lease_seconds, above=0)
+        check_number("grace_seconds", self.grace_seconds, least=0)
+        check_number("density", self.density, above=0, most=1)
         if not isinstance(self.local_update, (Gradient, LocalSteps)):
             raise ValueError(f"local_update={self.local_update!r} must be Gradient() or LocalSteps()")
         self._check_together()
@@ -166,39 +238,10 @@ class Settings:
         wanted = number if number is not None else int(alive / divisor)
         return max(1, min(wanted, alive) if nodes else wanted)
 
-    def to_json(self) -> str:
-        """Return one line of JSON; :meth:`from_json` reads it."""
-        data = asdict(self)
-        data["local_update"] = {"kind": type(self.local_update).__name__, **data["local_update"]}
-        return json.dumps(data, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: the text does not hold settings.
-        """
-        try:
-            data = _renamed(dict(json.loads(text)))
-            update = dict(data.pop("local_update"))
-            kind = update.pop("kind")
-            kinds = {"Gradient": Gradient, "LocalSteps": LocalSteps}
-            unknown = set(data) - {f.name for f in fields(cls)}
-            if unknown or kind not in kinds:
-                raise ValueError(f"unknown fields {sorted(unknown)} or submission {kind!r}")
-            return cls(local_update=kinds[kind](**update), **data)
-        except UNREADABLE as error:
-            raise ValueError(f"these are not settings of a parameter server: {error}") from error
-
 
 @cache
 def _every(words: int | str) -> Every:
-    """Parse ``update_every``.
-
-    Raises:
-        ValueError: it has none of the valid forms, or divides by less than 1.
-    """
+    """Parse ``update_every``. ``ValueError``: it has none of the valid forms, or divides by less than 1."""
     if not isinstance(words, str):
         return Every(False, words, 1.0)
     found = _EVERY.fullmatch(words)
@@ -209,22 +252,3 @@ def _every(words: int | str) -> Every:
             'number of at least 1 as in "nodes/2", or a number of nodes as in "3 nodes"'
         )
     return Every(found["unit"] != "workers", int(found["number"]) if found["number"] else None, divisor)
-
-
-def _renamed(data: dict[str, Any]) -> dict[str, Any]:
-    """Translate the settings of an older journal, with ``submit``, ``limit`` and ``trigger``, to today's names."""
-    if "submit" not in data:
-        return data
-    nodes, n, count = data.pop("trigger", "nodes") == "nodes", data.pop("n", 2.0), data.pop("count", None)
-    if count is None:
-        data["update_every"] = f"{'nodes' if nodes else 'workers'}/{n}"
-    else:
-        data["update_every"] = f"{count} nodes" if nodes else count
-    data["local_update"], data["max_staleness"] = data.pop("submit"), data.pop("limit", 4)
-    if data.get("enforce") == "gate":
-        data["enforce"] = "wait"
-    return data
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -12,32 +12,21 @@ from thinwire.systems.parameter_server.server import Server
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A row of the status table.
-
-    Attributes:
-        node, member: numbers. alive: workers that are alive.
-        seen: iteration number. behind: versions from the oldest base at work there to the server's version; -1: idle.
-        step_seconds: of one of its workers. up_bytes, down_bytes: since it joined.
-    """
+    """A row of the status table."""
 
     node: int
     member: int
-    alive: int
-    seen: int
-    behind: int
-    step_seconds: float
-    up_bytes: int
+    alive: int  # workers
+    seen: int  # iteration number
+    behind: int  # versions from the oldest base at work there to the server's version; -1: idle
+    step_seconds: float  # of one of its workers
+    up_bytes: int  # since it joined
     down_bytes: int
 
 
 @dataclass(frozen=True)
 class ShardStatus:
-    """The status of a shard.
-
-    Attributes:
-        index: of the shard. there: whether it has its weights.
-        up_bytes, down_bytes: from and to all nodes.
-    """
+    """The status of a shard: whether it has its weights, and the bytes from and to all nodes."""
 
     index: int
     there: bool
@@ -81,7 +70,6 @@ class Ages:
     most: int = 0
 
     def add(self, effect: Apply) -> None:
-        """Count the gradients of an update."""
         for part in effect.contributions:
             for row in part.rows:
                 tau = effect.version - row.base
@@ -98,11 +86,8 @@ def status_of(
 ) -> Status:
     """Return the status of a server.
 
-    Args:
-        traffic: member -> bytes from it and to it.
-        past: the same for all members that have gone.
-        seconds: since it began to serve.
-        shards: of the model.
+    ``traffic``: member -> bytes from it and to it. ``past``: the same for all members that have gone. ``seconds``:
+    since it began to serve.
     """
     rows, members = [], list(machine.members.values())
     for member in members:

@@ -3,26 +3,151 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from thinwire.systems.parameter_server.connection import SLOWEST
-from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Leave, Report, Send, Start
+from thinwire.systems.link.codec import FRAME
+from thinwire.systems.link.peer import SLOWEST
+from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Report, Send, Start
 from thinwire.systems.parameter_server.journal import Journal, Update
 from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.local_work import LocalWork
-from thinwire.systems.parameter_server.messages import FRAME, Grad, Hello, Message, Weights
-from thinwire.systems.parameter_server.outer import Master, Outer, default_outer
-from thinwire.systems.parameter_server.scenario import Fault, Link, Trace
+from thinwire.systems.parameter_server.messages import Grad, Hello, Message, Piece, Weights
+from thinwire.systems.parameter_server.outer import FlatWeights, Outer, default_outer
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.shard_messages import Piece
-from thinwire.systems.parameter_server.virtual_shards import Ends, VirtualShards
+from thinwire.systems.parameter_server.shards import Assembly
 from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
+from thinwire.systems.parameter_server.worker import LocalWork
+
+Ends = dict[tuple[str, int], Assembly]
+"""The assemblies of one node's connections, by way ("up", "down") and member."""
+
+
+class VirtualShards:
+    """The shards of a simulation. A message between shard and server takes the server link's latency.
+
+    Attributes:
+        cards: (to it, from it) of each shard.
+        sizes: bytes of each piece, with its frame.
+        hop_seconds: time of a message between a shard and the server.
+    """
+
+    def __init__(self, count: int, settings: Settings, link: Link, payload_bytes: int) -> None:
+        if count < 0:
+            raise ValueError(f"shards={count!r} must be at least 0")
+        self._settings = settings
+        self.cards = [(Card(link.bits_per_second), Card(link.bits_per_second)) for _ in range(count)]
+        ends = [payload_bytes * i // max(count, 1) for i in range(count + 1)]
+        self.sizes = [FRAME.size + end - first for first, end in pairwise(ends)]
+        self.hop_seconds = link.latency_seconds
+        self._seconds = settings.lease_seconds + payload_bytes / SLOWEST
+
+    def __len__(self) -> int:
+        return len(self.cards)
+
+    def take(
+        self, ends: Ends, way: str, message: Message | Piece, shard: int, now: float
+    ) -> tuple[list[Any], Assembly]:
+        """Return the messages that are complete and next in order, after this message or piece has come to one end."""
+        key = way, getattr(message, "member", 0)
+        if key not in ends:
+            ends[key] = Assembly(len(self), self._settings.channels == 1)
+        if isinstance(message, Piece):
+            ready = ends[key].piece(message.number, shard, None, now)
+        else:
+            ready = ends[key].message(message, number_of(message), self._seconds, now)
+        return [message for message, _ in ready], ends[key]
+
+
+def number_of(message: Message) -> int | None:
+    """Return the number of a message's pieces; None: it carries no tensor."""
+    if isinstance(message, Weights) and not message.same:
+        return message.grant
+    return message.seq if isinstance(message, Grad) and message.rows else None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A node's link to the server.
+
+    Attributes:
+        latency_seconds: one way.
+        bits_per_second: of the node's network card, in each direction; None: no limit.
+        jitter: draws how many seconds a message takes longer.
+    """
+
+    latency_seconds: float = 0.0005
+    bits_per_second: float | None = None
+    jitter: Callable[[random.Random], float] | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a node.
+
+    Attributes:
+        at_seconds: when.
+        kind: "kill" (the leader, or one ``worker``), "return" (after a kill), "pause" (for ``for_seconds``), or "cut"
+            (the connection).
+    """
+
+    at_seconds: float
+    kind: str
+    node: int
+    worker: int | None = None
+    for_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("kill", "return", "pause", "cut"):
+            raise ValueError(f'kind={self.kind!r} is unknown; use "kill", "return", "pause" or "cut"')
+
+
+@dataclass
+class Trace:
+    """The result of a simulation.
+
+    Attributes:
+        seconds: virtual time at the end.
+        updates: (version, at seconds, [(node, worker, step, base)]).
+        parameters: the final weights; None without tensors.
+        bytes_up, bytes_down: to and from the server, including frames.
+        messages: how many, by kind.
+        counters: the server's.
+        finished: submissions that workers have completed.
+        journal: see :mod:`journal`.
+        losses: (at seconds, value) as returned by ``evaluate``.
+    """
+
+    seconds: float = 0.0
+    updates: list[tuple[int, float, list[tuple[int, int, int, int]]]] = field(default_factory=list)
+    parameters: Tensor | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    finished: int = 0
+    journal: Journal | None = None
+    losses: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def gradients(self) -> int:
+        """Number of applied gradients."""
+        return sum(len(rows) for _, _, rows in self.updates)
+
+    @property
+    def bytes_per_gradient(self) -> float:
+        """Bytes up and down per applied gradient."""
+        return (self.bytes_up + self.bytes_down) / max(1, self.gradients)
+
+    def staleness(self) -> Counter[int]:
+        """Count the applied gradients by their age in versions."""
+        return Counter(version - base for version, _, rows in self.updates for *_, base in rows)
+
 
 _LINK = Link()  # an immutable default
 
@@ -81,7 +206,6 @@ class _Wire:
 
     @property
     def waits(self) -> bool:
-        """Whether the next message must wait."""
         return self.busy or (self.behind is not None and bool(self.queue) and self.behind.sent < self.queue[0][2])
 
 
@@ -103,11 +227,8 @@ class _Simulation:
         self.lines: list[Update] = []
         self.member_node: dict[int, int] = {}
         outer = outer or default_outer(settings, nodes)
-        self.master = None if parameters is None else Master(parameters, outer, settings, nodes * workers)
-        self.snapshot = None if self.master is None else self.master.theta.clone()
+        self.weights = None if parameters is None else FlatWeights(parameters, outer, settings, nodes * workers)
         self.nodes = [_Node(self, n, link(n) if callable(link) else link) for n in range(nodes)]
-        self.ended = False
-        self._joining = 0
 
     def begin(self) -> None:
         for node in self.nodes:
@@ -133,23 +254,17 @@ class _Simulation:
                 node = self.nodes[self.member_node[effect.member]]
                 message = effect.message
                 if isinstance(message, Weights) and not message.same:
-                    message = replace(message, tensor=self.snapshot)
+                    message = replace(message, tensor=None if self.weights is None else self.weights.snapshot)
                 self.send(node, "down", message)
             elif isinstance(effect, Apply):
-                self.trace.updates.append(
-                    (
-                        effect.version,
-                        self.time.now,
-                        [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows],
-                    )
-                )
+                rows = [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows]
+                self.trace.updates.append((effect.version, self.time.now, rows))
                 self.lines.append(Update.of(effect, self.time.now))
                 self.time.after(self.apply_seconds, lambda effect=effect: self.apply(effect))  # type: ignore[misc]
 
     def apply(self, effect: Apply) -> None:
-        if self.master is not None:
-            self.master.apply(effect.contributions)
-            self.snapshot = self.master.theta.clone()
+        if self.weights is not None:
+            self.weights.apply(effect.contributions)
         self.server_does(self.server.applied(self.time.now))
 
     def leader(self, node: _Node, effects: Sequence[Effect]) -> None:
@@ -166,31 +281,22 @@ class _Simulation:
             elif isinstance(effect, Join):
                 node.connect(self)
                 self.leader(node, node.leader.join(self.time.now))
-            elif isinstance(effect, Leave):
-                self.ended = True
 
     # --- wires ----------------------------------------------------------------------------------------------------
 
     def send(self, node: _Node, way: str, message: Message) -> None:
-        size = FRAME.size
-        full = isinstance(message, Weights) and not message.same
-        if isinstance(message, Grad):
-            size += 32 * len(message.rows)
-            full = bool(message.rows)
-        if full and self.shards:
-            self.send_pieces(node, way, message)
-            full = False
-        size += self.payload if full else 0
-        self.queue(node, way, "data" if full and self.settings.channels == 2 else "control", message, size)
+        size, number = FRAME.size + 32 * len(getattr(message, "rows", ())), number_of(message)
+        full = number is not None and not self.shards
+        if number is not None and self.shards:
+            wires, member = node.wires, message.member  # type: ignore[union-attr]
 
-    def send_pieces(self, node: _Node, way: str, message: Message) -> None:
-        wires, pieces = node.wires, self.shards.pieces(message)
+            def pieces() -> None:
+                for index, piece_size in enumerate(self.shards.sizes if node.wires is wires else ()):
+                    self.queue(node, way, f"shard {index}", Piece(member, number), piece_size)
 
-        def go() -> None:
-            for index, piece, size in pieces if node.wires is wires else ():
-                self.queue(node, way, f"shard {index}", piece, size)
-
-        self.time.after(self.shards.hop_seconds if way == "down" else 0.0, go)  # down: the server tells the shards
+            self.time.after(self.shards.hop_seconds if way == "down" else 0.0, pieces)  # down: the server tells them
+        name = "data" if full and self.settings.channels == 2 else "control"
+        self.queue(node, way, name, message, size + self.payload * full)
 
     def queue(self, node: _Node, way: str, name: str, message: Message | Piece, size: int) -> None:
         wire = node.wires[way, name]
@@ -226,14 +332,12 @@ class _Simulation:
                 self.pump(node, way, name)
 
         if size > FRAME.size + 32 * len(getattr(message, "rows", ())) and not isinstance(message, Piece):
-            self.time.after(node.link.latency_seconds, lambda: self.announce(node, way, size))
+            # the frame of a tensor arrives before it, so the receiver does not think that the sender is dead
+            allowed = self.settings.lease_seconds + size / SLOWEST
+            self.time.after(node.link.latency_seconds, lambda: self.expect(node, way, allowed))
         wire.channel.send(size, lambda: self.deliver(node, way, message, wire.shard), sent)
         if name == "control" and (way, "data") in node.wires:
             self.pump(node, way, "data")
-
-    def announce(self, node: _Node, way: str, size: int) -> None:
-        """Note that the frame of a tensor arrives before it, so the receiver does not think that the sender is dead."""
-        self.expect(node, way, self.settings.lease_seconds + size / SLOWEST)
 
     def expect(self, node: _Node, way: str, seconds: float) -> None:
         if way == "up":
@@ -260,8 +364,7 @@ class _Simulation:
     def assemble(self, node: _Node, way: str, message: Message | Piece, shard: int, ends: Ends) -> None:
         if ends is not node.ends:
             return  # it belongs to a connection that no longer exists
-        assembly = self.shards.assembly(ends, way, message)
-        ready = self.shards.whole(assembly, message, shard, self.time.now)
+        ready, assembly = self.shards.take(ends, way, message, shard, self.time.now)
         if assembly.until is not None:
             self.expect(node, way, assembly.until - self.time.now)
         for whole in ready:
@@ -384,11 +487,11 @@ def simulate(
     )  # fmt: skip
     for fault in faults:
         sim.time.after(fault.at_seconds, lambda fault=fault: sim.fault(fault))  # type: ignore[misc]
-    if evaluate is not None and sim.master is not None:
-        master = sim.master
+    if evaluate is not None and sim.weights is not None:
+        weights = sim.weights
 
         def look() -> None:
-            sim.trace.losses.append((sim.time.now, evaluate(master.theta)))
+            sim.trace.losses.append((sim.time.now, evaluate(weights.theta)))
             sim.time.after(evaluate_seconds, look)
 
         sim.time.after(0.0, look)
@@ -408,6 +511,6 @@ def simulate(
     trace.updates = trace.updates[: sim.server.version]
     trace.seconds = sim.time.now
     trace.counters = sim.server.counters
-    trace.parameters = None if sim.master is None else sim.master.theta.clone()
+    trace.parameters = None if sim.weights is None else sim.weights.theta.clone()
     trace.journal = Journal(settings, {"seed": seed, "nodes": nodes}, tuple(sim.lines[: sim.server.version]))
     return trace

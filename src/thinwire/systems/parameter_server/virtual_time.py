@@ -31,8 +31,7 @@ class VirtualTime:
         self._made = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule an action that many seconds from now."""
-        check_number("seconds", seconds, least=0)
+        check_number("seconds", seconds)
         heapq.heappush(self._events, (self.now + seconds, self._made, action))
         self._made += 1
 
@@ -54,17 +53,11 @@ class VirtualTime:
 
 
 class Card:
-    """A network card: sends (or receives) one message after another at its rate.
-
-    Attributes:
-        bits_per_second: rate; None means no limit.
-        free_at: when all messages given to it have passed.
-        bytes: total carried so far.
-    """
+    """A network card: sends (or receives) one message after another; ``bits_per_second`` None: no limit."""
 
     def __init__(self, bits_per_second: float | None) -> None:
         if bits_per_second is not None:
-            check_number("bits_per_second", bits_per_second, least=0)
+            check_number("bits_per_second", bits_per_second)
             if not bits_per_second:
                 raise ValueError("bits_per_second must be above 0; None is no limit")
         self.bits_per_second = bits_per_second
@@ -81,11 +74,9 @@ class Card:
 
 
 class VirtualChannel:
-    """Messages in order from one card to another.
+    """Messages in order from one card to another, which other channels may share.
 
     Args:
-        time: the clock.
-        source, target: the cards at its ends, which other channels may share.
         latency_seconds: from one end to the other.
         jitter: extra seconds of each message; messages still do not overtake each other.
         small_bytes: messages of at most that size do not queue behind others at the cards (packets interleave).
@@ -102,7 +93,7 @@ class VirtualChannel:
         small_bytes: int = 1500,
         behind: VirtualChannel | None = None,
     ) -> None:
-        check_number("latency_seconds", latency_seconds, least=0)
+        check_number("latency_seconds", latency_seconds)
         self._time, self._source, self._target = time, source, target
         self._latency, self._jitter, self._small, self._behind = latency_seconds, jitter, small_bytes, behind
         self._last = 0.0

@@ -10,21 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
 from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.hello import Badge
-from thinwire.systems.link.meeting import Meeting
-from thinwire.systems.link.secret import find_trust, own_trust
+from thinwire.systems.link.hello import PeerIdentity, find_trust, own_trust
+from thinwire.systems.link.listener import Caller
+from thinwire.systems.link.peer import LocalPeer, Peer
 from thinwire.systems.link.tls import Credentials
-from thinwire.systems.parameter_server.connection import Anything, Connection
+from thinwire.systems.parameter_server.compress import most_bytes
 from thinwire.systems.parameter_server.layout import Layout
-from thinwire.systems.parameter_server.local_work import LocalWork, local_gradient
-from thinwire.systems.parameter_server.messages import Buffers, Enter, Ping, Result, Stop, Work, encode
-from thinwire.systems.parameter_server.packing import most_bytes
-from thinwire.systems.parameter_server.settings import Settings
+from thinwire.systems.parameter_server.messages import CODEC, Buffers, Enter, Ping, Result, Stop, Work, encode
+from thinwire.systems.parameter_server.settings import Gradient, LocalSteps, Settings
+
+if TYPE_CHECKING:
+    from thinwire.systems.parameter_server.node import Node
+
+GradientAt = Callable[[Tensor, int], Tensor]
+"""(flat parameters, number of the batch) -> flat gradient."""
 
 logger = logging.getLogger("thinwire")
 
@@ -35,6 +41,53 @@ class ServerLost(RuntimeError):
 
 class NodeRefused(RuntimeError):
     """The server refuses this node."""
+
+
+def local_gradient(
+    model: nn.Module, layout: Layout, take: Callable[[int], Any], loss: Loss, theta: Tensor, number: int
+) -> tuple[Tensor, float, int]:
+    """Return the flat gradient ``[D]`` of batch ``number`` at ``theta`` ``[D]``, its loss and its samples."""
+    batch = take(number)
+    layout.write(theta, model)
+    for p in model.parameters():
+        p.grad = None
+    with torch.enable_grad():
+        value = loss(model, batch)
+    value.backward()
+    return layout.gradient(model), float(value.detach()), samples_of(batch)
+
+
+def samples_of(batch: Any) -> int:
+    """Return the length of the first tensor in a batch; 1 if there is none."""
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
+    return next((len(part) for part in parts if isinstance(part, Tensor) and part.ndim), 1)
+
+
+class LocalWork:
+    """What one worker computes between two messages. The inner optimizer and its state stay here."""
+
+    def __init__(self, update: Gradient | LocalSteps) -> None:
+        self._update = update
+        self._x: Tensor | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def submission(self, theta: Tensor, step: int, steps: int, gradient: GradientAt) -> Tensor:
+        """Compute submission number ``step`` at the weights ``theta`` ``[D]``, which are not modified.
+
+        With H local steps the batches are numbered from ``step * H`` on, and the result is theta - x after ``steps``
+        steps.
+        """
+        if not isinstance(self._update, LocalSteps):
+            return gradient(theta, step)
+        if self._x is None or self._optimizer is None:
+            self._x = theta.clone()
+            kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+            self._optimizer = kinds[self._update.inner]([self._x], lr=self._update.lr)
+        self._x.copy_(theta)
+        for i in range(steps):
+            self._x.grad = gradient(self._x, step * self._update.steps + i)
+            self._optimizer.step()
+        return theta - self._x
 
 
 @dataclass
@@ -63,14 +116,14 @@ class Worker:
         model: trained in place; at the end it holds the server's final weights.
         batches: number -> this worker's batch of that number; or an iterable, which restarts when it is exhausted.
         loss: (model, batch) -> mean loss.
-        leader: ``host:port`` of the node's leader.
+        leader: the node, if it runs in this process; else ``host:port`` of its leader.
         number: of this worker in its node.
         slowdown: emulates a slower machine: each step takes that many times as long, by sleeping.
         pace_seconds: emulates a machine with its own cores: each step takes at least this time, times slowdown.
         on_step: called with the seconds since the start and the loss.
         check: called before each attempt to reach the leader; may raise.
-        gradient: (flat parameters, number of the batch) -> flat gradient, loss, samples; by default that of
-            ``loss``.
+        gradient: (flat parameters, number of the batch) -> flat gradient (a new tensor each time), loss, samples; by
+            default that of ``loss``.
         secret: the leader's; by default that of ``THINWIRE_SECRET_FILE``.
         keys: the leader's.
     """
@@ -80,7 +133,7 @@ class Worker:
         model: nn.Module,
         batches: Batches,
         loss: Loss,
-        leader: str,
+        leader: Node | str,
         number: int,
         *,
         slowdown: float = 1.0,
@@ -92,14 +145,15 @@ class Worker:
         keys: str | Path | Credentials | None = None,
     ) -> None:
         self.model, self._leader, self.number = model, leader, number
-        self._slowdown, self._pace, self._on_step, self._check = slowdown, pace_seconds, on_step, check
+        self._slowdown, self._pace, self._on_step = slowdown, pace_seconds, on_step
+        self._check = check if isinstance(leader, str) else lambda: leader.wait(0)
         if not slowdown >= 1:
             raise ValueError(f"slowdown={slowdown!r} must be at least 1")
         self.layout = Layout.of(model)
         self._take = gradient or partial(local_gradient, model, self.layout, numbered(batches), loss)
         self.stats = WorkerStats()
-        self._badge = Badge("worker", number, own_trust(find_trust(secret, keys)))
-        self._inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
+        self._identity = PeerIdentity("worker", number, own_trust(find_trust(secret, keys)))
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, and at the end the reason as a string
         self._theta: Tensor | None = None
         self._began = time.monotonic()
         self._last_loss, self._last_samples = 0.0, 0
@@ -115,12 +169,18 @@ class Worker:
         been, lost_at, lease = False, None, 10.0
         while True:
             self._check()
+            self._inbox = queue.SimpleQueue()
+            if not isinstance(self._leader, str):
+                self.layout.check(self._leader.layout)
+                if self._serve(self._leader.enter(self.number, self._inbox.put), self._leader.settings):
+                    return self.stats
+                continue
             try:
-                meeting = Meeting(self._leader, self._badge)
-                settings = Settings.from_json(meeting.note("settings"))
-                self.layout.check(Layout.from_json(meeting.note("layout")))
+                caller = Caller(self._leader, self._identity)
+                settings = Settings.from_json(caller.note("settings"))
+                self.layout.check(Layout.from_json(caller.note("layout")))
                 lease = settings.lease_seconds
-                pair = meeting.connect(encode(Enter(self.number)))
+                peer = caller.connect(encode(Enter(self.number)))
             except PairError as error:
                 if isinstance(error, NotAdmitted) and not been:  # later, another program may have the port
                     raise NodeRefused(f"worker {self.number}: {error}") from error
@@ -130,22 +190,18 @@ class Worker:
                 time.sleep(min(0.5, lease / 4))
                 continue
             been, lost_at = True, None
-            inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
-            self._inbox = inbox
             most = most_bytes(settings, self.layout)
-            connection = Connection(
-                pair, channels=1, seconds=lease, most_bytes=most, deliver=inbox.put, closed=inbox.put
-            )
-            averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
-            if self._serve(connection.start(), LocalWork(settings.local_update), lease, averaged):
+            peer.start(CODEC, seconds=lease, most_bytes=most, deliver=self._inbox.put, closed=self._inbox.put)
+            if self._serve(peer, settings):
                 return self.stats
 
-    def _serve(self, connection: Connection, work: LocalWork, lease: float, averaged: bool) -> bool:
+    def _serve(self, leader: Peer | LocalPeer, settings: Settings) -> bool:
         """Serve one connection. Return True when training has ended."""
         last: Tensor | None = None
-        ended = threading.Event()
-        beat = threading.Thread(target=self._beat, args=(connection, lease, ended), daemon=True)
-        beat.start()
+        work, ended = LocalWork(settings.local_update), threading.Event()
+        averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
+        if isinstance(leader, Peer):
+            threading.Thread(target=self._beat, args=(leader, settings.lease_seconds, ended), daemon=True).start()
         try:
             while True:
                 since = time.monotonic()
@@ -154,39 +210,39 @@ class Worker:
                 if isinstance(message, str):
                     return False
                 if isinstance(message, Stop):
-                    if message.version < 0:
-                        self._check()
-                        raise ServerLost(f"worker {self.number}: its node has given up; the leader's output says why")
-                    if not self.stats.submissions:
-                        logger.warning(
-                            "worker %d arrived after training had ended, at version %d: it takes the last weights",
-                            self.number,
-                            message.version,
-                        )
-                    if message.tensor is not None:
-                        self.layout.write(self.layout.read(message.tensor), self.model)
-                        self.stats.version = message.version
-                    if last is not None:
-                        self.layout.buffers.write(last, self.model)
+                    self._stop(message, last)
                     return True
                 if isinstance(message, Buffers):  # comes before the STOP
                     last = self.layout.buffers.read(message.tensor)
                 if isinstance(message, Work):
                     result = self._compute(message, work)
                     if averaged:
-                        connection.post(Buffers(0, self.layout.buffers.flat(self.model)))
-                    connection.post(result)
+                        leader.post(Buffers(0, self.layout.buffers.flat(self.model).cpu()))
+                    leader.post(result)
         finally:
             ended.set()
             # after an error too: the process may live on, and the leader would wait for a lease
-            connection.finish()
-            connection.join(2.0)
+            leader.finish()
+            leader.join(2.0)
+
+    def _stop(self, message: Stop, buffers: Tensor | None) -> None:
+        if message.version < 0:
+            self._check()
+            raise ServerLost(f"worker {self.number}: its node has given up; the leader's output says why")
+        if not self.stats.submissions:
+            text = "worker %d arrived after training had ended, at version %d: it takes the last weights"
+            logger.warning(text, self.number, message.version)
+        if message.tensor is not None:
+            self.layout.write(self.layout.read(message.tensor), self.model)
+            self.stats.version = message.version
+        if buffers is not None:
+            self.layout.buffers.write(buffers, self.model)
 
     @staticmethod
-    def _beat(connection: Connection, lease: float, ended: threading.Event) -> None:
+    def _beat(leader: Peer, lease: float, ended: threading.Event) -> None:
         """Send signs of life, in a separate thread, so that a long step does not look like silence."""
         while not ended.wait(lease / 3):
-            connection.post(Ping())
+            leader.post(Ping())
 
     def _compute(self, message: Work, work: LocalWork) -> Result:
         if message.tensor is not None:
@@ -205,14 +261,11 @@ class Worker:
         stats.compute_seconds += seconds
         stats.version = message.version
         stats.losses.append((time.monotonic() - self._began, self._last_loss))
-        finite = bool(result.isfinite().all())
-        return Result(
-            message.token, self._last_samples, self._last_loss, seconds / message.steps, result if finite else None
-        )
+        tensor = result if bool(result.isfinite().all()) else None
+        return Result(message.token, self._last_samples, self._last_loss, seconds / message.steps, tensor)
 
     def _gradient(self, theta: Tensor, batch: int) -> Tensor:
-        """Return the flat gradient of one batch at ``theta``."""
         flat, self._last_loss, samples = self._take(theta, batch)
         self._last_samples += samples
         self._on_step(time.monotonic() - self._began, self._last_loss)
-        return flat
+        return flat.cpu()

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from thinwire.core.sockets import not_for_children, readable
-from thinwire.systems.link.door import HELLO_SECONDS, Door, check_port
+from thinwire.systems.link.door import Door
 from thinwire.systems.link.duplex import Duplex, dial, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
-from thinwire.systems.link.secret import is_loopback
+from thinwire.systems.link.hello import is_loopback
+from thinwire.systems.link.listener import HELLO_SECONDS, check_port
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, printable
 from thinwire.systems.split.errors import FrameError, LinkError, LinkTimeout, SessionError, SplitError, TrustError

@@ -6,32 +6,37 @@ import os
 import socket
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from thinwire.core.checks import check_choice
 from thinwire.core.collectives.groups import backends_to_ask_for
+from thinwire.core.program import AllReduce, Broadcast, Program
 from thinwire.engine.attach import attach
-from thinwire.predict.measure.profile_model import Batches, Loss
-from thinwire.systems.link.meeting import split_address
+from thinwire.predict.measure.profile_model import Batches, Loss, numbered
+from thinwire.systems.link.listener import split_address
 from thinwire.systems.link.tls import Credentials
+from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.node import Node
-from thinwire.systems.parameter_server.node_mean import NodeMean
 from thinwire.systems.parameter_server.outer import Outer
 from thinwire.systems.parameter_server.presets import inhad
 from thinwire.systems.parameter_server.service import Service
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shard import Shard
 from thinwire.systems.parameter_server.status import Status
-from thinwire.systems.parameter_server.worker import Worker, WorkerStats
+from thinwire.systems.parameter_server.worker import Worker, WorkerStats, local_gradient
+
+if TYPE_CHECKING:
+    from thinwire.engine.services import Services
 
 DEFAULT_PORT = 29400
 _LATE_SECONDS = 60.0
-_Work = tuple[nn.Module, Batches, Loss]
-_Trust = dict[str, Any]  # ``secret`` and ``keys``, as the caller gave them
+_END = -1
 
 
 def serve(
@@ -77,21 +82,10 @@ def serve(
     if updates is None and gradients is None:
         raise ValueError("say when to end: give updates or gradients")
     service = Service(
-        model,
-        settings or inhad(),
-        port=port,
-        host=host,
-        secret=secret,
-        keys=keys,
-        insecure=insecure,
-        outer=outer,
-        shards=shards,
-        updates=updates,
-        gradients=gradients,
-        checkpoint_dir=checkpoint_dir,
-        journal=journal,
+        model, settings or inhad(), port=port, host=host, secret=secret, keys=keys, insecure=insecure, outer=outer,
+        shards=shards, updates=updates, gradients=gradients, checkpoint_dir=checkpoint_dir, journal=journal,
         on_status=on_status,
-    )
+    )  # fmt: skip
     return service.run()
 
 
@@ -115,10 +109,7 @@ def serve_shard(
         outer: as the server's; it must treat each element separately, as SGD and Adam do.
         checkpoint_dir: directory; needed if the server has one.
         port: where nodes find this shard; 0 chooses a free one.
-        host: the address to listen at, as for :func:`serve`.
-        secret: the server's; by default the content of the file that ``THINWIRE_SECRET_FILE`` names.
-        keys: directory of this machine's identity, if the server uses keys.
-        insecure: let in everybody who reaches the port.
+        host, secret, keys, insecure: as for :func:`serve`; the same secret, or keys of the same authority.
 
     Returns:
         The version of the final weights.
@@ -130,16 +121,9 @@ def serve_shard(
         PairError: the port is taken.
     """
     shard = Shard(
-        server,
-        index,
-        outer=outer,
-        checkpoint_dir=checkpoint_dir,
-        port=port,
-        host=host,
-        secret=secret,
-        keys=keys,
+        server, index, outer=outer, checkpoint_dir=checkpoint_dir, port=port, host=host, secret=secret, keys=keys,
         insecure=insecure,
-    )
+    )  # fmt: skip
     return shard.run()
 
 
@@ -169,8 +153,7 @@ def run(
         node_id: number of this node, different on every node; by default torchrun's, or one made from the host name. A
             second process with the number of a node at work is refused.
         leader_port: on this machine's loopback; by default torchrun's master port + 1.
-        secret: the server's; by default the content of the file that ``THINWIRE_SECRET_FILE`` names.
-        keys: directory of this machine's identity, if the server uses keys.
+        secret, keys: as for :func:`serve`; the same secret, or keys of the same authority.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
         intra_node: how the workers of a node work together. "leader": each takes weights from the leader and hands in
             its own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce,
@@ -183,58 +166,54 @@ def run(
         LayoutMismatch: the server's model is different.
     """
     split_address(server)
-    trust: _Trust = {"secret": secret, "keys": keys}
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_choice("intra_node", intra_node, ("leader", "collectives"))
+    options: dict[str, Any] = {"slowdown": slowdown, "pace_seconds": pace_seconds, "secret": secret, "keys": keys}
+    local, workers = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     port = leader_port or int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
-    work = (model, batches, loss)
-    if intra_node not in ("leader", "collectives"):
-        raise ValueError(f'intra_node={intra_node!r} is unknown; use "leader" or "collectives"')
     number = _node_number() if node_id is None else node_id
+
+    def lead(members: int, **more: Any) -> WorkerStats:
+        """Run the worker in the process of its leader."""
+        node = Node(server, number, members, port=port if members > 1 else 0, secret=secret, keys=keys)
+        try:
+            stats = Worker(model, batches, loss, node, 0, **options, **more).run()
+            node.wait(5.0)
+            node.wait_for_stragglers(_LATE_SECONDS)
+        finally:
+            node.close()
+        return stats
+
     if intra_node == "collectives" and workers > 1:
-        return _together(work, server, number, local, slowdown, pace_seconds, trust)
+        return _together(model, batches, loss, local, lambda gradient: lead(1, gradient=gradient))
     if local:
-        return Worker(*work, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds, **trust).run()
-    node = Node(server, number, workers, port=port if workers > 1 else 0, **trust)
-    return _lead(node, work, slowdown, pace_seconds, trust)
+        return Worker(model, batches, loss, f"127.0.0.1:{port}", local, **options).run()
+    return lead(workers)
 
 
-def _lead(
-    node: Node, work: _Work, slowdown: float, pace: float, trust: _Trust, together: NodeMean | None = None
-) -> WorkerStats:
-    """Run the worker in the process of its leader."""
-    try:
-        gradient = together.gradient if together is not None else None
-        worker = Worker(
-            *work, node.address, 0, slowdown=slowdown, pace_seconds=pace, gradient=gradient,
-            check=lambda: node.wait(0), **trust,
-        )  # fmt: skip
-        stats = worker.run()
-        node.wait(5.0)
-        node.see_off(_LATE_SECONDS)
-    finally:
-        node.close()
-    return stats
+def _node_number() -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return int(os.environ.get("GROUP_RANK", "0"))
+    return zlib.crc32(socket.gethostname().encode()) & 0xFFFF
 
 
 def _together(
-    work: _Work, server: str, number: int, local: int, slowdown: float, pace: float, trust: _Trust
+    model: nn.Module, batches: Batches, loss: Loss, local: int, lead: Callable[[Any], WorkerStats]
 ) -> WorkerStats:
-    """Run one rank of a node whose ranks compute each gradient together."""
-    model, made = work[0], not dist.is_initialized()
+    """Run one rank of a node whose ranks compute each gradient together; ``lead``: gradient -> statistics."""
+    made = not dist.is_initialized()
     if made:
         dist.init_process_group(backends_to_ask_for(next(model.parameters()).device))
     unused = torch.optim.SGD(model.parameters(), lr=0.0)  # the server makes the steps
     sync = attach(model, unused, "ssgd")
-    together = NodeMean(*work, sync.services)
+    together = NodeMean(model, batches, loss, sync.services)
     try:
         with sync.no_sync():
             if local:
                 count, version = together.follow()
                 return WorkerStats(steps=count, version=version)
-            version = -1
+            version = _END
             try:
-                stats = _lead(Node(server, number, 1, **trust), work, slowdown, pace, trust, together)
+                stats = lead(together.gradient)
                 version = stats.version
             finally:
                 together.end(version)
@@ -245,7 +224,68 @@ def _together(
             dist.destroy_process_group()
 
 
-def _node_number() -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        return int(os.environ.get("GROUP_RANK", "0"))
-    return zlib.crc32(socket.gethostname().encode()) & 0xFFFF
+class NodeMean:
+    """One rank of a node whose ranks compute each gradient together: the mean over its ranks is one submission.
+
+    The node's leader knows only rank 0 as a worker; the other ranks do what rank 0 announces. The weights reach the
+    node once and are then broadcast; each gradient leaves it once. On GPUs both stay on the machine's own links. With
+    local steps, each inner step is a synchronous step of the whole node.
+
+    Args:
+        ranks: of the node: a GradientSync's services; its own exchange during backward must be off (``no_sync``).
+
+    Differences from InHAD's local aggregator, of which only the abstract is public: the ranks of a node work in step,
+    and the mean is taken over the whole gradient after backward.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, loss: Loss, ranks: Services) -> None:
+        self._model, self._ranks, self._layout = model, ranks, Layout.of(model)
+        self._gradient = partial(local_gradient, model, self._layout, numbered(batches), loss)
+        self._size = ranks.topology.world_size
+        self._device = next(model.parameters()).device
+
+    def gradient(self, theta: Tensor, batch: int) -> tuple[Tensor, float, int]:
+        """On rank 0: return the mean gradient ``[D]`` at ``theta`` ``[D]``, the mean loss, and the sum of samples."""
+        self._ranks.run(self.announce(theta, batch, 0))
+        return self._together(theta, batch)
+
+    def end(self, version: int) -> None:
+        """On rank 0: announce the end; all ranks take its weights and buffers."""
+        self._ranks.run(self.announce(self._layout.flat(self._model), _END, version))
+        self._ranks.run(self.share_buffers())
+
+    def follow(self) -> tuple[int, int]:
+        """On another rank: compute what rank 0 announces, until the end; return the gradients and the version."""
+        count = 0
+        while True:
+            theta, batch, version = self._ranks.run(self.announce(None, 0, 0))
+            if batch == _END:
+                self._layout.write(theta, self._model)
+                self._ranks.run(self.share_buffers())
+                return count, version
+            self._together(theta, batch)
+            count += 1
+
+    def announce(self, theta: Tensor | None, batch: int, version: int) -> Program:
+        """Broadcast the weights and the number of the next batch from rank 0. Returns (weights, batch, version)."""
+        header = yield Broadcast(torch.tensor([batch, version], device=self._device))
+        room = torch.empty(self._layout.numel, dtype=self._layout.dtype) if theta is None else theta.clone()
+        weights = yield Broadcast(room.to(self._device))
+        batch, version = header.tolist()
+        return weights, batch, version
+
+    def mean(self, flat: Tensor, loss: float, samples: int) -> Program:
+        """All-reduce: the mean gradient, the mean loss and the sum of samples."""
+        total = yield AllReduce(torch.cat([flat, flat.new_tensor([loss, samples])]))
+        gradient, (loss_sum, all_samples) = total[:-2] / self._size, total[-2:].tolist()
+        return gradient, loss_sum / self._size, round(all_samples)
+
+    def share_buffers(self) -> Program:
+        layout = self._layout.buffers
+        if layout.numel:
+            flat = yield Broadcast(layout.flat(self._model))
+            layout.write(flat, self._model)
+
+    def _together(self, theta: Tensor, batch: int) -> tuple[Tensor, float, int]:
+        gradient, loss, samples = self._ranks.run(self.mean(*self._gradient(theta, batch)))
+        return gradient, loss, samples

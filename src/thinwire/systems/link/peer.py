@@ -1,0 +1,267 @@
+"""The process at the other end of a connection: its outbox, and the threads that send and receive."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.collectives.sockets import memory_of
+from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec
+from thinwire.systems.link.duplex import Duplex, end_of
+from thinwire.systems.link.errors import PairError
+from thinwire.systems.link.hello import PeerIdentity
+
+SLOWEST = 1e6 / 8
+"""Bytes per second that a link must carry; a slower link counts as dead."""
+
+logger = logging.getLogger("thinwire")
+
+
+class Peer:
+    """Another process. Frames and tensors use one socket each, so frames never wait behind tensors.
+
+    At first both sides read and write directly. After :meth:`start`, messages are sent from an outbox, in order, and
+    received ones delivered, each by threads of their own. Of a listener at the other end, only the role is known.
+    """
+
+    def __init__(self, frames: Duplex, tensors: Duplex, other: PeerIdentity) -> None:
+        self._frames, self._tensors, self.other = frames, tensors, other
+        self.sent_bytes = self.received_bytes = 0
+        self._sending = threading.Lock()
+        self._lock = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._control: list[Any] = []
+        self._data: list[tuple[Any, int]] = []  # (message, how many without a tensor were posted before it)
+        self._posted = self._sent = 0
+        self._due = self._ending = self._over = False
+        self._arriving: queue.SimpleQueue[tuple[Any, int] | None] = queue.SimpleQueue()
+        self._channels = 1
+
+    @property
+    def host(self) -> str:
+        return self._frames.host
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send bytes, in order with other frames. If the other side accepts nothing, only ``close`` ends the wait."""
+        with self._sending:
+            self.sent_bytes += len(frame)  # counted first, so that the receiver never finds it uncounted
+            self._frames.write(frame, math.inf)
+
+    def receive_frame(self, size: int, seconds: float | None) -> bytes:
+        """Receive exactly ``size`` bytes. Raises ``PairError`` if they do not come in time; None: no limit."""
+        frame = self._frames.read(size, end_of(seconds))
+        self.received_bytes += size
+        return frame
+
+    def send_tensor(self, x: Tensor, seconds: float) -> None:
+        """Send a contiguous tensor; a frame must have announced it to the other side."""
+        self.sent_bytes += x.nbytes
+        self._tensors.write(memory_of(x), end_of(seconds))
+
+    def receive_tensor(self, x: Tensor, seconds: float) -> Tensor:
+        """Receive into ``x``, and return it.
+
+        ``PairError``: it did not arrive completely in time; no further tensor can be received.
+        """
+        try:
+            self._tensors.read_into(memory_of(x), end_of(seconds))
+        except PairError as error:
+            raise PairError(f"a tensor was not received: {error}") from error
+        self.received_bytes += x.nbytes
+        return x
+
+    def start(
+        self,
+        codec: Codec,
+        *,
+        seconds: float,
+        most_bytes: int,
+        deliver: Callable[[Any], None],
+        closed: Callable[[str], None],
+        channels: int = 1,
+        announced: Callable[[float], None] = lambda seconds: None,
+        compose: Callable[[], Any | None] = lambda: None,
+        silent: bool = False,
+    ) -> None:
+        """Begin to send what is posted and to deliver what arrives.
+
+        Args:
+            seconds: how long the other side may be silent, and how long a tensor may take beyond its bytes.
+            most_bytes: the largest tensor to accept; checked before memory is allocated.
+            deliver: called with every message; a tensor arrives as bytes, ``uint8 [n]``.
+            closed: called once with the reason if the connection ends without a call of ``close``.
+            channels: 1: strict order. 2: messages without a tensor overtake those with one, in both directions, never
+                the reverse.
+            announced: called with the seconds that a tensor on its way may take.
+            compose: makes the report that ``report_due`` asks for, when nothing else waits.
+            silent: the other side may be silent for any length of time; another connection shows whether it lives.
+        """
+        self._codec, self._seconds, self._most_bytes, self._channels = codec, seconds, most_bytes, channels
+        self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
+        self._patience = None if silent else seconds
+        loops = [self._send_control, self._receive]
+        if channels == 2:
+            loops += [self._send_data, self._receive_data]
+        for loop in loops:
+            thread = threading.Thread(target=self._guard, args=(loop,), name=f"thinwire{loop.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)  # only now: another thread may be closing and joining this connection
+
+    def post(self, message: Any) -> None:
+        """Queue a message for sending, in order. Never blocks."""
+        with self._lock:
+            if self._channels == 2 and getattr(message, "tensor", None) is not None:
+                self._data.append((message, self._posted))
+            else:
+                self._control.append(message)
+                self._posted += 1
+            self._lock.notify_all()
+
+    def report_due(self) -> None:
+        """Ask for a report as soon as nothing else waits."""
+        with self._lock:
+            self._due = True
+            self._lock.notify_all()
+
+    def finish(self) -> None:
+        """Close once everything posted has been sent."""
+        with self._lock:
+            self._ending = True
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Close now: threads that wait on this side get an error, and ``closed`` is not called any more."""
+        with self._lock:
+            self._over = True
+            self._lock.notify_all()
+        self._arriving.put(None)
+        self._frames.close()
+        self._tensors.close()
+
+    def join(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+
+    @property
+    def ended(self) -> bool:
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _guard(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as error:
+            if not isinstance(error, (PairError, ValueError)):
+                logger.exception("a connection ends because of a bug in thinwire")
+            with self._lock:
+                first, self._over = not self._over, True
+            self.close()
+            if first:
+                self._closed(str(error))
+
+    def _send_control(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._over or self._control or self._due or (self._ending and not self._data)):
+                    self._lock.wait()
+                if self._over:
+                    return
+                message = self._control.pop(0) if self._control else None
+                reporting = message is None and self._due
+                if reporting:
+                    self._due = False
+            if reporting:
+                message = self._compose()
+            if message is not None:
+                self._send(message)
+                with self._lock:
+                    self._sent += not reporting
+                    self._lock.notify_all()
+            elif not reporting:
+                self.close()
+                return
+
+    def _send_data(self) -> None:
+        while True:
+            with self._lock:
+                # WELCOME may have left its queue but not been sent yet: a leader takes no weights before it.
+                while not (self._over or (self._data and self._sent >= self._data[0][1])):
+                    self._lock.wait()
+                if self._over:
+                    return
+                message, _ = self._data[0]
+            self._send(message)
+            with self._lock:
+                self._data.pop(0)
+                self._lock.notify_all()
+
+    def _send(self, message: Any) -> None:
+        tensor: Tensor | None = getattr(message, "tensor", None)
+        size = 0 if tensor is None else tensor.nbytes
+        self.send_frame(self._codec.encode(message, None, size))
+        if tensor is not None:
+            self.send_tensor(tensor, self._allowance(size))
+
+    def _receive(self) -> None:
+        while True:
+            message, rows, size = self._codec.decode(self.receive_frame(FRAME.size, self._patience))
+            if size > self._most_bytes:
+                raise ValueError(f"a message announces {size} bytes, but this model has at most {self._most_bytes}")
+            if rows:
+                message = self._codec.with_rows(message, self.receive_frame(ROW_BYTES * rows, self._seconds))
+            if not size:
+                self._deliver(message)
+                continue
+            self._announced(self._allowance(size))
+            if self._channels == 2:
+                self._arriving.put((message, size))
+            else:
+                self._deliver_with_tensor(message, size)
+
+    def _receive_data(self) -> None:
+        while (arriving := self._arriving.get()) is not None:
+            self._deliver_with_tensor(*arriving)
+
+    def _deliver_with_tensor(self, message: Any, size: int) -> None:
+        room = torch.empty(size, dtype=torch.uint8)
+        self._deliver(replace(message, tensor=self.receive_tensor(room, self._allowance(size))))
+
+    def _allowance(self, size: int) -> float:
+        return self._seconds + size / SLOWEST
+
+
+class LocalPeer:
+    """A peer in this process: what is posted is delivered at once, by the thread that posts it, and never copied."""
+
+    def __init__(self, deliver: Callable[[Any], None], closed: Callable[[str], None]) -> None:
+        self.post, self._closed = deliver, closed
+
+    def close(self) -> None:
+        self._closed("the other side has closed")
+
+    finish = close
+
+    def join(self, seconds: float) -> None:
+        pass
+
+
+def unended(old: Iterable[Peer], *closed: Peer) -> list[Peer]:
+    """Return the peers that still have threads, and those just closed: all are to be joined at the end."""
+    return [*(peer for peer in old if not peer.ended), *closed]
+
+
+def join_all(peers: Iterable[Peer], seconds: float, least: float = 0.0) -> None:
+    """Wait up to ``seconds`` for all of them together, but at least ``least`` seconds for each."""
+    end = time.monotonic() + seconds
+    for peer in peers:
+        peer.join(max(least, end - time.monotonic()))
