@@ -14,9 +14,8 @@ from thinwire.tools.bench import worker
 from thinwire.tools.bench.contenders import UNUSED
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
-from thinwire.tools.bench.record import RowRecord, seconds_to
 from thinwire.tools.bench.rows import Row, parse_rows
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, RowRecord, seconds_to
 from thinwire.tools.bench.trainer import Trainer
 
 pytestmark = pytest.mark.dist

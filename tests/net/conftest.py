@@ -6,7 +6,7 @@ import pytest
 from wires import namespaces
 
 from thinwire.tools import lab
-from thinwire.tools.lab.access import find_mode
+from thinwire.tools.lab.network import find_mode
 
 
 @pytest.fixture(params=["root", "user"])

@@ -9,7 +9,7 @@ from wires import collect
 
 from thinwire.tools import lab
 from thinwire.tools.cli.main import app as cli
-from thinwire.tools.lab.shell import tool
+from thinwire.tools.lab.network import tool
 from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]

@@ -1,7 +1,7 @@
 import pytest
 
 from thinwire.tools.lab import Cluster, LabError
-from thinwire.tools.lab.link import LinkSpec
+from thinwire.tools.lab.cluster import LinkSpec
 
 
 def test_one_link_serves_all_nodes():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from thinwire.tools import lab
-from thinwire.tools.lab.environment import own_cores
+from thinwire.tools.lab.ranks import own_cores
 
 
 @pytest.mark.parametrize("nodes", range(1, 9))

@@ -10,7 +10,7 @@ import pytest
 
 from thinwire.tools import lab
 from thinwire.tools.cli.main import app
-from thinwire.tools.lab.faults import happenings
+from thinwire.tools.lab.supervise import happenings
 from verbs import CliRunner
 
 COUNTS = """

@@ -16,7 +16,7 @@ import pytest
 
 from thinwire.tools import lab
 from thinwire.tools.cli.main import app
-from thinwire.tools.lab.environment import rank_environment
+from thinwire.tools.lab.ranks import rank_environment
 from verbs import CliRunner
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from thinwire.tools.bench.corpus import standard_library
+from thinwire.tools.bench.models.text import standard_library
 
 
 def test_same_step_and_rank_give_the_same_batch_and_others_another():

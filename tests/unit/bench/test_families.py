@@ -3,7 +3,7 @@
 import random
 import statistics
 
-from thinwire.tools.bench.record import RowRecord
+from thinwire.tools.bench.session import RowRecord
 from thinwire.tools.bench.summary import chosen_elsewhere, families
 
 

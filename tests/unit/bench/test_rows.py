@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from thinwire.tools.bench.rows import Row, parse_rows
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec
 from thinwire.tools.bench.trainer import Trainer, build_trainer
 
 

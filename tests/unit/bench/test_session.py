@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import BenchError, run_session
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchError, BenchSpec, run_session
 
 SPEC = BenchSpec(model="mlp", rows=parse_rows("ddp"), workers=1, steps=1)
 

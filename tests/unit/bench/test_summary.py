@@ -7,12 +7,9 @@ import pytest
 from rich.console import Console
 
 from thinwire.tools.bench.demo import advice, headline, judge_demo
-from thinwire.tools.bench.plots import plot_bench
-from thinwire.tools.bench.record import Point, RowRecord, RunRecord, seconds_to
 from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.spec import BenchSpec
-from thinwire.tools.bench.summary import floor, summarise
-from thinwire.tools.bench.table import bench_table
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, seconds_to
+from thinwire.tools.bench.summary import bench_table, floor, plot_bench, summarise
 
 
 def row(label, seconds, kind="ddp", **more):
@@ -78,8 +75,7 @@ def test_a_link_that_was_not_emulated_is_said_in_the_table():
 
 def test_records_go_through_json(tmp_path):
     whole = record(row("ddp", 1.0, curve=[Point(1, 0.5, 3.0, None)]))
-    whole.write(tmp_path / "r.json")
-    assert RunRecord.read(tmp_path / "r.json") == whole
+    assert RunRecord.from_json(whole.to_json()) == whole
 
 
 def test_when_a_curve_reaches_a_loss():

@@ -6,7 +6,7 @@ import pytest
 from thinwire.tools.pictures import Level, Mark, Panel, Picture, Series, check_plot, write_picture
 from thinwire.tools.report.inputs import read_files
 from thinwire.tools.report.page import render
-from thinwire.tools.report.pictures import RunPicture, grouped, read_run
+from thinwire.tools.report.runs import RunPicture, grouped, read_run
 
 LOSS = Series("scaffold", (0.0, 1.0, 2.0), (2.3, 1.0, 0.5), at=(2.0, 0.5), said="0.5 in 2 s")
 PICTURE = Picture(

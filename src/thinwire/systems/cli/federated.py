@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.tools.cli.console import Plot, check_folder, check_output, check_plot, progress
-from thinwire.tools.cli.ranks import torchrun_group
+from thinwire.tools.cli.console import Plot, check_folder, check_output, check_plot, progress, torchrun_group
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.tools.cli.console import progress
-from thinwire.tools.cli.errors import RunFailed, exit_code
+from thinwire.tools.cli.console import RunFailed, exit_code, progress
 
 if TYPE_CHECKING:
     from thinwire.systems.federated import Federation, History, RoundRecord
@@ -93,7 +92,7 @@ def train(name: str, made: Federation, rank: int, **options: Any) -> History:
     Raises:
         RunFailed: it was not finished, by an error of the machine's or of the user's own code.
     """
-    from thinwire.tools.bench.functions import in_words, is_users
+    from thinwire.tools.bench.words import in_words, is_users
 
     first: int | None = None
     with progress(f"{name}, first round", made.rounds, quiet=rank != 0) as bar:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.core.events import LastWords, event_in, python, tell_event
-from thinwire.tools.cli.errors import RunFailed, exit_code
+from thinwire.tools.cli.console import RunFailed, exit_code
 
 if TYPE_CHECKING:
     from thinwire.tools.pictures import Picture

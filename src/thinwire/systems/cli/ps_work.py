@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.core.events import python
-from thinwire.tools.cli.errors import RunFailed
+from thinwire.tools.cli.console import RunFailed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

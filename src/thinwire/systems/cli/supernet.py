@@ -21,9 +21,16 @@ from thinwire.systems.cli.supernet_inputs import (
     parse_size,
     parse_sub_net,
 )
-from thinwire.tools.cli.console import Json, check_folder, check_output, plain_table, progress, watched_load
-from thinwire.tools.cli.errors import RunFailed
-from thinwire.tools.cli.ranks import torchrun_group
+from thinwire.tools.cli.console import (
+    Json,
+    RunFailed,
+    check_folder,
+    check_output,
+    plain_table,
+    progress,
+    torchrun_group,
+    watched_load,
+)
 
 if TYPE_CHECKING:
     from thinwire.systems.supernet import Evolution

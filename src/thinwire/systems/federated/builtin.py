@@ -25,8 +25,7 @@ from thinwire.systems.federated import (
     over_clients,
     partition,
 )
-from thinwire.tools.bench.functions import check_options, load_function, told
-from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.bench.words import check_options, load_function, nearest, split_options, told
 
 
 def digits(
@@ -80,7 +79,7 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
         width, layers: size of the model.
         length: bytes per sample. most: largest number of samples per client.
     """
-    from thinwire.tools.bench.models.chargpt import CharGPT
+    from thinwire.tools.bench.models.text import CharGPT
 
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     train = TextClients([path for i, path in enumerate(paths) if i % 10], length, most)

@@ -20,7 +20,7 @@ from thinwire.tools.bench.device import rank_device
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import COMPUTE, Row
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec
 from thinwire.tools.bench.trainer import OptimizerLike, build_trainer
 
 ONE_BUCKET_MB = 1_000_000

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from thinwire.tools.bench.record import Point, RowRecord, RunRecord, reached, seconds_to
 from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, reached, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.bench.words import attach_line
 

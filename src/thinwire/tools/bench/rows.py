@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from thinwire.tools.bench.functions import load_function
-from thinwire.tools.bench.words import Value, nearest, split_options
+from thinwire.tools.bench.words import Value, load_function, nearest, split_options
 
 COMPUTE = "compute"
 BEST_BUCKETS_MB = (1, 4, 25, 100)

@@ -1,15 +1,152 @@
-"""The parent's side of a run: start the ranks with a given launcher, follow their progress, read the record."""
+"""A run of the bench: its settings, its record, and the parent that starts the ranks and follows their progress."""
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from thinwire.core.events import LastWords, python
-from thinwire.tools.bench.record import RunRecord
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.core.records import Record
+from thinwire.tools.bench.rows import Row
+
+
+@dataclass(frozen=True)
+class BenchSpec(Record):
+    """One comparison.
+
+    Attributes:
+        model: as ``build_model`` reads it.
+        rows: the rows to compare.
+        workers: number of ranks.
+        ranks_per_node: number of ranks that share a node and its link.
+        link: as the user wrote it, or None for no limit; ``link_bits`` is the same in bits per second.
+        steps: timed steps of one row in one round.
+        rounds: number of turns of every row.
+        warmup: untimed steps before a row's first turn; later turns begin with one untimed step.
+        loss_as: curves only: rows after the first train until they reach its last loss, for at most as many seconds.
+        predict: also say what the planner predicts for each row.
+        target: a held-out loss: rows train in turns of ``every`` steps, each until it reaches it or has made ``steps``.
+        every: curves and target only: steps between two points of the curve.
+        operation_seconds: time-out of one collective.
+        timeout_seconds: time-out of the whole run.
+        rate_factor: factor on the learning rates of the model's optimizer.
+        device: "cpu" or "cuda", where the ranks compute.
+    """
+
+    called: ClassVar[str] = "the settings of a bench run"
+    model: str
+    rows: tuple[Row, ...]
+    workers: int = 2
+    link: str | None = None
+    link_bits: int | None = None
+    steps: int = 10
+    rounds: int = 3
+    warmup: int = 3
+    seed: int = 0
+    curves: bool = False
+    every: int = 5
+    loss_as: bool = False
+    operation_seconds: float = 300.0
+    timeout_seconds: float = 3600.0
+    predict: bool = False
+    ranks_per_node: int = 1
+    target: float | None = None
+    rate_factor: float = 1.0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):
+            least = 0 if name == "warmup" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not (0 < self.timeout_seconds < math.inf and 0 < self.operation_seconds < math.inf):
+            raise ValueError("time-outs must be positive and finite")
+
+
+@dataclass
+class Point:
+    """One point of a training curve: seconds of training so far, smoothed training loss, held-out loss."""
+
+    step: int
+    seconds: float
+    loss: float
+    validation: float | None = None
+
+    @property
+    def judged(self) -> float:
+        """The loss by which rows are compared: held-out loss, or training loss if nothing is held out."""
+        return self.loss if self.validation is None else self.validation
+
+
+@dataclass
+class RowRecord:
+    """The measurements of one row.
+
+    Attributes:
+        step_seconds: one per timed step: the slowest rank's seconds.
+        forward_seconds: the same for forward.
+        host_seconds: one per timed step: CPU seconds of the main thread, the largest over ranks.
+        losses: one per step from the first, warm-up included: mean over ranks.
+        wire_bytes: bytes sent per step, mean over nodes ("interface") or ranks ("stats", "formula").
+        wire_source: source of that number.
+        untimed_seconds: seconds of the steps before the timed ones, of the slowest rank: warm-up, measuring for a plan.
+        curve: only if curves were requested.
+        predicted_seconds: predicted seconds of a step, if requested.
+        waited_seconds: for thinwire rows, how long rank 0's backward and forward waited for communication in a step.
+        why: for thinwire rows, the reasons for the plan; the first names what ``auto`` chose.
+        error: why the row failed; "" if it did not.
+    """
+
+    label: str
+    kind: str
+    family: str = ""
+    step_seconds: list[float] = field(default_factory=list)
+    forward_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    wire_bytes: float | None = None
+    wire_source: str = ""
+    host_seconds: list[float] = field(default_factory=list)
+    curve: list[Point] = field(default_factory=list)
+    predicted_seconds: float | None = None
+    error: str = ""
+    untimed_seconds: float = 0.0
+    waited_seconds: tuple[float, float] | None = None
+    why: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RunRecord(Record):
+    """All rows of one run, and what they share: written by rank 0, read by the parent."""
+
+    called: ClassVar[str] = "the record of a bench run"
+    describe: str
+    parameters: int
+    tensors: int
+    gradient_bytes: int
+    workers: int
+    interface: str | None
+    rows: list[RowRecord]
+
+
+def seconds_to(curve: list[Point], target: float) -> float | None:
+    """Return when a curve first is at or below a loss, linear between points; None if it never is."""
+    return reached(((p.seconds, p.judged) for p in curve), target)
+
+
+def reached(points: Iterable[tuple[float, float]], target: float) -> float | None:
+    """Return where (place, loss) first is at or below a loss, linear between points; None if it never is."""
+    start, above = 0.0, math.nan  # place and loss of the previous point
+    for place, loss in points:
+        if loss <= target:
+            share = 1.0 if math.isnan(above) else (above - target) / (above - loss)
+            return start + (place - start) * share
+        start, above = place, loss
+    return None
+
 
 Progress = Callable[[dict[str, Any]], None]
 REFUSED = "refused"  # key of an event: why a rank cannot build the model
@@ -64,7 +201,7 @@ def run_session(
         command = python("-m", "thinwire.tools.bench.worker", "--spec", spec.to_json(), "--out", str(out))
         launched = launch(command, on_line=words, timeout_seconds=spec.timeout_seconds)
         if launched.exit_code == 0 and out.exists():
-            return RunRecord.read(out), launched
+            return RunRecord.from_json(out.read_text()), launched
     if launched.exit_code == 124:
         raise BenchError(
             f"the run took longer than {spec.timeout_seconds:g} s and was stopped; use fewer --steps or raise --timeout"

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from thinwire.tools.bench.functions import load_function
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import Row
+from thinwire.tools.bench.words import load_function
 
 
 class OptimizerLike(Protocol):

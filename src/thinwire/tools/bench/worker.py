@@ -12,19 +12,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from thinwire.core.collectives.topology import topology_of
+from thinwire.core.durable import write_whole
 from thinwire.core.events import tell_event
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Topology
 from thinwire.tools.bench.contenders import new_group
-from thinwire.tools.bench.curves import compare, draw_curves
 from thinwire.tools.bench.device import place_of, prepare_rank, rank_device
 from thinwire.tools.bench.models.registry import build_model
-from thinwire.tools.bench.record import RowRecord, RunRecord
-from thinwire.tools.bench.round_robin import RoundRobin, RowRun
+from thinwire.tools.bench.round_robin import RoundRobin, RowRun, compare, draw_curves
 from thinwire.tools.bench.rows import COMPUTE, Row
-from thinwire.tools.bench.session import REFUSED
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import REFUSED, BenchSpec, RowRecord, RunRecord
 
 PROBE_SECONDS = 8.0
 
@@ -40,7 +38,7 @@ def main() -> None:
     dist.init_process_group(backends, timeout=timedelta(seconds=spec.operation_seconds))
     record = run(spec)
     if dist.get_rank() == 0:
-        record.write(arguments.out)
+        write_whole(arguments.out, record.to_json(), synced=False)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -43,13 +43,10 @@ def bench(
 
     from thinwire.tools.bench.device import check_device
     from thinwire.tools.bench.models.registry import check_model
-    from thinwire.tools.bench.plots import plot_bench
     from thinwire.tools.bench.rows import parse_rows
-    from thinwire.tools.bench.spec import BenchSpec
-    from thinwire.tools.bench.summary import summarise
-    from thinwire.tools.bench.table import bench_table
-    from thinwire.tools.cli.errors import RunFailed
-    from thinwire.tools.cli.ranks import run_ranks, slowest_link
+    from thinwire.tools.bench.session import BenchSpec
+    from thinwire.tools.bench.summary import bench_table, plot_bench, summarise
+    from thinwire.tools.cli.console import RunFailed, run_ranks, slowest_link
     from thinwire.tools.lab import Cluster
 
     cluster = Cluster.parse(workers, ranks_per_node, link, delay)

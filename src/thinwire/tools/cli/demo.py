@@ -35,10 +35,10 @@ def demo(
 
     from thinwire.tools import lab
     from thinwire.tools.bench.demo import advice, demo_spec, headline, judge_demo
-    from thinwire.tools.bench.plots import loss_picture
-    from thinwire.tools.bench.table import seconds
-    from thinwire.tools.cli.ranks import run_ranks
+    from thinwire.tools.bench.summary import loss_picture
+    from thinwire.tools.cli.console import run_ranks
     from thinwire.tools.pictures import write_picture
+    from thinwire.tools.units import seconds
 
     console = Console(stderr=json)
     link = QUICK_LINK if quick else LINK
@@ -86,7 +86,7 @@ def demo_table(result: DemoResult) -> Table:
     """Return the demonstration's table."""
     from rich.text import Text
 
-    from thinwire.tools.bench.table import megabytes, seconds
+    from thinwire.tools.units import megabytes, seconds
 
     until = "" if result.target is None else f"; until a held-out loss of {result.target:.3f}"
     title = f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters{until}"

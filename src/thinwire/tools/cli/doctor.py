@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.tools.cli.errors import RunFailed
+from thinwire.tools.cli.console import RunFailed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,8 +57,7 @@ def doctor(
 def _here() -> Facts:
     from thinwire.tools.doctor import collect_facts
     from thinwire.tools.lab import Cluster, LabError
-    from thinwire.tools.lab.access import find_mode, open_shell
-    from thinwire.tools.lab.network import Network
+    from thinwire.tools.lab.network import Network, find_mode, open_shell
 
     mode, reason = find_mode()
     control = None

@@ -17,9 +17,8 @@ from thinwire.engine.local.named import named_method
 from thinwire.engine.local.settings import CANDIDATES, PRESETS
 from thinwire.predict.choose import DEVICES, DeviceSpec
 from thinwire.predict.choose.worth import WorthOf, read_worth
-from thinwire.tools.bench.functions import check_module
 from thinwire.tools.bench.rows import known_method
-from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, watched_load
 from thinwire.tools.lab import parse_delay, parse_rate
 
@@ -236,14 +235,14 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
     import torch
 
     from thinwire.predict.measure import profile_model
-    from thinwire.tools.bench.models.registry import FILES, build_model, check_model, loss_of
+    from thinwire.tools.bench.models.registry import BUILT_IN, build_model, check_model, loss_of
 
     name, _ = split_options(model)
     if name in BUILTIN:
         raise ValueError(f"model {name!r} is built in and has no options: use --batch-size or --device-flops")
-    if ":" not in name and name not in FILES:
+    if ":" not in name and name not in BUILT_IN:
         check_module(name, "model")
-        raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *FILES])}, a file or module:function")
+        raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *BUILT_IN])}, a file or module:function")
     check_model(model)
     with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
         workload = build_model(model)

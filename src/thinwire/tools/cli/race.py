@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from thinwire.tools.bench.race_times import Course
-    from thinwire.tools.bench.racing import RaceResult
+    from thinwire.tools.bench.race import RaceResult, RunContext
     from thinwire.tools.lab import Cluster
 
 
@@ -53,13 +52,11 @@ def race(
     from thinwire.tools import lab
     from thinwire.tools.bench.device import check_device
     from thinwire.tools.bench.models.registry import check_model
-    from thinwire.tools.bench.plots import loss_picture
+    from thinwire.tools.bench.race import DEFAULT_METHODS, LONGER_PERIODS, RaceSpec, run_race
     from thinwire.tools.bench.race_answer import curves, race_data
-    from thinwire.tools.bench.race_times import RaceSpec
-    from thinwire.tools.bench.racing import DEFAULT_METHODS, LONGER_PERIODS, run_race
     from thinwire.tools.bench.rows import parse_rows
-    from thinwire.tools.cli.errors import RunFailed
-    from thinwire.tools.cli.ranks import slowest_link
+    from thinwire.tools.bench.summary import loss_picture
+    from thinwire.tools.cli.console import RunFailed, slowest_link
     from thinwire.tools.pictures import write_picture
 
     cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay)
@@ -98,11 +95,11 @@ def race(
     console.print(f"written: {', '.join(written)}", markup=False, highlight=False)
 
 
-def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> Course:
+def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> RunContext:
     """Return the course: the lab, with a bar that says what is being measured, and printed lines that stay."""
     from thinwire.tools import lab
-    from thinwire.tools.bench.race_times import Course
-    from thinwire.tools.cli.ranks import moving
+    from thinwire.tools.bench.race import RunContext
+    from thinwire.tools.cli.console import moving
 
     def tell(text: str, steps: int) -> None:
         if steps:
@@ -110,7 +107,7 @@ def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -
         console.print(f"... {text}" if steps else text, style="dim", markup=False, highlight=False)
 
     apart = lab.Cluster.parse(cluster.workers, cluster.ranks_per_node, None, None)
-    return Course(functools.partial(lab.run, cluster), functools.partial(lab.run, apart), tell, moving(bar), folder)
+    return RunContext(functools.partial(lab.run, cluster), functools.partial(lab.run, apart), tell, moving(bar), folder)
 
 
 def _title(found: RaceResult) -> str:
@@ -139,8 +136,8 @@ def _told(found: RaceResult) -> list[str]:
 
 def race_table(found: RaceResult) -> Table:
     """Return a table of every row, the soonest first."""
-    from thinwire.tools.bench.race_answer import duration, steps_range, winner
-    from thinwire.tools.bench.table import seconds
+    from thinwire.tools.bench.race_answer import steps_range, winner
+    from thinwire.tools.units import run_seconds, seconds
 
     tuned = len(found.budget.rates) > 1
     columns = ["method", "step", "x compute", "steps", "range", *(["rate"] if tuned else []), "to loss", "x DDP"]
@@ -154,7 +151,7 @@ def race_table(found: RaceResult) -> Table:
         cells.append("" if row.over_compute is None else f"{row.over_compute:.2f}")
         cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1", steps_range(row) if raced else ""]
         cells += [f"{row.rate:g}" if there else ""] if tuned else []
-        cells += ["" if row.seconds is None else duration(row.seconds)]
+        cells += ["" if row.seconds is None else run_seconds(row.seconds)]
         cells += ["" if row.sooner is None else f"{row.sooner:.2f}"]
         table.add_row(*cells, style="bold" if row is first else None)
     return table

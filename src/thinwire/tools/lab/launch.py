@@ -11,15 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from thinwire.core.secret_file import VARIABLE, fresh_secret_file
-from thinwire.tools.lab.access import find_mode, open_shell
-from thinwire.tools.lab.cluster import Cluster
-from thinwire.tools.lab.command import check_command, check_port, loopback_port
-from thinwire.tools.lab.environment import own_cores, rank_environment, usable_cores
-from thinwire.tools.lab.errors import LabError
-from thinwire.tools.lab.faults import Happening, RankFault, check_faults
-from thinwire.tools.lab.network import INTERFACE, Network
-from thinwire.tools.lab.ranks import RankProcesses, child_command
-from thinwire.tools.lab.supervise import DeferredSignals, FaultTimeline, supervise
+from thinwire.tools.lab.cluster import Cluster, LabError
+from thinwire.tools.lab.network import INTERFACE, Network, find_mode, open_shell
+from thinwire.tools.lab.ranks import (
+    RankProcesses,
+    check_command,
+    check_port,
+    child_command,
+    loopback_port,
+    own_cores,
+    rank_environment,
+    usable_cores,
+)
+from thinwire.tools.lab.supervise import DeferredSignals, FaultTimeline, Happening, RankFault, check_faults, supervise
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
 _RANK_BYTES = 200 << 20  # of a process that has imported torch

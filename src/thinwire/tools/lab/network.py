@@ -3,17 +3,220 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
+import os
+import re
+import shutil
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
-from thinwire.tools.lab.cleanup import new_prefix, remove
-from thinwire.tools.lab.cluster import Cluster
-from thinwire.tools.lab.errors import LabError
+from thinwire.tools.lab.cluster import Cluster, LabError
 from thinwire.tools.lab.ranks import child_command
-from thinwire.tools.lab.shell import Shell
+
+_TIMEOUT_SECONDS = 60.0
+
+
+def tool(name: str) -> str:
+    """Return the absolute path of a system tool; also looks where an ordinary user's PATH does not."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    found = shutil.which(name, path=path)
+    if found is None:
+        package = "iproute2" if name in ("ip", "tc") else "util-linux"
+        raise LabError(f"the tool {name!r} is missing: install the package {package}")
+    return found
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A place to run commands: this process's own namespaces, or those that `enter` leads to."""
+
+    enter: tuple[str, ...] = ()
+
+    def run(self, *command: str, stdin: str = "") -> str:
+        """Run one command and return its output; raise `LabError` with its error message."""
+        done = subprocess.run(
+            [*self.enter, tool(command[0]), *command[1:]],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            start_new_session=True,  # ctrl-C in the terminal is for the lab, not for its tools
+        )
+        if done.returncode:
+            complaint = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+            raise LabError(f"`{' '.join(command)}` failed: {complaint}")
+        return done.stdout
+
+    def batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
+        """Pass many lines to one ``ip`` or ``tc`` inside a namespace."""
+        text = "".join(line + "\n" for line in lines)
+        if text:
+            self.run(program, "-n", namespace, "-batch", "-", stdin=text)
+
+    def inside(self, namespace: str, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs `command` inside a namespace, keeping its process id."""
+        return [*self.enter, tool("ip"), "netns", "exec", namespace, *command]
+
+
+_FOLDER = Path("/run/netns")
+NAME = re.compile(r"tw(\d+)-(\d+)-\d+-\w+")
+_serial = itertools.count()
+
+
+def new_prefix() -> str:
+    """Return a prefix ``tw<pid>-<start>-<serial>-`` that no other lab uses; the start time tells reused ids apart."""
+    return f"tw{os.getpid()}-{_start_ticks(os.getpid())}-{next(_serial)}-"
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since boot; None if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def clean(*, all: bool = False) -> list[str]:
+    """Remove what killed runs left behind: their namespaces, links and any process still inside.
+
+    Runs in a user namespace leave nothing behind: the kernel removes it with its last process.
+
+    Args:
+        all: also remove those of runs whose process is still alive.
+
+    Returns:
+        The names of the removed namespaces.
+
+    Raises:
+        LabError: some cannot be removed, for lack of rights.
+    """
+    names = sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
+    removed = []
+    for name in names:
+        match = NAME.fullmatch(name)
+        if match and (all or _start_ticks(int(match[1])) != int(match[2])):
+            try:
+                remove(Shell(), name)
+            except LabError:
+                if (_FOLDER / name).exists():  # otherwise its owner removed it first
+                    raise
+            removed.append(name)
+    return removed
+
+
+def remove(shell: Shell, name: str) -> None:
+    """Remove one namespace; first kill processes still inside it, or it would live on without a name."""
+    for _ in range(40):
+        inside = [int(word) for word in shell.run("ip", "netns", "pids", name).split()]
+        if not inside:
+            break
+        for pid in inside:
+            with contextlib.suppress(ProcessLookupError):
+                _kill(pid, name)
+        time.sleep(0.05)
+    shell.run("ip", "netns", "delete", name)
+
+
+def _kill(pid: int, name: str) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except PermissionError:
+        raise LabError(f"no permission to end process {pid} in namespace {name}: run as root") from None
+
+
+_MODES = ("root", "user", "loopback")
+# `ip netns` keeps names in /run/netns. `cat` holds the namespaces open for as long as the lab holds its standard input.
+_HOLD = """
+[ -d /run/netns ] && mount -t tmpfs tw /run/netns || { mount -t tmpfs tw /run && mkdir /run/netns; } || exit
+echo ready
+exec cat
+"""
+
+
+def available() -> str:
+    """Return the rights with which namespaces can be made: "root", "user" or "loopback" (none), after a real trial."""
+    return find_mode()[0]
+
+
+def find_mode() -> tuple[str, str]:
+    """Return the mode of `available`, and why a better one is not available."""
+    forced = os.environ.get("THINWIRE_LAB_MODE") or None
+    if forced not in (None, *_MODES):
+        raise LabError(f"THINWIRE_LAB_MODE={forced!r} is not one of {', '.join(_MODES)}: unset it")
+    return _try_modes(forced)
+
+
+@functools.cache
+def _try_modes(forced: str | None) -> tuple[str, str]:
+    if forced == "loopback":
+        return forced, "THINWIRE_LAB_MODE=loopback"
+    reason = ""
+    for mode in ("root", "user") if forced is None else (forced,):
+        if mode == "root" and os.geteuid() != 0:
+            reason = "not root"
+            continue
+        try:
+            with open_shell(mode) as shell:
+                _trial(shell)
+        except (LabError, OSError, subprocess.SubprocessError) as error:
+            reason = str(error)
+        else:
+            return mode, ""
+    return "loopback", reason
+
+
+def _trial(shell: Shell) -> None:
+    name = new_prefix() + "trial"
+    try:
+        shell.run("ip", "netns", "add", name)
+        shell.batch("ip", name, ["link add tw0 type veth peer name tw1", "link add tw2 type bridge"])
+        shell.batch("tc", name, ["qdisc add dev tw0 root tbf rate 1mbit burst 8192 limit 65536"])
+        subprocess.run(
+            shell.inside(name, [tool("true")]), check=True, capture_output=True, timeout=30, start_new_session=True
+        )
+    finally:
+        with contextlib.suppress(LabError):
+            remove(shell, name)
+
+
+@contextlib.contextmanager
+def open_shell(mode: str) -> Iterator[Shell]:
+    """Open a shell that may create namespaces; in mode "user" everything it made disappears when it is closed."""
+    if mode == "root":
+        yield Shell()
+        return
+    command = [tool("unshare"), "--user", "--map-root-user", "--net", "--mount", "sh", "-c", _HOLD]
+    holder = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    assert holder.stderr is not None
+    with holder.stdin, holder.stdout, holder.stderr:
+        try:
+            if holder.stdout.readline() != b"ready\n":
+                complaint = holder.stderr.read().decode(errors="replace").strip().splitlines()
+                raise LabError("no user namespace: " + (complaint[-1] if complaint else "the kernel refuses it"))
+            target = ("--target", str(holder.pid), "--user", "--mount", "--net")
+            yield Shell((tool("nsenter"), "--preserve-credentials", *target))
+        finally:
+            holder.kill()
+            holder.wait()
+
 
 INTERFACE = "eth0"
 """Name of a node's interface, in the namespace of that node."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import re
 import selectors
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +18,110 @@ from pathlib import Path
 from types import TracebackType
 
 from thinwire.tools.lab import child
+from thinwire.tools.lab.cluster import Cluster, LabError
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*")
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_SELDOM_GIVEN = range(20_000, 32_000)  # below the ports that Linux gives by default
+
+
+def check_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raise `LabError` unless the program exists and, if it is Python, its script too."""
+    if not command:
+        raise LabError("no command to run: give one after --, for example: -- python train.py")
+    if shutil.which(command[0], path=environment.get("PATH", os.defpath)) is None:
+        raise LabError(
+            f"command {command[0]!r} does not exist or cannot be executed: give one after --, as in -- python train.py"
+        )
+    script = _python_script(command)
+    if script is not None and not Path(script).exists():
+        raise LabError(f"script {script!r} does not exist in {os.getcwd()}: give a path such as ./train.py")
+
+
+def _python_script(command: Sequence[str]) -> str | None:
+    if not _PYTHON.fullmatch(Path(command[0]).name):
+        return None
+    words = iter(command[1:])
+    for word in words:
+        if word in _OPTIONS_WITH_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return word
+        elif word == "-" or re.match(r"-[A-Za-z]*[cm]", word):
+            return None  # standard input, -c code or -m module
+    return None
+
+
+def check_port(port: int | None) -> None:
+    """Raise `LabError` unless the port is a valid TCP port."""
+    if port is not None and not 1 <= port <= 65535:
+        raise LabError(f"master port {port} is not between 1 and 65535: use for example --master-port 29500")
+
+
+def loopback_port(port: int | None) -> int:
+    """Return the given port if nobody listens on it, or a free one; raise `LabError` if it is taken.
+
+    Rank 0 listens there seconds later, so the free one is not of those that a system gives to whoever asks for any.
+    """
+    for tried in [port] if port else random.SystemRandom().sample(_SELDOM_GIVEN, 20):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", tried))
+                probe.listen(1)
+            except OSError as error:
+                why = error.strerror
+            else:
+                return tried
+    raise LabError(f"master port {tried} cannot be used ({why}): choose another --master-port or leave it out")
+
+
+_OF_ANOTHER_LAUNCHER = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+
+
+def rank_environment(
+    base: Mapping[str, str], cluster: Cluster, rank: int, *, master_address: str, master_port: int, interface: str
+) -> dict[str, str]:
+    """Build the environment of one rank.
+
+    Args:
+        base: variables to start from; those left by an outer torchrun are dropped.
+        cluster: the shape of the run.
+        rank: the rank.
+        master_address: address at which rank 0 listens.
+        master_port: port on which rank 0 listens.
+        interface: the network interface that leads to the other nodes.
+    """
+    kept = {k: v for k, v in base.items() if not k.startswith("TORCHELASTIC_") and k not in _OF_ANOTHER_LAUNCHER}
+    node, local_rank = divmod(rank, cluster.ranks_per_node)
+    return {
+        "OMP_NUM_THREADS": "1",
+        **kept,
+        "PYTHONUNBUFFERED": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": str(cluster.workers),
+        "LOCAL_WORLD_SIZE": str(cluster.ranks_per_node),
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "NCCL_NET": "Socket",  # over that interface; between nodes, which are hosts of their own,
+        "NCCL_HOSTID": f"thinwire node {node}",  # and not through memory that they share only here
+    }
+
+
+def own_cores(node: int, nodes: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Return a node's cores: equally many in a row for each; with more nodes than cores, one each, shared in turn."""
+    each = len(cores) // nodes
+    return tuple(cores[node * each : (node + 1) * each]) if each else (cores[node % len(cores)],)
+
+
+def usable_cores() -> list[int]:
+    """Return the cores that this process may use, in order; empty if the system does not report or pin them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
 
 _CHUNK = 65536
 _DRAIN_SECONDS = 2.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
-
-from thinwire.tools.report.words import bits, duration
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 Data: TypeAlias = Mapping[str, Any]
+_Kind = TypeVar("_Kind")
 
 
 def parsed(text: str) -> Any:
@@ -74,20 +74,13 @@ def numbers(data: Data, key: str) -> tuple[float, ...]:
     return tuple(number({key: value}, key) for value in listed(data, key))
 
 
-def facts(data: Data) -> str:
-    """Return the short texts and numbers at the top of a file, as its writer wanted them shown."""
-    said = []
-    for key, value in data.items():
-        words = key.replace("_", " ")
-        if isinstance(value, str) and value and key != "sentence":
-            said.append(f"{words}: {value}")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if key == "bits_per_second":
-                said.append(f"link: {bits(value)}")
-            elif key.endswith("_seconds"):
-                said.append(f"{words.removesuffix(' seconds')}: {duration(value)}")
-            elif key.endswith("_share"):
-                said.append(f"{words}: {value:.0%}")
-            else:
-                said.append(f"{words}: {value:g}")
-    return "; ".join(said)
+def filled(kind: type[_Kind], data: Data, **given: Any) -> _Kind:
+    """Return a dataclass of the fields that bear its names, apart from those given; others in ``data`` are left out.
+
+    A text may be missing, and a number that may be None; any other number may not.
+    """
+    hints: dict[str, Any] = get_type_hints(kind)
+    read = {str: text, bool: lambda data, key: bool(data.get(key)), float: number}
+    read[int] = lambda data, key: int(number(data, key))
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]  # type: ignore[arg-type]
+    return kind(**{name: read.get(hints[name], maybe_number)(data, name) for name in names}, **given)

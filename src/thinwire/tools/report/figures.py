@@ -1,16 +1,59 @@
-"""What all figures share: plotly, imported late, and one plain layout."""
+"""What all sections share: their parts, one plain layout of plotly's figures, and texts made safe for them."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from thinwire.tools.pictures.draw import plotly
+from thinwire.tools.pictures.picture import plotly
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 TEXT, LINE, FAINT = "#1f2933", "#52606d", "#e4e7eb"
 BAR = 34
 """Pixels of height for one horizontal bar."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture.
+
+    Attributes:
+        figure: plotly's figure.
+        caption: shown above it.
+        share: share of the width, next to others of one block.
+    """
+
+    figure: Any
+    caption: str = ""
+    share: int = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Everything that belongs to one result.
+
+    Attributes:
+        legend: of lines and marks in the charts: their look (a class of page.css, or a colour) and their meaning.
+    """
+
+    heading: str = ""
+    lines: tuple[str, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    legend: tuple[tuple[str, str], ...] = ()
+    table: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question, how to read the answer, and the answers."""
+
+    anchor: str
+    title: str
+    reading: str
+    blocks: tuple[Block, ...]
 
 
 def new(height: int, **layout: Any) -> Any:
@@ -87,3 +130,29 @@ def hatched(tints: Sequence[str]) -> dict[str, Any]:
 def scale(longest_seconds: float) -> tuple[float, str]:
     """Return the unit of a time axis: factor from seconds, and name."""
     return (1.0, "s") if longest_seconds >= 1 else (1e3, "ms")
+
+
+def plain(text: str) -> str:
+    """Escape for plotly, which interprets tags in every text."""
+    return html.escape(" ".join(text.split()), quote=False)
+
+
+def short(text: str, length: int = 34) -> str:
+    """Do the same and cut long texts."""
+    return plain(text if len(text) <= length else text[: length - 1] + "…")
+
+
+def hover(*lines: str, width: int = 70) -> str:
+    """Return the lines of a hover label, the first in bold, long ones wrapped."""
+    wrapped: list[str] = []
+    for line in filter(None, lines):
+        row = ""
+        for word in line.split():
+            if row and len(row) + len(word) >= width:
+                wrapped.append(row)
+                row = word
+            else:
+                row = f"{row} {word}".strip()
+        wrapped.append(row)
+    first, *rest = [html.escape(line, quote=False) for line in wrapped] or [""]
+    return "<br>".join([f"<b>{first}</b>", *rest])

@@ -8,9 +8,9 @@ from typing import Any
 
 from thinwire import __version__
 from thinwire.tools.pictures.colours import Colours
-from thinwire.tools.pictures.draw import plotly
+from thinwire.tools.pictures.picture import plotly
+from thinwire.tools.report.figures import Block, Chart, Section
 from thinwire.tools.report.inputs import InputFile, Inputs
-from thinwire.tools.report.section import Block, Chart, Section
 from thinwire.tools.report.sections import SECTIONS
 
 _CONFIG: dict[str, Any] = {"responsive": True, "displayModeBar": False, "displaylogo": False}

@@ -15,10 +15,10 @@ from stat import S_ISREG
 from typing import Any
 
 from thinwire.tools.pictures.colours import Colours
-from thinwire.tools.pictures.draw import as_plotly, plotly
+from thinwire.tools.pictures.picture import as_plotly, plotly
 from thinwire.tools.report.figures import dress
 from thinwire.tools.report.inputs import read_files
-from thinwire.tools.report.pictures import grouped
+from thinwire.tools.report.runs import grouped
 
 logger = logging.getLogger("thinwire")
 _LOCAL = ("127.0.0.1", "localhost")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.tools.bench.models.workload import Workload, beside
+from thinwire.tools.bench.models.workload import Workload, beside, draws
 
 HELD_OUT = 360
 SMOOTHING = 0.1  # a floor under the loss, so that ratios stay meaningful once every digit is known
@@ -58,7 +58,7 @@ def build(width: int = 32, hidden: int = 256, batch: int = 32, lr: float = 0.05)
     known = len(labels) - HELD_OUT
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 7919)
+        generator = draws(step, rank)
         chosen = torch.randint(known, (batch,), generator=generator)
         dx, dy = torch.randint(-1, 2, (2,), generator=generator).tolist()
         shifted = torch.roll(pixels[chosen], (dy, dx), (2, 3))

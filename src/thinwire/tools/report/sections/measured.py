@@ -1,4 +1,4 @@
-"""The measured comparison: step times with their spread, bytes, and the figures as a table."""
+"""What was measured: step times with their spread, bytes, the figures as a table; losses; runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.tools.pictures.colours import Colours
-from thinwire.tools.pictures.draw import plotly
-from thinwire.tools.report.figures import BAR, TEXT, hatched, names_axis, new, scale
-from thinwire.tools.report.inputs import Inputs
-from thinwire.tools.report.results import Bench, BenchRow
-from thinwire.tools.report.section import Block, Chart, Section
-from thinwire.tools.report.words import duration, factor, hover, megabytes, short
+from thinwire.tools.pictures.picture import as_plotly, plotly
+from thinwire.tools.report.figures import (
+    BAR,
+    TEXT,
+    Block,
+    Chart,
+    Section,
+    dress,
+    hatched,
+    hover,
+    names_axis,
+    new,
+    scale,
+    short,
+)
+from thinwire.tools.report.inputs import Bench, BenchRow, Inputs
+from thinwire.tools.report.runs import grouped
+from thinwire.tools.units import duration, factor, volume
 
-_READING = (
+_BENCH = (
     "Each bar is the median time of one training step of the slowest worker; shorter is better. The hatched end is "
     "exposed communication: what the step takes beyond computing alone. The thin line is the spread (half of the "
     "steps lie within it). The dotted line is computing alone. The dashed line is the floor: no exact method whose "
@@ -27,15 +39,15 @@ _SOURCES = {
 _EDGES = 70  # pixels of height for the axis
 
 
-def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the section; None if nothing was measured."""
+def bench_section(inputs: Inputs, colours: Colours) -> Section | None:
+    """Return the bench_section; None if nothing was measured."""
     if not inputs.benches:
         return None
-    blocks = tuple(_block(bench, colours) for bench in inputs.benches)
-    return Section("bench", "Measured steps", _READING, blocks)
+    blocks = tuple(_bench_block(bench, colours) for bench in inputs.benches)
+    return Section("bench", "Measured steps", _BENCH, blocks)
 
 
-def _block(bench: Bench, colours: Colours) -> Block:
+def _bench_block(bench: Bench, colours: Colours) -> Block:
     rows = [row for row in bench.rows if row.step_seconds is not None and not row.error]
     lines = [f"{bench.where[0].upper()}{bench.where[1:]}."]
     charts: list[Chart] = []
@@ -43,9 +55,9 @@ def _block(bench: Bench, colours: Colours) -> Block:
         best = min(rows, key=lambda row: row.step_seconds or 0.0)
         gain = f", {factor(best.speedup)} as fast as ddp" if best.speedup and best.label != "ddp" else ""
         lines.append(f"Shortest step: {best.label}, {duration(best.step_seconds or 0.0)}{gain}.")
-        charts.append(Chart(_steps(bench, rows, colours), "Time of a step", share=3))
+        charts.append(Chart(_step_bars(bench, rows, colours), "Time of a step", share=3))
         if any(row.bytes_per_step is not None for row in rows):
-            charts.append(Chart(_bytes(rows, colours), "Sent per step", share=2))
+            charts.append(Chart(_byte_bars(rows, colours), "Sent per step", share=2))
     notes = [text for source, text in _SOURCES.items() if any(row.bytes_source == source for row in rows)]
     notes += [f"{row.label} failed: {row.error}" for row in bench.rows if row.error]
     if any(row.predicted_seconds is not None for row in rows):
@@ -74,7 +86,7 @@ def _legend(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, str], ..
     return tuple(marks)
 
 
-def _steps(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
+def _step_bars(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
     go = plotly()
     steps = [row.step_seconds or 0.0 for row in rows]
     spreads = [row.spread_seconds or 0.0 for row in rows]
@@ -88,7 +100,13 @@ def _steps(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
     exposed = [min(max(row.exposed_seconds or 0.0, 0.0), s) for row, s in zip(rows, steps)]
     hidden = [(s - x) * unit for s, x in zip(steps, exposed)]
     figure = new(_EDGES + BAR * len(rows), barmode="stack", showlegend=False)
-    common = {"y": keys, "orientation": "h", "width": 0.62, "hoverinfo": "text", "hovertext": [_hover(r) for r in rows]}
+    common = {
+        "y": keys,
+        "orientation": "h",
+        "width": 0.62,
+        "hoverinfo": "text",
+        "hovertext": [_row_hover(r) for r in rows],
+    }
     figure.add_trace(go.Bar(x=hidden, marker_color=tints, **common))
     figure.add_trace(go.Bar(x=[x * unit for x in exposed], marker=hatched(tints), **common))
     figure.add_trace(
@@ -117,7 +135,7 @@ def _steps(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
     return figure.update_xaxes(title_text=f"step ({unit_name})", range=[0, longest * unit * 1.06], fixedrange=True)
 
 
-def _bytes(rows: Sequence[BenchRow], colours: Colours) -> Any:
+def _byte_bars(rows: Sequence[BenchRow], colours: Colours) -> Any:
     keys = [f"{number} {row.label}" for number, row in enumerate(rows)]
     figure = new(_EDGES + BAR * len(rows), showlegend=False)
     sent = [(row.bytes_per_step or 0.0) / 1e6 for row in rows]
@@ -128,11 +146,11 @@ def _bytes(rows: Sequence[BenchRow], colours: Colours) -> Any:
             orientation="h",
             width=0.62,
             marker_color=[colours.of(row.label) for row in rows],
-            text=[megabytes(row.bytes_per_step) for row in rows],
+            text=[volume(row.bytes_per_step) for row in rows],
             textposition="outside",
             cliponaxis=False,
             hoverinfo="text",
-            hovertext=[_hover(row) for row in rows],
+            hovertext=[_row_hover(row) for row in rows],
         )
     )
     names_axis(figure, keys, [short(row.label, 26) for row in rows])
@@ -145,7 +163,7 @@ def _table(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, ...], ...
     lines = [tuple(head + ([f"predicted at {bench.link}"] if predicted else []))]
     for row in rows:
         cells = [row.label, *(map(_time, (row.step_seconds, row.spread_seconds, row.exposed_seconds)))]
-        cells += [megabytes(row.bytes_per_step), _decimal(row.loss), _decimal(row.speedup)]
+        cells += [volume(row.bytes_per_step), _decimal(row.loss), _decimal(row.speedup)]
         lines.append(tuple(cells + ([_time(row.predicted_seconds)] if predicted else [])))
     return tuple(lines)
 
@@ -160,10 +178,86 @@ def _decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _hover(row: BenchRow) -> str:
+def _row_hover(row: BenchRow) -> str:
     return hover(
         row.label,
         f"step {_time(row.step_seconds)}, spread {_time(row.spread_seconds)}",
         f"exposed communication {_time(row.exposed_seconds)}",
-        f"{megabytes(row.bytes_per_step)} sent per step" if row.bytes_per_step is not None else "",
+        f"{volume(row.bytes_per_step)} sent per step" if row.bytes_per_step is not None else "",
     )
+
+
+_LOSS = (
+    "The same model from the same weights on the same data, once per method; lower is better. Against seconds: what a "
+    "user gets; a method with shorter steps gets further in the same time. Against steps: what compression costs; "
+    "exact methods lie on one line, lossy ones may lie a little above it."
+)
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
+
+
+def loss_section(inputs: Inputs, colours: Colours) -> Section | None:
+    """Return the loss_section; None if no comparison recorded its loss."""
+    benches = [bench for bench in inputs.benches if bench.curves]
+    if not benches:
+        return None
+    return Section("loss", "Loss while training", _LOSS, tuple(_loss_block(bench, colours) for bench in benches))
+
+
+def _loss_block(bench: Bench, colours: Colours) -> Block:
+    which = "loss on held-out data" if all(curve.held_out for curve in bench.curves) else "training loss"
+    ends = ", ".join(
+        f"{curve.label} {curve.losses[-1]:.3f} after {curve.steps[-1]:.0f} steps and {duration(curve.seconds[-1])}"
+        for curve in bench.curves
+    )
+    charts = (
+        Chart(_loss_curves(bench, colours, "seconds", which), "Against seconds"),
+        Chart(_loss_curves(bench, colours, "steps", which), "Against steps"),
+    )
+    lines = (
+        f"{bench.where[0].upper()}{bench.where[1:]}.",
+        *(f"{said}." for said in bench.answer),
+        f"At the end: {ends}.",
+    )
+    return Block(bench.name, lines, charts)
+
+
+def _loss_curves(bench: Bench, colours: Colours, against: str, which: str) -> Any:
+    go = plotly()
+    figure = new(380 + 10 * len(bench.curves))
+    for number, curve in enumerate(bench.curves):
+        tint = colours.of(curve.label)
+        figure.add_trace(
+            go.Scatter(
+                name=short(curve.label),
+                x=curve.seconds if against == "seconds" else curve.steps,
+                y=curve.losses,
+                mode="lines+markers",
+                line={"color": tint, "width": 2},
+                marker={"color": tint, "size": 7, "symbol": _SYMBOLS[number % len(_SYMBOLS)]},
+                showlegend=True,
+                hoverinfo="text",
+                hovertext=[
+                    hover(curve.label, f"{which} {loss:.4g}", f"step {step:.0f}, after {duration(second)}")
+                    for step, second, loss in zip(curve.steps, curve.seconds, curve.losses)
+                ],
+            )
+        )
+    figure.update_xaxes(
+        title_text="training time (s)" if against == "seconds" else "number of steps", rangemode="tozero"
+    )
+    return figure.update_yaxes(title_text=f"{which} (no unit)")
+
+
+_RUNS = (
+    "What a run recorded about itself. Each name has the same colour on the whole page. Dashed lines are values to "
+    "compare with; dotted ones mark what happened at that moment."
+)
+
+
+def runs_section(inputs: Inputs, colours: Colours) -> Section | None:
+    """Return the runs_section; None if there are no such runs."""
+    blocks = []
+    for picture in grouped(inputs.runs):
+        figure = as_plotly(picture, colours)
+        blocks.append(Block(picture.title, charts=(Chart(dress(figure, figure.layout.height)),)))
+    return Section("runs", "Runs", _RUNS, tuple(blocks)) if blocks else None
