@@ -108,7 +108,6 @@ class Contender:
         return self.sync is not None and not self.sync.stats().settled
 
     def rest(self) -> None:
-        """Free the gradients' memory until the next turn."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def bytes_sent(self) -> int | None:
@@ -123,18 +122,15 @@ class Contender:
         return stats.exposed_seconds - stats.deferred_seconds, stats.deferred_seconds
 
     def why(self) -> list[str]:
-        """Return the reasons for its plan, from rank 0; none for other rows."""
         return [] if self.sync is None else list(self.sync.stats().why)
 
     def evaluate(self, rank: int) -> float | None:
-        """Return the loss on this rank's held-out data."""
         if self.workload.evaluate is None:  # then local steps need not put their outer weights in place
             return None
         with self._evaluated():
             return self.workload.held_out_loss(rank)
 
     def close(self) -> None:
-        """Release hooks and groups."""
         self._close()
 
     def _attach(self, optimizer: Optimizer) -> None:

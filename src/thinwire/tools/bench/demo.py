@@ -53,22 +53,18 @@ class DemoResult:
 
     @property
     def ahead(self) -> bool:
-        """Whether another row was sooner by a large enough margin."""
         return self.times_sooner is not None and self.times_sooner * _LEAD >= 1
 
     @property
     def first(self) -> DemoRow | None:
-        """The non-DDP row that reached the loss first; None if none did."""
         there = [row for row in self.rows if row.label != "ddp" and row.seconds is not None]
         return min(there, key=lambda row: row.seconds or 0.0, default=None)
 
     def row(self, label: str) -> DemoRow | None:
-        """Return a row by its label; None if there is none."""
         return next((row for row in self.rows if row.label == label), None)
 
 
 def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpec:
-    """Return the spec that the demonstration runs."""
     return BenchSpec(
         model="chargpt:layers=4:width=160:heads=4" if quick else "chargpt:width=352:heads=8:batch=2",
         rows=ROWS,
@@ -107,7 +103,6 @@ def _demo_row(row: RowRecord, spec: BenchSpec, bench: BenchResult, target: float
 
 
 def headline(result: DemoResult) -> str:
-    """Return one sentence that says which row was sooner."""
     ddp, first, times = result.row("ddp"), result.first, result.times_sooner
     if ddp is None or result.target is None or ddp.seconds is None:
         return ""

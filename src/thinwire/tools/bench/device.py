@@ -41,12 +41,10 @@ def prepare_rank(name: str) -> str:
 
 
 def names_of_cards() -> list[str]:
-    """Return the names of the GPUs that ranks share."""
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def place_of(name: str, workers: int) -> str:
-    """Return what a table's title says of the ranks' device; "" for CPUs."""
     if name == "cpu":
         return ""
     cards = names_of_cards()
@@ -55,5 +53,4 @@ def place_of(name: str, workers: int) -> str:
 
 
 def rank_device(name: str) -> torch.device:
-    """Return the device of this rank, after ``prepare_rank``."""
     return torch.device("cpu") if name == "cpu" else torch.device("cuda", torch.cuda.current_device())

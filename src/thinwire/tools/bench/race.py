@@ -144,17 +144,14 @@ class LinkTimes:
 
     @property
     def compute(self) -> RowRecord:
-        """The row without exchange."""
         return next(row for row in self.record.rows if row.kind == COMPUTE)
 
     @property
     def start_seconds(self) -> float:
-        """Seconds until the ranks train."""
         steps = sum(row.untimed_seconds + sum(row.step_seconds) for row in self.record.rows)
         return max(0.0, self.wall_seconds - steps)
 
     def step_times(self) -> dict[str, StepTimes]:
-        """Return the times of every row's steps, by label."""
         return {row.label: step_times(row, self.turns, self.compute) for row in self.record.rows}
 
 
@@ -313,7 +310,6 @@ def _starters(
 
 
 def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[TimeToLoss]) -> tuple[TimeToLoss, ...]:
-    """Sort the rows, the soonest first, compared with DDP, which is the first of ``rows``."""
     base = rows[0].seconds
     sent = {row.label: row.wire_bytes for row in measured.record.rows}
     apart = {row.label for row in asked.rows if row.kind in PRESETS}
@@ -330,7 +326,6 @@ def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[TimeToLoss]) -
 
 
 def _expected_steps(row: Row, record: RunRecord) -> float:
-    """Return the steps factor that a row is expected to have, by the table in the package."""
     from thinwire.predict.choose.worth import shipped
 
     if row.kind not in METHODS and row.kind != "local":
@@ -409,7 +404,6 @@ def _timed(asked: RaceSpec, alone: float, wire: float) -> tuple[int, int] | None
 
 
 def _timing_seconds(asked: RaceSpec, steps: int, turns: int, alone: float, wire: float) -> float:
-    """Estimate for how long all rows are timed, by the traffic of exact averages."""
     exact = sum(_steps_of(row, steps, turns) for row in asked.rows if is_exact(row))
     return exact * wire + alone * sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
 
@@ -427,7 +421,6 @@ def _check_minutes(asked: RaceSpec, alone: float, wire: float) -> None:
 
 
 def _steps_of(row: Row, steps: int, turns: int) -> int:
-    """Return the steps that a row makes in that many turns, in whole periods."""
     period = period_of(row)
     parts = [_WARMUP, *[1] * (turns - 1), *[steps] * turns]
     return sum(-(-part // period) * period for part in parts)

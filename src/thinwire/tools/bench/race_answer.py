@@ -104,14 +104,12 @@ class TimeToLoss:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes sent per step; 0 if unknown."""
         return self.bytes_per_step or 0.0
 
 
 def time_to_loss(
     label: str, times: StepTimes, compute: float, factor: StepsFactor | None, ddp_steps: float, note: str = ""
 ) -> TimeToLoss:
-    """Return a row's figures; ``factor`` is None if it was not trained."""
     if times.error:
         return TimeToLoss(label, note=f"failed: {times.error}")
     timed = TimeToLoss(label, times.seconds, times.seconds / compute, times.start_seconds, note=note)
@@ -130,7 +128,6 @@ def time_to_loss(
 
 
 def winner(rows: Sequence[TimeToLoss]) -> TimeToLoss:
-    """Return the simplest of those that are as fast as the fastest; DDP if none is sooner."""
     ddp = next(row for row in rows if row.label == BASE)
     if (rows[0].sooner or 0.0) <= 1 + TIE:
         return ddp
@@ -166,7 +163,6 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
 
 
 def steps_range(row: TimeToLoss) -> str:
-    """Format the range over seeds."""
     ends = ["never" if end is None else f"{end:.2f}" for end in (row.fewest_steps, row.most_steps)]
     return ends[0] if ends[0] == ends[1] else " - ".join(ends)
 
@@ -182,7 +178,6 @@ def _cost(found: RaceResult, row: TimeToLoss, ddp: TimeToLoss) -> str:
 
 
 def _sureness(found: RaceResult, first: TimeToLoss, ddp: TimeToLoss, rival: TimeToLoss | None) -> str:
-    """Say how certain the result is, against DDP and against the next row."""
     trained = f"{found.budget.steps} steps a run"
     if first is ddp:
         if rival is None:
@@ -222,7 +217,6 @@ def _span(row: TimeToLoss) -> str:
 
 
 def line_to_write(rows: Sequence[Row], label: str) -> str:
-    """Return the line for the user's script, for the row with this label."""
     row = next(row for row in rows if row.label == label)
     if not row.is_thinwire:
         same = f"keep DDP, or take the same average without a wrapper: {attach_line('ssgd', {})}"

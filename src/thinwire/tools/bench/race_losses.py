@@ -60,7 +60,6 @@ class Trajectory:
     error: str = ""
 
     def steps_to(self, target: float) -> float | None:
-        """Return the steps until the loss is at or below ``target``, linear between points; None if it never is."""
         return reached(zip(map(float, self.steps), self.losses), target)
 
     def smoothed(self, reach: float) -> Trajectory:
@@ -108,7 +107,6 @@ class TrainingSetup:
     device: str = "cpu"
 
     def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
-        """Return the spec of one run with the rate times ``factor``."""
         named = self.rate is not None
         model = f"{self.model}:lr={self.rate * factor:g}" if self.rate is not None else self.model
         return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
@@ -117,7 +115,6 @@ class TrainingSetup:
 
 
 def cache_folder() -> Path:
-    """Return the folder where trajectories are kept."""
     return user_cache() / "race"
 
 
@@ -164,14 +161,12 @@ def trajectories(
 
 
 def _key(spec: BenchSpec, row: Row) -> str:
-    """Return a digest of everything that determines a trajectory."""
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
             "row": [row.kind, row.options], "device": spec.device, "rate_factor": spec.rate_factor}  # fmt: skip
     return digest_of([told, text_digest(), sys.version, own_digest(spec.model), own_digest(row.kind)])
 
 
 def digest_of(told: Any) -> str:
-    """Return a digest of data that JSON can hold."""
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
@@ -248,7 +243,6 @@ def package_digest(root: Path, version: str) -> str:
 
 
 def recalled(place: Path, kind: type[_Known]) -> _Known | None:
-    """Return the dataclass kept in a file; None where none is kept, or the file is damaged."""
     try:
         return made(kind, json.loads(place.read_text(encoding="utf-8")))
     except (OSError, *UNREADABLE):
@@ -284,7 +278,6 @@ class StepsFactor:
 
     @property
     def ends(self) -> tuple[float | None, float | None]:
-        """The smallest and the largest factor."""
         ordered = sorted(self.factors, key=_or_never)
         return ordered[0], ordered[-1]
 
@@ -333,7 +326,6 @@ def steps_factors(
     around = [last * share * near for near in _AROUND]
 
     def steps_to(row: Trajectory, mark: Trajectory) -> float:
-        """Return the steps relative to those of ``mark``, at its losses around the share."""
         return statistics.median(_or_never(row.steps_to(mark.loss_at(at))) / at for at in around)
 
     fastest = {}
@@ -372,7 +364,6 @@ class TrainingBudget:
 
     @property
     def every(self) -> int:
-        """Steps between two points of a trajectory."""
         return max(1, self.steps // _POINTS)
 
     @property
@@ -382,7 +373,6 @@ class TrainingBudget:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds; the first one tries the rates."""
         return self.seeds + (len(self.rates) > 1)
 
     def judged_on(self, round_: int) -> tuple[int, ...]:
@@ -391,7 +381,6 @@ class TrainingBudget:
         return tuple(range(first, round_ + 1))
 
     def row_runs(self, rows: int) -> list[tuple[int, int]]:
-        """Return (rows, runs of each) for every round, apart from the runs of DDP."""
         plan = []
         for round_ in range(self.rounds):
             plan.append((rows, 1 if round_ else len(self.rates)))

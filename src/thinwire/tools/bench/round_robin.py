@@ -45,14 +45,11 @@ def transmitted_bytes(name: str) -> int | None:
 
 
 def is_node_leader() -> bool:
-    """Return whether this rank reads the counter for its node (ranks of a node share one interface)."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @dataclass
 class RowRun:
-    """A row's contender on this rank and its record so far."""
-
     record: RowRecord
     contender: Contender | None = None
     bytes: float = 0.0
@@ -61,7 +58,6 @@ class RowRun:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, of the slowest rank in every step; first and measuring steps included."""
         return self.record.untimed_seconds + sum(self.record.step_seconds)
 
 
@@ -219,7 +215,6 @@ class RoundRobin:
 
 
 def _whole(steps: int, period: int) -> int:
-    """Round up to whole periods."""
     return -(-steps // period) * period
 
 
@@ -233,7 +228,6 @@ def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
 
 
 def say(rank: int, **fields: Any) -> None:
-    """Report progress, from rank 0 only."""
     if rank == 0:
         tell_event(fields)
 
@@ -276,7 +270,6 @@ def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Poin
 
 
 def note(row_run: RowRun, round_robin: RoundRobin) -> None:
-    """Add one point to a row's curve, if the row still trains."""
     if row_run.contender is None or row_run.record.kind == COMPUTE:
         return
     record = row_run.record

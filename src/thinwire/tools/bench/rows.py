@@ -38,12 +38,10 @@ class Row:
 
     @property
     def is_thinwire(self) -> bool:
-        """Whether it uses ``attach``."""
         return self.kind not in TORCH_ROWS and not self.is_custom
 
     @property
     def is_custom(self) -> bool:
-        """Whether a user's function defines it."""
         return ":" in self.kind
 
 

@@ -85,7 +85,6 @@ class BenchResult:
     rows: tuple[RowSummary, ...]
 
     def row(self, label: str) -> RowSummary:
-        """Return the row with this label, or the first whose label begins with it."""
         for row in self.rows:
             if row.label == label:
                 return row
@@ -217,7 +216,6 @@ class WholeTable(Table):
     """A table that becomes a list, a line for each value, on a screen that is too narrow for its columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table, or the list."""
         columns = [[_plain(console, cell) for cell in (column.header, *column.cells)] for column in self.columns]
         needed = 0
         for column, texts in zip(self.columns, columns):
@@ -241,7 +239,6 @@ def _plain(console: Console, cell: RenderableType) -> str:
 
 
 def bench_table(result: BenchResult) -> RenderableType:
-    """Return the table and the lines below it."""
     table = WholeTable(title=_title(result), title_justify="left")
     table.add_column("method")
     predicted = any(row.predicted_seconds is not None for row in result.rows)
@@ -307,7 +304,6 @@ def _notes(result: BenchResult) -> list[str]:
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:
-    """Plot one bar per row, with compute and exposed communication, and the floor as a line."""
     rows = [row for row in result.rows if row.step_seconds is not None]
     names = [row.label for row in rows]
     compute = [min(result.compute_seconds, row.step_seconds or 0.0) for row in rows]

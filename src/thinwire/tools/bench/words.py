@@ -55,12 +55,10 @@ def split_options(text: str) -> tuple[str, dict[str, Value]]:
 
 
 def arguments(name: str, options: Mapping[str, Value]) -> str:
-    """Format as arguments of a Python call: ``"acp", rank=4``."""
     return ", ".join([f'"{name}"', *(f"{key}={given!r}" for key, given in options.items())])
 
 
 def attach_line(name: str, options: Mapping[str, Value]) -> str:
-    """Return the line to write into a script."""
     return f"sync = tw.attach(model, optimizer, {arguments(name, options)})"
 
 
@@ -145,7 +143,6 @@ def in_words(error: Exception) -> str:
 
 
 def is_users(error: Exception) -> bool:
-    """Return whether the error was raised in user code."""
     return bool(_own_frames(error))
 
 

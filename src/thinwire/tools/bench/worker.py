@@ -28,7 +28,6 @@ PROBE_SECONDS = 8.0
 
 
 def main() -> None:
-    """Join the group, run every row, and let rank 0 write the record."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     parser.add_argument("--out", required=True, type=Path)
@@ -44,7 +43,6 @@ def main() -> None:
 
 
 def run(spec: BenchSpec) -> RunRecord:
-    """Run all rows of a spec on the ranks of the default group."""
     rank, workers = dist.get_rank(), dist.get_world_size()
     # Ranks that wait for one that hangs in a row's collective must wait longer than that collective's own time-out.
     round_robin = RoundRobin(rank, workers, new_group(2 * spec.operation_seconds + 60))
@@ -95,7 +93,6 @@ def _interleave(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], 
 
 
 def _stop(row_runs: list[RowRun], error: str) -> None:
-    """End all rows with the error of the one that exchanges nothing: the model does not train."""
     for row_run in row_runs:
         if row_run.contender is not None:
             row_run.contender.close()
@@ -130,7 +127,6 @@ class Predictor:
         ).costs
 
     def predict(self, row: Row, compute: RowRecord) -> float | None:
-        """Return the seconds of a thinwire row's step; ``compute`` is the row without exchange."""
         from thinwire.core.methods.registry import METHODS
         from thinwire.core.methods.registry import method as named
         from thinwire.core.pricing.measured import Measured

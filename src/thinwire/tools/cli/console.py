@@ -59,7 +59,6 @@ class Bar:
 
     @property
     def hidden(self) -> bool:
-        """Whether stderr is no terminal."""
         return self.shown.disable
 
     def log(self, text: str) -> None:
@@ -68,7 +67,6 @@ class Bar:
         self.shown.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def say(self, text: str, style: str) -> None:
-        """Print a line above the bar."""
         self.shown.console.print(text, style=style, markup=False)
 
 
@@ -153,7 +151,6 @@ class Watched:
     record: dict[str, Any] = field(default_factory=dict)
 
     def with_load(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the data of a measurement, plus the machine's load."""
         return {**data, "load": self.record}
 
 
@@ -194,7 +191,6 @@ def exit_code(error: Exception) -> int | None:
 
 
 def sentence(error: Exception) -> str:
-    """Return what to print about an error that has an exit code."""
     if isinstance(error, OSError):
         return ": ".join(filter(None, (error.filename and str(error.filename), error.strerror)))
     if isinstance(error, _USAGE):
@@ -205,7 +201,6 @@ def sentence(error: Exception) -> str:
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun, or the lab, has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -225,12 +220,10 @@ def torchrun_group() -> Iterator[tuple[int, int]]:
 
 
 def slowest_link(cluster: Cluster) -> int | None:
-    """Return the bits per second of the slowest link; None without a limit."""
     return min((rate for rate in cluster.links if rate), default=None)
 
 
 def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[RunRecord, Launched]:
-    """Run a spec in the lab under a progress bar on stderr."""
     from thinwire.tools import lab
     from thinwire.tools.bench.session import run_session
 

@@ -83,7 +83,6 @@ def demo(
 
 
 def demo_table(result: DemoResult) -> Table:
-    """Return the demonstration's table."""
     from rich.text import Text
 
     from thinwire.tools.units import megabytes, seconds

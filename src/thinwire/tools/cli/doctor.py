@@ -82,7 +82,6 @@ def _read(path: Path) -> Facts:
 
 
 def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the facts and the conclusions from them."""
     from dataclasses import asdict
 
     from thinwire.tools.doctor.listeners import LISTENERS
@@ -150,7 +149,6 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
 
 
 def _listeners() -> Table:
-    """Return a table of what opens a port, where, and for whom."""
     from rich.table import Table
 
     from thinwire.tools.doctor.listeners import LISTENERS
@@ -170,7 +168,6 @@ def _choice(choice: Choice) -> str:
 
 
 def _interfaces(facts: Facts, diagnosis: Diagnosis) -> dict[str, str]:
-    """Return a row per interface: what it is, its addresses, rate and counters, and who uses it."""
     rows = {}
     for one in facts.interfaces:
         used = [c.title for c in (diagnosis.gloo, diagnosis.nccl) if c is not None and one.name in c.interfaces]

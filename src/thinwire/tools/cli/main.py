@@ -32,12 +32,10 @@ class FriendlyErrors(TyperGroup):
     """Known errors become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
 
     def make_context(self, *words: Any, **options: Any) -> Any:
-        """Read the words before the verb."""
         with _known_errors():
             return super().make_context(*words, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
         with _known_errors():
             return super().invoke(ctx)
 

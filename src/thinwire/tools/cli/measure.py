@@ -132,7 +132,6 @@ def _in_lab(
 
 
 def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
-    """Return one line per operation of a group; bandwidths are those of the largest measured message."""
     from thinwire.predict.measure.verdict import duration, line_error, size
 
     costs, lines = result.costs, result.lines
@@ -273,7 +272,6 @@ def main() -> None:
 
 
 def profile_table(profile: ModelProfile) -> Table:
-    """Return the modules that take the longest, in forward order."""
     from thinwire.predict.measure.verdict import duration
 
     forward = {m.name: m.forward_seconds for m in profile.modules}
@@ -296,7 +294,6 @@ def profile_table(profile: ModelProfile) -> Table:
 
 
 def profile_sentences(profile: ModelProfile) -> list[str]:
-    """Say what the figures mean for an exchange."""
     from thinwire.predict.measure.verdict import rate
 
     backward, count = sum(profile.backward_seconds), profile.elements * profile.dtype_bytes

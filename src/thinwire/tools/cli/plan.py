@@ -95,7 +95,6 @@ def _answer(
     trace: Path | None,
     out: Path | None,
 ) -> dict[str, Any]:
-    """Rank, print results as they come, write the files. Return what JSON shows."""
     from dataclasses import asdict
 
     from thinwire.predict.choose import choose
@@ -125,7 +124,6 @@ def _answer(
 
 
 def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
-    """Return the knees of the recommendation and of the best exact method."""
     from thinwire.predict.choose import knee
 
     method_of = dict(question.candidates)
@@ -135,7 +133,6 @@ def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
 
 
 def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[ExplainedBucket, ...]]:
-    """Return the buckets of the named methods, else of the recommendation and the best exact method."""
     from thinwire.predict.choose import explain
     from thinwire.tools.cli.plan_tables import groups_table
 
@@ -171,7 +168,6 @@ def _map(question: Question, console: Console, lossy: bool) -> Map:
 
 
 def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
-    """Write the best method's timeline, and its plan, which ``Plan.from_json`` reads."""
     from thinwire.predict.choose import resolved
     from thinwire.predict.timeline import simulate, write_trace
 

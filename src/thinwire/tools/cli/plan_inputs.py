@@ -64,11 +64,9 @@ class Question:
         return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
 
     def costs(self) -> Costs:
-        """Return the costs on the cluster of the question."""
         return self.prices(self.topology)
 
     def prices(self, topology: Topology) -> Costs:
-        """Return the costs on a cluster of another size."""
         assumed = self.assumed(self.bits_per_second, topology)
         if not self.network or self.measured is None:
             return assumed
@@ -90,13 +88,11 @@ class Question:
         )
 
     def describe_network(self) -> str:
-        """Describe the network in the user's words."""
         if self.network:
             return "network of --costs"
         return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us"
 
     def to_data(self) -> dict[str, Any]:
-        """Return what JSON shows."""
         return {
             "model": self.profile.name,
             "model_source": self.profile.source,

@@ -21,7 +21,6 @@ _SHOWN = 12  # sizes of DDP's buckets in one line
 
 
 def ranking_table(question: Question, ranking: Ranking) -> Table:
-    """Return a table of exact methods, then lossy ones; the recommendation is marked."""
     profile, workers = question.profile, ranking.workers
     title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {workers} workers"
     if question.ranks_per_node > 1:
@@ -53,7 +52,6 @@ def _cells(entry: Entry) -> list[str]:
 
 
 def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
-    """Return the answer, what it is based on, and what to type next."""
     best, profile = ranking.best, question.profile
     said = [ranking.sentence]
     if not best.exact:
@@ -82,7 +80,6 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
 
 
 def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
-    """Return the buckets of a plan, in launch order."""
     phases = len({group.phase for group in groups}) > 1
     sparse = any(group.kept is not None for group in groups)
     names = (["phase"] if phases else []) + ["bucket", "tensors", "from"]
@@ -99,7 +96,6 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
 
 
 def map_table(question: Question, found: Map) -> Table:
-    """Return the winners, and how much faster they are than the fastest dense form."""
     title = f"{question.profile.name}: what to use; x: over the faster dense form; {question.device.name}"
     table = plain_table(title, ["link", *(f"{workers}\nworkers" for workers in found.workers)], close=True)
     for bits, row in zip(found.bits_per_second, found.cells):
@@ -112,7 +108,6 @@ def map_table(question: Question, found: Map) -> Table:
 
 
 def _short(label: str) -> str:
-    """Shorten ``topk:density=0.01`` to ``topk 0.01``."""
     name, options = split_options(label)
     return " ".join([name, *map(str, options.values())])
 

@@ -96,7 +96,6 @@ def race(
 
 
 def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> RunContext:
-    """Return the course: the lab, with a bar that says what is being measured, and printed lines that stay."""
     from thinwire.tools import lab
     from thinwire.tools.bench.race import RunContext
     from thinwire.tools.cli.console import moving
@@ -117,7 +116,6 @@ def _title(found: RaceResult) -> str:
 
 
 def _told(found: RaceResult) -> list[str]:
-    """Return what the figures are based on."""
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
     said.append(
@@ -135,7 +133,6 @@ def _told(found: RaceResult) -> list[str]:
 
 
 def race_table(found: RaceResult) -> Table:
-    """Return a table of every row, the soonest first."""
     from thinwire.tools.bench.race_answer import steps_range, winner
     from thinwire.tools.units import run_seconds, seconds
 

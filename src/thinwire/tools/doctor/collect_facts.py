@@ -76,7 +76,7 @@ def _installed() -> tuple[dict[str, str], list[str]]:
     except metadata.PackageNotFoundError:  # run from a source tree without installation
         lines = []
     needs: dict[str, list[str]] = {}
-    for package, extra in (found.groups() for line in lines if (found := _REQUIREMENT.match(line))):
+    for package, extra in (asked.groups() for line in lines if (asked := _REQUIREMENT.match(line))):
         if extra not in _TOOLS and package != "thinwire":
             needs.setdefault(extra, []).append(package)
     optional = {package for some in needs.values() for package in some} | {"triton"}

@@ -105,7 +105,6 @@ class _Setting:
         return (self.nodes or 1) > 1
 
     def on_several(self) -> str:
-        """Level of findings that matter only on several machines."""
         return ERROR if self.several else WARNING
 
     @property
@@ -125,7 +124,6 @@ def _variable(choice: Choice) -> str:
 
 
 def _launch(setting: _Setting) -> Iterator[Finding]:
-    """Check torchrun's variables."""
     facts = setting.facts
     remedy = "Start with torchrun, which sets them all, or unset what is left from an earlier start."
     there = [name for name in _NEEDED if name in facts.environment]
@@ -270,7 +268,6 @@ def _differences(setting: _Setting) -> Iterator[Finding]:
 
 
 def _link(setting: _Setting) -> Iterator[Finding]:
-    """Check whether the interface in use is as good as it could be."""
     one = setting.interface
     if one is None or one.kind == "loopback":
         return
@@ -348,7 +345,6 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _limits(setting: _Setting) -> Iterator[Finding]:
-    """Check the limits of this process, and the lab."""
     facts = setting.facts
     if facts.quota is not None and facts.quota < facts.cores and facts.threads > max(1.0, facts.quota):
         what = f"The container may use {facts.quota:g} of {facts.cores} cores, but torch starts {facts.threads} threads"

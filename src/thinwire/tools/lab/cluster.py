@@ -22,13 +22,7 @@ LONGEST_DELAY = 10.0
 
 
 def parse_rate(text: str) -> int:
-    """Parse a link rate.
-
-    Args:
-        text: a number and ``bit``, ``kbit``, ``mbit``, ``gbit`` or ``tbit``, such as ``100mbit`` or ``2.5gbit``.
-
-    Returns:
-        Bits per second.
+    """Return the bits per second of a rate such as ``100mbit`` or ``2.5gbit``; also bit, kbit and tbit.
 
     Raises:
         LabError: the text is not a rate, or is outside 100kbit to 1tbit.
@@ -50,7 +44,6 @@ def parse_rate(text: str) -> int:
 
 
 def check_rate(rate: int, text: str | None = None) -> None:
-    """Raise `LabError` unless the rate (bits per second) is one that the lab can emulate."""
     if not SLOWEST <= rate <= FASTEST:
         raise LabError(
             f"link rate {text or format_rate(rate)!r} is outside {format_rate(SLOWEST)} to {format_rate(FASTEST)}: "
@@ -70,10 +63,7 @@ def format_rate(rate: int | None) -> str:
 
 
 def parse_delay(text: str) -> float:
-    """Parse a delay such as ``200us``, ``1ms`` or ``0.05s``.
-
-    Returns:
-        Seconds.
+    """Return the seconds of a delay such as ``200us``, ``1ms`` or ``0.05s``.
 
     Raises:
         LabError: the text is not a delay, or longer than ten seconds.
@@ -138,7 +128,6 @@ class LinkSpec:
         return min(_LARGEST_PACKET, self.burst_bytes // 2) if self.rate else _LARGEST_PACKET
 
     def egress_of_node(self, device: str) -> list[str]:
-        """Return lines for ``tc -batch``: what the node sends is delayed, then shaped."""
         if not self.delay_seconds:
             return self.egress_of_switch(device)
         microseconds = max(1, round(self.delay_seconds * 1e6))
@@ -146,7 +135,6 @@ class LinkSpec:
         return lines + [f"qdisc add dev {device} parent 1: handle 2: {self._bucket()}"] * (self.rate is not None)
 
     def egress_of_switch(self, device: str) -> list[str]:
-        """Return lines for ``tc -batch``: what the switch sends to the node is shaped."""
         return [] if self.rate is None else [f"qdisc add dev {device} root {self._bucket()}"]
 
     def _bucket(self) -> str:

@@ -16,7 +16,6 @@ from thinwire.tools.lab.network import INTERFACE, Network, find_mode, open_shell
 from thinwire.tools.lab.ranks import (
     RankProcesses,
     check_command,
-    check_port,
     child_command,
     loopback_port,
     own_cores,
@@ -67,7 +66,8 @@ def run(
     """
     environment = {**os.environ, **(env or {})}
     check_command(command, environment)
-    check_port(master_port)
+    if master_port is not None and not 1 <= master_port <= 65535:
+        raise LabError(f"master port {master_port} is not between 1 and 65535: use for example --master-port 29500")
     if not grace_seconds >= 0 or (timeout_seconds is not None and not timeout_seconds > 0):
         raise LabError(
             "grace must not be negative and the timeout must be positive: use for example --grace 30 --timeout 600"

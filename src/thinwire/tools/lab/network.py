@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from subprocess import PIPE
 
 from thinwire.tools.lab.cluster import Cluster, LabError
 from thinwire.tools.lab.ranks import child_command
@@ -57,13 +57,12 @@ class Shell:
         return done.stdout
 
     def batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
-        """Pass many lines to one ``ip`` or ``tc`` inside a namespace."""
         text = "".join(line + "\n" for line in lines)
         if text:
             self.run(program, "-n", namespace, "-batch", "-", stdin=text)
 
     def inside(self, namespace: str, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` inside a namespace, keeping its process id."""
+        """Return the command line of that command in a namespace; it keeps its process id."""
         return [*self.enter, tool("ip"), "netns", "exec", namespace, *command]
 
 
@@ -73,7 +72,6 @@ _serial = itertools.count()
 
 
 def new_prefix() -> str:
-    """Return a prefix ``tw<pid>-<start>-<serial>-`` that no other lab uses; the start time tells reused ids apart."""
     return f"tw{os.getpid()}-{_start_ticks(os.getpid())}-{next(_serial)}-"
 
 
@@ -121,17 +119,14 @@ def remove(shell: Shell, name: str) -> None:
         if not inside:
             break
         for pid in inside:
-            with contextlib.suppress(ProcessLookupError):
-                _kill(pid, name)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                raise LabError(f"no permission to end process {pid} in namespace {name}: run as root") from None
         time.sleep(0.05)
     shell.run("ip", "netns", "delete", name)
-
-
-def _kill(pid: int, name: str) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except PermissionError:
-        raise LabError(f"no permission to end process {pid} in namespace {name}: run as root") from None
 
 
 _MODES = ("root", "user", "loopback")
@@ -144,12 +139,11 @@ exec cat
 
 
 def available() -> str:
-    """Return the rights with which namespaces can be made: "root", "user" or "loopback" (none), after a real trial."""
+    """Return with which rights namespaces can be made, after a trial: "root", "user" or "loopback" (none)."""
     return find_mode()[0]
 
 
 def find_mode() -> tuple[str, str]:
-    """Return the mode of `available`, and why a better one is not available."""
     forced = os.environ.get("THINWIRE_LAB_MODE") or None
     if forced not in (None, *_MODES):
         raise LabError(f"THINWIRE_LAB_MODE={forced!r} is not one of {', '.join(_MODES)}: unset it")
@@ -196,17 +190,9 @@ def open_shell(mode: str) -> Iterator[Shell]:
         yield Shell()
         return
     command = [tool("unshare"), "--user", "--map-root-user", "--net", "--mount", "sh", "-c", _HOLD]
-    holder = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    assert holder.stderr is not None
-    with holder.stdin, holder.stdout, holder.stderr:
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stderr is not None
         try:
             if holder.stdout.readline() != b"ready\n":
                 complaint = holder.stderr.read().decode(errors="replace").strip().splitlines()
@@ -215,7 +201,6 @@ def open_shell(mode: str) -> Iterator[Shell]:
             yield Shell((tool("nsenter"), "--preserve-credentials", *target))
         finally:
             holder.kill()
-            holder.wait()
 
 
 INTERFACE = "eth0"
@@ -262,9 +247,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @staticmethod
@@ -332,7 +315,6 @@ class Network:
         return self.shell.run("ip", "netns", "exec", self.nodes[0], *ask).strip()
 
     def counters(self) -> list[tuple[int, int]]:
-        """Return the bytes that each node has sent and received."""
         found = []
         for name in self.nodes:
             answer = json.loads(self.shell.run("ip", "-n", name, "-s", "-j", "link", "show", "dev", INTERFACE))
@@ -350,7 +332,6 @@ class Network:
         self.shell.batch("ip", self.switch, [f"link set port{node} {'up' if carries else 'down'}"])
 
     def close(self) -> None:
-        """Remove everything; it is no error if something is already gone."""
         while self._made:
             with contextlib.suppress(LabError):
                 remove(self.shell, self._made.pop())

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from thinwire.tools.lab import child
 from thinwire.tools.lab.cluster import Cluster, LabError
@@ -23,10 +22,12 @@ from thinwire.tools.lab.cluster import Cluster, LabError
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _SELDOM_GIVEN = range(20_000, 32_000)  # below the ports that Linux gives by default
+_OF_ANOTHER_LAUNCHER = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+_CHUNK = 65536
+_DRAIN_SECONDS = 2.0
 
 
 def check_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `LabError` unless the program exists and, if it is Python, its script too."""
     if not command:
         raise LabError("no command to run: give one after --, for example: -- python train.py")
     if shutil.which(command[0], path=environment.get("PATH", os.defpath)) is None:
@@ -52,12 +53,6 @@ def _python_script(command: Sequence[str]) -> str | None:
     return None
 
 
-def check_port(port: int | None) -> None:
-    """Raise `LabError` unless the port is a valid TCP port."""
-    if port is not None and not 1 <= port <= 65535:
-        raise LabError(f"master port {port} is not between 1 and 65535: use for example --master-port 29500")
-
-
 def loopback_port(port: int | None) -> int:
     """Return the given port if nobody listens on it, or a free one; raise `LabError` if it is taken.
 
@@ -76,22 +71,10 @@ def loopback_port(port: int | None) -> int:
     raise LabError(f"master port {tried} cannot be used ({why}): choose another --master-port or leave it out")
 
 
-_OF_ANOTHER_LAUNCHER = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
-
-
 def rank_environment(
     base: Mapping[str, str], cluster: Cluster, rank: int, *, master_address: str, master_port: int, interface: str
 ) -> dict[str, str]:
-    """Build the environment of one rank.
-
-    Args:
-        base: variables to start from; those left by an outer torchrun are dropped.
-        cluster: the shape of the run.
-        rank: the rank.
-        master_address: address at which rank 0 listens.
-        master_port: port on which rank 0 listens.
-        interface: the network interface that leads to the other nodes.
-    """
+    """Return the environment of one rank; of ``base``, what an outer torchrun left is dropped."""
     kept = {k: v for k, v in base.items() if not k.startswith("TORCHELASTIC_") and k not in _OF_ANOTHER_LAUNCHER}
     node, local_rank = divmod(rank, cluster.ranks_per_node)
     return {
@@ -119,21 +102,13 @@ def own_cores(node: int, nodes: int, cores: Sequence[int]) -> tuple[int, ...]:
 
 
 def usable_cores() -> list[int]:
-    """Return the cores that this process may use, in order; empty if the system does not report or pin them."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-_CHUNK = 65536
-_DRAIN_SECONDS = 2.0
 
 
 def child_command(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> list[str]:
     """Return the command line that runs `command` in this directory and dies when this process dies.
 
-    Args:
-        command: the command.
-        hosts: content of /etc/hosts; only for a command line that has its own mounts and network.
-        cores: cores that it may use; empty: all.
+    ``hosts``: content of /etc/hosts, for a command line with mounts and a network of its own; no ``cores``: all.
     """
     script, places = str(Path(child.__file__)), ",".join(map(str, cores))
     return [sys.executable, "-I", "-S", script, str(os.getpid()), os.getcwd(), hosts, places, *command]
@@ -159,10 +134,10 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._kill_groups()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         try:
             if kind is None:
                 self._drain()
@@ -181,7 +156,6 @@ class RankProcesses:
         self.exit_codes.append(None)
 
     def start_again(self, rank: int) -> None:
-        """Start an ended rank again, in the same way as before."""
         old = self._processes[rank]
         assert old.stdout is not None
         end = time.monotonic() + _DRAIN_SECONDS
@@ -214,7 +188,6 @@ class RankProcesses:
 
     @property
     def running(self) -> bool:
-        """Whether any rank is still running."""
         return None in self.exit_codes
 
     def step(self, seconds: float) -> None:
@@ -233,11 +206,6 @@ class RankProcesses:
             if code is None and rank in (None, one):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
-
-    def _kill_groups(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
 
     def _read(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from thinwire.tools.lab.cluster import Cluster, LabError
@@ -40,7 +40,6 @@ class RankFault:
 
     @property
     def until(self) -> float:
-        """When it ends, in seconds after the start of the run."""
         return math.inf if self.for_seconds is None else self.at_seconds + self.for_seconds
 
 
@@ -113,7 +112,6 @@ def check_faults(faults: Sequence[RankFault], cluster: Cluster, *, emulated: boo
 
 
 def happenings(faults: Sequence[RankFault]) -> list[Happening]:
-    """Return the events to come, in order."""
     begin = [Happening(f.at_seconds, f.rank, _BEGINS[f.kind]) for f in faults]
     end = [Happening(f.until, f.rank, _ENDS[f.kind]) for f in faults if f.for_seconds is not None]
     return sorted([*begin, *end], key=lambda x: x.seconds)
@@ -194,9 +192,7 @@ class DeferredSignals:
         self.received = self.received or number
         self.count += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         if self.received is not None:
@@ -232,7 +228,6 @@ class FaultTimeline:
         self._killed: set[int] = set()
 
     def until(self, now: float) -> None:
-        """Apply what is due by now. Faults of a rank that has ended are skipped."""
         seconds = -1.0 if self.began is None else now - self.began
         while self.left and self.left[0].seconds <= seconds:
             due = self.left.pop(0)
@@ -265,5 +260,4 @@ class FaultTimeline:
         return comes and len(self._killed) == len(self._ranks.exit_codes)
 
     def unasked(self, exit_codes: Sequence[int | None]) -> list[int | None]:
-        """Return the exit codes without the intended deaths."""
         return [0 if rank in self._killed and code is not None else code for rank, code in enumerate(exit_codes)]

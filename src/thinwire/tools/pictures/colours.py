@@ -58,7 +58,6 @@ class Colours:
                     self._of[variant] = next((tint for tint in shades if tint not in taken), base[name])
 
     def of(self, label: str) -> str:
-        """Return the colour of a name."""
         return self._of.get(_variant(label), _OTHER)
 
 
@@ -84,7 +83,6 @@ def shade(colour: str, by: float) -> str:
 
 
 def ink(colour: str) -> str:
-    """Return black or white, whichever is readable on a colour."""
     red, green, blue = _channels(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1f2933"
 

@@ -39,7 +39,6 @@ class Series:
 
     @property
     def label(self) -> str:
-        """Text for the legend."""
         return f"{self.name}: {self.said}" if self.said else self.name
 
 
@@ -91,7 +90,6 @@ class Picture:
     panels: tuple[Panel, ...]
 
     def names(self) -> Iterator[str]:
-        """Names of all lines."""
         for panel in self.panels:
             for line in panel.lines:
                 yield line.name
@@ -220,7 +218,6 @@ def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
 
 
 def save_png(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure and close it."""
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot().close(figure)

@@ -22,14 +22,12 @@ def parsed(text: str) -> Any:
 
 
 def table(value: Any, what: str) -> Data:
-    """Return the value if it is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not a JSON object")
     return value
 
 
 def listed(data: Data, key: str) -> list[Any]:
-    """Return a list."""
     value = data.get(key)
     if not isinstance(value, list):
         raise ValueError(f"{key!r} is not a list")
@@ -37,12 +35,10 @@ def listed(data: Data, key: str) -> list[Any]:
 
 
 def tables(data: Data, key: str) -> list[Data]:
-    """Return a list of objects."""
     return [table(entry, f"an entry of {key!r}") for entry in listed(data, key)]
 
 
 def number(data: Data, key: str) -> float:
-    """Return a finite number."""
     found = maybe_number(data, key)
     if found is None:
         raise ValueError(f"{key!r} is not a number")
@@ -60,7 +56,6 @@ def maybe_number(data: Data, key: str) -> float | None:
 
 
 def text(data: Data, key: str) -> str:
-    """Return a text; "" if there is none."""
     value = data.get(key)
     if value is None:
         return ""
@@ -70,7 +65,6 @@ def text(data: Data, key: str) -> str:
 
 
 def numbers(data: Data, key: str) -> tuple[float, ...]:
-    """Return a list of finite numbers."""
     return tuple(number({key: value}, key) for value in listed(data, key))
 
 

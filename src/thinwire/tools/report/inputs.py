@@ -30,8 +30,6 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file: its name, its kind of content, when it was written."""
-
     name: str
     holds: str
     written: str
@@ -45,7 +43,6 @@ class Inputs:
     results: tuple[Result, ...]
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:
-        """Return the results of that kind."""
         return [result for result in self.results if isinstance(result, kind)]
 
     @property
@@ -180,7 +177,6 @@ class WinnerMap:
 
     @property
     def known(self) -> list[WinnerCell]:
-        """All existing cells, row after row."""
         return [cell for row in self.cells for cell in row if cell is not None]
 
 
@@ -214,7 +210,6 @@ Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace | RunPicture
 
 
 def read_bench(name: str, data: Data) -> Bench:
-    """Read what ``thinwire bench --json``, ``thinwire demo`` or ``thinwire race`` wrote."""
     predicted: dict[str, float | None] = {}
     inner, answer = data, tuple[str, ...]()
     if "bench" in data:
@@ -249,7 +244,6 @@ def _curve(label: str, curves: Data) -> Curve:
 
 
 def read_map(name: str, data: Data) -> WinnerMap:
-    """Read what ``thinwire plan --map --json`` wrote."""
     rates, workers = numbers(data, "bits_per_second"), tuple(int(n) for n in numbers(data, "workers"))
     rows = listed(data, "cells")
     if len(rows) != len(rates) or any(not isinstance(row, list) or len(row) != len(workers) for row in rows):
@@ -276,7 +270,6 @@ def _cell(value: Any) -> WinnerCell | None:
 
 
 def read_ranking(name: str, data: Data) -> MethodRanking:
-    """Read what ``thinwire plan --json`` wrote."""
     left_out = tuple(": ".join(map(str, pair)) for pair in data.get("left_out") or () if isinstance(pair, list))
     entries = tuple(map(_ranked, tables(data, "entries")))
     return MethodRanking(name, facts(data), entries, text(data, "sentence"), left_out)
@@ -324,7 +317,6 @@ def _has(*keys: str) -> Callable[[Any], bool]:
 
 
 def _begins(data: Any, key: str) -> bool:
-    """Return whether these are the lines of a log whose first line has that key."""
     return isinstance(data, list) and bool(data) and isinstance(data[0], dict) and key in data[0]
 
 

@@ -120,7 +120,6 @@ class StepLog:
                 self._complain(f"TensorBoard's file could not be written: {error}")
 
     def _put_plan(self, now: Stats) -> None:
-        """Write a record of the buckets if the plan has changed."""
         plan = getattr(self._sync, "plan", None)
         mark = plan.hash if plan is not None else repr([bucket.names for bucket in now.buckets])
         if mark != self._plan:
@@ -193,7 +192,6 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def records(text: str) -> list[dict[str, Any]]:
-    """Return the records of all lines that are complete JSON objects."""
     found = []
     for line in text.splitlines():
         try:

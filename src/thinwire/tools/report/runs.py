@@ -15,8 +15,6 @@ _POINTS = 1000
 
 @dataclass(frozen=True)
 class RunPicture:
-    """A file and its picture."""
-
     name: str
     picture: Picture
 
@@ -73,7 +71,6 @@ def _column(data: Data, key: str) -> list[Any]:
 
 
 def grouped(runs: Sequence[RunPicture]) -> list[Picture]:
-    """Combine runs whose panels have the same axes into one picture."""
     groups: dict[tuple[tuple[str, str], ...], list[RunPicture]] = {}
     for run in runs:
         groups.setdefault(tuple((panel.x, panel.y) for panel in run.picture.panels), []).append(run)

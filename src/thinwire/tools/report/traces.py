@@ -41,7 +41,6 @@ class StepTrace:
 
     @property
     def step_seconds(self) -> float:
-        """Time from the first start to the last end."""
         return max((event.end_seconds for event in self.events), default=0.0)
 
     @property
@@ -52,7 +51,6 @@ class StepTrace:
 
     @property
     def bytes_by_bucket(self) -> dict[int, int]:
-        """Bytes that this rank sent for each bucket."""
         sent: dict[int, int] = defaultdict(int)
         for event in self.events:
             if event.bucket is not None and event.bytes:
@@ -61,7 +59,6 @@ class StepTrace:
 
     @property
     def bars(self) -> list[Event]:
-        """Return the events, with consecutive events of one purpose joined."""
         return joined(self.events, _GAP * self.step_seconds)
 
 
@@ -138,7 +135,6 @@ def _event(entry: Data, start: float, threads: dict[tuple[Any, Any], str]) -> Ev
 
 
 def _lane(phase: str) -> str:
-    """Return the simulator's lane for one of thinwire's own ranges."""
     word = re.sub(r"[^a-z]", "", phase.lower())
     if word in _EXCHANGES:
         return "link world"

@@ -72,7 +72,6 @@ class WatchPage(ThreadingHTTPServer):
 
 
 def _draw(paths: Sequence[Path]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the problems of the files, and their pictures."""
     try:
         inputs = read_files(paths)
     except (OSError, ValueError) as error:

@@ -34,8 +34,6 @@ def mlp(width: int = 4480, layers: int = 5, batch: int = 8, lr: float = 0.05) ->
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut."""
-
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)

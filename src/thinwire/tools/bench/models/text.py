@@ -69,8 +69,6 @@ def standard_library(most_bytes: int = 4_000_000, validation_share: float = 0.1)
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a two-layer perceptron, each behind a layer norm and a residual connection."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads

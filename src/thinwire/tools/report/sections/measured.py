@@ -13,13 +13,15 @@ from thinwire.tools.report.figures import (
     Block,
     Chart,
     Section,
+    StepBar,
     dress,
-    hatched,
     hover,
     names_axis,
     new,
+    points,
     scale,
     short,
+    step_bars,
 )
 from thinwire.tools.report.inputs import Bench, BenchRow, Inputs
 from thinwire.tools.report.runs import grouped
@@ -40,7 +42,6 @@ _EDGES = 70  # pixels of height for the axis
 
 
 def bench_section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the bench_section; None if nothing was measured."""
     if not inputs.benches:
         return None
     blocks = tuple(_bench_block(bench, colours) for bench in inputs.benches)
@@ -87,52 +88,25 @@ def _legend(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, str], ..
 
 
 def _step_bars(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
-    go = plotly()
-    steps = [row.step_seconds or 0.0 for row in rows]
-    spreads = [row.spread_seconds or 0.0 for row in rows]
-    predicted = [row.predicted_seconds for row in rows]
-    guides = _guides(bench, rows)
-    ends = [s + spread / 2 for s, spread in zip(steps, spreads)]
-    longest = max([*ends, *(value or 0.0 for value in predicted), *(value for *_, value in guides)])
+    predicted, guides = [row.predicted_seconds for row in rows], _guides(bench, rows)
+    bars = [_bar(row, colours) for row in rows]
+    ends = [bar.high for bar in bars] + [value or 0.0 for value in predicted] + [value for *_, value in guides]
+    longest = max(ends)
     unit, unit_name = scale(longest)
-    keys = [f"{number} {row.label}" for number, row in enumerate(rows)]  # labels may be equal
-    tints = [colours.of(row.label) for row in rows]
-    exposed = [min(max(row.exposed_seconds or 0.0, 0.0), s) for row, s in zip(rows, steps)]
-    hidden = [(s - x) * unit for s, x in zip(steps, exposed)]
     figure = new(_EDGES + BAR * len(rows), barmode="stack", showlegend=False)
-    common = {
-        "y": keys,
-        "orientation": "h",
-        "width": 0.62,
-        "hoverinfo": "text",
-        "hovertext": [_row_hover(r) for r in rows],
-    }
-    figure.add_trace(go.Bar(x=hidden, marker_color=tints, **common))
-    figure.add_trace(go.Bar(x=[x * unit for x in exposed], marker=hatched(tints), **common))
-    figure.add_trace(
-        go.Scatter(
-            x=[s * unit for s in steps],
-            y=keys,
-            mode="markers",
-            marker={"size": 1, "color": TEXT},
-            error_x={"array": [s / 2 * unit for s in spreads], "color": TEXT, "thickness": 1.5, "width": 5},
-            hoverinfo="skip",
-        )
-    )
-    figure.add_trace(
-        go.Scatter(
-            x=[None if value is None else value * unit for value in predicted],
-            y=keys,
-            mode="markers",
-            marker={"symbol": "diamond-open", "size": 11, "color": TEXT, "line": {"width": 2}},
-            hoverinfo="skip",
-        )
-    )
+    keys = step_bars(figure, bars, unit, 26)
+    diamond = {"symbol": "diamond-open", "size": 11, "color": TEXT, "line": {"width": 2}}
+    points(figure, [None if value is None else value * unit for value in predicted], keys, diamond)
     for look, _, value in guides:
         line = {"dash": {"dotted": "dot", "dashed": "dash"}[look], "color": TEXT, "width": 2}
         figure.add_shape(type="line", x0=value * unit, x1=value * unit, y0=0, y1=1, yref="paper", line=line)
-    names_axis(figure, keys, [short(row.label, 26) for row in rows])
     return figure.update_xaxes(title_text=f"step ({unit_name})", range=[0, longest * unit * 1.06], fixedrange=True)
+
+
+def _bar(row: BenchRow, colours: Colours) -> StepBar:
+    step, half = row.step_seconds or 0.0, (row.spread_seconds or 0.0) / 2
+    return StepBar(row.label, colours.of(row.label), step, row.exposed_seconds or 0.0, step - half, step + half,
+                   _row_hover(row))  # fmt: skip
 
 
 def _byte_bars(rows: Sequence[BenchRow], colours: Colours) -> Any:
@@ -196,7 +170,6 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", 
 
 
 def loss_section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the loss_section; None if no comparison recorded its loss."""
     benches = [bench for bench in inputs.benches if bench.curves]
     if not benches:
         return None
@@ -255,7 +228,6 @@ _RUNS = (
 
 
 def runs_section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the runs_section; None if there are no such runs."""
     blocks = []
     for picture in grouped(inputs.runs):
         figure = as_plotly(picture, colours)

@@ -10,17 +10,16 @@ from thinwire.tools.pictures.colours import Colours, ink
 from thinwire.tools.pictures.picture import plotly
 from thinwire.tools.report.figures import (
     BAR,
-    TEXT,
     Block,
     Chart,
     Section,
-    hatched,
+    StepBar,
     hover,
-    names_axis,
     new,
     scale,
     short,
     stacked,
+    step_bars,
 )
 from thinwire.tools.report.inputs import Inputs, MethodRanking, RankedMethod, WinnerCell, WinnerMap
 from thinwire.tools.units import bits, duration, factor, volume
@@ -35,7 +34,6 @@ _TEXT_COLUMNS = 16  # with more, cells are too narrow for a number
 
 
 def map_section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the map_section; None without a map."""
     maps = [found for found in inputs.maps if found.known]
     if not maps:
         return None
@@ -59,21 +57,18 @@ def _map_block(found: WinnerMap, colours: Colours) -> Block:
 
 
 def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
-    go = plotly()
-
     def named(cell: WinnerCell | None) -> str:
         return "" if cell is None else (cell.winner_exact or cell.winner if exact else cell.winner)
 
-    across = [f"{count:,}" for count in found.workers]
-    up = [bits(rate) for rate in found.bits_per_second]
-    width = 2 if len(across) <= 30 else 0
+    across, up = [f"{count:,}" for count in found.workers], [bits(rate) for rate in found.bits_per_second]
+    gap = 2 if len(across) <= 30 else 0
+    numbered = not exact and len(across) <= _TEXT_COLUMNS
     figure = new(80 + 36 * len(up))
     for name, _ in Counter(map(named, found.known)).most_common():
         mine = [[cell if named(cell) == name else None for cell in row] for row in found.cells]
-        numbered = not exact and len(across) <= _TEXT_COLUMNS
         colour = colours.of(name)
         figure.add_trace(
-            go.Heatmap(
+            plotly().Heatmap(
                 x=across,
                 y=up,
                 z=[[None if cell is None else 1 for cell in row] for row in mine],
@@ -81,7 +76,7 @@ def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
                 texttemplate="%{text}",
                 textfont={"color": ink(colour), "size": 13},
                 hovertext=[
-                    [_cell_hover(found, i, j) if cell else "" for j, cell in enumerate(row)]
+                    [_cell_hover(found, i, j, cell) if cell else "" for j, cell in enumerate(row)]
                     for i, row in enumerate(mine)
                 ],
                 hoverinfo="text",
@@ -90,27 +85,16 @@ def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
                 zmin=0,
                 zmax=1,
                 showscale=False,
-                xgap=width,
-                ygap=width,
+                xgap=gap,
+                ygap=gap,
             )
         )
-    figure.update_xaxes(
-        type="category", categoryorder="array", categoryarray=across, title_text="number of workers", fixedrange=True
-    )
-    figure.update_yaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=up,
-        title_text="rate of each link (bit/s)",
-        fixedrange=True,
-    )
-    figure.update_xaxes(showgrid=False, showline=False)
-    return figure.update_yaxes(showgrid=False, ticklabelstandoff=4)
+    axis = {"type": "category", "categoryorder": "array", "fixedrange": True, "showgrid": False}
+    figure.update_xaxes(categoryarray=across, title_text="number of workers", showline=False, **axis)
+    return figure.update_yaxes(categoryarray=up, title_text="rate of each link (bit/s)", ticklabelstandoff=4, **axis)
 
 
-def _cell_hover(found: WinnerMap, i: int, j: int) -> str:
-    cell = found.cells[i][j]
-    assert cell is not None
+def _cell_hover(found: WinnerMap, i: int, j: int, cell: WinnerCell) -> str:
     gain = f"{factor(cell.factor)} faster than dense" if cell.factor > 1.005 else "as fast as dense"
     return hover(
         f"{cell.winner}: {gain}",
@@ -131,7 +115,6 @@ _RANKING = (
 
 
 def ranking_section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the ranking_section; None without a ranking."""
     rankings = [ranking for ranking in inputs.rankings if ranking.entries]
     if not rankings:
         return None
@@ -155,7 +138,6 @@ def _ranking_figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
     height = 90 + BAR * sum(bars) + 36 * len(groups)
     gap = 46 / height if len(groups) > 1 else 0.0
     figure = stacked([title for title, _ in groups], bars, gap, height, barmode="stack", showlegend=False)
-    figure.update_layout(margin={"t": 30})
     for row, (_, group) in enumerate(groups, start=1):
         _method_bars(figure, row, group, colours, unit)
     figure.update_xaxes(range=[0, longest * unit * 1.6], fixedrange=True)
@@ -164,45 +146,15 @@ def _ranking_figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
 
 
 def _method_bars(figure: Any, row: int, group: Sequence[RankedMethod], colours: Colours, unit: float) -> None:
-    go = plotly()
-    keys = [f"{number} {entry.label}" for number, entry in enumerate(group)]  # labels may be equal
-    tints = [colours.of(entry.label) for entry in group]
-    exposed = [min(max(e.exposed_seconds, 0.0), e.step_seconds) for e in group]
-    common = {
-        "y": keys,
-        "orientation": "h",
-        "width": 0.62,
-        "hoverinfo": "text",
-        "hovertext": [_method_hover(e) for e in group],
-    }
-    hidden = [(e.step_seconds - x) * unit for e, x in zip(group, exposed)]
-    figure.add_trace(go.Bar(x=hidden, marker_color=tints, **common), row=row, col=1)
-    figure.add_trace(go.Bar(x=[x * unit for x in exposed], marker=hatched(tints), **common), row=row, col=1)
-    band = {
-        "type": "data",
-        "symmetric": False,
-        "array": [max(0.0, e.high_seconds - e.step_seconds) * unit for e in group],
-        "arrayminus": [max(0.0, e.step_seconds - e.low_seconds) * unit for e in group],
-        "color": TEXT,
-        "thickness": 1.5,
-        "width": 5,
-    }
-    ends = {"x": [e.step_seconds * unit for e in group], "y": keys, "mode": "markers", "hoverinfo": "skip"}
-    figure.add_trace(go.Scatter(error_x=band, marker={"size": 1, "color": TEXT}, **ends), row=row, col=1)
-    figure.add_trace(
-        go.Scatter(
-            x=[max(e.high_seconds, e.step_seconds) * unit for e in group],
-            y=keys,
-            mode="text",
-            text=["  " + short(", ".join(filter(None, (_told(e), e.bound_by)))) for e in group],
-            textposition="middle right",
-            hoverinfo="skip",
-            cliponaxis=False,
-        ),
-        row=row,
-        col=1,
-    )
-    names_axis(figure, keys, [short(e.label) for e in group], row)
+    bars = [
+        StepBar(e.label, colours.of(e.label), e.step_seconds, e.exposed_seconds, e.low_seconds, e.high_seconds,
+                _method_hover(e)) for e in group
+    ]  # fmt: skip
+    keys = step_bars(figure, bars, unit, 34, row=row, col=1)
+    ends = [max(bar.high, bar.seconds) * unit for bar in bars]
+    said = ["  " + short(", ".join(filter(None, (_told(e), e.bound_by)))) for e in group]
+    look = {"mode": "text", "textposition": "middle right", "hoverinfo": "skip", "cliponaxis": False}
+    figure.add_trace(plotly().Scatter(x=ends, y=keys, text=said, **look), row=row, col=1)
 
 
 def _told(entry: RankedMethod) -> str:

@@ -9,7 +9,7 @@ from thinwire.predict.timeline import LANES, Event
 from thinwire.predict.timeline.result import EXCHANGE_CPU
 from thinwire.tools.pictures.colours import Colours, ink, shade
 from thinwire.tools.pictures.picture import plotly
-from thinwire.tools.report.figures import Block, Chart, Section, hover, new, scale, short, stacked
+from thinwire.tools.report.figures import Block, Chart, Section, hover, names_axis, new, scale, short, stacked
 from thinwire.tools.report.inputs import Inputs
 from thinwire.tools.report.traces import StepTrace
 from thinwire.tools.units import duration, volume
@@ -34,7 +34,6 @@ _MOST_LANES = 10
 
 
 def timeline_section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the timeline_section; None without a timeline."""
     traces = [trace for trace in inputs.traces if trace.events]
     if not traces:
         return None
@@ -45,7 +44,6 @@ def timeline_section(inputs: Inputs, colours: Colours) -> Section | None:
 
 
 def title(trace: StepTrace) -> str:
-    """Return the title of a trace."""
     return f"{trace.label} ({trace.name})"
 
 
@@ -77,7 +75,7 @@ def _timeline_figure(traces: Sequence[StepTrace]) -> Any:
         uniformtext={"mode": "hide", "minsize": 10},
     )
     # The first title is where the legend would begin, so the legend goes below.
-    figure.update_layout(margin={"t": 30}, legend={"y": 0, "yref": "container", "yanchor": "bottom"})
+    figure.update_layout(legend={"y": 0, "yref": "container", "yanchor": "bottom"})
     shown: set[str] = set()
     for row, trace in enumerate(traces, start=1):
         bars = [bar for bar in trace.bars if bar.lane in lanes]
@@ -86,18 +84,7 @@ def _timeline_figure(traces: Sequence[StepTrace]) -> Any:
             if mine:
                 figure.add_trace(_bars(mine, kind, unit, kind not in shown), row=row, col=1)
                 shown.add(kind)
-    figure.update_yaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=list(reversed(lanes)),
-        tickvals=list(lanes),
-        ticktext=[short(lane, 24) for lane in lanes],
-        range=[-0.5, len(lanes) - 0.5],
-        fixedrange=True,
-        ticks="",
-        ticklabelstandoff=6,
-        showgrid=False,
-    )
+    names_axis(figure, lanes, [short(lane, 24) for lane in lanes], 0.5)
     figure.update_xaxes(range=[0, longest * unit * 1.01])
     figure.update_xaxes(title_text=f"time from the start of the step ({unit_name})", row=len(traces), col=1)
     return figure
@@ -164,7 +151,6 @@ _BUCKETS = (
 
 
 def buckets_section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the buckets_section; None without a timeline that contains bytes."""
     traces = [trace for trace in inputs.traces if trace.bytes_by_bucket]
     if not traces:
         return None
