@@ -11,7 +11,7 @@ pytestmark = [
 ]
 VERBS = {
     "probe": ["probe", "--max-bytes", "8192", "--seconds", "0.5"],
-    "profile": ["profile", "mlp:width=16", "--ranks", "2", "--steps", "1", "--warmup", "0"],
+    "profile": ["profile", "mlp:width=16", "--workers", "2", "--steps", "1", "--warmup", "0"],
     "bench": ["bench", "--model", "mlp:width=16", "--methods", "ssgd", "--steps", "2", "--warmup", "0"],
     "ps": ["ps", "run", "--model", "mlp:width=16", "--nodes", "1", "--workers", "2", "--updates", "2"],
 }

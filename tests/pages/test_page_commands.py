@@ -281,7 +281,7 @@ PAGES: dict[str, dict[str, Shown]] = {
         ),
         "thinwire probe --workers 2 --link 100mbit": Shown(_probed),
         "thinwire profile chargpt": Shown(wrote("profile.json")),
-        "thinwire profile my_module:build --ranks 2": Shown(wrote("profile.json")),
+        "thinwire profile my_module:build --workers 2": Shown(wrote("profile.json")),
     },
     "docs/methods/index.md": {
         "thinwire plan resnet50 --link 1gbit --workers 16 --methods ssgd,powersgd:rank=4": Shown(

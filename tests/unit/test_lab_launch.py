@@ -199,7 +199,7 @@ def test_sigint_is_raised_again_after_the_end():
     [
         (["--workers", "3", "--ranks-per-node", "2", "--", "true"], "not a multiple"),
         (["--link", "1gb", "--", "true"], "link rate '1gb'"),
-        (["--link", "1gbit,1gbit", "--", "true"], "2 links for 4 nodes"),
+        (["--workers", "4", "--link", "1gbit,1gbit", "--", "true"], "2 links for 4 nodes"),
         (["--delay", "x", "--", "true"], "delay 'x'"),
         (["--master-port", "70000", "--", "true"], "master port 70000"),
         (["--grace", "-1", "--", "true"], "grace must not be negative"),

@@ -44,7 +44,7 @@ def alone(monkeypatch, tmp_path):
         (["profile", "no_such_module:build"], "cannot be loaded"),
         (["profile", "mlp:depth=3"], "no option 'depth'"),
         (["profile", "mlp", "--steps", "0"], "at least 1"),
-        (["profile", "mlp", "--ranks", "0"], "at least 1"),
+        (["profile", "mlp", "--workers", "0"], "at least 1"),
         (["profile", "mlp", "--out", "nowhere/profile.json"], "folder that exists"),
     ],
 )
@@ -169,7 +169,7 @@ def test_profile_of_ones_own_model_as_json(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_profile_of_two_processes_at_once(tmp_path):
-    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1", "--ranks", "2", "--json"])
+    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1", "--workers", "2", "--json"])
     assert result.exit_code == 0, result.output
     assert "2 processes at once" in ModelProfile.from_json(result.stdout).source
     assert ModelProfile.from_json((tmp_path / "profile.json").read_text()).elements == 2 * (16 * 16 + 16) + 16 * 10 + 10
@@ -179,7 +179,7 @@ def test_profile_of_two_processes_at_once(tmp_path):
 @pytest.mark.dist
 def test_a_model_that_fails_in_its_process_is_told(tmp_path):
     (tmp_path / "my_bad.py").write_text("def build():\n    raise ArithmeticError('as planned')\n")
-    result = runner.invoke(app, ["profile", "my_bad:build", "--ranks", "2"])
+    result = runner.invoke(app, ["profile", "my_bad:build", "--workers", "2"])
     assert result.exit_code == 1
     assert "as planned" in result.stderr
 

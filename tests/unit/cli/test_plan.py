@@ -92,7 +92,7 @@ def test_a_narrow_screen_loses_no_column():
 
 
 def test_the_cluster():
-    found = as_json("vgg16", "--link", "1gbit", "--latency", "1ms", "--workers", "8", "--ranks-per-node", "4", *FEW)
+    found = as_json("vgg16", "--link", "1gbit", "--delay", "1ms", "--workers", "8", "--ranks-per-node", "4", *FEW)
     asked = found["question"]
     assert (asked["bits_per_second"], asked["latency_seconds"]) == (1e9, 1e-3)
     assert (asked["workers"], asked["ranks_per_node"]) == (8, 4)
@@ -193,7 +193,7 @@ def test_measured_costs(tmp_path):
     assert "network measured" in " ".join(run("resnet50", "--costs", "costs.json", *FEW).split())
     wider = as_json("resnet50", "--costs", "costs.json", "--workers", "32", "--ranks-per-node", "2", *FEW)
     assert wider["ranking"]["measured_share"] < found["ranking"]["measured_share"]
-    assumed = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit", "--latency", "20us", *FEW)["question"]
+    assumed = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit", "--delay", "20us", *FEW)["question"]
     assert (assumed["network"], assumed["workers"]) == ("assumed", 16)
 
 
@@ -246,14 +246,14 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["resnet50", "--methods", ","], "no methods given"),
         (["resnet50", "--methods", "acp,acp"], "twice"),
         (["resnet50", "--link", "1furlong"], "furlong"),
-        (["resnet50", "--latency", "soon"], "soon"),
+        (["resnet50", "--delay", "soon"], "soon"),
         (["resnet50", "--costs", "nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["resnet50", "--costs", "."], "cannot be read"),
         (["resnet50", "--worth", "nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["resnet50", "--worth", "bad.json"], "bad.json holds no table of steps to a loss as written by thinwire race"),
         (["resnet50", "--costs", "bad.json"], "not thinwire costs"),
         (["resnet50", "--costs", "empty.json"], "no exchange between ranks"),
-        (["resnet50", "--costs", "costs.json", "--latency", "1ms"], "--latency"),
+        (["resnet50", "--costs", "costs.json", "--delay", "1ms"], "--delay"),
         (["nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["bad.json"], "not a thinwire profile"),
         (["binary.json"], "not a text file"),

@@ -19,15 +19,24 @@ from typer import BadParameter
 from thinwire.core.events import LastWords
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
     from thinwire.tools.bench.session import BenchSpec, Launched, RunRecord
     from thinwire.tools.lab import Cluster, LabResult
+    from thinwire.tools.pictures import Picture
 
 
 EVERY_SECONDS = 15.0  # between two lines if there is no bar
 
+Workers = Annotated[int, typer.Option(help="Total number of ranks.")]
+RanksPerNode = Annotated[int, typer.Option(help="Ranks that share a node and its link.")]
+Link = Annotated[str, typer.Option(help="Rate of each node's link, such as 1gbit, or one per node: 1gbit,100mbit.")]
+Delay = Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")]
+Model = Annotated[
+    str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Device = Annotated[
     str, typer.Option(help="Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.")
@@ -138,6 +147,18 @@ def check_plot(path: Path | None) -> None:
 
     check_type(path)
     check_output("--plot", path)
+
+
+def write_drawing(picture: Picture, path: Path, console: Console) -> list[Path]:
+    """Write a picture; where that is not possible, say why instead. Return what was written."""
+    from thinwire.tools.pictures import write_picture
+
+    try:
+        write_picture(picture, path)
+    except ValueError as error:
+        console.print(f"no picture: {error}", markup=False)
+        return []
+    return [path]
 
 
 @dataclass

@@ -1,10 +1,10 @@
-"""``thinwire probe``: what exchanges cost on this network."""
+"""``thinwire probe`` and ``thinwire profile``: what exchanges cost on a network, and how long a model computes."""
 
 from __future__ import annotations
 
-import argparse
 import json as json_module
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from itertools import count
@@ -17,6 +17,7 @@ from thinwire.core.events import python, tell_event
 from thinwire.tools.cli.console import (
     Device,
     Json,
+    Model,
     RunFailed,
     check_output,
     follow,
@@ -156,14 +157,13 @@ _SECONDS = 40.0
 
 
 def profile(
-    model: Annotated[
-        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
-    ],
+    model: Model,
     steps: Annotated[int, typer.Option(help="Timed steps; fewer if they take more than 40 s.")] = 20,
     warmup: Annotated[int, typer.Option(help="Untimed steps before the timed ones.")] = 5,
-    ranks: Annotated[
+    workers: Annotated[
         int, typer.Option(help="Processes that compute at the same time, as on a machine with that many ranks.")
     ] = 1,
+    ranks: Annotated[int | None, typer.Option(hidden=True)] = None,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.json"),
     json: Json = False,
@@ -175,17 +175,20 @@ def profile(
     from thinwire.tools.bench.models.registry import check_model
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("thinwire profile starts its own processes: use --ranks instead of torchrun")
-    if steps < 1 or warmup < 0 or ranks < 1:
-        raise ValueError(f"--steps {steps} and --ranks {ranks} must be at least 1, --warmup {warmup} not negative")
+        raise ValueError("thinwire profile starts its own processes: use --workers instead of torchrun")
+    workers = workers if ranks is None else ranks
+    if steps < 1 or warmup < 0 or workers < 1:
+        raise ValueError(f"--steps {steps} and --workers {workers} must be at least 1, --warmup {warmup} not negative")
     check_output("--out", out)
     check_device(device)
     check_model(model)
-    with watched_load(ranks) as load:
-        if ranks == 1:
-            found = _here(model, steps, warmup, device)
+    with watched_load(workers) as load:
+        if workers > 1:
+            found = _several(model, steps, warmup, device, workers)
         else:
-            found = _several(model, steps, warmup, ranks, device)
+            with progress(f"building {model}", steps + warmup) as bar:
+                tell = lambda done, total: bar(completed=done, description=model)  # noqa: E731
+                found = _profile(model, steps, warmup, device, 0, 1, tell)
     text = json_module.dumps(load.with_load(json_module.loads(found.to_json())))
     out.write_text(text + "\n")
     console = Console(stderr=json)
@@ -199,13 +202,8 @@ def profile(
     console.print(f"next: thinwire probe, then thinwire plan {out} --costs costs.json", markup=False)
 
 
-def _here(model: str, steps: int, warmup: int, device: str) -> ModelProfile:
-    with progress(f"building {model}", steps + warmup) as bar:
-        return _profile(model, steps, warmup, 0, 1, device, lambda done, total: bar(completed=done, description=model))
-
-
 def _profile(
-    model: str, steps: int, warmup: int, rank: int, ranks: int, device: str, on_step: Callable[[int, int], None]
+    model: str, steps: int, warmup: int, device: str, rank: int, ranks: int, on_step: Callable[[int, int], None]
 ) -> ModelProfile:
     import torch
 
@@ -215,58 +213,42 @@ def _profile(
 
     # On "cpu" a model stays where its own function puts it: nothing is exchanged, so it may be anywhere.
     workload = build_model(model, device=None if device == "cpu" else rank_device(device))
-    together = f"{ranks} processes at once" if ranks > 1 else ""
+    batch = workload.describe
     if ranks > 1:
+        batch += f", {ranks} processes at once"
         torch.distributed.barrier()
-    return profile_model(
-        workload.model,
-        count(),
-        loss_of(workload, rank),
-        steps=steps,
-        warmup=warmup,
-        name=workload.name,
-        batch=", ".join(filter(None, (workload.describe, together))),
-        seconds=_SECONDS,
-        on_step=on_step,
-    )
+    return profile_model(workload.model, count(), loss_of(workload, rank), steps=steps, warmup=warmup,
+                         name=workload.name, batch=batch, seconds=_SECONDS, on_step=on_step)  # fmt: skip
 
 
-def _several(model: str, steps: int, warmup: int, ranks: int, device: str) -> ModelProfile:
+def _several(model: str, steps: int, warmup: int, device: str, ranks: int) -> ModelProfile:
     """Return the profile of the slowest of several processes that compute at the same time."""
     from thinwire.core.pricing.profiles import ModelProfile
-    from thinwire.tools.cli.console import follow
     from thinwire.tools.lab import Cluster
 
     with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as folder:
-        command = python("-m", "thinwire.tools.cli.measure", "--model", model, "--out", folder)
-        command += ["--steps", str(steps), "--warmup", str(warmup), "--device", device]
-        follow(Cluster(ranks, ranks), command, timeout_seconds=600)
+        what = json_module.dumps([model, steps, warmup, device])
+        follow(Cluster(ranks, ranks), python("-m", "thinwire.tools.cli.measure", folder, what), timeout_seconds=600)
         profiles = [ModelProfile.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     return max(profiles, key=lambda p: p.forward_seconds + sum(p.backward_seconds))
 
 
-def main() -> None:
-    """Run one of several processes, with torchrun's environment variables set."""
+def main(folder: str, what: str) -> None:
+    """Be one of several processes that are profiled, with torchrun's environment variables set."""
     import torch.distributed as dist
 
     from thinwire.tools.bench.device import prepare_rank
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--steps", required=True, type=int)
-    parser.add_argument("--warmup", required=True, type=int)
-    parser.add_argument("--device", required=True)
-    words = parser.parse_args()
-    dist.init_process_group(prepare_rank(words.device))
+    model, steps, warmup, device = json_module.loads(what)
+    dist.init_process_group(prepare_rank(device))
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def report(done: int, total: int) -> None:
         if rank == 0:
-            tell_event({"done": done / total, "text": words.model})
+            tell_event({"done": done / total, "text": model})
 
-    found = _profile(words.model, words.steps, words.warmup, rank, ranks, words.device, report)
-    (words.out / f"{rank}.json").write_text(found.to_json())
+    found = _profile(model, steps, warmup, device, rank, ranks, report)
+    (Path(folder) / f"{rank}.json").write_text(found.to_json())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -307,4 +289,4 @@ def profile_sentences(profile: ModelProfile) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

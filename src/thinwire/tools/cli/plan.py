@@ -28,7 +28,7 @@ def plan(
     link: Annotated[
         str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; by default 10gbit.")
     ] = None,
-    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; by default 50us.")] = None,
+    delay: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; by default 50us.")] = None,
     costs: Annotated[Path | None, typer.Option(help="Measured costs: a file from thinwire probe.")] = None,
     workers: Annotated[
         int | None, typer.Option(help="Total number of ranks; by default that of --costs, or 16.")
@@ -74,7 +74,7 @@ def plan(
     for option, path in (("--trace", trace), ("--out", out)):
         check_output(option, path)
     question = read_question(
-        model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=ranks_per_node, methods=methods,
+        model, link=link, latency=delay, costs=costs, workers=workers, ranks_per_node=ranks_per_node, methods=methods,
         batch_size=batch_size, device=device, flops=device_flops, profile=profile, worth=worth,
     )  # fmt: skip
     try:
@@ -85,16 +85,9 @@ def plan(
         typer.echo(json_module.dumps(answer, indent=2))
 
 
-def _answer(
-    question: Question,
-    console: Console,
-    *,
-    lossy: bool,
-    explain: bool,
-    map: bool,
-    trace: Path | None,
-    out: Path | None,
-) -> dict[str, Any]:
+def _answer(question: Question, console: Console, *, lossy: bool, explain: bool, map: bool, trace: Path | None,
+            out: Path | None) -> dict[str, Any]:  # fmt: skip
+    """Rank, print results as they come, write the files. Return what JSON shows."""
     from dataclasses import asdict
 
     from thinwire.predict.choose import choose
@@ -141,11 +134,7 @@ def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str
     method_of, groups = dict(question.candidates), {}
     for label in dict.fromkeys(label for label in wanted if label in priced):
         groups[label] = explain(
-            method_of[label],
-            question.profile,
-            question.topology,
-            question.costs(),
-            backend=question.device.backend,
+            method_of[label], question.profile, question.topology, question.costs(), backend=question.device.backend
         )
         console.print(groups_table(label, groups[label]))
     return groups

@@ -32,17 +32,13 @@ class Question:
     """Everything that determines an answer.
 
     Attributes:
-        profile: profile of the model.
         candidates: (label, method); both dense forms are among them.
         named: labels that the user named.
-        topology: topology of the ranks.
-        ranks_per_node: ranks of each machine.
-        device: its assumed rates and its backend.
-        bits_per_second, latency_seconds: rate and latency of an assumed network.
+        bits_per_second, latency_seconds: of an assumed network.
         measured: costs given by ``--costs``.
         network: whether to use the exchanges of ``measured`` instead of the assumed network.
         worth: table given by ``--worth``; None: the table in the package.
-        load: load of this machine, if the model was measured now.
+        load: of this machine, if the model was measured now.
     """
 
     profile: ModelProfile
@@ -134,7 +130,7 @@ def read_question(
     worth_of = None if worth is None else read_worth(worth)
     network = measured is not None and link is None
     if network and latency is not None:
-        raise ValueError("--latency belongs to an assumed network: give --link too, or leave it out to use --costs")
+        raise ValueError("--delay belongs to an assumed network: give --link too, or leave it out to use --costs")
     known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
     if network and not known:
         raise ValueError(f"{costs} contains no exchange between ranks: probe at least two, or give --link")
@@ -152,20 +148,8 @@ def read_question(
     known_model, load = read_model(model, profile, batch_size, flops, assumed)
     if not known_model.elements:
         raise ValueError(f"{profile or model}: the profile contains no gradients: there is nothing to send")
-    return Question(
-        known_model,
-        candidates,
-        named,
-        Topology(workers, ranks_per_node),
-        ranks_per_node,
-        assumed,
-        float(bits),
-        seconds,
-        measured,
-        network,
-        worth_of,
-        load,
-    )
+    return Question(known_model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed,
+                    float(bits), seconds, measured, network, worth_of, load)  # fmt: skip
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:

@@ -16,6 +16,7 @@ from thinwire.tools.bench.words import arguments, attach_line, split_options
 from thinwire.tools.cli.console import plain_table
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
+from thinwire.tools.units import megabytes, milliseconds
 
 _SHOWN = 12  # sizes of DDP's buckets in one line
 
@@ -41,10 +42,10 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
 def _cells(entry: Entry) -> list[str]:
     return [
         entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
-        _ms(entry.step_seconds),
-        f"{_ms(entry.low_seconds)}-{_ms(entry.high_seconds)}",
-        _ms(entry.exposed_seconds),
-        _mega(entry.bytes_sent),
+        milliseconds(entry.step_seconds),
+        f"{milliseconds(entry.low_seconds)}-{milliseconds(entry.high_seconds)}",
+        milliseconds(entry.exposed_seconds),
+        megabytes(entry.bytes_sent),
         entry.bound_by.removeprefix("network "),
         "?" if entry.steps is None else f"{entry.steps:.2f}",
         "?" if entry.speedup is None else f"{entry.speedup:.2f}",
@@ -56,7 +57,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     said = [ranking.sentence]
     if not best.exact:
         exact = ranking.best_exact
-        said.append(f"exact: {exact.label}, {_ms(exact.step_seconds)} ms")
+        said.append(f"exact: {exact.label}, {milliseconds(exact.step_seconds)} ms")
         race = "; on your model: thinwire race" if question.worth is None else ""
         said.append(f"steps to a loss, relative to exact averaging: {best.steps_source}{race}")
     said += [
@@ -88,7 +89,12 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
     for group in groups:
         cells = [str(group.phase)] if phases else []
         cells += [str(group.bucket), str(len(group.names)), _tail(group.names[0], 16 if sparse else 22)]
-        cells += [f"{group.elements:,}", _ms(group.ready_seconds), _mega(group.sent_bytes), _ms(group.exchange_seconds)]
+        cells += [
+            f"{group.elements:,}",
+            milliseconds(group.ready_seconds),
+            megabytes(group.sent_bytes),
+            milliseconds(group.exchange_seconds),
+        ]
         if sparse:
             cells += [f"{group.kept:,}", f"{group.density:.3g}"] if group.kept else ["all", "1"]
         table.add_row(*cells)
@@ -114,15 +120,6 @@ def _short(label: str) -> str:
 
 def _tail(name: str, most: int) -> str:
     return name if len(name) <= most else "\N{HORIZONTAL ELLIPSIS}" + name[1 - most :]
-
-
-def _ms(seconds: float) -> str:
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def _mega(count: float) -> str:
-    return f"{count / 1e6:.2f}" if count < 10e6 else f"{count / 1e6:.1f}"
 
 
 def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
