@@ -36,7 +36,7 @@ def between(low, value, high):
     assert low <= value <= high
 
 
-def test_two_ranks_talk_over_gloo(mode):
+def test_two_ranks_talk_over_gloo(any_mode):
     result, lines = collect(lab.Cluster.parse(2, 1, "1gbit"), [sys.executable, "-c", GLOO], timeout_seconds=250)
     assert result.exit_codes == (0, 0), lines
     assert lines == [["3.0 3.0"]] * 2

@@ -32,3 +32,13 @@ def test_what_a_library_prints_into_the_line_of_an_event_ends_no_run():
     assert "[0] 2026-11-26 INFO a quorum was formed" in said
     assert "[0] @@ is how a word" in said
     assert said.endswith("[0] RuntimeError: the last word")
+
+
+def test_a_model_that_a_rank_cannot_build_is_one_sentence():
+    def launch(command, *, on_line, timeout_seconds):
+        on_line(1, '@@{"refused": "width=65 is not a multiple of heads=6"}')
+        on_line(1, "Traceback of what came after")
+        return SimpleNamespace(exit_code=1, emulated=False, note="")
+
+    with pytest.raises(BenchError, match=r"^width=65 is not a multiple of heads=6$"):
+        run_session(SPEC, launch)
