@@ -451,6 +451,7 @@ def pages() -> list[str]:
     return [page for page in found if commands(page)]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", pages())
 def test_every_command_has_a_row(page):
     assert sorted(set(commands(page))) == sorted(PAGES[page])
@@ -462,6 +463,7 @@ def test_every_command_has_a_row(page):
             assert shown.check is not None
 
 
+@pytest.mark.docs
 def test_no_row_is_left_over():
     assert sorted(PAGES) == sorted(pages())
 

@@ -71,9 +71,8 @@ for words in sys.argv[1:]:
         assert end.code == 0, words
 assert not {"torch", "plotly"} & set(sys.modules)
 """
-    words = ["--version", "--help", *(f"{verb} --help" for verb in VERBS)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200, check=False
-    )
+    some = ("", "bench", "plan", "report", "ps run", "kfac tune", "split plan", "federated run", "supernet train")
+    command = [sys.executable, "-c", code, "--version", *(f"{verb} --help" for verb in some)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage: ") == len(words) - 1
+    assert done.stdout.count("Usage: ") == len(some)
