@@ -26,9 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: wh
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "docs: pages and recorded results; `make lint` and `make docs` run them"
-    )
+    config.addinivalue_line("markers", "docs: pages and recorded results; `make lint` and `make docs` run them")
 
 
 def pytest_collection_finish(session):

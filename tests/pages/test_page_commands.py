@@ -184,7 +184,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     "docs/adapters/checkpoints.md": {
         f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {SCRIPT.replace('2 ', '2 --max-restarts 1 ')}": Shown(
             by="tests/dist/test_restart.py::test_a_killed_job_goes_on_bit_for_bit"
-        ),
+        )
     },
     "docs/adapters/torchft.md": {
         f"TORCHFT_LIGHTHOUSE=http://localhost:29510 python train.py {replica}": Shown(
@@ -207,7 +207,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     "docs/data.md": {
         "pip install 'thinwire[data]'": Shown(
             by="tests/packaging/test_wheel.py::test_the_wheel_works_in_a_clean_environment"
-        ),
+        )
     },
     "docs/doctor.md": {
         "thinwire doctor": Shown(said("torch", "Gloo")),
@@ -286,7 +286,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     "docs/methods/index.md": {
         "thinwire plan resnet50 --link 1gbit --workers 16 --methods ssgd,powersgd:rank=4": Shown(
             said("powersgd:rank=4")
-        ),
+        )
     },
     "docs/methods/local.md": {
         "thinwire bench --model chargpt:layers=4:width=144:heads=4 --link 50mbit "
@@ -294,7 +294,7 @@ PAGES: dict[str, dict[str, Shown]] = {
             rows("ddp", "powersgd rank=4", "local sync_every=8 codec=int8"),
             f"thinwire bench --model {SMALL} --steps 8 --rounds 1 "
             "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit --json",
-        ),
+        )
     },
     "docs/parameter_server.md": {
         "torchrun --nnodes 1 --nproc-per-node 2 train.py": Shown(

@@ -167,12 +167,7 @@ class RoundRobin:
         return transmitted_bytes(self.interface) if is_node_leader() else 0
 
     def _keep(
-        self,
-        row_run: RowRun,
-        early: list[StepTime],
-        times: list[StepTime],
-        late: list[StepTime],
-        sent: float | None,
+        self, row_run: RowRun, early: list[StepTime], times: list[StepTime], late: list[StepTime], sent: float | None
     ) -> None:
         record = row_run.record
         assert row_run.contender is not None

@@ -9,12 +9,4 @@ from thinwire.tools.report.sections.measured import bench_section, loss_section,
 from thinwire.tools.report.sections.predicted import map_section, ranking_section
 from thinwire.tools.report.sections.steps import buckets_section, timeline_section
 
-SECTIONS = (
-    map_section,
-    ranking_section,
-    bench_section,
-    timeline_section,
-    buckets_section,
-    loss_section,
-    runs_section,
-)
+SECTIONS = (map_section, ranking_section, bench_section, timeline_section, buckets_section, loss_section, runs_section)
