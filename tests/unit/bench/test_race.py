@@ -1,14 +1,16 @@
-"""What a step is worth: steps to a loss, rates steps_factors alike, and trajectories that are kept."""
+"""What a step is worth: steps to a loss, rates tuned alike, and trajectories that are kept."""
 
 import json
 from dataclasses import asdict
 
 import pytest
 
+from thinwire.core.pricing.profiles import builtin
 from thinwire.tools.bench import race_losses
 from thinwire.tools.bench.race_losses import StepsFactor, TrainingSetup, Trajectory, steps_factors, trajectories
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchError, Point, RowRecord, RunRecord
+from thinwire.tools.bench.words import PACKAGE, is_users
 
 FALLING = Trajectory((0, 10, 20, 30), (4.0, 3.0, 2.5, 2.5))
 
@@ -190,3 +192,10 @@ def test_what_was_trained_before_the_ranks_ended_is_kept(tmp_path, monkeypatch):
 def test_they_are_kept_where_caches_belong(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert race_losses.cache_folder() == tmp_path / "thinwire" / "race"
+
+
+def test_a_change_of_any_wing_counts_and_an_error_of_any_is_not_the_users():
+    assert {"tools", "core", "engine"} <= {path.name for path in PACKAGE.iterdir()}
+    with pytest.raises(ValueError) as caught:
+        builtin("nothing")
+    assert not is_users(caught.value.with_traceback(caught.tb.tb_next))

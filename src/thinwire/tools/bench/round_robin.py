@@ -56,6 +56,11 @@ class RowRun:
     waited: tuple[float, float] = (0.0, 0.0)
     timed_steps: int = 0
 
+    def fail(self, error: str) -> None:
+        if self.contender is not None:
+            self.contender.close()
+        self.contender, self.record.error = None, error
+
     @property
     def seconds(self) -> float:
         return self.record.untimed_seconds + sum(self.record.step_seconds)

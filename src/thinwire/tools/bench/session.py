@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from thinwire.core.checks import check_count
 from thinwire.core.events import LastWords, python
 from thinwire.core.records import Record
 from thinwire.tools.bench.rows import Row
@@ -60,9 +61,7 @@ class BenchSpec(Record):
 
     def __post_init__(self) -> None:
         for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):
-            least = 0 if name == "warmup" else 1
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+            check_count(name, getattr(self, name), 0 if name == "warmup" else 1)
         if not (0 < self.timeout_seconds < math.inf and 0 < self.operation_seconds < math.inf):
             raise ValueError("time-outs must be positive and finite")
 

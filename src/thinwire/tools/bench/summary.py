@@ -27,19 +27,17 @@ class RowSummary:
     """One line of the table.
 
     Attributes:
-        step_seconds: median over steps of the slowest rank's wall-clock seconds.
-        spread_seconds: interquartile range of the same.
+        step_seconds, spread_seconds: median over steps of the slowest rank's wall-clock seconds; interquartile range.
         exposed_seconds: step time minus that of the same ranks without any exchange.
-        bytes_per_step: sent per step; ``bytes_source`` is "interface" (per node, headers included), "stats" (thinwire's
-            ledger, per rank) or "formula" (per rank).
+        bytes_per_step: ``bytes_source`` is "interface" (per node, headers included), "stats" (thinwire's ledger, per
+            rank) or "formula" (per rank).
         host_seconds: median CPU seconds of the main thread in a step.
         loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
-        speedup: how many times faster a step is than that of the ``ddp`` row; None without one.
+        speedup: over the ``ddp`` row, by steps.
         predicted_seconds: the planner's prediction from the measured network and model.
-        waited_backward_seconds, waited_forward_seconds: time of a thinwire step waiting for communication, on rank 0.
+        waited_backward_seconds, waited_forward_seconds: what rank 0 waited for communication in a step of thinwire's.
         variants: label -> step seconds of all variants, if this is the fastest of them; see ``families``.
         why: reasons for the plan of a thinwire row; the first names what ``auto`` chose.
-        error: why the row failed, or "".
     """
 
     label: str
@@ -166,14 +164,8 @@ def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, di
     """Return all rows, but only the fastest member of each family.
 
     The minimum of several noisy medians lies below the true time of every variant, so a rival chosen and timed by the
-    same steps would look too fast. Each round therefore counts the variant that was fastest in the other rounds.
-
-    Args:
-        rows: rows of a run.
-        rounds: rounds in which their steps were timed.
-
-    Returns:
-        The rows, each with the median seconds of all members by label if it represents a family.
+    same steps would look too fast. Each round therefore counts the variant that was fastest in the other rounds. With
+    each row that represents a family come the median seconds of all members, by label.
     """
     found: list[tuple[RowRecord, dict[str, float]]] = []
     seen: set[str] = set()
@@ -193,12 +185,8 @@ def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, di
 def chosen_elsewhere(seconds: Mapping[str, Sequence[float]], rounds: int) -> list[float]:
     """Return the steps of each round, taken from the variant with the lowest median over the other rounds.
 
-    Args:
-        seconds: timed steps of each variant, round after round, equally many in each.
-        rounds: number of rounds.
-
-    Returns:
-        As many seconds as one variant has; empty if there is only one round or variant, or if steps are missing.
+    Each variant has equally many in every round; if there is only one round or variant, or if steps are missing, none
+    are returned.
     """
     counts = {len(steps) for steps in seconds.values()}
     if rounds < 2 or len(seconds) < 2 or len(counts) != 1 or (count := counts.pop()) % rounds:

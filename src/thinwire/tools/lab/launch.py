@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import ClassVar
 
+from thinwire.core.records import Record
 from thinwire.core.secret_file import VARIABLE, fresh_secret_file
 from thinwire.tools.lab.cluster import Cluster, LabError
 from thinwire.tools.lab.network import INTERFACE, Network, find_mode, open_shell
@@ -138,7 +139,7 @@ def _print_line(rank: int, line: str) -> None:
 
 
 @dataclass(frozen=True)
-class LabResult:
+class LabResult(Record):
     """How the ranks ended, and the traffic on the links.
 
     Attributes:
@@ -155,6 +156,7 @@ class LabResult:
         happenings: what happened to ranks, in order.
     """
 
+    called: ClassVar[str] = "the result of a run in the lab"
     exit_code: int
     exit_codes: tuple[int, ...]
     seconds: float
@@ -164,7 +166,3 @@ class LabResult:
     received_bytes: tuple[int, ...]
     congestion_control: str | None = None
     happenings: tuple[Happening, ...] = ()
-
-    def to_json(self) -> str:
-        """Return the result as one line of JSON."""
-        return json.dumps(asdict(self))

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from thinwire.core.checks import check_count
 from thinwire.engine.stats import Stats
 from thinwire.tools.report.fields import parsed, table
 
@@ -66,8 +67,7 @@ class StepLog:
     ) -> None:
         if path is None and tensorboard is None:
             raise ValueError("a StepLog needs a path, a folder for tensorboard=, or both")
-        if every < 1:
-            raise ValueError(f"every={every!r} must be at least 1")
+        check_count("every", every)
         self._sync, self._every, self._calls = sync, every, 0
         self._before, self._at = sync.stats(), time.perf_counter()
         rank = self._before.rank
