@@ -1,4 +1,4 @@
-"""Turns: one row runs some steps on all ranks and is timed, and all ranks agree on the result."""
+"""Turns: one row runs some steps on all ranks and is timed; or each trains for a curve, or until it reaches a loss."""
 
 from __future__ import annotations
 

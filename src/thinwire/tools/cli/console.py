@@ -1,4 +1,4 @@
-"""What verbs share: options, a progress bar on stderr, plain tables, checks that given paths can be written."""
+"""What verbs share: options, a bar on stderr, tables, checks of paths, errors as sentences, ranks in the lab."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ Device = Annotated[
     str, typer.Option(help="Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.")
 ]
 Plot = Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")]
+_USAGE = BadParameter.__mro__[1]  # typer brings its own click, which has no public name
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -189,10 +191,6 @@ def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
         seen.record = load.as_dict()
         if said := load.sentence(processes):
             Console(stderr=True, quiet=quiet).print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-_USAGE = BadParameter.__mro__[1]  # typer brings its own click, which has no public name
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFailed(RuntimeError):

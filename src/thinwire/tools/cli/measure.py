@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 _SHOWN = (64 << 10, 1 << 20, 16 << 20)
+_ROWS = 12
+_SECONDS = 40.0
 
 
 def probe(
@@ -150,10 +152,6 @@ def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
         cells += [f"{line_error(result, key):.0%}"]
         table.add_row(*cells, duration(share.seconds_per_byte * 1e6) if share and group[0] == "world" else "-")
     return table
-
-
-_ROWS = 12
-_SECONDS = 40.0
 
 
 def profile(

@@ -1,4 +1,4 @@
-"""The shape of an emulated cluster: number of workers, workers per node, links."""
+"""The shape of an emulated cluster: workers, nodes, their links; rates and delays in the syntax of ``tc``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-
-class LabError(ValueError):
-    """The lab cannot do what was requested; the message is one sentence for the user."""
-
-
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z/]*)")
-
 SLOWEST = 100 * 10**3
 FASTEST = 10**12
 LONGEST_DELAY = 10.0
+_LARGEST_PACKET = 65536
+_SMALLEST_BURST = 8192
+_LARGEST_BURST = 16 * 2**20
+_SMALLEST_QUEUE = 256 * 2**10
+_LARGEST_QUEUE = 2**30
+_MOST_NODES = 1000  # a Linux bridge has 1023 ports
+
+
+class LabError(ValueError):
+    """The lab cannot do what was requested; the message is one sentence for the user."""
 
 
 def parse_rate(text: str) -> int:
@@ -80,13 +84,6 @@ def parse_delay(text: str) -> float:
     return seconds
 
 
-_LARGEST_PACKET = 65536
-_SMALLEST_BURST = 8192
-_LARGEST_BURST = 16 * 2**20
-_SMALLEST_QUEUE = 256 * 2**10
-_LARGEST_QUEUE = 2**30
-
-
 @dataclass(frozen=True)
 class LinkSpec:
     """A node's link to the switch, the same in both directions.
@@ -139,9 +136,6 @@ class LinkSpec:
 
     def _bucket(self) -> str:
         return f"tbf rate {self.rate}bit burst {self.burst_bytes} limit {self.queue_bytes}"
-
-
-_MOST_NODES = 1000  # a Linux bridge has 1023 ports
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The network: one namespace per node, one for the switch, and a shaped veth pair between each node and the switch."""
+"""Namespaces: the rights to make them, one per node and one for the switch, links between them, and their removal."""
 
 from __future__ import annotations
 
@@ -23,6 +23,31 @@ from thinwire.tools.lab.cluster import Cluster, LabError
 from thinwire.tools.lab.ranks import child_command
 
 _TIMEOUT_SECONDS = 60.0
+_FOLDER = Path("/run/netns")
+NAME = re.compile(r"tw(\d+)-(\d+)-\d+-\w+")
+_serial = itertools.count()
+_MODES = ("root", "user", "loopback")
+# `ip netns` keeps names in /run/netns. `cat` holds the namespaces open for as long as the lab holds its standard input.
+_HOLD = """
+[ -d /run/netns ] && mount -t tmpfs tw /run/netns || { mount -t tmpfs tw /run && mkdir /run/netns; } || exit
+echo ready
+exec cat
+"""
+INTERFACE = "eth0"
+"""Name of a node's interface, in the namespace of that node."""
+CONGESTION_CONTROLS = ("cubic", "reno")
+"""TCP congestion controls for the links, the first available is used: CUBIC is the usual default, Reno always exists.
+
+BBR, for example, empties a link on purpose for 0.2 s in every 10 s, and a training step stalls during that time.
+"""
+# A connection that is being opened already has the congestion control of its route; no answer is needed.
+_ASK = """
+import socket, sys
+one = socket.socket()
+one.setblocking(False)
+one.connect_ex((sys.argv[1], 9))
+print(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
+"""
 
 
 def tool(name: str) -> str:
@@ -64,11 +89,6 @@ class Shell:
     def inside(self, namespace: str, command: Sequence[str]) -> list[str]:
         """Return the command line of that command in a namespace; it keeps its process id."""
         return [*self.enter, tool("ip"), "netns", "exec", namespace, *command]
-
-
-_FOLDER = Path("/run/netns")
-NAME = re.compile(r"tw(\d+)-(\d+)-\d+-\w+")
-_serial = itertools.count()
 
 
 def new_prefix() -> str:
@@ -127,15 +147,6 @@ def remove(shell: Shell, name: str) -> None:
                 raise LabError(f"no permission to end process {pid} in namespace {name}: run as root") from None
         time.sleep(0.05)
     shell.run("ip", "netns", "delete", name)
-
-
-_MODES = ("root", "user", "loopback")
-# `ip netns` keeps names in /run/netns. `cat` holds the namespaces open for as long as the lab holds its standard input.
-_HOLD = """
-[ -d /run/netns ] && mount -t tmpfs tw /run/netns || { mount -t tmpfs tw /run && mkdir /run/netns; } || exit
-echo ready
-exec cat
-"""
 
 
 def available() -> str:
@@ -201,23 +212,6 @@ def open_shell(mode: str) -> Iterator[Shell]:
             yield Shell((tool("nsenter"), "--preserve-credentials", *target))
         finally:
             holder.kill()
-
-
-INTERFACE = "eth0"
-"""Name of a node's interface, in the namespace of that node."""
-CONGESTION_CONTROLS = ("cubic", "reno")
-"""TCP congestion controls for the links, the first available is used: CUBIC is the usual default, Reno always exists.
-
-BBR, for example, empties a link on purpose for 0.2 s in every 10 s, and a training step stalls during that time.
-"""
-# A connection that is being opened already has the congestion control of its route; no answer is needed.
-_ASK = """
-import socket, sys
-one = socket.socket()
-one.setblocking(False)
-one.connect_ex((sys.argv[1], 9))
-print(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
-"""
 
 
 class Network:

@@ -1,4 +1,4 @@
-"""The processes of one run: start them, pass on their output, learn how they ended, end them."""
+"""The ranks of one run: their command, environment and cores; start them, pass on their output, end them."""
 
 from __future__ import annotations
 

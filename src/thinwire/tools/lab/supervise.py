@@ -20,6 +20,11 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m)")
 _BEGINS = {"kill": "killed", "stop": "stopped", "cut": "cut off"}
 _ENDS = {"kill": "started again", "stop": "continued", "cut": "connected again"}
+TIMED_OUT = 124
+_TICK_SECONDS = 0.05
+_KILL_AFTER_SECONDS = 5.0
+_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "continued": signal.SIGCONT}
 
 
 @dataclass(frozen=True)
@@ -115,13 +120,6 @@ def happenings(faults: Sequence[RankFault]) -> list[Happening]:
     begin = [Happening(f.at_seconds, f.rank, _BEGINS[f.kind]) for f in faults]
     end = [Happening(f.until, f.rank, _ENDS[f.kind]) for f in faults if f.for_seconds is not None]
     return sorted([*begin, *end], key=lambda x: x.seconds)
-
-
-TIMED_OUT = 124
-_TICK_SECONDS = 0.05
-_KILL_AFTER_SECONDS = 5.0
-_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "continued": signal.SIGCONT}
 
 
 def supervise(

@@ -1,4 +1,4 @@
-"""A picture as plain data: the ``"picture"`` of a result's JSON, from which ``thinwire report`` draws it again."""
+"""A picture as plain data, the ``"picture"`` of a result's JSON; as PNG through matplotlib, as HTML through plotly."""
 
 from __future__ import annotations
 
