@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import time as now
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class RowRun:
     record: RowRecord
     contender: Contender | None = None
     bytes: float = 0.0
-    waited: tuple[float, float] = (0.0, 0.0)
+    deferred_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     timed_steps: int = 0
 
     def fail(self, error: str) -> None:
@@ -86,7 +87,7 @@ class RoundRobin:
         try:
             result = action()
         except Exception as caught:
-            error = f"{now():.3f} {type(caught).__name__}: {caught}".splitlines()[0]
+            error = f"{time.time():.3f} {type(caught).__name__}: {caught}".splitlines()[0]
         failed = {rank: text.partition(" ") for rank, text in enumerate(self._texts(error)) if text}
         if failed:
             first = min(float(when) for when, _, _ in failed.values())
@@ -137,38 +138,39 @@ class RoundRobin:
             return made
 
         early = some(_whole(untimed, contender.period))
-        while row_run.contender is not None and contender.settling:  # measuring for a plan; equal on all ranks
-            early += some(1)
-        before, idle = self._sent(contender), contender.waited()
+        while row_run.contender is not None and (stats := contender.stats) is not None and not stats.settled:
+            early += some(1)  # it is measuring for a plan; equal on all ranks
+        before, idle = self._sent(contender), contender.stats
         times = some(_whole(steps, contender.period))
         if not untimed:
             times += until_merged()
         if row_run.contender is None:
             return
-        after, waited = self._sent(contender), contender.waited()
+        after, now = self._sent(contender), contender.stats
         late = until_merged()
         if row_run.contender is None:
             return
-        if idle is not None and waited is not None:
-            backward, forward = row_run.waited
-            row_run.waited = backward + waited[0] - idle[0], forward + waited[1] - idle[1]
+        if idle is not None and now is not None:
+            deferred, exposed = row_run.deferred_seconds, row_run.exposed_seconds
+            row_run.deferred_seconds = deferred + now.deferred_seconds - idle.deferred_seconds
+            row_run.exposed_seconds = exposed + now.exposed_seconds - idle.exposed_seconds
         self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
-        contender.rest()
+        contender.optimizer.zero_grad(set_to_none=True)  # its memory is free until the next turn
 
     def _steps(self, contender: Contender, label: str, number: int) -> list[StepTime]:
         """Run steps. A loss that is not finite is reported after the last: others may still exchange with this rank."""
         made = []
         for _ in range(number):
-            made.append(time := contender.step(self.rank))
-            say(self.rank, row=label, step=contender.steps, loss=round(time.loss, 4), seconds=round(time.seconds, 4))
-        for step, time in enumerate(made, contender.steps - number + 1):
-            if not math.isfinite(time.loss):
-                raise ArithmeticError(f"the loss is {time.loss} at step {step}")
+            made.append(took := contender.step(self.rank))
+            say(self.rank, row=label, step=contender.steps, loss=round(took.loss, 4), seconds=round(took.seconds, 4))
+        for step, took in enumerate(made, contender.steps - number + 1):
+            if not math.isfinite(took.loss):
+                raise ArithmeticError(f"the loss is {took.loss} at step {step}")
         return made
 
     def _sent(self, contender: Contender) -> float | None:
         if self.interface is None:
-            return contender.bytes_sent()
+            return None if contender.stats is None else contender.stats.bytes_sent
         return transmitted_bytes(self.interface) if is_node_leader() else 0
 
     def _keep(
@@ -194,9 +196,10 @@ class RoundRobin:
         row_run.timed_steps += len(times)
         record.wire_bytes = row_run.bytes / row_run.timed_steps
         record.wire_source = "interface" if self.interface else "stats"
-        if row_run.contender is not None and row_run.contender.sync is not None:
-            record.waited_seconds = (row_run.waited[0] / row_run.timed_steps, row_run.waited[1] / row_run.timed_steps)
-            record.why = row_run.contender.why()
+        if (stats := row_run.contender.stats) is not None:
+            forward, steps = row_run.deferred_seconds, row_run.timed_steps
+            record.waited_seconds = (row_run.exposed_seconds - forward) / steps, forward / steps
+            record.why = list(stats.why)
         if sent is None:
             record.wire_bytes, record.wire_source = self._formula(row_run), "formula"
 
