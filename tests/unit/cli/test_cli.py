@@ -76,3 +76,14 @@ assert not {"torch", "plotly"} & set(sys.modules)
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage: ") == len(some)
+
+
+@pytest.mark.parametrize("words,name", [([], "report.html"), (["--out", "mine.html"], "mine.html")])
+def test_a_report_is_one_page(words, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranking = {"entries": [{"label": "ssgd", "exact": True, "step_seconds": 0.5}], "sentence": "ssgd it is"}
+    (tmp_path / "ranking.json").write_text(json.dumps(ranking))
+    result = runner.invoke(app, ["report", "ranking.json", *words])
+    assert result.exit_code == 0, result.output
+    assert f"written: {name}" in result.stdout
+    assert "ssgd it is" in (tmp_path / name).read_text()

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from thinwire.adapters.ddp_buckets import bucket_arguments, has_bucket_list
 from thinwire.core.methods import registry
 from thinwire.core.pricing.costs import Costs, Linear
 from thinwire.core.pricing.profiles import builtin
@@ -10,6 +11,7 @@ from thinwire.core.program import Plan
 from thinwire.predict.choose import Map
 from thinwire.tools.cli.main import app
 from thinwire.tools.cli.plan_inputs import read_methods
+from thinwire.tools.cli.plan_tables import ddp_sentence
 from verbs import CliRunner
 
 runner = CliRunner()
@@ -228,3 +230,38 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         "    return torch.nn.Linear(4, 4), lambda model, step, rank: model(torch.ones(1, 4)).sum()\n"
     )
     assert as_json("planned_net:build", *FEW)["question"]["model"] == "planned_net:build"
+
+
+def test_the_list_is_the_plan_that_out_writes(tmp_path):
+    words = ["resnet50", "--no-lossy", "--methods", "ssgd", "--link", "10gbit", "--out", tmp_path / "plan.json"]
+    answer = json.loads(run(*words, "--json"))
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    size = {tensor.name: tensor.size * 4 for tensor in builtin("resnet50").tensors}
+    assert answer["ddp"] == {"label": answer["ranking"]["best"], "arguments": bucket_arguments(plan, size)}
+    if has_bucket_list():
+        caps = answer["ddp"]["arguments"]["bucket_cap_mb_list"]
+        assert sum(caps) * 2**20 == sum(size.values())
+        assert len(caps) == len(plan.buckets())
+
+
+@pytest.mark.slow
+def test_what_ddp_cannot_run_is_passed_over():
+    """Decoupled methods, and plans that keep vectors apart."""
+    text = " ".join(run("resnet50", "--methods", "dear,topk:density=0.001").split())
+    assert "or with DDP: bucket_cap_mb" in text
+    assert "*tw.ddp_hook(" in text
+    assert 'ddp_hook("dear"' not in text
+    assert 'ddp_hook("topk"' not in text
+
+
+def test_a_line_to_paste():
+    answer = {"label": "acp:rank=4", "arguments": {"bucket_cap_mb_list": [0.5, 12.25]}}
+    assert ddp_sentence(answer) == (
+        'or with DDP: bucket_cap_mb_list=[0.5, 12.25], and model.register_comm_hook(*tw.ddp_hook("acp", rank=4))'
+    )
+    assert "bucket_cap_mb=7.5, and" in ddp_sentence({"label": "ssgd", "arguments": {"bucket_cap_mb": 7.5}})
+
+
+def test_a_long_list_is_cut_on_screen_alone():
+    text = ddp_sentence({"label": "ssgd", "arguments": {"bucket_cap_mb_list": [1.0] * 40}})
+    assert "[" + "1, " * 12 + "... 28 more in --json]" in text
