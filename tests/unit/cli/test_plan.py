@@ -11,7 +11,7 @@ from thinwire.core.program import Plan
 from thinwire.predict.choose import Map
 from thinwire.tools.cli.main import app
 from thinwire.tools.cli.plan_inputs import read_methods
-from thinwire.tools.cli.plan_tables import ddp_sentence
+from thinwire.tools.cli.plan_answer import ddp_sentence
 from verbs import CliRunner
 
 runner = CliRunner()

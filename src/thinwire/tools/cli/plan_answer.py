@@ -1,24 +1,99 @@
-"""The output of ``thinwire plan``."""
+"""The answer of ``thinwire plan``: the ranking, knees, buckets and map, as tables and sentences, in JSON and files."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
-from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking
+from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
+from thinwire.predict.timeline import simulate, write_trace
 from thinwire.predict.timeline.local_steps import Periodic
 from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.bench.words import arguments, attach_line, split_options
-from thinwire.tools.cli.console import plain_table
+from thinwire.tools.cli.console import plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
 from thinwire.tools.units import megabytes, milliseconds
 
 _SHOWN = 12  # sizes of DDP's buckets in one line
+
+
+def answer_of(question: Question, console: Console, *, lossy: bool, buckets: bool, map: bool, trace: Path | None,
+              out: Path | None) -> dict[str, Any]:  # fmt: skip
+    """Rank, print results as they come, write the files. Return what JSON shows."""
+    profile, topology, prices = question.profile, question.topology, question.costs()
+    where = {**question.where, "worth": question.worth}
+    ranking = choose(question.candidates, profile, topology, prices, **where, lossy=lossy)
+    knees = _knees(question, ranking)
+    answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
+    console.print(ranking_table(question, ranking))
+    for sentence in sentences(question, ranking, knees):
+        console.print(sentence, markup=False, highlight=False)
+    if (ddp := ddp_answer(question, ranking)) is not None:
+        answer["ddp"] = ddp
+        console.print(ddp_sentence(ddp), markup=False, highlight=False)
+    if buckets:
+        groups = _explain(question, ranking, console)
+        answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
+    if map:
+        answer["map"] = _map(question, console, lossy).to_data()
+    if trace is not None or out is not None:
+        _write(question, ranking, answer, trace, out)
+        for path in filter(None, (trace, out)):
+            console.print(f"written: {path}", markup=False)
+    return answer
+
+
+def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
+    method_of = dict(question.candidates)
+    rest = {"ranks_per_node": question.ranks_per_node, "worth": question.worth, **question.where}
+    labels = dict.fromkeys(e.label for e in (ranking.best_exact, ranking.best) if e.label in method_of)
+    return {label: knee(method_of[label], question.profile, question.prices, **rest) for label in labels}
+
+
+def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[ExplainedBucket, ...]]:
+    priced = {entry.label for entry in ranking.entries}
+    wanted = question.named or (ranking.best.label, ranking.best_exact.label)
+    method_of, groups = dict(question.candidates), {}
+    for label in dict.fromkeys(label for label in wanted if label in priced):
+        groups[label] = explain(
+            method_of[label], question.profile, question.topology, question.costs(), backend=question.device.backend
+        )
+        console.print(groups_table(label, groups[label]))
+    return groups
+
+
+def _map(question: Question, console: Console, lossy: bool) -> Map:
+    per_node = question.ranks_per_node
+    workers = [count * per_node for count in grid.WORKERS]
+    with progress("map") as bar:
+        found = map_of(
+            question.candidates, question.profile, workers=workers, costs=question.assumed, ranks_per_node=per_node,
+            **question.where, lossy=lossy, worth=question.worth, on_cell=bar,
+        )  # fmt: skip
+    console.print(map_table(question, found))
+    return found
+
+
+def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
+    label = ranking.best.label
+    setting = (question.profile, question.topology, question.costs())
+    method = resolved(dict(question.candidates)[label], *setting, worth=question.worth, **question.where)
+    timeline = simulate(method, *setting, **question.where)
+    if trace is not None:
+        write_trace(trace, timeline.events, label=f"predicted, {label}")
+    if out is not None:
+        chosen = {"method": ranking.best.method, "options": ranking.best.options}
+        data = {**json.loads(timeline.plan.to_json()), **chosen, **answer}
+        out.write_text(json.dumps(data) + "\n", encoding="utf-8")
 
 
 def ranking_table(question: Question, ranking: Ranking) -> Table:
