@@ -10,8 +10,8 @@ from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Plan
 from thinwire.predict.choose import Map
 from thinwire.tools.cli.main import app
-from thinwire.tools.cli.plan_inputs import read_methods
 from thinwire.tools.cli.plan_answer import ddp_sentence
+from thinwire.tools.cli.plan_inputs import read_methods
 from verbs import CliRunner
 
 runner = CliRunner()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
-Data: TypeAlias = Mapping[str, Any]
+Data: TypeAlias = dict[str, Any]
 _Kind = TypeVar("_Kind")
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thinwire.tools.pictures import Level, Mark, Panel, Picture, Series
-from thinwire.tools.report.fields import Data, maybe_number, number, numbers, table, tables, text
+from thinwire.core.records import made
+from thinwire.tools.pictures import Mark, Panel, Picture, Series
+from thinwire.tools.report.fields import Data, listed, maybe_number, table, tables
 from thinwire.tools.report.log import steps_of
 
 _POINTS = 1000
@@ -26,48 +27,14 @@ def read_run(name: str, data: Data) -> RunPicture:
         ValueError: it does not have the format of :class:`Picture`.
     """
     found = table(data["picture"], "'picture'")
-    panels = tuple(map(_panel, tables(found, "panels")))
-    if not panels:
+    for line in (line for panel in tables(found, "panels") for line in tables(panel, "lines")):
+        points = zip(listed(line, "x"), listed(line, "y"), strict=True)
+        kept = [(x, y) for x, y in points if None not in (maybe_number({"x": x}, "x"), maybe_number({"y": y}, "y"))]
+        line.update(x=[x for x, _ in kept], y=[y for _, y in kept])  # what is not finite is left out
+    picture = made(Picture, found)
+    if not picture.panels:
         raise ValueError("'panels' is empty")
-    return RunPicture(name, Picture(text(found, "title"), panels))
-
-
-def _panel(data: Data) -> Panel:
-    asked = data.get("y_range")
-    limits = None if asked is None else numbers(data, "y_range")
-    if limits is not None and len(limits) != 2:
-        raise ValueError("'y_range' is not a pair")
-    return Panel(
-        text(data, "x"),
-        text(data, "y"),
-        tuple(map(_line, tables(data, "lines"))),
-        tuple(Mark(number(mark, "x"), text(mark, "text")) for mark in tables(data, "marks")),
-        tuple(Level(number(level, "y"), text(level, "text")) for level in tables(data, "levels")),
-        None if limits is None else (limits[0], limits[1]),
-        data.get("log_x") is True,
-    )
-
-
-def _line(data: Data) -> Series:
-    pairs = [
-        (maybe_number({"x": x}, "x"), maybe_number({"y": y}, "y"))
-        for x, y in zip(*(_column(data, key) for key in ("x", "y")), strict=True)
-    ]
-    kept = [(x, y) for x, y in pairs if x is not None and y is not None]
-    at = None if data.get("at") is None else numbers(data, "at")
-    if at is not None and len(at) != 2:
-        raise ValueError("'at' is not a point")
-    return Series(
-        text(data, "name"), tuple(x for x, _ in kept), tuple(y for _, y in kept), text(data, "look") or "line",
-        None if at is None else (at[0], at[1]), text(data, "said"),
-    )  # fmt: skip
-
-
-def _column(data: Data, key: str) -> list[Any]:
-    value = data.get(key)
-    if not isinstance(value, list):
-        raise ValueError(f"{key!r} of a line is not a list")
-    return value
+    return RunPicture(name, picture)
 
 
 def grouped(runs: Sequence[RunPicture]) -> list[Picture]:
