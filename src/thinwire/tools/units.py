@@ -24,13 +24,11 @@ def run_seconds(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Format seconds as a number of milliseconds."""
     ms = value * 1e3
     return f"{ms:.0f}" if ms >= 99.95 else f"{ms:.1f}" if ms >= 9.995 else f"{ms:.2f}"
 
 
 def megabytes(count: float | None) -> str:
-    """Format bytes as a number of MB."""
     if count is None:
         return "-"
     return f"{count / 1e6:.2f}" if count < 10e6 else f"{count / 1e6:.1f}"
@@ -44,10 +42,8 @@ def volume(count: float | None) -> str:
 
 
 def bits(bits_per_second: float) -> str:
-    """Format a rate given in bits."""
     return rate(bits_per_second / 8)
 
 
 def factor(value: float) -> str:
-    """Format as a factor: ``12.3×``."""
     return f"{value:.0f}×" if value >= 99.5 else f"{value:.1f}×" if value >= 9.95 else f"{value:.2f}×"

@@ -42,11 +42,7 @@ class StepTime:
 
 
 class Contender:
-    """Builds a row and runs its steps.
-
-    Attributes:
-        initial: sums of the model's weights as it was built, which must be those of all rows.
-    """
+    """One row, built and stepped. ``initial``: sums of the weights as built, which must be those of all rows."""
 
     def __init__(self, row: Row, spec: BenchSpec, group: Any) -> None:
         device = rank_device(spec.device)
@@ -151,10 +147,7 @@ def _sums(model: nn.Module) -> list[str]:
 
 
 def at_rate(workload: Workload, factor: float) -> Workload:
-    """Return the same workload with its optimizer's learning rates times ``factor``.
-
-    They are multiplied as the optimizer gets them: a scheduler that is created beside it keeps the first.
-    """
+    """Multiply the learning rates as the optimizer gets them, since a scheduler created beside it keeps the first."""
 
     def optimizer(model: nn.Module) -> Optimizer:
         add, scaled = Optimizer.add_param_group, list[Optimizer]()
@@ -184,10 +177,7 @@ def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:
 
 
 def new_group(seconds: float) -> Any:
-    """Create a separate group of all ranks, so that a row that fails does not break the next row's group.
-
-    NCCL is less patient: where one of its exchanges takes longer, its watchdog ends the process.
-    """
+    """Create a group of all ranks, so that a row that fails does not break the next row's (NCCL's watchdog may)."""
     from datetime import timedelta
 
     return dist.new_group(timeout=timedelta(seconds=seconds))

@@ -16,13 +16,8 @@ _LEAD = 0.9  # of DDP's seconds: a time above this is no lead
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One line of the demonstration's table.
-
-    Attributes:
-        steps, seconds: from the first step until the loss reached DDP's; None: it never did.
-        predicted_seconds: predicted time of a step, if the link could not be emulated; ``seconds`` is then the number
-            of steps times this. None: the times were measured.
-    """
+    """``steps``, ``seconds`` until the loss reached DDP's, None: never. With ``predicted_seconds`` (of a step, where
+    the link could not be emulated) ``seconds`` is computed from it."""
 
     label: str
     step_seconds: float

@@ -23,11 +23,10 @@ def check_device(name: str) -> None:
 
 
 def prepare_rank(name: str) -> str:
-    """Let this rank compute there; call it before ``init_process_group``, whose backends are returned.
+    """Call before ``init_process_group``, whose backends are returned. On CPUs a rank has one thread.
 
-    On CPUs a rank has one thread, as if each worker had one core. On GPUs ranks take turns at the cards: all are on
-    this machine, whatever nodes the lab emulates. NCCL refuses two ranks of one host on one card, so ranks that share
-    are hosts of their own to it, and their messages go through sockets.
+    On GPUs ranks take turns at this machine's cards. NCCL refuses two ranks of one host on one card, so ranks that
+    share are hosts of their own to it, and their messages go through sockets.
     """
     torch.set_num_threads(1)
     if name == "cpu":

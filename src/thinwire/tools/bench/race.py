@@ -70,17 +70,9 @@ _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
 @dataclass(frozen=True)
 class RaceSpec:
-    """The settings of a race.
+    """The settings of a race of ``rows`` against DDP; ``link_bits`` None: no limit; ``seeds`` None: as many as fit.
 
-    Attributes:
-        model: as the bench reads it.
-        rows: rows that race against DDP.
-        longer: (ratio, row) pairs: more rows, which race only where a step of DDP sends for that many times as long as
-            it computes.
-        workers, ranks_per_node, link, link_bits, delay: the cluster; ``link_bits`` None: no limit.
-        minutes: time limit.
-        seeds: number of seeds on which rows are compared; None: as many as fit.
-        device: "cpu" or "cuda", where the ranks compute.
+    ``longer``: (ratio, row) pairs that race only where DDP's step sends for that many times as long as it computes.
     """
 
     model: str
@@ -115,13 +107,9 @@ class RaceSpec:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a race is run, and who is informed.
+    """Where a race is run: launchers on the links and without slow ones; ``folder`` None: the user's cache.
 
-    Attributes:
-        on_link, apart: launchers of ranks on the links, and of ranks without a slow link.
-        tell: called with (what is being measured, number of steps).
-        on_progress: called with progress of the ranks.
-        folder: where results are kept; None: the user's cache.
+    ``tell`` is called with what is being measured and its number of steps.
     """
 
     on_link: Launch
@@ -157,18 +145,11 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class RaceResult:
-    """A race that has been run.
+    """A race that has been run; ``rows``: the soonest first, those that did not reach the loss last.
 
-    Attributes:
-        asked: the settings, with all rows that raced.
-        measured: seconds per step.
-        budget: budget of the training.
-        target: DDP's loss on seed 0, at its best rate, after ``ddp_steps``.
-        rows: the soonest first; those that did not reach the loss last.
-        raced: steps factors of the rows that were trained.
-        curves: losses on seed 0 at each row's best rate, over steps, smoothed as they are compared.
-        trained, known: numbers of trajectories trained now and known before.
-        left_out: number of rounds for which there was no time.
+    ``target`` is DDP's loss on seed 0, at its best rate, after ``ddp_steps``; ``curves`` are losses on seed 0 at each
+    row's best rate, smoothed as they are compared; ``raced`` has the rows that were trained; ``trained`` and ``known``
+    count trajectories; ``left_out``: rounds for which there was no time.
     """
 
     asked: RaceSpec
@@ -185,11 +166,6 @@ class RaceResult:
 
 
 def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
-    """Measure, drop rows that cannot win, and halve the rest.
-
-    Raises:
-        BenchError: DDP does not train or does not learn, or there is not enough time.
-    """
     began = time.monotonic()
     measured = measure(asked, context)
     timed = {row.label for row in measured.record.rows}

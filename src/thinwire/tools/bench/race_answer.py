@@ -27,14 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of a row's steps.
+    """Seconds of a step on the link: mean over whole periods, then median, minimum and maximum over turns.
 
-    Attributes:
-        seconds: of a step on the link: mean over whole periods, median over turns.
-        least, most: minimum and maximum over turns.
-        start_seconds: extra time of the first steps.
-        apart_seconds: of a step on ranks without a slow link.
-        error: why the row has no result.
+    ``start_seconds``: extra time of the first steps; ``apart_seconds``: of a step on ranks without a slow link.
     """
 
     seconds: float = math.inf
@@ -46,10 +41,9 @@ class StepTimes:
 
 
 def step_times(row: RowRecord, turns: int, compute: RowRecord) -> StepTimes:
-    """Return the times of a row recorded on the link in that many turns; ``compute``: the row without exchange.
+    """Return the times of a row recorded in that many turns; ``compute``: the row without exchange.
 
-    Without a link, a step takes its CPU time, stretched by the same factor as a step without exchange if ranks share
-    cores.
+    Without a link a step takes its CPU time, stretched like a step without exchange where ranks share cores.
     """
     if row.error or not row.step_seconds:
         return StepTimes(error=row.error or "no step was timed")
@@ -65,17 +59,11 @@ def step_times(row: RowRecord, turns: int, compute: RowRecord) -> StepTimes:
 
 @dataclass(frozen=True)
 class TimeToLoss:
-    """The final result of one row.
+    """The final result of one row; ``seconds`` to the loss include start-up, and None means not reached.
 
-    Attributes:
-        rate: the best factor on the learning rate.
-        steps: median of its steps factor; None: it was not trained, or did not reach the loss.
-        fewest_steps, most_steps: over seeds; None: some seed did not reach the loss.
-        seconds: time to the loss, start-up included.
-        least_seconds, most_seconds: minimum and maximum over seeds and turns.
-        sooner: how many times sooner than DDP.
-        note: why it was dropped, or failed.
-        apart: whether workers train apart between exchanges; such rows count as less simple.
+    ``steps`` is the median of its steps factor, ``rate`` the best factor on the learning rate; ends are over seeds (and
+    turns), None if some seed did not reach the loss. ``sooner``: how many times sooner than DDP. ``apart``: workers
+    train apart between exchanges, which counts as less simple.
     """
 
     label: str

@@ -47,13 +47,7 @@ log = logging.getLogger("thinwire")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The losses of one row.
-
-    Attributes:
-        steps: optimizer steps at each point, in order.
-        losses: at these points, on held-out data; without such data, training losses since the previous point.
-        error: why the row failed; "" if it did not.
-    """
+    """Losses of one row at ``steps``: held out, or without such data training losses since the point before."""
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]
@@ -66,8 +60,8 @@ class Trajectory:
         """Return the mean over the points within ``reach`` steps on either side, since a single evaluation is noisy.
 
         Both sides cover the same distance. The curve falls ever more slowly, so a wider mean is higher: rows are
-        compared with the same reach, even if one has fewer points. The loss before the first step counts in no mean but
-        its own: it is the highest by far, and would be within reach of one row's points and not of another's.
+        compared with the same reach, even if one has fewer points. The loss before the first step, the highest by far,
+        counts in no other mean.
         """
         means = []
         for place, here in enumerate(self.steps):
@@ -78,11 +72,6 @@ class Trajectory:
         return replace(self, losses=tuple(means))
 
     def loss_at(self, step: float) -> float:
-        """Return the loss after that many steps, linear between points.
-
-        Raises:
-            ValueError: the run was shorter.
-        """
         for (first, before), (last, after) in pairwise(zip(self.steps, self.losses)):
             if first <= step <= last:
                 return before + (after - before) * (step - first) / (last - first)
@@ -91,13 +80,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The settings shared by all rows that are compared.
-
-    Attributes:
-        model: as the bench reads it, without a learning rate.
-        every: steps between two evaluations.
-        rate: the learning rate that factors multiply; None: that of the model's optimizer.
-    """
+    """What all compared rows share. ``rate``: what factors multiply; None: the rate of the model's optimizer."""
 
     model: str
     workers: int = 2
@@ -128,11 +111,7 @@ def trajectories(
     folder: Path | None = None,
     on_progress: Progress = lambda event: None,
 ) -> dict[str, Trajectory]:
-    """Return the losses of every row, by label: from the cache, or trained on real ranks.
-
-    Raises:
-        BenchError: the ranks ended without a record.
-    """
+    """Return the losses of every row, by label: from the cache, or trained on real ranks."""
     folder = folder or cache_folder()
     spec = setup.spec(rows, factor, seed)
     places = {row.label: folder / f"{_key(spec, row)}.json" for row in rows}
@@ -185,10 +164,9 @@ def own_digest(text: str) -> str:
 
 @cache
 def _own_files(module: str, main: Path) -> tuple[Path, ...]:
-    """Return the files of a user's module: its own, and those that it has imported or imports later, in a function.
+    """Return the files of a user's module: its own, and those it has imported or imports later, in a function.
 
-    They lie in or below the folder where the module was found, and not in a library. The result must not depend on
-    whether the model has been built, so it is determined once.
+    They lie in or below the module's folder and in no library. Cached, as building the model must not change it.
     """
     root = main.parents[module.count(".") + (main.name == "__init__.py")]
     libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
@@ -260,12 +238,7 @@ def remember(place: Path, found: Any) -> None:
 
 @dataclass(frozen=True)
 class StepsFactor:
-    """How many steps a row needs for one step of DDP.
-
-    Attributes:
-        rate: the best factor on the learning rate.
-        factors: one per seed, in order; None: that seed did not reach the loss.
-    """
+    """How many steps a row needs for one of DDP's, by seed (None: not reached), at its best factor on the rate."""
 
     rate: float
     factors: tuple[float | None, ...]
@@ -303,18 +276,10 @@ def steps_factors(
 ) -> dict[str, StepsFactor]:
     """Tune every row's learning rate in the same way, and compare rows on other seeds by smoothed losses.
 
-    A single rate is not tuned. A factor is the median over five targets around the share, relative to the base on the
-    same seed, because a single target is subject to luck, and so is how fast a seed's weights learn.
-
-    Args:
-        run: trains rows, or looks them up.
-        labels: labels of the rows.
-        base: label of the row whose loss, with its best rate and at ``share`` of its run, all must reach.
-        share: part of the run, from 0 to 1.
-        reach: steps of smoothing.
-        rates: factors to try.
-        seeds: seeds on which rows are compared.
-        tuned_on: seeds whose median decides the best rate of a row: near the largest stable rate, one seed is luck.
+    All must reach the loss of ``base`` at ``share`` of its run, with its best rate. A factor is the median over five
+    targets around the share, relative to the base on the same seed, as one target, or how fast a seed's weights learn,
+    is luck. A single rate is not tuned. ``reach``: steps of smoothing; ``tuned_on``: seeds whose median decides a row's
+    rate: near the largest stable rate, one seed is luck.
     """
 
     def smooth(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
@@ -350,13 +315,7 @@ def steps_factors(
 
 @dataclass(frozen=True)
 class TrainingBudget:
-    """What will be trained.
-
-    Attributes:
-        steps: steps of every run.
-        rates: factors on the learning rate that are tried on seed 0.
-        seeds: seeds on which rows are compared; if several rates are tried, seed 0 does not count in the end.
-    """
+    """Steps of every run; rates tried on seed 0, which then does not count in the end; seeds that are compared."""
 
     steps: int
     rates: tuple[float, ...]
@@ -398,14 +357,8 @@ def fit(
 ) -> TrainingBudget | None:
     """Return what can be trained in ``seconds``; None if not even a short run of every row fits.
 
-    If there is time, learning rates are tried; then come more seeds, then more steps.
-
-    Args:
-        base: step seconds of DDP, on ranks without a slow link.
-        others: step seconds of each other row.
-        seconds: total time.
-        start: seconds until the ranks train.
-        seeds: wanted number of seeds; None: up to three.
+    If there is time, learning rates are tried; then come more seeds (up to three), then more steps. ``base``,
+    ``others``: seconds of a step without a slow link; ``start``: seconds until ranks train.
     """
     dearest = sorted(others, reverse=True)  # assume the most expensive rows go on, as an upper bound
     wished = [(RATES, 3), ((1.0,), 3), ((1.0,), 2), ((1.0,), 1)] if seeds is None else [(RATES, seeds), ((1.0,), seeds)]
@@ -430,13 +383,7 @@ def halve(
     """Return the steps factor of every row, on all seeds for which the row was in the race.
 
     Successive halving: every round compares rows on one more seed, and only the better half goes on.
-
-    Args:
-        run: trains rows, or looks them up.
-        labels: labels of the rows besides DDP.
-        seconds_to_loss: seconds of a row with that factor; infinite if it does not reach the loss.
-        budget: rates and seeds.
-        goes_on: asked before each round but the first, with its rows; False ends the race.
+    ``seconds_to_loss`` is infinite where the loss is not reached; ``goes_on`` is asked before each round but the first.
     """
     alive, found = list(labels), dict[str, StepsFactor]()
     for round_ in range(budget.rounds):

@@ -29,10 +29,7 @@ def own_interface() -> str | None:
 
 
 def transmitted_bytes(name: str) -> int | None:
-    """Return the bytes sent through an interface so far, headers included.
-
-    ``/proc/self/net/dev`` shows the process's namespace; ``/sys/class/net`` shows that of whoever mounted it.
-    """
+    """Return the bytes sent through an interface, headers included, as this process's namespace counts them."""
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
@@ -80,8 +77,8 @@ class RoundRobin:
     def guarded(self, row_run: RowRun, action: Callable[[], Any]) -> Any:
         """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere.
 
-        The first error counts, since those of other ranks may come from it, such as a time-out in an exchange; of
-        errors at about the same time, that of the lowest rank.
+        The first error is told, since others may follow from it, such as a time-out; of errors at about the same time,
+        that of the lowest rank.
         """
         result, error = None, ""
         try:

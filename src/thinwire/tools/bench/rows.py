@@ -21,14 +21,9 @@ TORCH_ROWS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, measured separately.
+    """One way to train: a kind of ``TORCH_ROWS``, a thinwire method, or a user's ``module:function`` (trainer.py).
 
-    Attributes:
-        label: unique; shown in the table.
-        kind: one of ``TORCH_ROWS``, the name of a thinwire method, or a user's ``module:function``
-            (``tools/bench/trainer.py`` says what that returns).
-        options: the kind's options.
-        family: rows of one family are variants of which the table shows the fastest.
+    Of the rows of one ``family`` the table shows the fastest.
     """
 
     label: str
@@ -46,11 +41,7 @@ class Row:
 
 
 def parse_rows(text: str) -> tuple[Row, ...]:
-    """Read ``--methods``. ``thinwire acp`` and ``acp`` are the same.
-
-    Raises:
-        ValueError: an unknown row, option or method option, a duplicate row, or none at all.
-    """
+    """Read ``--methods``. ``thinwire acp`` and ``acp`` are the same."""
     rows: list[Row] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         rows += _parse_one(part)

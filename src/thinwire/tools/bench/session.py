@@ -17,25 +17,12 @@ from thinwire.tools.bench.rows import Row
 
 @dataclass(frozen=True)
 class BenchSpec(Record):
-    """One comparison.
+    """One comparison: ``rounds`` turns of ``steps`` timed steps per row, after ``warmup`` untimed ones (later: one).
 
-    Attributes:
-        model: as ``build_model`` reads it.
-        rows: the rows to compare.
-        workers: number of ranks.
-        ranks_per_node: number of ranks that share a node and its link.
-        link: as the user wrote it, or None for no limit; ``link_bits`` is the same in bits per second.
-        steps: timed steps of one row in one round.
-        rounds: number of turns of every row.
-        warmup: untimed steps before a row's first turn; later turns begin with one untimed step.
-        loss_as: curves only: rows after the first train until they reach its last loss, for at most as many seconds.
-        predict: also say what the planner predicts for each row.
-        target: a held-out loss: rows train in turns of ``every`` steps, each until it reaches it or has made ``steps``.
-        every: curves and target only: steps between two points of the curve.
-        operation_seconds: time-out of one collective.
-        timeout_seconds: time-out of the whole run.
-        rate_factor: factor on the learning rates of the model's optimizer.
-        device: "cpu" or "cuda", where the ranks compute.
+    With ``curves`` each row trains for a curve with a point every ``every`` steps; with ``loss_as`` too, rows after the
+    first train until they reach its last loss, for at most as many seconds. With ``target``, a held-out loss, rows
+    train in turns of ``every`` steps until they reach it or have made ``steps``. ``rate_factor`` multiplies learning
+    rates; ``operation_seconds`` is the time-out of one collective; ``link_bits`` None: no limit.
     """
 
     called: ClassVar[str] = "the settings of a bench run"
@@ -83,21 +70,11 @@ class Point:
 
 @dataclass
 class RowRecord:
-    """The measurements of one row.
+    """The measurements of one row: per timed step the slowest rank's seconds, of forward, and CPU seconds.
 
-    Attributes:
-        step_seconds: one per timed step: the slowest rank's seconds.
-        forward_seconds: the same for forward.
-        host_seconds: one per timed step: CPU seconds of the main thread, the largest over ranks.
-        losses: one per step from the first, warm-up included: mean over ranks.
-        wire_bytes: bytes sent per step, mean over nodes ("interface") or ranks ("stats", "formula").
-        wire_source: source of that number.
-        untimed_seconds: seconds of the steps before the timed ones, of the slowest rank: warm-up, measuring for a plan.
-        curve: only if curves were requested.
-        predicted_seconds: predicted seconds of a step, if requested.
-        waited_seconds: for thinwire rows, how long rank 0's backward and forward waited for communication in a step.
-        why: for thinwire rows, the reasons for the plan; the first names what ``auto`` chose.
-        error: why the row failed; "" if it did not.
+    ``losses``: one per step from the first, warm-up included, mean over ranks. ``wire_bytes`` per step: mean over nodes
+    ("interface") or ranks ("stats", "formula"). ``untimed_seconds``: warm-up and measuring for a plan.
+    ``waited_seconds``: how long rank 0's backward and forward waited in a step. ``why[0]`` names what ``auto`` chose.
     """
 
     label: str
@@ -181,11 +158,6 @@ class Launch(Protocol):
 def run_session(
     spec: BenchSpec, launch: Launch, on_progress: Progress = lambda event: None
 ) -> tuple[RunRecord, Launched]:
-    """Run a spec on fresh ranks.
-
-    Raises:
-        BenchError: the model cannot be built, or with the last output of the ranks.
-    """
     refused: list[str] = []
 
     def follow(rank: int, event: dict[str, Any]) -> None:

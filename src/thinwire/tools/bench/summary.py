@@ -24,20 +24,12 @@ SMOOTH = 5
 
 @dataclass(frozen=True)
 class RowSummary:
-    """One line of the table.
+    """One line of the table: medians over steps of the slowest rank; ``spread_seconds`` is the interquartile range.
 
-    Attributes:
-        step_seconds, spread_seconds: median over steps of the slowest rank's wall-clock seconds; interquartile range.
-        exposed_seconds: step time minus that of the same ranks without any exchange.
-        bytes_per_step: ``bytes_source`` is "interface" (per node, headers included), "stats" (thinwire's ledger, per
-            rank) or "formula" (per rank).
-        host_seconds: median CPU seconds of the main thread in a step.
-        loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
-        speedup: over the ``ddp`` row, by steps.
-        predicted_seconds: the planner's prediction from the measured network and model.
-        waited_backward_seconds, waited_forward_seconds: what rank 0 waited for communication in a step of thinwire's.
-        variants: label -> step seconds of all variants, if this is the fastest of them; see ``families``.
-        why: reasons for the plan of a thinwire row; the first names what ``auto`` chose.
+    ``exposed_seconds``: beyond a step without exchange. ``bytes_source``: "interface" (per node, headers included),
+    "stats" (thinwire's ledger, per rank) or "formula" (per rank). ``loss``: mean of the last training losses.
+    ``variants``: label -> step seconds of its family, of which it is the fastest. ``waited_*``: what rank 0 waited in a
+    step.
     """
 
     label: str
@@ -60,12 +52,9 @@ class RowSummary:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The whole comparison.
+    """The whole comparison; ``floor_seconds`` is below every exact method that ends with backward.
 
-    Attributes:
-        floor_seconds: ``max(compute, forward + bytes / rate)``, below which no exact method that ends with backward can
-            be.
-        emulated: whether the links were emulated; if not, the link is only used to compute the floor.
+    If the links were not ``emulated``, the link is only used to compute the floor.
     """
 
     model: str
@@ -98,11 +87,7 @@ def floor(compute: float, forward: float, ring_bytes: float, bits_per_second: in
 
 
 def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) -> BenchResult:
-    """Return the figures of a run.
-
-    Raises:
-        RuntimeError: even training without exchange failed.
-    """
+    """Return the figures of a run; raise ``RuntimeError`` if even training without exchange failed."""
     compute_row = next(row for row in record.rows if row.kind == COMPUTE)
     if compute_row.error:
         raise RuntimeError(f"the model does not train: {compute_row.error}")
@@ -161,11 +146,10 @@ def _interquartile(values: list[float]) -> float:
 
 
 def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, dict[str, float]]]:
-    """Return all rows, but only the fastest member of each family.
+    """Return all rows, of each family only the fastest, with the median seconds of its members by label.
 
-    The minimum of several noisy medians lies below the true time of every variant, so a rival chosen and timed by the
-    same steps would look too fast. Each round therefore counts the variant that was fastest in the other rounds. With
-    each row that represents a family come the median seconds of all members, by label.
+    The minimum of noisy medians lies below the true time of every variant, so a rival chosen and timed by the same
+    steps would look too fast: each round counts the variant that was fastest in the others.
     """
     found: list[tuple[RowRecord, dict[str, float]]] = []
     seen: set[str] = set()
@@ -183,11 +167,7 @@ def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, di
 
 
 def chosen_elsewhere(seconds: Mapping[str, Sequence[float]], rounds: int) -> list[float]:
-    """Return the steps of each round, taken from the variant with the lowest median over the other rounds.
-
-    Each variant has equally many in every round; if there is only one round or variant, or if steps are missing, none
-    are returned.
-    """
+    """Return each round's steps of the variant with the lowest median over the others; none if steps are missing."""
     counts = {len(steps) for steps in seconds.values()}
     if rounds < 2 or len(seconds) < 2 or len(counts) != 1 or (count := counts.pop()) % rounds:
         return []

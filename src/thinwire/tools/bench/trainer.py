@@ -45,11 +45,7 @@ class Trainer:
 
 
 def build_trainer(row: Row, workload: Workload, group: Any) -> Trainer:
-    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group``.
-
-    Raises:
-        ValueError: it returned something other than a ``Trainer``.
-    """
+    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group``."""
     trainer = load_function(row.kind, "row")(workload, group, **row.options)
     if not isinstance(trainer, Trainer):
         raise ValueError(

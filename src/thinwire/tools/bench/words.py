@@ -36,11 +36,7 @@ def value(text: str) -> Value:
 
 
 def split_options(text: str) -> tuple[str, dict[str, Value]]:
-    """Parse ``"acp:rank=4"`` as ``("acp", {"rank": 4})``; parts without ``=`` belong to the name.
-
-    Raises:
-        ValueError: an option without a name or a value, or followed by more of the name.
-    """
+    """Parse ``"acp:rank=4"`` as ``("acp", {"rank": 4})``; parts without ``=`` belong to the name."""
     name, *parts = text.strip().split(":")
     options: dict[str, Value] = {}
     for part in parts:
@@ -70,11 +66,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """Import ``module:function``; ``what`` names its role in error messages, such as ``"model"``.
-
-    Raises:
-        ValueError: the module or the function does not exist, or the import fails.
-    """
+    """Import ``module:function``; ``what`` names its role in error messages, such as ``"model"``."""
     module_name, _, function_name = name.partition(":")
     check_module(module_name, what)
     if os.getcwd() not in sys.path:
@@ -102,13 +94,7 @@ def check_module(name: str, what: str) -> None:
 
 @contextmanager
 def as_guest(name: str) -> Iterator[None]:
-    """Run user code as if it had been started alone: without our arguments, and with stdout kept for our output.
-
-    What it prints goes to stderr. An ``argparse`` of its own sees no arguments, and so takes its defaults.
-
-    Raises:
-        RuntimeError: it called ``sys.exit``, as an ``argparse`` does that needs an argument.
-    """
+    """Run user code as if started alone: ``argparse`` sees no arguments, what is printed goes to stderr."""
     arguments = sys.argv
     sys.argv = [name]
     try:
@@ -152,11 +138,7 @@ def _own_frames(error: Exception) -> list[traceback.FrameSummary]:
 
 
 def check_options(label: str, function: Callable[..., Any], options: Mapping[str, Any], *, ours: bool) -> None:
-    """Raise ``ValueError`` for an option that a function does not accept.
-
-    For a function of ``ours`` the values are checked too, against the type of each default: counts must be at least 1
-    (0 if the default is 0), rates above 0.
-    """
+    """Raise ``ValueError`` for an option that a function does not accept; of ``ours``, also for a wrong value."""
     accepted = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
         return

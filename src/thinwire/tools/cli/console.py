@@ -97,14 +97,7 @@ def progress(description: str, total: float | None = None, *, quiet: bool = Fals
 
 
 def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *, close: bool = False) -> Table:
-    """Return a table with one line under its head: the first column and those in ``left`` are text, others numbers.
-
-    Args:
-        title: text above it.
-        columns: column heads.
-        left: other columns that are text.
-        close: only one space between columns, for wide tables.
-    """
+    """Return a table with one line under its head: the first column and ``left`` are text, others numbers."""
     from rich import box
 
     from thinwire.tools.bench.summary import WholeTable
@@ -165,11 +158,7 @@ def write_drawing(picture: Picture, path: Path, console: Console) -> list[Path]:
 
 @dataclass
 class Watched:
-    """The result of ``watched_load``, available when its block has ended.
-
-    Attributes:
-        record: the load, for JSON; empty if the system does not report it.
-    """
+    """The load, for JSON, once the block of ``watched_load`` has ended; empty if the system does not report it."""
 
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -263,11 +252,7 @@ def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
 
 
 def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
-    """Run ranks in the lab with a progress bar that their events ``{"done": share, "text": ...}`` update.
-
-    Raises:
-        RunFailed: with the last output of the ranks.
-    """
+    """Run ranks in the lab with a progress bar that their events ``{"done": share, "text": ...}`` update."""
     from thinwire.tools import lab
 
     with progress("starting ranks", 100) as bar:

@@ -29,16 +29,10 @@ _Readable = TypeVar("_Readable", Costs, ModelProfile)
 
 @dataclass(frozen=True)
 class Question:
-    """Everything that determines an answer.
+    """What determines an answer. Both dense forms are among ``candidates``; ``named``: labels of the user's.
 
-    Attributes:
-        candidates: (label, method); both dense forms are among them.
-        named: labels that the user named.
-        bits_per_second, latency_seconds: of an assumed network.
-        measured: costs given by ``--costs``.
-        network: whether to use the exchanges of ``measured`` instead of the assumed network.
-        worth: table given by ``--worth``; None: the table in the package.
-        load: of this machine, if the model was measured now.
+    With ``network``, exchanges of ``measured`` replace the assumed network. ``worth`` None: the table in the package.
+    ``load``: of this machine, if the model was measured now.
     """
 
     profile: ModelProfile
@@ -119,11 +113,6 @@ def read_question(
     profile: Path | None,
     worth: Path | None = None,
 ) -> Question:
-    """Read the options; the model comes last, since it may have to be measured.
-
-    Raises:
-        ValueError: an option that cannot be read, or two that cannot be combined.
-    """
     bits = parse_rate("10gbit" if link is None else link)
     seconds = parse_delay("50us" if latency is None else latency)
     measured = None if costs is None else _read(costs, Costs)
@@ -153,10 +142,7 @@ def read_question(
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
-    """Return the candidates, and which of them were named. Both dense forms are always candidates.
-
-    If there is no text: the candidates that the registered methods and local steps declare.
-    """
+    """Return the candidates, without text those that methods declare, and which were named; always both dense forms."""
     if text is None:
         labels = [label_of(*candidate) for candidate in (*candidates(), *CANDIDATES)]
         named: list[str] = []

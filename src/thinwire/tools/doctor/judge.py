@@ -202,7 +202,6 @@ def _loopback(setting: _Setting) -> Iterator[Finding]:
 
 
 def _wrong_interface(setting: _Setting) -> Iterator[Finding]:
-    """Report an interface that can be reached but is probably the wrong one."""
     one, facts = setting.interface, setting.facts
     if one is None or one.kind == "loopback":
         return

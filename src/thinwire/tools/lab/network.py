@@ -215,10 +215,7 @@ def open_shell(mode: str) -> Iterator[Shell]:
 
 
 class Network:
-    """The network of one run; a context manager that builds it and always takes it down.
-
-    Even the bridge has its own namespace, so the machine's network is never touched.
-    """
+    """The network of one run, built and always taken down; even the bridge has a namespace of its own."""
 
     def __init__(self, shell: Shell, cluster: Cluster) -> None:
         self.shell = shell
@@ -291,10 +288,7 @@ class Network:
         self.shell.batch("tc", self.switch, shaping)
 
     def _set_congestion_control(self, node: int, wanted: list[str]) -> None:
-        """Set the node's route to the first of these that the kernel has; remove those that it does not have.
-
-        A route may use any of them, the namespace's setting only those in net.ipv4.tcp_allowed_congestion_control.
-        """
+        """Use the first of these that the kernel has, and remove the others; set on the route, which may use any."""
         route = f"route replace 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(node)}"
         while wanted:
             try:
@@ -317,7 +311,6 @@ class Network:
         return found
 
     def traffic(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes that each node's interface sent, and received, since the network was built."""
         pairs = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(self.counters(), self._at_start)]
         return tuple(sent for sent, _ in pairs), tuple(received for _, received in pairs)
 

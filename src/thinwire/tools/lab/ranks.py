@@ -106,10 +106,7 @@ def usable_cores() -> list[int]:
 
 
 def child_command(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> list[str]:
-    """Return the command line that runs `command` in this directory and dies when this process dies.
-
-    ``hosts``: content of /etc/hosts, for a command line with mounts and a network of its own; no ``cores``: all.
-    """
+    """Return the command line that runs `command` here and dies with this process; ``hosts``: text of /etc/hosts."""
     script, places = str(Path(child.__file__)), ",".join(map(str, cores))
     return [sys.executable, "-I", "-S", script, str(os.getpid()), os.getcwd(), hosts, places, *command]
 
@@ -118,9 +115,6 @@ class RankProcesses:
     """All ranks of a run; leaving the context ends every process group that was started.
 
     An ended rank stays a zombie until then, so that the id of its group cannot be reused.
-
-    Args:
-        on_line: called in the thread that calls `step`, with a rank and one line without its end.
     """
 
     def __init__(self, on_line: Callable[[int, str], None]) -> None:
@@ -201,7 +195,6 @@ class RankProcesses:
                 self.exit_codes[rank] = _exit_code(process.pid)
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to the process groups of all running ranks, or of one rank."""
         for one, (process, code) in enumerate(zip(self._processes, self.exit_codes)):
             if code is None and rank in (None, one):
                 with contextlib.suppress(ProcessLookupError):

@@ -130,14 +130,11 @@ def supervise(
     grace_seconds: float,
     timeout_seconds: float | None,
 ) -> int:
-    """Wait until all ranks have ended, and make sure that they do.
+    """Wait until all ranks have ended; return the worst code of those that ended by themselves, 124 if time was up.
 
-    When a rank fails, the others have `grace_seconds` to notice, then get SIGTERM, and five seconds later SIGKILL. When
-    time is up or a signal arrived, they get SIGTERM at once; on a second signal SIGKILL. A death caused by the timeline
-    is not a failure.
-
-    Returns:
-        The worst exit code among the ranks that ended by themselves; 124 if time was up.
+    When a rank fails, the others have `grace_seconds`, then get SIGTERM, and five seconds later SIGKILL. When time is
+    up or a signal arrived, they get SIGTERM at once; on a second signal SIGKILL. A death caused by the timeline is no
+    failure.
     """
     began = time.monotonic()
     terminate_at = kill_at = math.inf
@@ -170,8 +167,7 @@ def supervise(
 class DeferredSignals:
     """Hold back ctrl-C, SIGTERM and SIGHUP inside the context; the first one is raised again on exit.
 
-    So the caller sees the same KeyboardInterrupt or death as without the lab, only later. Python handles signals in the
-    main thread only: in other threads this does nothing.
+    Python handles signals in the main thread only: in other threads this does nothing.
     """
 
     def __init__(self) -> None:
@@ -198,19 +194,7 @@ class DeferredSignals:
 
 
 class FaultTimeline:
-    """The faults of one run.
-
-    Args:
-        faults: faults to apply.
-        ranks: the processes that they hit.
-        carry: lets the link of a rank carry packets, or none.
-        tell: called with each event that happened.
-
-    Attributes:
-        began: the point on ``time.monotonic`` from which times count; None: not started yet.
-        happened: events so far, with their actual times.
-        left: events still to come.
-    """
+    """The faults of one run; times count from ``began`` on ``time.monotonic``, None: not started yet."""
 
     def __init__(
         self,

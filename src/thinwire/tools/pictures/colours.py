@@ -35,11 +35,7 @@ _SAME = {"dense": "ssgd", "s-sgd": "ssgd"}
 
 
 class Colours:
-    """Gives every name a colour: its method's, or the next free one; variants side by side are shades of it.
-
-    Args:
-        groups: the labels of each result; all labels that will be requested.
-    """
+    """One colour per name: its method's, or the next free one; variants side by side are shades of it."""
 
     def __init__(self, groups: Iterable[Iterable[str]]) -> None:
         sides = [list(dict.fromkeys(map(_variant, labels))) for labels in groups]

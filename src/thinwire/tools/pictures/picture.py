@@ -224,11 +224,6 @@ def save_png(figure: Any, path: Path) -> None:
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, without a display.
-
-    Raises:
-        ValueError: it is not installed.
-    """
     try:
         import matplotlib
 
@@ -240,11 +235,6 @@ def pyplot() -> Any:
 
 
 def plotly() -> Any:
-    """Return plotly's graph objects.
-
-    Raises:
-        ValueError: it is not installed.
-    """
     try:
         import plotly.graph_objects as go
     except ImportError as error:

@@ -12,11 +12,7 @@ _Kind = TypeVar("_Kind")
 
 
 def parsed(text: str) -> Any:
-    """Return JSON's content; a whole number that no float can hold is infinite.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Return JSON's content; a whole number that no float can hold is infinite."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
 
 
@@ -68,10 +64,7 @@ def numbers(data: Data, key: str) -> tuple[float, ...]:
 
 
 def filled(kind: type[_Kind], data: Data, **given: Any) -> _Kind:
-    """Return a dataclass of the fields that bear its names, apart from those given; others in ``data`` are left out.
-
-    A text may be missing, and a number that may be None; any other number may not.
-    """
+    """Return a dataclass of its fields in ``data``; only a text, or a number that may be None, may be missing."""
     hints: dict[str, Any] = get_type_hints(kind)
     read = {str: text, bool: lambda data, key: bool(data.get(key)), float: number}
     read[int] = lambda data, key: int(number(data, key))

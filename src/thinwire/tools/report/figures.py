@@ -27,11 +27,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Block:
-    """Everything that belongs to one result. All texts are plain.
-
-    Attributes:
-        legend: of lines and marks in the charts: their look (a class of page.css, or a colour) and their meaning.
-    """
+    """What belongs to one result, in plain texts; ``legend``: (look: a class of page.css or a colour, meaning)."""
 
     heading: str = ""
     lines: tuple[str, ...] = ()
@@ -67,7 +63,6 @@ def stacked(titles: Sequence[str], heights: Sequence[float], gap: float, height:
 
 
 def dress(figure: Any, height: int, **layout: Any) -> Any:
-    """Apply the common layout."""
     font = {"family": FONT, "size": 13}
     figure.update_layout(
         template="none",
@@ -139,7 +134,6 @@ def step_bars(figure: Any, bars: Sequence[StepBar], unit: float, length: int, **
 
 def points(figure: Any, x: Sequence[Any], y: Sequence[str], marker: dict[str, Any], error_x: Any = None,
            **place: int) -> None:  # fmt: skip
-    """Draw marks without words."""
     trace = plotly().Scatter(x=x, y=y, mode="markers", marker=marker, error_x=error_x, hoverinfo="skip")
     figure.add_trace(trace, **place)
 
@@ -155,7 +149,7 @@ def plain(text: str) -> str:
 
 
 def short(text: str, length: int = 34) -> str:
-    """Do the same and cut long texts."""
+    """Escape for plotly, and cut long texts."""
     return plain(text if len(text) <= length else text[: length - 1] + "…")
 
 

@@ -47,17 +47,14 @@ class Inputs:
 
     @property
     def maps(self) -> list[WinnerMap]:
-        """Maps of winners."""
         return self.of(WinnerMap)
 
     @property
     def rankings(self) -> list[MethodRanking]:
-        """Predictions for one cluster."""
         return self.of(MethodRanking)
 
     @property
     def benches(self) -> list[Bench]:
-        """Measured comparisons."""
         return self.of(Bench)
 
     @property
@@ -67,7 +64,6 @@ class Inputs:
 
     @property
     def runs(self) -> list[RunPicture]:
-        """Runs that contain their own picture."""
         return self.of(RunPicture)
 
     def labels(self) -> Iterator[list[str]]:
@@ -111,12 +107,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bench:
-    """A comparison.
-
-    Attributes:
-        rows: without the row that exchanges nothing.
-        answer: the sentences of a race.
-    """
+    """A comparison, without the row that exchanges nothing; ``answer``: the sentences of a race."""
 
     name: str
     describe: str
@@ -134,7 +125,6 @@ class Bench:
 
     @property
     def where(self) -> str:
-        """Model, size, workers and link."""
         link = f"link {self.link}" if self.link else "link without a limit"
         if self.link and not self.emulated:
             link = f"link not emulated (figures for {self.link} are computed)"
@@ -144,13 +134,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class WinnerCell:
-    """The winner at one bandwidth and one number of workers.
-
-    Attributes:
-        winner_exact: the best method that does not change the result.
-        step_seconds: step time of the winner.
-        loss_seconds: the same, times its steps factor.
-    """
+    """``loss_seconds`` are the winner's step times its steps factor."""
 
     winner: str
     winner_exact: str
@@ -197,8 +181,6 @@ class RankedMethod:
 
 @dataclass(frozen=True)
 class MethodRanking:
-    """Methods on one model and one network."""
-
     name: str
     facts: str
     entries: tuple[RankedMethod, ...]

@@ -163,12 +163,7 @@ class StepLog:
 
 
 def step_record(before: Stats, now: Stats, seconds: float) -> dict[str, Any]:
-    """Return what happened between two counts: the figures of a line.
-
-    Args:
-        before, now: counters.
-        seconds: between them.
-    """
+    """Return what happened between two counts, ``seconds`` apart: the figures of a line."""
     record: dict[str, Any] = {"time": time.time(), "seconds": seconds, "steps": now.steps - before.steps}
     for name in COUNTERS:
         record[name] = getattr(now, name) - getattr(before, name)
@@ -204,7 +199,6 @@ def records(text: str) -> list[dict[str, Any]]:
 
 
 def steps_of(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps among records, as ``read_log`` returns them."""
     steps: dict[int, dict[str, Any]] = {}
     for record in found:
         if record.get("kind") == "step" and isinstance(record.get("step"), int):

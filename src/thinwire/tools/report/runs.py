@@ -21,11 +21,6 @@ class RunPicture:
 
 
 def read_run(name: str, data: Data) -> RunPicture:
-    """Read the picture in a result.
-
-    Raises:
-        ValueError: it does not have the format of :class:`Picture`.
-    """
     found = table(data["picture"], "'picture'")
     for line in (line for panel in tables(found, "panels") for line in tables(panel, "lines")):
         points = zip(listed(line, "x"), listed(line, "y"), strict=True)
@@ -71,11 +66,7 @@ def _panels_together(files: Sequence[str], panels: Sequence[Panel]) -> Panel:
 
 
 def read_step_log(name: str, records: Sequence[Any]) -> RunPicture:
-    """Draw what was logged, such as a step's seconds and bytes, over the time since the first record.
-
-    Raises:
-        ValueError: the records are not as :class:`~thinwire.StepLog` writes them.
-    """
+    """Draw what was logged, such as a step's seconds and bytes, over the time since the first record."""
     runs, steps = [record for record in records if record.get("kind") == "run"], steps_of(records)
     try:
         began, method = float(runs[0]["time"]), str(runs[-1]["method"])
@@ -104,11 +95,7 @@ def read_step_log(name: str, records: Sequence[Any]) -> RunPicture:
 
 
 def read_journal(name: str, lines: Sequence[Any]) -> RunPicture:
-    """Draw how many updates each node contributed over time, and the age of its gradients.
-
-    Raises:
-        ValueError: the lines are not as the server writes them.
-    """
+    """Draw how many updates each node contributed over time, and the age of its gradients."""
     nodes: dict[int, tuple[list[float], list[float], list[float]]] = {}
     try:
         for line in lines[1:]:

@@ -21,15 +21,7 @@ _GAP = 0.002  # of the whole length: closer events are drawn as one bar
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step of one rank.
-
-    Attributes:
-        label: "predicted" or "measured", plus other information in the file.
-        rank: the first rank in the file; None if it does not say.
-        ranks: number of ranks in the file.
-        steps: number of steps in the file; ``events`` are those of the first, or of the last that the profiler marked.
-        events: in order of time, from zero.
-    """
+    """One step of the first of ``ranks`` in a file, events from zero; of ``steps``, the first or the last marked."""
 
     name: str
     label: str
@@ -142,7 +134,6 @@ def _lane(phase: str) -> str:
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
-    """Return the events without those that lie within another one of their lane."""
     kept: list[Event] = []
     ends: dict[str, float] = {}
     for event in sorted(events, key=lambda e: (e.start_seconds, -e.duration_seconds)):

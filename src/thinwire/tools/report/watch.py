@@ -25,15 +25,7 @@ _LOCAL = ("127.0.0.1", "localhost")
 
 
 class WatchPage(ThreadingHTTPServer):
-    """Serves the page on this machine's loopback, to anyone on this machine. It is read-only.
-
-    Args:
-        paths: as for ``thinwire report``; files may appear later.
-        port: 0 means a free one.
-
-    Raises:
-        ValueError: plotly is not installed, or the port is taken.
-    """
+    """Serves the page on this machine's loopback, read-only, to anyone on it; files may appear later."""
 
     daemon_threads = True
 

@@ -61,7 +61,6 @@ def resnet18_network(classes: int = 10, width: int = 64) -> nn.Module:
 
 
 def resnet18(classes: int = 10, batch: int = 8, width: int = 64, lr: float = 0.005) -> Workload:
-    """Build the workload: an image is the pattern of its class plus noise."""
     if classes < 2:
         raise ValueError(f"resnet18: classes={classes} must be at least 2")
     patterns = torch.randn(classes, 3, 32, 32, generator=torch.Generator().manual_seed(0))

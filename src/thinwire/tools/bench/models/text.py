@@ -24,18 +24,13 @@ _LEAST = 200_000
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text bytes, as uint8 tensors."""
-
     train: Tensor
     validation: Tensor
 
     def batch(
         self, size: int, length: int, *, step: int, rank: int, validation: bool = False, shares: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Return inputs and next characters, ``(size, length)`` int64 each; the same arguments give the same batch.
-
-        With ``shares`` the text is cut into that many pieces, and the batch is taken from this rank's piece.
-        """
+        """Inputs and next characters, ``(size, length)`` int64; of ``shares`` pieces of the text, this rank's."""
         text = self.validation if validation else self.train
         text = text.tensor_split(shares)[rank % shares]
         starts = torch.randint(text.numel() - length - 1, (size,), generator=draws(step, rank, held_out=validation))
@@ -45,11 +40,7 @@ class Corpus:
 
 @lru_cache(maxsize=2)
 def standard_library(most_bytes: int = 4_000_000, validation_share: float = 0.1) -> Corpus:
-    """Return the sources of the standard library in sorted order, at most ``most_bytes``; the end is held out.
-
-    Raises:
-        ValueError: this Python was installed without its sources.
-    """
+    """Return the sources of the standard library in sorted order, at most ``most_bytes``; the end is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for folder, folders, files in os.walk(root):
@@ -124,10 +115,7 @@ def chargpt(
     fused: bool = True,
     shares: int = 1,
 ) -> Workload:
-    """Build the workload: ``batch`` sequences of ``block`` characters per rank and step; AdamW, fused or default.
-
-    With ``shares`` the training text is cut into that many pieces, and rank r trains on piece r alone (other packages).
-    """
+    """``batch`` sequences of ``block`` characters per rank and step; with ``shares`` rank r trains on piece r alone."""
     if shares < 1:
         raise ValueError(f"chargpt: shares={shares} must be at least 1")
     if width % heads:
@@ -160,11 +148,7 @@ def chargpt(
 
 
 def bert_small(batch: int = 4, length: int = 64, lr: float = 1e-4) -> Workload:
-    """Build the workload: 15 % of the characters are masked and predicted.
-
-    Raises:
-        ValueError: transformers is not installed.
-    """
+    """15 % of the characters are masked and predicted."""
     try:
         from transformers import BertConfig, BertForMaskedLM
     except ImportError as error:

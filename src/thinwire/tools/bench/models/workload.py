@@ -54,7 +54,6 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one dense gradient."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
 
     def held_out_loss(self, rank: int = 0) -> float | None:
