@@ -20,8 +20,7 @@ from rich.table import Table
 
 from thinwire.tools import lab
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import run_session
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, run_session
 from thinwire.tools.bench.summary import summarise
 
 RESULTS = Path(__file__).parent / "results" / "hierarchy.json"

@@ -12,8 +12,7 @@ from typing import Any
 
 from thinwire.tools import lab
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import run_session
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, run_session
 from thinwire.tools.bench.summary import BenchResult, summarise
 
 

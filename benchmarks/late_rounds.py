@@ -19,7 +19,7 @@ from thinwire.core.methods.cast import Cast
 from thinwire.engine.local import Local, rounds
 from thinwire.engine.local.travel import LocalRanks
 from thinwire.tools.bench.models.registry import build_model, loss_of
-from thinwire.tools.bench.race import Trajectory
+from thinwire.tools.bench.race_losses import Trajectory
 
 RESULTS = Path(__file__).parent / "results" / "late_rounds.json"
 MODEL = "chargpt:layers=4:width=144:heads=4:lr=0.0005"

@@ -24,12 +24,9 @@ from rich.table import Table
 import in_lab
 from thinwire.tools import lab
 from thinwire.tools.bench.contenders import dense_ring_bytes
-from thinwire.tools.bench.record import Point
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import run_session
-from thinwire.tools.bench.spec import BenchSpec
-from thinwire.tools.bench.summary import BenchResult, floor
-from thinwire.tools.bench.table import bench_table
+from thinwire.tools.bench.session import BenchSpec, Point, run_session
+from thinwire.tools.bench.summary import BenchResult, bench_table, floor
 
 RESULTS = Path(__file__).parent / "results" / "main_figures.json"
 NONE = float("inf")  # shown without a target

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 import in_lab
-from thinwire.tools.bench.table import bench_table
+from thinwire.tools.bench.summary import bench_table
 
 RESULTS = Path(__file__).parent / "results" / "merge_plans.json"
 RULES = ("none", "4", "25", "single", "mgwfbp", "optimal")

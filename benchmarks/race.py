@@ -19,7 +19,8 @@ from typing import Any
 from thinwire.predict.choose.worth import TABLE
 from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model
-from thinwire.tools.bench.race import StepsFactor, Track, Trajectory, spoken_for, trajectories, tuned
+from thinwire.tools.bench.race_answer import planner_row
+from thinwire.tools.bench.race_losses import StepsFactor, TrainingSetup, Trajectory, steps_factors, trajectories
 from thinwire.tools.bench.rows import Row, parse_rows
 
 SIZES = {
@@ -45,7 +46,7 @@ RESULTS = Path(__file__).parent / "results" / "race.json"
 
 
 def factors(
-    track: Track, rows: tuple[Row, ...], share: float, rates: list[float], tuned_on: list[int]
+    track: TrainingSetup, rows: tuple[Row, ...], share: float, rates: list[float], tuned_on: list[int]
 ) -> dict[str, StepsFactor]:
     """Of every row."""
     launch = functools.partial(lab.run, lab.Cluster.parse(track.workers, 1, None, None))
@@ -56,7 +57,7 @@ def factors(
         return trajectories(track, [row for row in rows if row.label in labels], factor, seed, launch)
 
     labels = [row.label for row in rows]
-    return tuned(run, labels, "ddp", share, reach=2 * track.every, rates=rates, tuned_on=tuned_on)
+    return steps_factors(run, labels, "ddp", share, reach=2 * track.every, rates=rates, tuned_on=tuned_on)
 
 
 def ship(known: list[dict[str, Any]]) -> None:
@@ -68,7 +69,7 @@ def ship(known: list[dict[str, Any]]) -> None:
     for one in (one for one in known if "shares" not in one["track"]["model"] and all_rows <= one["rows"].keys()):
         about = {"elements": one["elements"], "workers": one["track"]["workers"]}
         for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
-            if (said := spoken_for(row)) is not None:
+            if (said := planner_row(row)) is not None:
                 rows.append(said | about | {"factors": one["rows"][row.label]["factors"]})
     lines = ",\n".join(json.dumps(row) for row in rows)
     TABLE.write_text(f'{{"rows": [\n{lines}\n]}}\n')
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="each rank trains on its own share of the text")
     told = parser.parse_args()
     model = SIZES[told.size] + (f":shares={told.workers}" if told.apart else "")
-    track = Track(model, told.workers, told.steps)
+    track = TrainingSetup(model, told.workers, told.steps)
     found = factors(track, parse_rows(told.methods), told.share, told.rates, told.tune_on)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     mine = {"size": told.size, "track": asdict(track), "share": told.share}

@@ -36,7 +36,7 @@ from thinwire.core.program import Method, Topology
 from thinwire.core.program.trace import memory
 from thinwire.engine.controller.planning import make_plan, trace_plan
 from thinwire.engine.parameters import managed_parameters
-from thinwire.tools.bench.models.chargpt import CharGPT
+from thinwire.tools.bench.models.text import CharGPT
 from thinwire.tools.bench.words import split_options
 
 FOLDER = Path(__file__).parent / "methods"

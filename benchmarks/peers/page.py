@@ -11,10 +11,10 @@ from typing import Any
 import store
 from catalogue import TOLLS, TRIED
 
-from thinwire.tools.bench.finish import Finish, Pace, finish
-from thinwire.tools.bench.race import StepsFactor
+from thinwire.tools.bench.race_answer import StepTimes, TimeToLoss, time_to_loss
+from thinwire.tools.bench.race_losses import StepsFactor
 from thinwire.tools.bench.rows import COMPUTE, TORCH_ROWS
-from thinwire.tools.bench.table import megabytes, seconds
+from thinwire.tools.units import megabytes, seconds
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "peers.md"
@@ -221,13 +221,13 @@ def federated(results: Run) -> str:
     return "\n".join(lines)
 
 
-def finishes(trained: Run, clocked: Run) -> dict[str, Finish]:
+def finishes(trained: Run, clocked: Run) -> dict[str, TimeToLoss]:
     """Of every row that was timed on one network, by label: steps to DDP's loss times seconds of a step."""
     made = {}
     for label, pace in clocked["paces"].items():
         row = trained["rows"][label]
         worth = StepsFactor(row["rate"], tuple(row["factors"]))
-        made[label] = finish(label, Pace(**pace), clocked["compute_seconds"], worth, trained["steps"])
+        made[label] = time_to_loss(label, StepTimes(**pace), clocked["compute_seconds"], worth, trained["steps"])
     return made
 
 

@@ -24,10 +24,8 @@ import torch
 from catalogue import INSTALLED, LINKS, SIZES, WORKERS, Size
 
 from thinwire.tools import lab
-from thinwire.tools.bench.record import RowRecord, seconds_to
 from thinwire.tools.bench.rows import COMPUTE
-from thinwire.tools.bench.session import BenchError, run_session
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchError, BenchSpec, RowRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import summarise
 
 

@@ -21,11 +21,10 @@ from typing import Any
 from catalogue import BASELINE, TOLLS, trained_as
 
 from thinwire.tools import lab
-from thinwire.tools.bench.finish import pace_of
-from thinwire.tools.bench.race import Track
+from thinwire.tools.bench.race_answer import step_times
+from thinwire.tools.bench.race_losses import TrainingSetup
 from thinwire.tools.bench.rows import COMPUTE, Row
-from thinwire.tools.bench.session import run_session
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, run_session
 
 sys.path.append(str(Path(__file__).parents[1]))
 from race import factors
@@ -38,7 +37,7 @@ TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes wh
 def train(name: str, known: dict[str, Any]) -> dict[str, Any]:
     """Steps to DDP's loss of every row, over DDP's; ``known``: what is recorded of some of them."""
     asked = TOLLS[name]
-    track = Track(asked.model, asked.workers, STEPS)
+    track = TrainingSetup(asked.model, asked.workers, STEPS)
 
     def learn(rows: tuple[Row, ...], rates: list[float]) -> None:
         missing = [row for row in rows if row.label not in known]
@@ -70,7 +69,7 @@ def clock(name: str, link: str) -> dict[str, Any]:
     load = round(os.getloadavg()[0], 1)
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, link, None)))
     compute = next(row for row in record.rows if row.kind == COMPUTE)
-    paces = {row.label: asdict(pace_of(row, TURNS, compute)) for row in record.rows if row is not compute}
+    paces = {row.label: asdict(step_times(row, TURNS, compute)) for row in record.rows if row is not compute}
     return {
         "name": name, "link": link, "emulated": launched.emulated, "note": launched.note, "load_before": load,
         "compute_seconds": statistics.median(compute.step_seconds), "paces": paces,

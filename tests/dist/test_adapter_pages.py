@@ -1,9 +1,9 @@
 """Runs what pages show on so many real ranks: blocks under ``<!-- tested on N ranks -->``."""
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -50,13 +50,39 @@ def test_blocks_run_on_ranks(name, tmp_path):
         assert "tw" in names
 
 
+def _as_script(rank, size, code, folder, environment):
+    """Run it as torchrun would, in a rank that is there already. Returns what it printed."""
+    import torch.distributed as dist
+
+    os.environ.update(environment)
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir("/")
+        for name in environment:
+            del os.environ[name]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return out.getvalue()
+
+
+def test_the_whole_script_runs_on_two_ranks_with_readmes_two_lines(tmp_path):
+    page = (DOCS / "script.md").read_text()
+    script = re.findall(r"^<!-- tested -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[-1]
+    (lines,) = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
+    assert all(line in script for line in lines.splitlines())
+    said = run(_as_script, 2, script, str(tmp_path), {}, init=False)[0]
+    assert "powersgd:" in said
+    assert "one rank only" not in said
+
+
 def test_fabric_takes_attach_to_the_bare_model_or_the_hook(tmp_path):
     pytest.importorskip("lightning")
     page = (DOCS / "adapters/ddp.md").read_text()
     (block,) = re.findall(r"<!-- tested under Fabric -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    script = tmp_path / "train.py"
-    script.write_text(block + "print(f'steps {sync.stats().steps} {hook[0].stats().steps}', flush=True)\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.count("steps 4 1") == 2
+    code = block + "print(f'steps {sync.stats().steps} {hook[0].stats().steps}', flush=True)\n"
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"}
+    for said in run(_as_script, 2, code, str(tmp_path), torchrun, init=False):
+        assert "steps 4 1" in said

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from spawned import run
 from thinwire.core.events import event_in
+from thinwire.core.records import made
 from thinwire.tools.bench import worker
 from thinwire.tools.bench.contenders import UNUSED
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
-from thinwire.tools.bench.record import RowRecord, seconds_to
 from thinwire.tools.bench.rows import Row, parse_rows
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, RowRecord, seconds_to
 from thinwire.tools.bench.trainer import Trainer
 
 pytestmark = pytest.mark.dist
@@ -82,7 +82,7 @@ def _late(rank, size, curves):
             BenchSpec(MODEL, rows, size, every=4, steps=16, rounds=1, warmup=0, operation_seconds=20, **told)
         )
     events = [event_in(line)[0] for line in out.getvalue().splitlines()]
-    trained = [RowRecord.from_data(event["trained"]) for event in events if "trained" in event]
+    trained = [made(RowRecord, event["trained"]) for event in events if "trained" in event]
     trains = [row for row in record.rows if row.kind != "compute"]
     # Said as each row ends, by the rank that is listened to, as an interrupted race goes on from there.
     assert [(row.label, row.curve) for row in trained] == [

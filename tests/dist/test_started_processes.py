@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import thinwire
+from thinwire.core.events import python
 
 pytestmark = [
     pytest.mark.dist,
@@ -11,7 +15,7 @@ pytestmark = [
 ]
 VERBS = {
     "probe": ["probe", "--max-bytes", "8192", "--seconds", "0.5"],
-    "profile": ["profile", "mlp:width=16", "--ranks", "2", "--steps", "1", "--warmup", "0"],
+    "profile": ["profile", "mlp:width=16", "--workers", "2", "--steps", "1", "--warmup", "0"],
     "bench": ["bench", "--model", "mlp:width=16", "--methods", "ssgd", "--steps", "2", "--warmup", "0"],
     "ps": ["ps", "run", "--model", "mlp:width=16", "--nodes", "1", "--workers", "2", "--updates", "2"],
 }
@@ -34,9 +38,30 @@ def verb(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "ps" else []) for name in VERBS]
-)
+def test_python_is_started_by_nobody_but_the_function_that_looks_elsewhere():
+    """The lab's own two are isolated (``-I``), and Flower's only say where its scripts lie."""
+    package = Path(thinwire.__file__).parent
+    found = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "sys.executable" in path.read_text()
+    }
+    assert found == {
+        "core/events.py",
+        "tools/lab/ranks.py",
+        "tools/lab/network.py",
+        "systems/federated/flower/deploy.py",
+    }
+
+
+def test_a_file_with_a_name_of_the_standard_library_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the one of the standard library')\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(python("-c", "import random"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERBS)
 def test_files_with_names_of_the_standard_library_disturb_no_verb(verb, name):
     done = verb(*VERBS[name])
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ from thinwire.adapters.ddp import ddp_hook
 from thinwire.systems.kfac import KFAC, Variant
 from thinwire.systems.optim import LAMB, LARS
 from thinwire.tools.bench.device import prepare_rank, rank_device
-from thinwire.tools.bench.models.chargpt import CharGPT
+from thinwire.tools.bench.models.text import CharGPT
 
 STEPS, LETTERS = 12, 256
 

@@ -6,31 +6,31 @@ import pytest
 from wires import namespaces
 
 from thinwire.tools import lab
-from thinwire.tools.lab.access import find_mode
+from thinwire.tools.lab.network import find_mode
+
+
+def force(mode, monkeypatch):
+    monkeypatch.setenv("THINWIRE_LAB_MODE", mode)
+    found, why = find_mode()
+    if found != mode:
+        pytest.skip(f"network namespaces are not to be had here as {mode}: {why}")
+    return mode
 
 
 @pytest.fixture(params=["root", "user"])
 def mode(request, monkeypatch):
     """Force one mode after the other; skip those that the machine refuses."""
-    monkeypatch.setenv("THINWIRE_LAB_MODE", request.param)
-    found, why = find_mode()
-    if found != request.param:
-        pytest.skip(f"network namespaces are not to be had here as {request.param}: {why}")
-    return request.param
+    return force(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["best", *(pytest.param(name, marks=pytest.mark.slow) for name in ("root", "user"))])
 def any_mode(request, monkeypatch):
-    """The best mode that this machine grants; each of them only in the long run, where a test takes many seconds."""
-    if request.param == "best":
-        if lab.available() == "loopback":
-            pytest.skip("network namespaces are not to be had here")
-        return lab.available()
-    monkeypatch.setenv("THINWIRE_LAB_MODE", request.param)
-    found, why = find_mode()
-    if found != request.param:
-        pytest.skip(f"network namespaces are not to be had here as {request.param}: {why}")
-    return request.param
+    """The best mode that this machine grants; each of them only in the long run, where rights change little."""
+    if request.param != "best":
+        return force(request.param, monkeypatch)
+    if lab.available() == "loopback":
+        pytest.skip("network namespaces are not to be had here")
+    return lab.available()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from thinwire.predict.measure.network import gloo_choice
 from thinwire.tools.doctor import collect_facts
-from thinwire.tools.lab.shell import tool
+from thinwire.tools.lab.network import tool
 
 NAME = socket.gethostname()
 SETUP = """

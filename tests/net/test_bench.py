@@ -23,7 +23,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
     if lab.available() == "loopback":
         pytest.skip("network namespaces are not to be had here")
     methods = "ddp,ddp-best:buckets=1/25,ssgd,cast,torch-powersgd,acp:rank=2"
-    code, result = bench("--link", "50mbit", "--rounds", "2", "--methods", methods)
+    code, result = bench("--link", "100mbit", "--rounds", "1", "--methods", methods)
     rows = {row["label"]: row for row in result["rows"]}
     assert code == 0
     assert not [row["error"] for row in rows.values() if row["error"]]
@@ -32,13 +32,14 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
         assert rows[label]["bytes_per_step"] == pytest.approx(share * PAYLOAD, rel=0.08), label
     assert rows["acp rank=2"]["bytes_per_step"] < 0.1 * PAYLOAD
     assert rows["compute"]["bytes_per_step"] < 0.01 * PAYLOAD
-    assert result["floor_seconds"] >= PAYLOAD * 8 / 50e6
+    assert result["floor_seconds"] >= PAYLOAD * 8 / 100e6
     assert rows["ssgd"]["step_seconds"] > 0.8 * result["floor_seconds"]
     assert rows["ddp"]["loss"] == pytest.approx(rows["ssgd"]["loss"], rel=1e-4)
     assert rows["ddp"]["speedup"] == 1.0
     assert re.search(r", TCP with \w+$", result["note"])
 
 
+@pytest.mark.slow  # what it adds to tests/unit/bench/test_session.py is the ranks
 def test_a_model_that_cannot_be_built_is_one_sentence():
     result = CliRunner().invoke(app, ["bench", "--model", "chargpt:layers=1:width=65", "--methods", "ddp"])
     assert result.exit_code == 1

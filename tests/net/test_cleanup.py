@@ -10,9 +10,8 @@ import pytest
 from wires import CLI, collect, namespaces, runs, wait_until
 
 from thinwire.tools import lab
-from thinwire.tools.lab import cleanup
-from thinwire.tools.lab.network import Network
-from thinwire.tools.lab.shell import tool
+from thinwire.tools.lab import network
+from thinwire.tools.lab.network import Network, tool
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
@@ -103,7 +102,7 @@ def test_clean_spares_the_living_unless_told(mode, running, monkeypatch):
     assert not set(before) & set(lab.clean())
     assert namespaces(process.pid) == before
     # Not those of other people's runs on this machine.
-    monkeypatch.setattr(cleanup, "NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
+    monkeypatch.setattr(network, "NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
     assert sorted(lab.clean(all=True)) == sorted(before)
     assert process.wait(timeout=120) != 0
     assert not any(map(runs, pids))

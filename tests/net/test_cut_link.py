@@ -19,7 +19,7 @@ while os.environ["RANK"] == "1" and found[-3:] != ["1", "0", "1"]:
 """
 
 
-def test_a_cut_link_carries_nothing_and_then_carries_again(mode):
+def test_a_cut_link_carries_nothing_and_then_carries_again(any_mode):
     cuts = ["1:1s:500ms", "1:3s:1s", "1:8s:5s", "1:20s:10s"]  # the first that a busy machine sees begin and end
     faults = lab.parse_pauses("cut", cuts)
     result, lines = collect(lab.Cluster(2), [sys.executable, "-c", WATCH], timeout_seconds=60, faults=faults)

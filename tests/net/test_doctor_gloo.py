@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.tools import lab
-from thinwire.tools.lab.shell import tool
+from thinwire.tools.lab.network import tool
 
 pytestmark = [pytest.mark.net, pytest.mark.dist]
 

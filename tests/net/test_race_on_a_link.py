@@ -8,7 +8,7 @@ from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.predict.choose.worth import read_worth
 from thinwire.tools import lab
-from thinwire.tools.bench import halving
+from thinwire.tools.bench import race_losses
 from thinwire.tools.cli.main import app
 from thinwire.tools.report import read_files
 from verbs import CliRunner
@@ -40,8 +40,8 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "small_racer.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(halving, "RATES", (1.0,))  # each rate is a session of ranks
-    monkeypatch.setattr(halving, "MOST", 96)
+    monkeypatch.setattr(race_losses, "RATES", (1.0,))  # each rate is a session of ranks
+    monkeypatch.setattr(race_losses, "MOST", 96)
     return tmp_path
 
 

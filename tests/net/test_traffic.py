@@ -9,7 +9,7 @@ from wires import collect
 
 from thinwire.tools import lab
 from thinwire.tools.cli.main import app as cli
-from thinwire.tools.lab.shell import tool
+from thinwire.tools.lab.network import tool
 from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
@@ -36,7 +36,7 @@ def between(low, value, high):
     assert low <= value <= high
 
 
-def test_two_ranks_talk_over_gloo(mode):
+def test_two_ranks_talk_over_gloo(any_mode):
     result, lines = collect(lab.Cluster.parse(2, 1, "1gbit"), [sys.executable, "-c", GLOO], timeout_seconds=250)
     assert result.exit_codes == (0, 0), lines
     assert lines == [["3.0 3.0"]] * 2
@@ -47,7 +47,7 @@ def test_two_ranks_talk_over_gloo(mode):
 
 
 @pytest.mark.parametrize("link", [None, "100mbit"])
-def test_counters_are_payload_and_little_more(mode, link):
+def test_counters_are_payload_and_little_more(any_mode, link):
     result, lines = traffic(lab.Cluster.parse(3, 1, link), "to-zero", "bytes", 3_000_000)
     one, two = lines[1][0], lines[2][0]
     assert sum(lines[0]) == one + two
@@ -60,7 +60,7 @@ def test_counters_are_payload_and_little_more(mode, link):
     assert max(result.sent_bytes[0], *result.received_bytes[1:]) < 0.1 * one + 10_000  # acknowledgements
 
 
-def test_ranks_of_a_node_do_not_use_its_link(mode):
+def test_ranks_of_a_node_do_not_use_its_link(any_mode):
     result, lines = traffic(lab.Cluster.parse(2, 2, "1mbit"), "to-zero", "bytes", 3_000_000)
     assert sum(lines[0]) >= 3_000_000
     assert len(result.sent_bytes) == 1
@@ -68,7 +68,7 @@ def test_ranks_of_a_node_do_not_use_its_link(mode):
 
 
 @pytest.mark.parametrize("direction", ["to-zero", "from-zero"])
-def test_links_of_different_rates(mode, direction):
+def test_links_of_different_rates(any_mode, direction):
     cluster = lab.Cluster.parse(3, 1, "unlimited,20mbit,2mbit")
     for seconds in (1, 4, 16):  # on a busy machine the sender of the faster link may hardly run at first
         result, _ = traffic(cluster, direction, "seconds", seconds)
@@ -81,7 +81,7 @@ def test_links_of_different_rates(mode, direction):
     pytest.fail(f"node 1 has ten times the rate of node 2 and sent no more: {counts}")
 
 
-def test_nodes_have_names_and_the_machine_keeps_its_own(mode):
+def test_nodes_have_names_and_the_machine_keeps_its_own(any_mode):
     before = Path("/etc/hosts").read_text()
     code = "import socket; n = socket.gethostbyname; print(n('node0'), n('node1'), n(socket.gethostname()))"
     _, lines = collect(lab.Cluster(2), [sys.executable, "-c", code])
@@ -89,7 +89,7 @@ def test_nodes_have_names_and_the_machine_keeps_its_own(mode):
     assert Path("/etc/hosts").read_text() == before
 
 
-def test_each_node_has_its_own_rate(mode):
+def test_each_node_has_its_own_rate(any_mode):
     result, lines = collect(lab.Cluster.parse(4, 2, "1gbit,100mbit"), [tool("tc"), "qdisc", "show", "dev", "eth0"])
     assert result.exit_code == 0
     for rank, rate in enumerate(["1Gbit", "1Gbit", "100Mbit", "100Mbit"]):
@@ -97,7 +97,7 @@ def test_each_node_has_its_own_rate(mode):
         assert f" rate {rate} " in lines[rank][0]
 
 
-def test_a_delay_is_emulated_or_refused_in_one_sentence(mode):
+def test_a_delay_is_emulated_or_refused_in_one_sentence(any_mode):
     cluster = lab.Cluster.parse(2, 1, "100mbit", "2ms")
     refusal = ""
     try:
@@ -131,7 +131,7 @@ print(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\
 
 
 @pytest.mark.parametrize("wanted", [None, ("no-such", "reno"), ("no-such",)])
-def test_the_lab_says_which_congestion_control_its_sockets_have(mode, wanted, monkeypatch):
+def test_the_lab_says_which_congestion_control_its_sockets_have(any_mode, wanted, monkeypatch):
     own, known = (Path(f"/proc/sys/net/ipv4/tcp_{name}congestion_control").read_text() for name in ("", "available_"))
     if wanted:
         monkeypatch.setattr("thinwire.tools.lab.network.CONGESTION_CONTROLS", wanted)
@@ -146,7 +146,7 @@ def test_the_lab_says_which_congestion_control_its_sockets_have(mode, wanted, mo
     assert Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text() == own
 
 
-def test_doctor_says_which_congestion_control_the_lab_has(mode):
+def test_doctor_says_which_congestion_control_the_lab_has(any_mode):
     result, _ = collect(lab.Cluster(2), ["true"])
     answer = CliRunner().invoke(cli, ["doctor", "--json"])
     assert json.loads(answer.stdout)["lab_congestion_control"] == result.congestion_control

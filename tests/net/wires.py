@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from thinwire.tools import lab
-from thinwire.tools.lab.shell import tool
+from thinwire.tools.lab.network import tool
 
 CLI = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "lab"]
 

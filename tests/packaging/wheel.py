@@ -14,8 +14,12 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_TEMPLATE = "thinwire/federated/template/README.md"
-IN_THE_WHEEL = ("thinwire/py.typed", "thinwire/report/page.css", "thinwire/cli/main.py", _TEMPLATE)
+IN_THE_WHEEL = (
+    "thinwire/py.typed",
+    "thinwire/tools/report/page.css",
+    "thinwire/tools/cli/main.py",
+    "thinwire/systems/federated/template/README.md",
+)
 IN_THE_SDIST = ("pyproject.toml", "README.md", "LICENSE", "src/thinwire/py.typed", "tests/spawned.py")
 TRY = """
 import torch, thinwire as tw

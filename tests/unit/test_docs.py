@@ -2,9 +2,7 @@
 
 import doctest
 import importlib
-import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -139,19 +137,3 @@ def test_links_lead_somewhere():
 @pytest.mark.parametrize("marker", ["<!-- demo-table -->", "<!-- /demo-table -->"])
 def test_readme_has_the_place_of_the_results(marker):
     assert (ROOT / "README.md").read_text().count(marker) == 1
-
-
-@pytest.mark.dist
-def test_the_whole_script_runs_on_two_ranks_with_readmes_two_lines(tmp_path):
-    script = blocks(ROOT / "docs/script.md")[-1][1]
-    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert all(line in script for line in lines.splitlines())
-    (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "powersgd:" in done.stdout
-    assert "one rank only" not in done.stdout

@@ -60,8 +60,7 @@ def test_the_package_is_typed():
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"),
-    [("thinwire p", ["probe", "profile", "plan", "ps"]), ("thinwire lab r", ["run"])],
+    ("typed", "offered"), [("thinwire p", ["probe", "profile", "plan", "ps"]), ("thinwire lab r", ["run"])]
 )
 def test_the_shell_completes(typed, offered):
     words = {"_THINWIRE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}

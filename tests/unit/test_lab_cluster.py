@@ -1,7 +1,47 @@
+"""The shape of a cluster: rates and delays as they are written, links, cores."""
+
+import os
+import sys
+
 import pytest
 
-from thinwire.tools.lab import Cluster, LabError
-from thinwire.tools.lab.link import LinkSpec
+from thinwire.tools import lab
+from thinwire.tools.lab import Cluster, LabError, format_rate, parse_delay, parse_rate
+from thinwire.tools.lab.cluster import LinkSpec
+from thinwire.tools.lab.ranks import own_cores
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1gbit", 10**9), ("100mbit", 10**8), ("2.5gbit", 2_500_000_000), (" 10GBit ", 10**10), ("512kbit", 512_000),
+     ("1000000bit", 10**6), ("0.4tbit", 4 * 10**11)],
+)  # fmt: skip
+def test_rates_are_read(text, rate):
+    assert parse_rate(text) == rate
+
+
+WRONG_RATES = ("", "fast", "1", "1 gbit", "1gb", "-1gbit", "1e3mbit", "gbit", "1gbit2", "1,5gbit", "99kbit", "2tbit",
+               "0gbit", "\u0661gbit", "100mbps")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG_RATES)
+def test_what_is_no_rate_is_refused_with_an_example(text):
+    with pytest.raises(LabError, match="use 100mbit" if text == "100mbps" else r"use .*\dg?m?bit"):
+        parse_rate(text)  # bps: in tc, that means bytes
+
+
+def test_writing_a_rate_is_the_inverse_of_reading_it():
+    for text in ("1gbit", "100mbit", "2.5gbit", "10gbit", "1tbit", "1.544mbit", "100kbit", "123456.789kbit"):
+        assert format_rate(parse_rate(text)) == text
+    assert format_rate(None) == "unlimited"
+
+
+def test_delays_are_read_and_what_is_none_is_refused_with_an_example():
+    for text, seconds in (("1ms", 1e-3), ("250us", 250e-6), ("0.05s", 0.05), ("0", 0.0), ("0ms", 0.0)):
+        assert parse_delay(text) == pytest.approx(seconds)
+    for text in ("", "1", "ms", "1m", "-1ms", "11s", "soon"):
+        with pytest.raises(LabError, match="use for example 1ms"):
+            parse_delay(text)
 
 
 def test_one_link_serves_all_nodes():
@@ -70,3 +110,28 @@ def test_lines_for_tc():
     ]
     assert delayed.egress_of_switch("p") == LinkSpec(10**9).egress_of_switch("p")
     assert len(LinkSpec(None, 1e-3).egress_of_node("eth0")) == 1
+
+
+@pytest.mark.parametrize("nodes", range(1, 9))
+@pytest.mark.parametrize("cores", [(0,), (0, 1), (2, 3, 5, 7), tuple(range(16))])
+def test_every_node_has_as_much_as_any_other(nodes, cores):
+    dealt = [own_cores(node, nodes, cores) for node in range(nodes)]
+    used = [core for own in dealt for core in own]
+    assert set(used) <= set(cores)
+    assert len({len(own) for own in dealt}) == 1
+    assert dealt[0]
+    counts = [used.count(core) for core in set(used)]
+    assert max(counts) - min(counts) <= 1
+    if nodes <= len(cores):
+        assert max(counts) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not tie processes to cores")
+@pytest.mark.parametrize("share", [False, True])
+def test_ranks_see_the_cores_of_their_node(share):
+    lines, all_cores = {}, sorted(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    result = lab.run(lab.Cluster(2), command, on_line=lambda rank, line: lines.update({rank: line}), share_cores=share)
+    assert result.exit_code == 0
+    for node in range(2):
+        assert lines[node] == str(all_cores if share else list(own_cores(node, 2, all_cores)))

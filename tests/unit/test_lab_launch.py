@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -16,7 +15,7 @@ import pytest
 
 from thinwire.tools import lab
 from thinwire.tools.cli.main import app
-from thinwire.tools.lab.environment import rank_environment
+from thinwire.tools.lab.ranks import rank_environment
 from verbs import CliRunner
 
 
@@ -192,34 +191,6 @@ def test_sigint_is_raised_again_after_the_end():
         lab.run(lab.Cluster(1), ["sh", "-c", "echo $$; exec sleep 60"], on_line=interrupt)
     assert signal.getsignal(signal.SIGINT) is former
     assert not runs(pids[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--workers", "3", "--ranks-per-node", "2", "--", "true"], "not a multiple"),
-        (["--link", "1gb", "--", "true"], "link rate '1gb'"),
-        (["--link", "1gbit,1gbit", "--", "true"], "2 links for 4 nodes"),
-        (["--delay", "x", "--", "true"], "delay 'x'"),
-        (["--master-port", "70000", "--", "true"], "master port 70000"),
-        (["--grace", "-1", "--", "true"], "grace must not be negative"),
-        (["--grace", "nan", "--", "true"], "grace must not be negative"),
-        (["--timeout", "nan", "--", "true"], "the timeout must be positive"),
-        (["--workers", "2"], "no command to run"),
-        (["--", "no-such-command"], "command 'no-such-command' does not exist"),
-        (["--", "/"], "command '/' does not exist or cannot"),
-        (
-            ["--", sys.executable, "-X", "dev", "-u", "no_such_script.py", "--lr", "1"],
-            "script 'no_such_script.py' does not",
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2(arguments, complaint):
-    answer = CliRunner().invoke(app, ["lab", "run", *arguments])
-    assert answer.exit_code == 2
-    assert answer.stdout == ""
-    assert re.fullmatch(r"error: [^\n]+\n", answer.stderr)
-    assert complaint in answer.stderr
 
 
 @pytest.mark.parametrize("options", [["-c", "pass"], ["-uc", "pass"], ["-m", "this"]])

@@ -9,10 +9,10 @@ from torch import nn
 
 from thinwire.tools.bench.device import check_device, place_of, prepare_rank, rank_device
 from thinwire.tools.bench.models.registry import build_model
-from thinwire.tools.bench.race_times import RaceSpec
+from thinwire.tools.bench.race import RaceSpec
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.lab.cluster import Cluster
-from thinwire.tools.lab.environment import rank_environment
+from thinwire.tools.lab.ranks import rank_environment
 
 
 @pytest.fixture

@@ -6,11 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.tools.bench.halving import BASE, ENOUGH, FEWEST, MOST, Budget, fit, halve, kept
-from thinwire.tools.bench.race import StepsFactor, Trajectory
+from thinwire.tools.bench.race_losses import (
+    BASE,
+    ENOUGH,
+    FEWEST,
+    MOST,
+    StepsFactor,
+    TrainingBudget,
+    Trajectory,
+    fit,
+    halve,
+    kept,
+)
 
 STEPS = 96
-PLAIN = Budget(STEPS, (1.0,), 3)
+PLAIN = TrainingBudget(STEPS, (1.0,), 3)
 
 
 def falling(slope, steps=STEPS):
@@ -43,7 +53,7 @@ def seconds_of(steps):
 def test_the_best_is_never_dropped_where_every_seed_shows_it(rows, seeds):
     needs = {f"row {i}": factor for i, (factor, _) in enumerate(rows)}
     steps = {f"row {i}": step for i, (_, step) in enumerate(rows)}
-    found = halve(Made(needs), list(needs), seconds_of(steps), Budget(STEPS, (1.0,), seeds))
+    found = halve(Made(needs), list(needs), seconds_of(steps), TrainingBudget(STEPS, (1.0,), seeds))
     assert set(found) == {BASE, *needs}
     best = min(needs, key=lambda label: found[label].median * steps[label])
     assert found[best].median * steps[best] == pytest.approx(min(needs[n] * steps[n] for n in needs), rel=0.02)
@@ -71,7 +81,7 @@ def test_a_short_step_saves_who_needs_more_of_them():
 
 
 def test_rates_are_tried_on_seed_0_and_rows_compared_on_others():
-    needs, budget = {"a": 1.0, "b": 1.2, "c": 1.4}, Budget(STEPS, (0.5, 1.0, 2.0), 2)
+    needs, budget = {"a": 1.0, "b": 1.2, "c": 1.4}, TrainingBudget(STEPS, (0.5, 1.0, 2.0), 2)
     made = Made(needs, {"a": 2.0, BASE: 0.5})
     found = halve(made, list(needs), seconds_of(dict.fromkeys(needs, 1.0)), budget)
     assert (found["a"].rate, found["b"].rate, found[BASE].rate) == (2.0, 1.0, 0.5)
@@ -119,7 +129,7 @@ def cost(budget, base, others, start):
 def test_what_is_trained_fits_into_the_seconds(base, others, seconds, start, seeds):
     budget = fit(base, others, seconds, start=start, seeds=seeds)
     if budget is None:
-        assert cost(Budget(FEWEST, (1.0,), seeds or 1), base, others, start) > seconds
+        assert cost(TrainingBudget(FEWEST, (1.0,), seeds or 1), base, others, start) > seconds
     else:
         assert FEWEST <= budget.steps <= MOST
         assert cost(budget, base, others, start) <= seconds

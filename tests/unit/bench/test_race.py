@@ -5,11 +5,12 @@ from dataclasses import asdict
 
 import pytest
 
-from thinwire.tools.bench import race
-from thinwire.tools.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
-from thinwire.tools.bench.record import Point, RowRecord, RunRecord
+from thinwire.core.pricing.profiles import builtin
+from thinwire.tools.bench import race_losses
+from thinwire.tools.bench.race_losses import StepsFactor, TrainingSetup, Trajectory, steps_factors, trajectories
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import BenchError
+from thinwire.tools.bench.session import BenchError, Point, RowRecord, RunRecord
+from thinwire.tools.bench.words import PACKAGE, is_users
 
 FALLING = Trajectory((0, 10, 20, 30), (4.0, 3.0, 2.5, 2.5))
 
@@ -49,7 +50,7 @@ def test_who_is_judged_seldom_is_not_smoothed_wider():
         steps = {"ddp": range(0, 400, 8), "seldom": range(0, 400, 32)}
         return {label: Trajectory(tuple(steps[label]), tuple(100 / (50 + s) for s in steps[label])) for label in labels}
 
-    found = tuned(run, ["ddp", "seldom"], "ddp", 0.6, reach=16, rates=(1.0,))
+    found = steps_factors(run, ["ddp", "seldom"], "ddp", 0.6, reach=16, rates=(1.0,))
     assert found["seldom"].factors == pytest.approx((1.0,) * 3, abs=0.01)
 
 
@@ -63,7 +64,7 @@ def test_a_row_that_trains_longer_does_not_move_the_target():
             label: Trajectory(steps[label], tuple(200.0 - s + behind[label] for s in steps[label])) for label in labels
         }
 
-    found = tuned(run, ["ddp", "late"], "ddp", 0.6, reach=0, rates=(1.0,))
+    found = steps_factors(run, ["ddp", "late"], "ddp", 0.6, reach=0, rates=(1.0,))
     assert found["late"].median == pytest.approx(70 / 60)
 
 
@@ -81,7 +82,7 @@ def test_rows_are_tuned_alike_and_compared_on_other_seeds():
                   "never": 0.0}  # fmt: skip
         return {label: falling(slopes[label], start=4.0 + seed) for label in labels}
 
-    found = tuned(run, ["ddp", "other", "never"], "ddp", 0.4, reach=20, rates=(1.0, 2.0, 4.0))
+    found = steps_factors(run, ["ddp", "other", "never"], "ddp", 0.4, reach=20, rates=(1.0, 2.0, 4.0))
     assert found["ddp"] == StepsFactor(2.0, (1.0, 1.0, 1.0))
     assert found["other"].rate == 1.0
     assert found["other"].factors == pytest.approx((1.25, 1.25, 1.25))
@@ -96,8 +97,8 @@ def test_a_rate_that_one_seed_bears_by_luck_is_not_taken():
     def run(labels, rate, seed):
         return {label: falling({1.0: 0.01, 2.0: 0.012 if seed == 0 else 0.004}[rate]) for label in labels}
 
-    by_one = tuned(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0, 2.0))
-    by_three = tuned(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0, 2.0), tuned_on=(0, 1, 2))
+    by_one = steps_factors(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0, 2.0))
+    by_three = steps_factors(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0, 2.0), tuned_on=(0, 1, 2))
     assert {one.rate for one in by_one.values()} == {2.0}
     assert {one.rate for one in by_three.values()} == {1.0}
 
@@ -109,7 +110,7 @@ def test_where_there_is_one_rate_no_seed_is_trained_to_choose_it():
         asked.append(seed)
         return {label: falling({"ddp": 0.01, "other": 0.008}[label]) for label in labels}
 
-    found = tuned(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0,))
+    found = steps_factors(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0,))
     assert found["other"].factors == pytest.approx((1.25, 1.25, 1.25))
     assert set(asked) == {1, 2, 3}
 
@@ -132,8 +133,8 @@ def test_trajectories_are_trained_once(tmp_path, monkeypatch):
             rows.append(RowRecord(row.label, row.kind, curve=curve, error="it broke" if row.label == "acp" else ""))
         return RunRecord("a model", 1, 1, 4, 2, None, rows), None
 
-    monkeypatch.setattr(race, "run_session", session)
-    track, rows = Track("mlp", steps=8), parse_rows("ddp,ssgd,acp")
+    monkeypatch.setattr(race_losses, "run_session", session)
+    track, rows = TrainingSetup("mlp", steps=8), parse_rows("ddp,ssgd,acp")
     found = trajectories(track, rows, 2.0, 5, None, folder=tmp_path)
     assert list(found) == ["ddp", "ssgd", "acp"]
     assert found["ddp"] == Trajectory((0, 8), (4.0, 3.0))
@@ -143,8 +144,8 @@ def test_trajectories_are_trained_once(tmp_path, monkeypatch):
     assert asked[1:] == [("mlp:lr=0.002", 5, ["acp"])]  # what failed is tried again
     trajectories(track, rows[:1], 2.0, 6, None, folder=tmp_path)
     trajectories(track, rows[:1], 1.0, 5, None, folder=tmp_path)
-    trajectories(Track("mlp", steps=8, workers=3), rows[:1], 2.0, 5, None, folder=tmp_path)
-    monkeypatch.setattr(race, "text_digest", lambda: "another")
+    trajectories(TrainingSetup("mlp", steps=8, workers=3), rows[:1], 2.0, 5, None, folder=tmp_path)
+    monkeypatch.setattr(race_losses, "text_digest", lambda: "another")
     trajectories(track, rows[:1], 2.0, 5, None, folder=tmp_path)
     assert len(asked) == 6
     assert json.loads(next(iter(tmp_path.iterdir())).read_text())["steps"] == [0, 8]
@@ -152,7 +153,7 @@ def test_trajectories_are_trained_once(tmp_path, monkeypatch):
 
 def test_any_change_of_the_package_or_of_torch_trains_and_times_anew(tmp_path):
     def digest(torch="2.13.0"):
-        return race.package_digest(tmp_path, torch)
+        return race_losses.package_digest(tmp_path, torch)
 
     for name in ("engine/local/sync.py", "planner/steps.json", "engine/__pycache__/local_sync.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -179,13 +180,22 @@ def test_what_was_trained_before_the_ranks_ended_is_kept(tmp_path, monkeypatch):
             on_progress({"trained": {"label": row.label, "kind": row.kind, "curve": [asdict(Point(8, 1.0, 3.1, 3.0))]}})
         raise BenchError("the ranks ended with exit code 1")
 
-    monkeypatch.setattr(race, "run_session", session)
+    monkeypatch.setattr(race_losses, "run_session", session)
     for _ in range(2):
         with pytest.raises(BenchError):
-            trajectories(Track("mlp", steps=8), parse_rows("ddp,ssgd,acp,powersgd"), 1.0, 0, None, folder=tmp_path)
+            trajectories(
+                TrainingSetup("mlp", steps=8), parse_rows("ddp,ssgd,acp,powersgd"), 1.0, 0, None, folder=tmp_path
+            )
     assert asked == [["ddp", "ssgd", "acp", "powersgd"], ["acp", "powersgd"]]
 
 
 def test_they_are_kept_where_caches_belong(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert race.cache_folder() == tmp_path / "thinwire" / "race"
+    assert race_losses.cache_folder() == tmp_path / "thinwire" / "race"
+
+
+def test_a_change_of_any_wing_counts_and_an_error_of_any_is_not_the_users():
+    assert {"tools", "core", "engine"} <= {path.name for path in PACKAGE.iterdir()}
+    with pytest.raises(ValueError) as caught:
+        builtin("nothing")
+    assert not is_users(caught.value.with_traceback(caught.tb.tb_next))

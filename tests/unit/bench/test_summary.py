@@ -1,18 +1,17 @@
 import io
 import json
 import math
+import random
+import statistics
 from dataclasses import asdict
 
 import pytest
 from rich.console import Console
 
 from thinwire.tools.bench.demo import advice, headline, judge_demo
-from thinwire.tools.bench.plots import plot_bench
-from thinwire.tools.bench.record import Point, RowRecord, RunRecord, seconds_to
 from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.spec import BenchSpec
-from thinwire.tools.bench.summary import floor, summarise
-from thinwire.tools.bench.table import bench_table
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, seconds_to
+from thinwire.tools.bench.summary import bench_table, chosen_elsewhere, families, floor, plot_bench, summarise
 
 
 def row(label, seconds, kind="ddp", **more):
@@ -78,8 +77,7 @@ def test_a_link_that_was_not_emulated_is_said_in_the_table():
 
 def test_records_go_through_json(tmp_path):
     whole = record(row("ddp", 1.0, curve=[Point(1, 0.5, 3.0, None)]))
-    whole.write(tmp_path / "r.json")
-    assert RunRecord.read(tmp_path / "r.json") == whole
+    assert RunRecord.from_json(whole.to_json()) == whole
 
 
 def test_when_a_curve_reaches_a_loss():
@@ -128,3 +126,45 @@ def test_the_demo_recommends_what_won_and_nothing_else(losses, said):
     for one in said:
         assert one in words
     assert ('tw.attach(model, optimizer, "powersgd", rank=4)' in words) == ("tw.attach(model" in said)
+
+
+def test_each_round_counts_who_was_fastest_in_the_others():
+    seconds = {"a": [1.0, 1.0, 6.0, 6.0, 1.0, 1.0], "b": [3.0, 3.0, 2.0, 2.0, 3.0, 3.0]}
+    assert chosen_elsewhere(seconds, 3) == [3.0, 3.0, 6.0, 6.0, 3.0, 3.0]  # a: 3.5, 1, 3.5 elsewhere; b: 2.5, 3, 2.5
+
+
+def test_equal_variants_take_what_each_of_them_takes():
+    draw = random.Random(0)
+    least, counted = [], []
+    for _ in range(200):
+        seconds = {name: [1 + draw.gauss(0, 0.1) for _ in range(5)] for name in "abcd"}
+        least.append(min(map(statistics.median, seconds.values())))
+        counted.append(statistics.median(chosen_elsewhere(seconds, 5)))
+    assert statistics.fmean(least) < 0.97
+    assert abs(statistics.fmean(counted) - 1) < 0.01
+
+
+def test_one_clearly_best_variant_is_counted_as_it_is():
+    rows = [RowRecord(f"x {i}", "ddp", family="x", step_seconds=[i + 0.1 * k for k in range(6)]) for i in (3, 1, 2)]
+    ((best, times),) = families(rows, 3)
+    assert best.label == "x 1"
+    assert best.step_seconds == rows[1].step_seconds
+    assert sorted(times) == ["x 1", "x 2", "x 3"]
+
+
+def test_what_cannot_be_chosen_elsewhere_is_the_least_median():
+    for seconds, rounds in (({"a": [2.0, 2.0], "b": [1.0, 1.0]}, 1), ({"a": [2.0, 2.0], "b": [1.0]}, 2)):
+        assert chosen_elsewhere(seconds, rounds) == []
+        rows = [RowRecord(label, "ddp", family="f", step_seconds=s) for label, s in seconds.items()]
+        ((best, _),) = families(rows, rounds)
+        assert (best.label, best.step_seconds) == ("b", seconds["b"])
+
+
+def test_failed_variants_do_not_count():
+    rows = [RowRecord("a", "ddp", family="f", step_seconds=[1.0] * 4, error="no"), RowRecord("b", "ddp", family="f")]
+    rows[1].step_seconds = [2.0] * 4
+    ((best, times),) = families(rows, 2)
+    assert best.label == "b"
+    assert times == {"b": 2.0}
+    ((failed, times),) = families(rows[:1], 2)
+    assert (failed.error, times) == ("no", {})

@@ -28,12 +28,6 @@ def small():
         x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
         return torch.nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
     return model, loss
-
-def flat():
-    return torch.nn.Embedding(3, 2), lambda model, step, rank: model(torch.tensor([1])).sum()
-
-def raises():
-    return small()[0], lambda model, step, rank: {}["x"]
 """
 
 
@@ -120,27 +114,3 @@ def test_who_is_first():
     assert lowest_of_sgd([quick, trial(None, 1, [4, 99], diverged=True)]) is None
     assert quick.reached(1.0) == (10, 0.2)
     assert slow.reached(1.0) is None
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["--dampings", "0,1"], "--dampings '0,1': give numbers above 0"),
-        (["--rates", "fast"], "--rates 'fast'"),
-        (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--method", "lu"], "method='lu' is unknown"),
-        (["--plot", "x.pdf"], "must end in .png or .html"),
-        (["nosuch"], "unknown model 'nosuch'"),
-        (["tuned_that_fails:flat"], "no trainable Linear or Conv2d layer"),
-        (
-            ["tuned_that_fails:raises"],
-            "tuned_that_fails.py, line 15: KeyError: 'x'",
-        ),
-    ],
-)
-def test_what_is_wrong_is_a_sentence(words, says):
-    Path("tuned_that_fails.py").write_text(MINE)
-    done = CliRunner().invoke(app, ["kfac", "tune", *words])
-    assert done.exit_code == 2
-    assert says in done.output
-    assert "Traceback" not in done.output

@@ -60,21 +60,3 @@ def test_calibrate_adds_to_measured_costs():
             assert 0.999 * min(measured) <= costs.compute_seconds(kind, d) <= 8 * max(measured)
     text = run("plan", "vgg16", "--costs", "costs.json", "--schedules", "spd, dp", "--method", "eigen")
     assert "dp" in text
-
-
-@pytest.mark.parametrize("words, says", [
-    (["plan"], "give a model"),
-    (["plan", "resnet50", "--schedules", "fast"], "schedule='fast' is unknown"),
-    (["plan", "resnet50", "--planner", "best"], "planner='best' is unknown"),
-    (["plan", "resnet50", "--factor-update-steps", "0"], "--factor-update-steps 0 must be at least 1"),
-    (["plan", "resnet50", "--workers", "6", "--schedules", "kaisa:1/4"], "use kaisa:1/6, kaisa:2/6"),
-    (["plan", "resnet50", "--out", "no/such/plan.json"], "--out"),
-    (["calibrate", "--seconds", "0"], "--seconds must be positive"),
-    (["calibrate", "--costs", "nowhere.json"], "nowhere.json cannot be read"),
-    (["calibrate", "--largest", "0"], "largest=0"),
-])  # fmt: skip
-def test_wrong_words_are_one_sentence_and_exit_2(words, says):
-    result = runner.invoke(app, ["kfac", *words])
-    assert result.exit_code == 2
-    assert says in result.output
-    assert "Traceback" not in result.output

@@ -26,118 +26,6 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "words,says",
-    [
-        (["probe", "--link", "1furlong"], "furlong"),
-        (["probe", "--workers", "-1"], "at least 1"),
-        (["probe", "--workers", "0"], "at least 1"),
-        (["probe", "--workers", "2", "--ranks-per-node", "0"], "at least 1"),
-        (["probe", "--workers", "3", "--ranks-per-node", "2"], "multiple"),
-        (["probe", "--max-bytes", "100"], "at least 8192"),
-        (["probe", "--seconds", "0"], "positive"),
-        (["probe", "--backend", "mpi"], "auto, gloo or nccl"),
-        (["probe", "--backend", "nccl"], "torchrun"),
-        (["probe", "--max-bytes", "9" * 20], "and at most 68719476736"),
-        (["probe", "--out", "nowhere/costs.json"], "folder that exists"),
-        (["profile", "chargtp"], "did you mean 'chargpt'"),
-        (["profile", "no_such_module:build"], "cannot be loaded"),
-        (["profile", "mlp:depth=3"], "no option 'depth'"),
-        (["profile", "mlp", "--steps", "0"], "at least 1"),
-        (["profile", "mlp", "--ranks", "0"], "at least 1"),
-        (["profile", "mlp", "--out", "nowhere/profile.json"], "folder that exists"),
-    ],
-)
-def test_wrong_words_are_one_sentence_and_exit_2(words, says):
-    result = runner.invoke(app, words)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert says in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-OWN = """import torch
-DATA = {}
-
-def build(width=3):
-    return DATA["weights"]
-
-def loses():
-    return torch.nn.Linear(2, 2), lambda model, step, rank: DATA["x"]
-
-def refuses():
-    raise ValueError("width must be even")
-
-def a_tensor_for_a_loss():
-    return torch.nn.Linear(2, 2), torch.ones(2)
-
-def nothing_to_train():
-    return torch.nn.ReLU(), lambda model, step, rank: torch.ones(())
-
-network = torch.nn.Linear(2, 2)
-"""
-
-
-@pytest.mark.parametrize("verb", [["profile"], ["bench", "--model"], ["plan"]])
-@pytest.mark.parametrize(
-    "model,says",
-    [
-        ("own_syntax:build", "own_syntax.py, line 2: SyntaxError: "),
-        ("own_raises:build", "own_raises.py, line 1: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_a_file_of_ones_own_that_cannot_be_imported(verb, model, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own_syntax.py").write_text("import torch\ndef build(:\n    pass\n")
-    (tmp_path / "own_raises.py").write_text("1 / 0\n")
-    result = runner.invoke(app, [*verb, model])
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith(f"error: model '{model}' cannot be loaded: ")
-    assert says in result.stderr
-    assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize("verb", ["profile", "plan"])
-@pytest.mark.parametrize(
-    "function,says",
-    [
-        ("build", "line 5: KeyError: 'weights'"),
-        ("loses", "line 8: KeyError: 'x'"),
-        ("refuses", "line 11: ValueError: width must be even"),
-        ("build:width=2:depth=3", "no option 'depth'"),
-        ("a_tensor_for_a_loss", "must return (model, loss) with loss(model, step, rank) -> Tensor"),
-        ("nothing_to_train", "has no parameter to train"),
-        ("network", "is a module, not a function"),
-    ],
-)
-def test_an_error_of_ones_own_is_told_with_its_place(verb, function, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own_fails.py").write_text(OWN)
-    result = runner.invoke(app, [verb, f"own_fails:{function}"])
-    assert result.exit_code == 2, result.output
-    assert says in result.stderr
-    assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize("verb", [["profile"], ["bench", "--model"], ["plan"], ["race"]])
-@pytest.mark.parametrize("model", ["own_file.py", "./own_file.py", "own_file.py:build"])
-def test_a_file_in_place_of_a_module(verb, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own_file.py").write_text(OWN)
-    result = runner.invoke(app, [*verb, model])
-    assert result.exit_code == 2, result.output
-    assert "is a file: write own_file:build" in result.stderr
-
-
-@pytest.mark.parametrize("words", [["probe", "--workers", "3"], ["profile", "mlp"]])
-def test_words_that_do_not_go_with_torchrun(words, monkeypatch):
-    for name, value in zip(RANKS, ("0", "2", "0", "2")):
-        monkeypatch.setenv(name, value)
-    result = runner.invoke(app, words)
-    assert result.exit_code == 2
-    assert "torchrun" in result.stderr
-
-
 SMALL = "mlp:width=16:layers=2"
 
 
@@ -169,7 +57,7 @@ def test_profile_of_ones_own_model_as_json(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_profile_of_two_processes_at_once(tmp_path):
-    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1", "--ranks", "2", "--json"])
+    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1", "--workers", "2", "--json"])
     assert result.exit_code == 0, result.output
     assert "2 processes at once" in ModelProfile.from_json(result.stdout).source
     assert ModelProfile.from_json((tmp_path / "profile.json").read_text()).elements == 2 * (16 * 16 + 16) + 16 * 10 + 10
@@ -179,14 +67,14 @@ def test_profile_of_two_processes_at_once(tmp_path):
 @pytest.mark.dist
 def test_a_model_that_fails_in_its_process_is_told(tmp_path):
     (tmp_path / "my_bad.py").write_text("def build():\n    raise ArithmeticError('as planned')\n")
-    result = runner.invoke(app, ["profile", "my_bad:build", "--ranks", "2"])
+    result = runner.invoke(app, ["profile", "my_bad:build", "--workers", "2"])
     assert result.exit_code == 1
     assert "as planned" in result.stderr
 
 
 @pytest.mark.dist
 def test_probe_on_two_ranks(tmp_path):
-    result = runner.invoke(app, ["probe", "--max-bytes", "8192", "--seconds", "2", "--json"])
+    result = runner.invoke(app, ["probe", "--max-bytes", "8192", "--seconds", "0.5", "--json"])
     assert result.exit_code == 0, result.output
     found = ProbeResult.from_json(result.stdout)
     assert json.loads(result.stdout)["load"]["cores"] >= 1
@@ -206,16 +94,6 @@ def test_probe_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["layout"] == [2]  # one line, from the first rank alone
     assert (tmp_path / "costs.json").exists()
-
-
-def test_help_does_not_import_torch():
-    code = (
-        "import sys; from thinwire.tools.cli.main import app\n"
-        "try:\n    app(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
-    )
-    for verb in ("probe", "profile"):
-        done = subprocess.run([sys.executable, "-c", code, verb, "--help"], capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
 
 
 BUSY = "this machine is overloaded: load average 9.0 on 2 cores before the start"

@@ -73,29 +73,3 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     assert exported["max_difference_px"] < 1e-3
     assert exported["parameters"] == measured["parameters"]
     assert torch.export.load("best.pt2") is not None
-
-
-@pytest.mark.parametrize(
-    "words,says",
-    [
-        (["train", "--out", "r", "--size", "48"], "height x width"),
-        (["train", "--out", "r", "--size", "50x96"], "pad them to 54x96"),
-        (["train", "--out", "r", "--config", "huge"], "tiny or published"),
-        (["train", "--out", "r", "--data", "nowhere.txt"], "nor a file"),
-        (["train", "--out", "r", "--steps", "many"], "--steps"),
-        (["train", "--out", "r", "--epoch", "3"], "--epoch"),
-        (["train", "--out", "r", "--method", "topk"], "density"),
-        (["train", "--out", "r", "--method", "toppk:density=0.1"], "did you mean"),
-        (["train", "--out", "r", "--max-disparity", "60"], "below 48"),
-        (["train", "--out", "r", "--elastic-refinement"], "published"),
-        (["search", "net.pt", "--limit-ms", "10"], "there is no file"),
-        (["search", "net.pt", "--limit-ms", "-1"], "above 0"),
-        (["table", "--config", "huge"], "tiny or published"),
-        (["export", "net.pt", "--out", "x.pt2"], "search calibrated.pt"),
-    ],
-)
-def test_wrong_words_are_one_sentence(words, says, tmp_path):
-    done = said(*words, code=2)
-    assert says in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in done.output

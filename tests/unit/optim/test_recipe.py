@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from thinwire.systems.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly, zero_last_norm
-from thinwire.tools.bench.models.resnet18 import ResidualBlock, resnet18
+from thinwire.tools.bench.models.synthetic import ResidualBlock, resnet18_network
 
 
 def rates(scheduler, optimizer, steps):
@@ -91,7 +91,7 @@ def test_param_groups_without_one_kind():
 
 
 def test_zero_last_norm():
-    net = resnet18(width=4)
+    net = resnet18_network(width=4)
     assert zero_last_norm(net, ResidualBlock) == 8
     for block in net.modules():
         if isinstance(block, ResidualBlock):

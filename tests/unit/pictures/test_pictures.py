@@ -6,7 +6,7 @@ import pytest
 from thinwire.tools.pictures import Level, Mark, Panel, Picture, Series, check_plot, write_picture
 from thinwire.tools.report.inputs import read_files
 from thinwire.tools.report.page import render
-from thinwire.tools.report.pictures import RunPicture, grouped, read_run
+from thinwire.tools.report.runs import RunPicture, grouped, read_run
 
 LOSS = Series("scaffold", (0.0, 1.0, 2.0), (2.3, 1.0, 0.5), at=(2.0, 0.5), said="0.5 in 2 s")
 PICTURE = Picture(
@@ -19,6 +19,9 @@ PICTURE = Picture(
         Panel("kB", "error", (Series("candidates", (1.0, 9.0), (3.0, 1.0), look="points"),), log_x=True),
     ),
 )
+
+
+PANEL = {"x": "seconds", "y": "loss", "lines": []}
 
 
 def on_disk(folder, name, picture, **more):
@@ -77,21 +80,23 @@ def test_runs_over_the_same_axes_are_drawn_together_and_told_apart():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"panels": 3}, "not a list"),
-        ({"panels": [{"x": "a", "y": "b", "lines": [{"name": "a", "x": [1], "y": "no"}]}]}, "not a list"),
-        ({"panels": [{"x": "a", "y": "b", "lines": [{"name": "a", "x": [1], "y": [1, 2]}]}]}, "argument 2 is longer"),
-        ({"panels": [{"lines": [], "marks": [], "levels": [], "y_range": [1]}]}, "not a pair"),
-        ({"panels": [{"lines": [{"name": "a", "x": [], "y": [], "look": "pie"}]}]}, "not one of line, steps, points"),
+        ({"panels": 3}, "'panels' is not a list"),
+        ({"panels": [{**PANEL, "lines": [{"name": "a", "x": [1], "y": "no"}]}]}, "'y' is not a list"),
+        ({"panels": [{**PANEL, "lines": [{"name": "a", "x": [1], "y": [1, 2]}]}]}, "argument 2 is longer"),
+        ({"panels": [{**PANEL, "y_range": [1]}]}, "y_range: .*not a list of 2"),
+        ({"panels": [{**PANEL, "lines": [{"name": "a", "x": [], "y": [], "look": "pie"}]}]}, "not one of line, steps"),
+        ({"panels": [{**PANEL, "z": 1}]}, "unknown fields z"),
+        ({"panels": []}, "'panels' is empty"),
     ],
 )
 def test_broken_pictures_are_sentences(change, says):
     with pytest.raises(ValueError, match=says):
-        read_run("run.json", {"picture": change})
+        read_run("run.json", {"picture": {"title": "a run", **change}})
 
 
 def test_values_that_are_not_finite_are_left_out():
     line = {"name": "a", "x": [0, 1, 2], "y": [1, None, float("nan")]}
-    data = {"panels": [{"x": "s", "y": "loss", "lines": [line], "marks": [], "levels": []}]}
+    data = {"title": "a run", "panels": [{**PANEL, "lines": [line]}]}
     (panel,) = read_run("r", {"picture": data}).picture.panels
     assert panel.lines[0] == Series("a", (0,), (1,))
 

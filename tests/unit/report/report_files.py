@@ -13,9 +13,8 @@ from thinwire.core.program import Topology
 from thinwire.predict.timeline import simulate
 from thinwire.predict.timeline.result import to_chrome_trace
 from thinwire.tools.bench.demo import judge_demo
-from thinwire.tools.bench.record import Point, RowRecord, RunRecord
 from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord
 from thinwire.tools.bench.summary import summarise
 
 LABELS = ("ddp", "thinwire ssgd", "thinwire acp")

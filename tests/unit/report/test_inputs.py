@@ -41,7 +41,7 @@ def test_kinds_are_told_by_content(tmp_path):
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "b", "dur": 1}]}', "'ts' is not a number"),
         ('{"traceEvents": [{"ph": "M", "args": [1]}]}', "'args' is not a JSON object"),
         ('{"entries": [{"label": "acp", "step_seconds": 1' + "0" * 400 + "}]}", "'step_seconds' is not a number"),
-        ('{"picture": {"panels": []}}', "'panels' is empty"),
+        ('{"picture": {"title": "a", "panels": []}}', "'panels' is empty"),
         ('{"kind": "run"}\n{"kind": "step", "step": 1, "values": 3}', "'values' of step 1 is not a JSON object"),
         ('{"settings": {}}\n{"at": 1, "version": 1, "parts": [[Infinity, 0, 0, 0, []]]}', "looks like a journal"),
         ('{"bench": 3, "curves": {}}', "'bench' is not a JSON object"),

@@ -2,7 +2,8 @@ import doctest
 
 import thinwire.tools.pictures.colours as colours_module
 from thinwire.tools.pictures.colours import Colours, ink, shade
-from thinwire.tools.report.words import factor, hover, megabytes, plain, short
+from thinwire.tools.report.figures import hover, plain, short
+from thinwire.tools.units import factor, volume
 
 
 def test_one_colour_per_method_everywhere():
@@ -41,7 +42,7 @@ def test_factors():
 
 
 def test_words():
-    assert [megabytes(n) for n in (None, 279, 8e5, 2.5e7)] == ["-", "0.279 kB", "0.80 MB", "25.0 MB"]
+    assert [volume(n) for n in (None, 279, 8e5, 2.5e7)] == ["-", "0.279 kB", "0.80 MB", "25.0 MB"]
     assert plain("a <b>\n& c") == "a &lt;b&gt; &amp; c"
     assert short("x" * 50, 10) == "x" * 9 + "…"
     assert hover("a <i>", "", "word " * 30).count("<br>") == 3

@@ -9,9 +9,7 @@ import threading
 import pytest
 from test_step_log import Counter, train
 
-from thinwire.tools.cli.main import app
 from thinwire.tools.report import read_files
-from verbs import CliRunner
 
 pytest.importorskip("plotly")
 
@@ -130,17 +128,6 @@ def test_nobody_else_is_answered(watch, tmp_path):
     assert page.server_address[0] == "127.0.0.1"
     assert ask(page, "/state", "elsewhere.example:80")[0] == 403  # a name that leads here: DNS rebinding
     assert ask(page, "/../../etc/passwd")[0] == 404
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [(["no/such/steps.jsonl"], "none can be created there"), (["a.jsonl", "--port", "70000"], "leave it out")],
-)
-def test_wrong_words_are_one_sentence(words, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["watch", *words])
-    assert done.exit_code == 2
-    assert says in done.output
 
 
 @pytest.mark.slow

@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.tools.cli.console import Plot, check_folder, check_output, check_plot, plain_table, progress
-from thinwire.tools.cli.errors import RunFailed, exit_code
-from thinwire.tools.cli.ranks import torchrun_group
+from thinwire.tools.cli.console import (
+    Plot,
+    RunFailed,
+    check_folder,
+    check_output,
+    check_plot,
+    exit_code,
+    plain_table,
+    progress,
+    torchrun_group,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -306,7 +314,7 @@ def train(name: str, made: Federation, rank: int, **options: Any) -> History:
 
     ``RunFailed``: it was not finished, by an error of the machine's or of the user's own code.
     """
-    from thinwire.tools.bench.functions import in_words, is_users
+    from thinwire.tools.bench.words import in_words, is_users
 
     first: int | None = None
     with progress(f"{name}, first round", made.rounds, quiet=rank != 0) as bar:

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from thinwire.tools.cli.console import Json, check_output, check_plot, watched_load
-from thinwire.tools.cli.errors import RunFailed
+from thinwire.tools.cli.console import Json, RunFailed, check_output, check_plot, watched_load
 
 app = typer.Typer(
     help="Asynchronous training: a server, nodes that come and go, and a simulation in virtual time.",

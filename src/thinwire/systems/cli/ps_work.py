@@ -51,8 +51,7 @@ from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model, check_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.words import nearest, split_options
-from thinwire.tools.cli.console import EVERY_SECONDS, plain_table, progress
-from thinwire.tools.cli.errors import RunFailed, exit_code
+from thinwire.tools.cli.console import EVERY_SECONDS, RunFailed, exit_code, plain_table, progress
 from thinwire.tools.lab.network import Network
 from thinwire.tools.pictures import Mark, Panel, Picture, Series
 

@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.tools.cli.console import Json, check_folder, check_output, plain_table, progress, watched_load
-from thinwire.tools.cli.errors import RunFailed
-from thinwire.tools.cli.ranks import torchrun_group
+from thinwire.tools.cli.console import (
+    Json,
+    RunFailed,
+    check_folder,
+    check_output,
+    plain_table,
+    progress,
+    torchrun_group,
+    watched_load,
+)
 
 if TYPE_CHECKING:
     from thinwire.core.program import Method

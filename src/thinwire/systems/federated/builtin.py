@@ -22,8 +22,7 @@ from thinwire.systems.federated.algorithms import FedAvg, Scaffold
 from thinwire.systems.federated.compress import Compressed
 from thinwire.systems.federated.data import ArrayClients, FunctionClients, TextClients, over_clients
 from thinwire.systems.federated.simulate import Federation, check_federation
-from thinwire.tools.bench.functions import check_options, load_function, told
-from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.bench.words import check_options, load_function, nearest, split_options, told
 
 
 def digits(
@@ -65,7 +64,7 @@ def digits(
 
 def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> Federation:
     """Build a federation of Python's standard library, one file per client: a small character GPT predicts bytes."""
-    from thinwire.tools.bench.models.chargpt import CharGPT
+    from thinwire.tools.bench.models.text import CharGPT
 
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     train = TextClients([path for i, path in enumerate(paths) if i % 10], length, most)

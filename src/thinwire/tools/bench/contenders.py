@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from thinwire.engine.stats import Stats
 from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.tools.bench.device import rank_device
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import COMPUTE, Row
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec
 from thinwire.tools.bench.trainer import OptimizerLike, build_trainer
 
 ONE_BUCKET_MB = 1_000_000
@@ -41,11 +42,7 @@ class StepTime:
 
 
 class Contender:
-    """Builds a row and runs its steps.
-
-    Attributes:
-        initial: sums of the model's weights as it was built, which must be those of all rows.
-    """
+    """One row, built and stepped. ``initial``: sums of the weights as built, which must be those of all rows."""
 
     def __init__(self, row: Row, spec: BenchSpec, group: Any) -> None:
         device = rank_device(spec.device)
@@ -57,13 +54,13 @@ class Contender:
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
         self.steps = 0
-        self._close: Callable[[], None] = lambda: None
+        self.close: Callable[[], None] = lambda: None
         self._evaluated: Callable[[], AbstractContextManager[None]] = nullcontext
         self._period = 1
         if row.is_custom:
             trainer = build_trainer(row, self.workload, group)
             self._period = trainer.period
-            self.module, self.optimizer, self._close = trainer.module, trainer.optimizer, trainer.close
+            self.module, self.optimizer, self.close = trainer.module, trainer.optimizer, trainer.close
             return
         self.optimizer = optimizer = self.workload.optimizer(self.workload.model)
         if row.is_thinwire:
@@ -103,39 +100,15 @@ class Contender:
         return isinstance(self.sync, thinwire.LocalSync) and bool(self.sync.pending)
 
     @property
-    def settling(self) -> bool:
-        """Whether thinwire is still measuring for its plan; the same on all ranks."""
-        return self.sync is not None and not self.sync.stats().settled
-
-    def rest(self) -> None:
-        """Free the gradients' memory until the next turn."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def bytes_sent(self) -> int | None:
-        """Bytes that this rank sent so far, by thinwire's own counters; None for other rows."""
-        return None if self.sync is None else int(self.sync.stats().bytes_sent)
-
-    def waited(self) -> tuple[float, float] | None:
-        """Seconds that backward and forward waited for communication so far; None for other rows."""
-        if self.sync is None:
-            return None
-        stats = self.sync.stats()
-        return stats.exposed_seconds - stats.deferred_seconds, stats.deferred_seconds
-
-    def why(self) -> list[str]:
-        """Return the reasons for its plan, from rank 0; none for other rows."""
-        return [] if self.sync is None else list(self.sync.stats().why)
+    def stats(self) -> Stats | None:
+        """thinwire's own counters so far; None for other rows."""
+        return None if self.sync is None else self.sync.stats()
 
     def evaluate(self, rank: int) -> float | None:
-        """Return the loss on this rank's held-out data."""
         if self.workload.evaluate is None:  # then local steps need not put their outer weights in place
             return None
         with self._evaluated():
             return self.workload.held_out_loss(rank)
-
-    def close(self) -> None:
-        """Release hooks and groups."""
-        self._close()
 
     def _attach(self, optimizer: Optimizer) -> None:
         import thinwire
@@ -147,7 +120,7 @@ class Contender:
             self.sync = thinwire.attach(self.workload.model, optimizer, self.row.kind, **self.row.options)
             if isinstance(self.sync, thinwire.LocalSync):
                 self._evaluated = self.sync.outer_weights
-        self._close = self.sync.close
+        self.close = self.sync.close
 
     def _wrap(self, group: Any) -> None:
         options: dict[str, Any] = {"find_unused_parameters": self.workload.find_unused_parameters}
@@ -161,15 +134,11 @@ class Contender:
 
             model.register_comm_hook(group, fp16_compress_hook)
         if self.row.kind == "torch-powersgd":
-            self._torch_powersgd(model, group)
+            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+            rank = int(self.row.options.get("rank", 4))
+            model.register_comm_hook(PowerSGDState(group, rank, start_powerSGD_iter=2), powerSGD_hook)
         self.module = model
-
-    def _torch_powersgd(self, model: DistributedDataParallel, group: Any) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
-        rank = int(self.row.options.get("rank", 4))
-        state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook)
 
 
 def _sums(model: nn.Module) -> list[str]:
@@ -178,10 +147,7 @@ def _sums(model: nn.Module) -> list[str]:
 
 
 def at_rate(workload: Workload, factor: float) -> Workload:
-    """Return the same workload with its optimizer's learning rates times ``factor``.
-
-    They are multiplied as the optimizer gets them: a scheduler that is created beside it keeps the first.
-    """
+    """Multiply the learning rates as the optimizer gets them, since a scheduler created beside it keeps the first."""
 
     def optimizer(model: nn.Module) -> Optimizer:
         add, scaled = Optimizer.add_param_group, list[Optimizer]()
@@ -211,10 +177,7 @@ def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:
 
 
 def new_group(seconds: float) -> Any:
-    """Create a separate group of all ranks, so that a row that fails does not break the next row's group.
-
-    NCCL is less patient: where one of its exchanges takes longer, its watchdog ends the process.
-    """
+    """Create a group of all ranks, so that a row that fails does not break the next row's (NCCL's watchdog may)."""
     from datetime import timedelta
 
     return dist.new_group(timeout=timedelta(seconds=seconds))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from thinwire.tools.bench.record import Point, RowRecord, RunRecord, reached, seconds_to
 from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, reached, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.bench.words import attach_line
 
@@ -17,13 +16,8 @@ _LEAD = 0.9  # of DDP's seconds: a time above this is no lead
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One line of the demonstration's table.
-
-    Attributes:
-        steps, seconds: from the first step until the loss reached DDP's; None: it never did.
-        predicted_seconds: predicted time of a step, if the link could not be emulated; ``seconds`` is then the number
-            of steps times this. None: the times were measured.
-    """
+    """``steps``, ``seconds`` until the loss reached DDP's, None: never. With ``predicted_seconds`` (of a step, where
+    the link could not be emulated) ``seconds`` is computed from it."""
 
     label: str
     step_seconds: float
@@ -54,22 +48,18 @@ class DemoResult:
 
     @property
     def ahead(self) -> bool:
-        """Whether another row was sooner by a large enough margin."""
         return self.times_sooner is not None and self.times_sooner * _LEAD >= 1
 
     @property
     def first(self) -> DemoRow | None:
-        """The non-DDP row that reached the loss first; None if none did."""
         there = [row for row in self.rows if row.label != "ddp" and row.seconds is not None]
         return min(there, key=lambda row: row.seconds or 0.0, default=None)
 
     def row(self, label: str) -> DemoRow | None:
-        """Return a row by its label; None if there is none."""
         return next((row for row in self.rows if row.label == label), None)
 
 
 def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpec:
-    """Return the spec that the demonstration runs."""
     return BenchSpec(
         model="chargpt:layers=4:width=160:heads=4" if quick else "chargpt:width=352:heads=8:batch=2",
         rows=ROWS,
@@ -108,7 +98,6 @@ def _demo_row(row: RowRecord, spec: BenchSpec, bench: BenchResult, target: float
 
 
 def headline(result: DemoResult) -> str:
-    """Return one sentence that says which row was sooner."""
     ddp, first, times = result.row("ddp"), result.first, result.times_sooner
     if ddp is None or result.target is None or ddp.seconds is None:
         return ""

@@ -23,11 +23,10 @@ def check_device(name: str) -> None:
 
 
 def prepare_rank(name: str) -> str:
-    """Let this rank compute there; call it before ``init_process_group``, whose backends are returned.
+    """Call before ``init_process_group``, whose backends are returned. On CPUs a rank has one thread.
 
-    On CPUs a rank has one thread, as if each worker had one core. On GPUs ranks take turns at the cards: all are on
-    this machine, whatever nodes the lab emulates. NCCL refuses two ranks of one host on one card, so ranks that share
-    are hosts of their own to it, and their messages go through sockets.
+    On GPUs ranks take turns at this machine's cards. NCCL refuses two ranks of one host on one card, so ranks that
+    share are hosts of their own to it, and their messages go through sockets.
     """
     torch.set_num_threads(1)
     if name == "cpu":
@@ -41,12 +40,10 @@ def prepare_rank(name: str) -> str:
 
 
 def names_of_cards() -> list[str]:
-    """Return the names of the GPUs that ranks share."""
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def place_of(name: str, workers: int) -> str:
-    """Return what a table's title says of the ranks' device; "" for CPUs."""
     if name == "cpu":
         return ""
     cards = names_of_cards()
@@ -55,5 +52,4 @@ def place_of(name: str, workers: int) -> str:
 
 
 def rank_device(name: str) -> torch.device:
-    """Return the device of this rank, after ``prepare_rank``."""
     return torch.device("cpu") if name == "cpu" else torch.device("cuda", torch.cuda.current_device())

@@ -1,376 +1,414 @@
-"""Steps to a loss: what a step of each method is worth, independent of its duration.
+"""A race within minutes: which method reaches DDP's loss first on a link, and how certain that is.
 
-The losses of a synchronous method do not depend on the network. So they are measured once, on ranks without a slow
-link, and kept: seconds per step times steps to a loss is the time that a user waits.
+Seconds per step are measured in turns on the link, steps to a loss separately, on ranks without a slow link. Rows that
+cannot win by their seconds alone are not trained; the others go through successive halving.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
-import json
-import logging
 import math
+import os
+import platform
 import statistics
-import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import pairwise
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from thinwire.core.durable import user_cache, write_whole
-from thinwire.core.methods.registry import METHODS
-from thinwire.core.records import UNREADABLE
-from thinwire.engine.local.settings import local_settings
-from thinwire.tools.bench.functions import load_function
-from thinwire.tools.bench.record import RowRecord, reached
-from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.session import Launch, Progress, run_session
-from thinwire.tools.bench.spec import BenchSpec
-from thinwire.tools.bench.words import split_options
+from thinwire.core.methods.registry import METHODS, method
+from thinwire.engine.local.settings import PRESETS, named_local, named_method
+from thinwire.predict.measure.kernels import settle
+from thinwire.tools.bench.device import names_of_cards
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.race_answer import StepTimes, TimeToLoss, step_times, time_to_loss
+from thinwire.tools.bench.race_losses import (
+    BASE,
+    FEWEST,
+    SHARE,
+    StepsFactor,
+    TrainingBudget,
+    TrainingSetup,
+    Trajectory,
+    cache_folder,
+    digest_of,
+    fit,
+    halve,
+    own_digest,
+    recalled,
+    remember,
+    text_digest,
+    trajectories,
+)
+from thinwire.tools.bench.rows import COMPUTE, Row, parse_rows
+from thinwire.tools.bench.session import (
+    BenchError,
+    BenchSpec,
+    Launch,
+    Launched,
+    Progress,
+    RowRecord,
+    RunRecord,
+    run_session,
+)
+from thinwire.tools.bench.words import told
 
-_AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)
+DEFAULT_METHODS = (
+    "ssgd,cast:dtype=int8,powersgd:rank=4,local:sync_every=8:codec=int8,"
+    "local:sync_every=8:codec=int8:fragment_sync_delay=3,local:sync_every=16:codec=int2"
+)
+"""Methods that win somewhere in the table in the package, and the exact average; hopeless ones are not trained."""
 
-Known = TypeVar("Known")
-log = logging.getLogger("thinwire")
+LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
+"""More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
+spend a fifth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
 
-
-@dataclass(frozen=True)
-class Trajectory:
-    """The losses of one row.
-
-    Attributes:
-        steps: optimizer steps at each point, in order.
-        losses: at these points, on held-out data; without such data, training losses since the previous point.
-        error: why the row failed; "" if it did not.
-    """
-
-    steps: tuple[int, ...]
-    losses: tuple[float, ...]
-    error: str = ""
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Trajectory:
-        """Return the trajectory that ``asdict`` was given."""
-        return cls(tuple(data["steps"]), tuple(data["losses"]), data["error"])
-
-    def steps_to(self, target: float) -> float | None:
-        """Return the steps until the loss is at or below ``target``, linear between points; None if it never is."""
-        return reached(zip(map(float, self.steps), self.losses), target)
-
-    def smoothed(self, reach: float) -> Trajectory:
-        """Return the mean over the points within ``reach`` steps on either side, since a single evaluation is noisy.
-
-        Both sides cover the same distance. The curve falls ever more slowly, so a wider mean is higher: rows are
-        compared with the same reach, even if one has fewer points. The loss before the first step counts in no mean but
-        its own: it is the highest by far, and would be within reach of one row's points and not of another's.
-        """
-        made = []
-        for place, here in enumerate(self.steps):
-            before = sum(step > 0 and here - step <= reach for step in self.steps[:place])
-            after = sum(step - here <= reach for step in self.steps[place + 1 :])
-            beside = min(before, after)
-            made.append(statistics.fmean(self.losses[place - beside : place + beside + 1]))
-        return replace(self, losses=tuple(made))
-
-    def loss_at(self, step: float) -> float:
-        """Return the loss after that many steps, linear between points.
-
-        Raises:
-            ValueError: the run was shorter.
-        """
-        for (first, before), (last, after) in pairwise(zip(self.steps, self.losses)):
-            if first <= step <= last:
-                return before + (after - before) * (step - first) / (last - first)
-        raise ValueError(f"the run ended before step {step:g}")
+SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
+_WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
 
 @dataclass(frozen=True)
-class Track:
-    """The settings shared by all rows of a race.
+class RaceSpec:
+    """The settings of a race of ``rows`` against DDP; ``link_bits`` None: no limit; ``seeds`` None: as many as fit.
 
-    Attributes:
-        model: as the bench reads it, without a learning rate.
-        workers: ranks.
-        steps: steps of each row.
-        every: steps between two evaluations.
-        rate: the learning rate that factors multiply; None: that of the model's optimizer.
-        device: where the ranks compute.
+    ``longer``: (ratio, row) pairs that race only where DDP's step sends for that many times as long as it computes.
     """
 
     model: str
+    rows: tuple[Row, ...]
     workers: int = 2
-    steps: int = 240
-    every: int = 8
-    rate: float | None = 1e-3
+    ranks_per_node: int = 1
+    link: str | None = None
+    link_bits: int | None = None
+    delay: str = "0"
+    minutes: float = 10.0
+    seeds: int | None = None
     device: str = "cpu"
+    longer: tuple[tuple[float, Row], ...] = ()
 
-    def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
-        """Return the spec of one run with the rate times ``factor``."""
-        named = self.rate is not None
-        model = f"{self.model}:lr={self.rate * factor:g}" if self.rate is not None else self.model
-        return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
-                         curves=True, every=self.every, timeout_seconds=36000.0,
-                         rate_factor=1.0 if named else factor, device=self.device)  # fmt: skip
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < math.inf:
+            raise ValueError(f"--minutes {self.minutes:g} must be above 0, for example 10")
+        if self.seeds is not None and self.seeds < 1:
+            raise ValueError(f"--seeds {self.seeds} must be at least 1")
+        if self.workers < 2:
+            raise ValueError(f"--workers {self.workers}: a race needs at least 2, as one has no one to exchange with")
+        rows = (Row(BASE, BASE), *(row for row in self.rows if row.label not in (BASE, COMPUTE)))
+        object.__setattr__(self, "rows", rows)
 
-
-def cache_folder() -> Path:
-    """Return the folder where trajectories are kept."""
-    return user_cache() / "race"
-
-
-def trajectories(
-    track: Track,
-    rows: Sequence[Row],
-    factor: float,
-    seed: int,
-    launch: Launch,
-    *,
-    folder: Path | None = None,
-    on_progress: Progress = lambda event: None,
-) -> dict[str, Trajectory]:
-    """Return the losses of every row, by label: from the cache, or trained on real ranks.
-
-    Raises:
-        BenchError: the ranks ended without a record.
-    """
-    folder = folder or cache_folder()
-    spec = track.spec(rows, factor, seed)
-    places = {row.label: folder / f"{_key(spec, row)}.json" for row in rows}
-    known = {label: recalled(place, Trajectory.from_data) for label, place in places.items()}
-    found = {label: one for label, one in known.items() if one is not None}
-    missing = [row for row in rows if row.label not in found]
-    if missing:
-
-        def keep(row: RowRecord) -> None:
-            points = [(p.step, p.judged) for p in row.curve]
-            points = [(step, loss) for step, loss in points if math.isfinite(loss)]  # no training loss at the start
-            made = Trajectory(tuple(step for step, _ in points), tuple(loss for _, loss in points), row.error)
-            found[row.label] = made
-            if not row.error:
-                remember(places[row.label], asdict(made))
-
-        def follow(event: dict[str, Any]) -> None:
-            if "trained" in event:  # saved at once, even if later rows fail
-                keep(RowRecord.from_data(event["trained"]))
-            on_progress(event)
-
-        record, _ = run_session(replace(spec, rows=tuple(missing)), launch, follow)
-        for row in record.rows:
-            if row.label in places and row.label not in found:  # not the row without exchange
-                keep(row)
-    return {row.label: found[row.label] for row in rows}
-
-
-def _key(spec: BenchSpec, row: Row) -> str:
-    """Return a digest of everything that determines a trajectory."""
-    told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
-            "row": [row.kind, row.options], "text": text_digest(), "python": sys.version}  # fmt: skip
-    if spec.device != "cpu":
-        told["device"] = spec.device
-    if spec.rate_factor != 1:
-        told["rate_factor"] = spec.rate_factor
-    for kind, name in (("model", spec.model), ("row", row.kind)):
-        if ":" in (name := split_options(name)[0]):
-            told[f"text of {kind}"] = own_digest(name)
-    return digest_of(told)
-
-
-def digest_of(told: Any) -> str:
-    """Return a digest of data that JSON can hold."""
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-def own_digest(name: str) -> str:
-    """Return a digest of a user's ``module:function``: its file and those of its own that it imports."""
-    load_function(name, "function")
-    module = name.partition(":")[0]
-    digest = hashlib.blake2b(digest_size=12)
-    for file in _own_files(module, Path(str(sys.modules[module].__file__)).resolve()):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-@cache
-def _own_files(module: str, main: Path) -> tuple[Path, ...]:
-    """Return the files of a user's module: its own, and those that it has imported or imports later, in a function.
-
-    They lie in or below the folder where the module was found, and not in a library. The result must not depend on
-    whether the model has been built, so it is determined once.
-    """
-    root = main.parents[module.count(".") + (main.name == "__init__.py")]
-    libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
-    libraries.append(Path(__file__).resolve().parents[1])
-
-    def is_own(file: Path) -> bool:
-        return root in file.parents and not any(place in file.parents for place in libraries) and file.is_file()
-
-    loaded = {Path(file).resolve() for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
-    found, left = {main}, [main, *filter(is_own, loaded)]
-    while left:
-        file = left.pop()
-        found.add(file)
-        left += [one for one in _imported(file, root) if one not in found and is_own(one)]
-    return tuple(sorted(found))
-
-
-def _imported(file: Path, root: Path) -> Iterator[Path]:
-    """Yield the files that a file's import statements may mean, below ``root`` or the file's folder."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # not Python, such as an extension module
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names, places = [alias.name for alias in node.names], [root, file.parent]
-        elif isinstance(node, ast.ImportFrom):
-            start = node.module or ""
-            names = [start, *(f"{start}.{alias.name}".lstrip(".") for alias in node.names)]
-            places = [file.parents[node.level - 1]] if node.level else [root, file.parent]
-        else:
-            continue
-        for parts in (name.split(".") for name in names if name):
-            for place in places:
-                inner = [place.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
-                yield from (found.resolve() for one in inner for found in (one.with_suffix(".py"), one / "__init__.py"))
-
-
-@cache
-def text_digest() -> str:
-    """Return a digest of this package, whose every part may determine losses or times, and of torch's version."""
-    import torch
-
-    return package_digest(Path(__file__).parents[1], torch.__version__)
-
-
-def package_digest(root: Path, version: str) -> str:
-    """Return a digest of all files below ``root``, with their names, and of a version; compiled files do not count."""
-    digest = hashlib.blake2b(version.encode(), digest_size=12)
-    for file in sorted(root.rglob("*")):
-        if file.is_file() and file.suffix != ".pyc":
-            digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
-
-
-def recalled(place: Path, parse: Callable[[dict[str, Any]], Known]) -> Known | None:
-    """Return what was kept in a file; None if there is no such file, or it is damaged: then it is measured again."""
-    try:
-        return parse(json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, *UNREADABLE):
-        return None
-
-
-def remember(place: Path, data: Any) -> None:
-    """Keep data in a file; where that is impossible, say so in the log, since the race itself can go on."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, json.dumps(data), synced=False, shared=True)
-    except OSError as error:
-        log.warning("results cannot be kept in %s (%s): the same race would start again", place.parent, error.strerror)
+    @property
+    def key(self) -> str:
+        """A digest of everything that determines seconds per step, including this machine."""
+        told = {**asdict(self), "minutes": None, "seeds": None, "machine": platform.node()}
+        cards = names_of_cards() if self.device != "cpu" else []
+        return digest_of([told, text_digest(), cards, own_digest(self.model)])
 
 
 @dataclass(frozen=True)
-class StepsFactor:
-    """How many steps a row needs for one step of DDP.
+class RunContext:
+    """Where a race is run: launchers on the links and without slow ones; ``folder`` None: the user's cache.
 
-    Attributes:
-        rate: the best factor on the learning rate.
-        factors: one per seed, in order; None: that seed did not reach the loss.
+    ``tell`` is called with what is being measured and its number of steps.
     """
 
-    rate: float
-    factors: tuple[float | None, ...]
+    on_link: Launch
+    apart: Launch
+    tell: Callable[[str, int], None] = lambda text, steps: None
+    on_progress: Progress = lambda event: None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """What was recorded on the link, in that many turns; ``wall_seconds``: total time."""
+
+    record: RunRecord
+    turns: int
+    wall_seconds: float
+    emulated: bool
+    note: str
+    known_since: str = ""
 
     @property
-    def median(self) -> float | None:
-        """Median over the seeds; None if half of them or more did not reach the loss."""
-        middle = statistics.median(float("inf") if f is None else f for f in self.factors)
-        return None if middle == float("inf") else middle
+    def compute(self) -> RowRecord:
+        return next(row for row in self.record.rows if row.kind == COMPUTE)
 
     @property
-    def ends(self) -> tuple[float | None, float | None]:
-        """The smallest and the largest factor."""
-        ordered = sorted(self.factors, key=lambda f: float("inf") if f is None else f)
-        return ordered[0], ordered[-1]
+    def start_seconds(self) -> float:
+        steps = sum(row.untimed_seconds + sum(row.step_seconds) for row in self.record.rows)
+        return max(0.0, self.wall_seconds - steps)
+
+    def step_times(self) -> dict[str, StepTimes]:
+        return {row.label: step_times(row, self.turns, self.compute) for row in self.record.rows}
 
 
-def tuned(
-    run: Callable[[Sequence[str], float, int], Mapping[str, Trajectory]],
-    labels: Sequence[str],
-    base: str,
-    share: float,
-    *,
-    reach: float,
-    rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
-    seeds: Sequence[int] = (1, 2, 3),
-    tuned_on: Sequence[int] = (0,),
-) -> dict[str, StepsFactor]:
-    """Tune every row's learning rate in the same way, and compare rows on other seeds by smoothed losses.
+@dataclass(frozen=True)
+class RaceResult:
+    """A race that has been run; ``rows``: the soonest first, those that did not reach the loss last.
 
-    A single rate is not tuned. A factor is the median over five targets around the share, relative to the base on the
-    same seed, because a single target is subject to luck, and so is how fast a seed's weights learn.
-
-    Args:
-        run: (labels, factor on the rate, seed) -> their trajectories.
-        labels: labels of the rows.
-        base: label of the row whose loss, with its best rate and at ``share`` of its run, all must reach.
-        share: part of the run, from 0 to 1.
-        reach: steps of smoothing.
-        rates: factors to try.
-        seeds: seeds on which rows are compared.
-        tuned_on: seeds whose median decides the best rate of a row: near the largest stable rate, one seed is luck.
+    ``target`` is DDP's loss on seed 0, at its best rate, after ``ddp_steps``; ``curves`` are losses on seed 0 at each
+    row's best rate, smoothed as they are compared; ``raced`` has the rows that were trained; ``trained`` and ``known``
+    count trajectories; ``left_out``: rounds for which there was no time.
     """
 
-    def smooth(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
-        return {label: found.smoothed(reach) for label, found in run(labels, rate, seed).items()}
-
-    first = tuned_on if len(rates) > 1 else seeds[:1]
-    tried = {(rate, seed): smooth(labels, rate, seed) for seed in first for rate in rates}
-    last = max(runs[base].steps[-1] for runs in tried.values() if runs[base].steps)
-    around = [last * share * near for near in _AROUND]
-
-    def steps_to(row: Trajectory, mark: Trajectory) -> float:
-        """Return the steps relative to those of ``mark``, at its losses around the share."""
-        return statistics.median(_or_never(row.steps_to(mark.loss_at(at))) / at for at in around)
-
-    fastest = {}
-    for seed in first:
-        bases = [tried[rate, seed][base] for rate in rates]
-        fastest[seed] = min((t for t in bases if not t.error), key=lambda t: t.loss_at(around[2]))
-
-    def steps_at(label: str, rate: float) -> float:
-        return statistics.median(steps_to(tried[rate, seed][label], fastest[seed]) for seed in first)
-
-    best = {label: min(rates, key=functools.partial(steps_at, label)) for label in labels}
-    factors: dict[str, list[float | None]] = {label: [] for label in labels}
-    for seed in seeds:
-        runs: dict[str, Trajectory] = {}
-        for rate in dict.fromkeys(best.values()):
-            runs.update(smooth([label for label in labels if best[label] == rate], rate, seed))
-        for label in labels:
-            factor = steps_to(runs[label], runs[base])
-            factors[label].append(None if factor == float("inf") else factor)
-    return {label: StepsFactor(best[label], tuple(found)) for label, found in factors.items()}
+    asked: RaceSpec
+    measured: LinkTimes
+    budget: TrainingBudget
+    target: float
+    ddp_steps: float
+    rows: tuple[TimeToLoss, ...]
+    raced: dict[str, StepsFactor]
+    curves: dict[str, Trajectory]
+    trained: int
+    known: int
+    left_out: int = 0
 
 
-def _or_never(steps: float | None) -> float:
-    return float("inf") if steps is None else steps
+def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
+    began = time.monotonic()
+    measured = measure(asked, context)
+    timed = {row.label for row in measured.record.rows}
+    asked = replace(asked, rows=(*asked.rows, *(row for _, row in asked.longer if row.label in timed)))
+    errors = [row.error for row in measured.record.rows if row.kind not in (BASE, COMPUTE)]
+    if errors and all(errors):
+        raise BenchError(f"no method trains this model, only DDP does: {errors[0]}")
+    times, compute = measured.step_times(), statistics.fmean(measured.compute.step_seconds)
+    raced, budget, notes = _starters(asked, measured, times)
+    for label, note in notes.items():
+        context.tell(f"{label}: {note}", 0)
+    runs = _Runs(asked, context, budget)
+    ddp_steps, ended = SHARE * budget.steps, list[int]()
+
+    def seconds_to_loss(label: str, factor: StepsFactor) -> float:
+        return time_to_loss(label, times[label], compute, factor, ddp_steps).seconds or math.inf
+
+    def goes_on(round_: int, labels: Sequence[str]) -> bool:
+        step = sum(times[label].apart_seconds for label in (BASE, *labels))
+        suffices = time.monotonic() - began + measured.start_seconds + budget.steps * step <= 60 * asked.minutes
+        ended.extend([] if suffices else [round_])
+        return suffices
+
+    factors = halve(runs, raced, seconds_to_loss, budget, goes_on)
+    curves = {label: runs.found[label, one.rate, 0].smoothed(budget.reach) for label, one in factors.items()}
+    target = curves[BASE].loss_at(ddp_steps)
+    if not target < curves[BASE].losses[0]:
+        falls = f"DDP's loss does not fall in {budget.steps} steps: there is nothing to race to"
+        raise BenchError(f"{falls}; try another learning rate, or more --minutes")
+    for row in asked.rows:
+        if is_exact(row) and not times[row.label].error:  # its losses equal DDP's
+            factors.setdefault(row.label, StepsFactor(factors[BASE].rate, (1.0,)))
+            curves.setdefault(row.label, curves[BASE])
+    for label, factor in factors.items():
+        if factor.median is None:
+            error = runs.found[label, factor.rate, 0].error
+            notes[label] = f"failed: {error}" if error else f"not reached in {budget.steps} steps"
+    rows = [
+        time_to_loss(row.label, times[row.label], compute, factors.get(row.label), ddp_steps, notes.get(row.label, ""))
+        for row in asked.rows
+    ]
+    trained = {label: factors[label] for label in raced}
+    return RaceResult(
+        asked, measured, budget, target, ddp_steps, _ordered(asked, measured, rows), trained, curves,
+        runs.trained, len(runs.found) - runs.trained, budget.rounds - ended[0] if ended else 0,
+    )  # fmt: skip
 
 
-def spoken_for(row: Row) -> dict[str, Any] | None:
-    """Return how a row identifies itself in the planner's table (``MeasuredWorth``); None if it has no place there."""
-    if row.kind == "local":
-        settings = local_settings("local", row.options)
-        every = settings.sync_every
-        if settings.outer is not None or not isinstance(every, int) or settings.fragment_sync_delay == "auto":
-            return None
-        codec = str(row.options.get("codec", "int8"))
-        code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        return code | {"every": every, "delay": settings.delay_in(every)}
-    if row.kind not in METHODS:
-        return None
-    return {"method": row.kind, "options": row.options, "every": 1, "delay": 0}
+@dataclass
+class _Runs:
+    """The trajectories of a race: each is trained once and then looked up."""
+
+    asked: RaceSpec
+    context: RunContext
+    budget: TrainingBudget
+    found: dict[tuple[str, float, int], Trajectory] = field(default_factory=dict)
+    trained: int = 0
+
+    def __call__(self, labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
+        asked, budget, context = self.asked, self.budget, self.context
+        missing = [label for label in labels if (label, rate, seed) not in self.found]
+        if missing:
+            rows = [row for row in asked.rows if row.label in missing]
+            setup = TrainingSetup(asked.model, asked.workers, budget.steps, budget.every, None, asked.device)
+            at = f", {rate:g} x the learning rate" if len(budget.rates) > 1 else ""
+            told = f"losses of {', '.join(missing)}: {setup.steps} steps, seed {seed}{at}"
+
+            def launch(command: list[str], **options: Any) -> Launched:  # only if something is not known yet
+                context.tell(told, len(missing) * setup.steps)
+                return context.apart(command, **options)
+
+            more = trajectories(setup, rows, rate, seed, launch, folder=context.folder, on_progress=self._follow)
+            self.found |= {(label, rate, seed): one for label, one in more.items()}
+        if (ddp := self.found[BASE, rate, seed]).error and (rate == 1 or seed > 0):
+            raise BenchError(f"DDP does not train this model: {ddp.error}")
+        return {label: self.found[label, rate, seed] for label in labels}
+
+    def _follow(self, event: dict[str, Any]) -> None:
+        self.trained += event.get("state") == "building" and event["row"] != COMPUTE
+        self.context.on_progress(event)
+
+
+def _starters(
+    asked: RaceSpec, measured: LinkTimes, times: Mapping[str, StepTimes]
+) -> tuple[list[str], TrainingBudget, dict[str, str]]:
+    """Return which rows are trained besides DDP, how much, and why the others are not."""
+    rows, notes = [], {}
+    for row in asked.rows[1:]:
+        mine = times[row.label]
+        if mine.seconds < times[BASE].seconds and not is_exact(row):
+            rows.append(row)
+        elif not mine.error and not is_exact(row):
+            notes[row.label] = "its step is not shorter than DDP's: not trained"
+    rows.sort(key=lambda row: times[row.label].seconds * _expected_steps(row, measured.record))
+    labels, base = [row.label for row in rows], times[BASE].apart_seconds
+    periods = {row.label: period_of(row) for _, row in asked.longer}
+    left = SPEND * 60 * asked.minutes - measured.wall_seconds
+    while True:
+        apart = [times[label].apart_seconds for label in labels]
+        budget = fit(base, apart, left, start=measured.start_seconds, seeds=asked.seeds)
+        if budget is not None:
+            longest = max(labels, key=lambda label: periods.get(label, 0), default=BASE)
+            if 2 * periods.get(longest, 0) <= SHARE * budget.steps:
+                return labels, budget, notes
+            steps = f"{SHARE * budget.steps:.0f} steps"
+            notes[longest] = f"not trained: DDP reaches the loss in {steps}, within two periods"
+            labels.remove(longest)
+            continue
+        if len(labels) < 2:
+            break
+        notes[labels.pop()] = "not trained: not enough minutes"
+    known = ", ".join(f"{label} {one.seconds:.3g} s" for label, one in times.items() if not one.error)
+    seconds = measured.wall_seconds + (asked.seeds or 1) * (measured.start_seconds + FEWEST * (base + sum(apart)))
+    raise BenchError(
+        f"--minutes {asked.minutes:g} is not enough to train {FEWEST} steps: "
+        f"give {math.ceil(seconds / SPEND / 60 + 0.5)} or more; a step on the link, known to the next race: {known}"
+    )
+
+
+def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[TimeToLoss]) -> tuple[TimeToLoss, ...]:
+    base = rows[0].seconds
+    sent = {row.label: row.wire_bytes for row in measured.record.rows}
+    apart = {row.label for row in asked.rows if row.kind in PRESETS}
+    compared = [
+        replace(
+            row,
+            sooner=base / row.seconds if base and row.seconds else None,
+            apart=row.label in apart,
+            bytes_per_step=sent[row.label],
+        )
+        for row in rows
+    ]
+    return tuple(sorted(compared, key=lambda row: (row.seconds or math.inf, row.step_seconds or math.inf)))
+
+
+def _expected_steps(row: Row, record: RunRecord) -> float:
+    from thinwire.predict.choose.worth import shipped
+
+    if row.kind not in METHODS and row.kind != "local":
+        return 2.0
+    known = named_method(row.kind, row.options)
+    return min(4.0, shipped()(known, record.parameters, record.workers).middle)
+
+
+def measure(asked: RaceSpec, context: RunContext) -> LinkTimes:
+    """Return every row's seconds per step: as already known for this machine, or measured now.
+
+    Raises:
+        BenchError: the model or DDP does not train, or not within the time limit.
+        ValueError: the user's loss fails.
+    """
+    place = (context.folder or cache_folder()) / f"measured-{asked.key}.json"
+    if (known := recalled(place, LinkTimes)) is not None:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
+        return replace(known, known_since=since)
+    context.tell("computing time of a step", 1)
+    alone, gradient_bytes = _computing(asked)
+    nodes = asked.workers // asked.ranks_per_node  # how long the link is busy with an exact average:
+    wire = 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
+    _check_minutes(asked, alone, wire)
+    longer = tuple(row for ratio, row in asked.longer if wire >= ratio * alone)
+    with_longer = replace(asked, rows=(*asked.rows, *longer))
+    if (timed := _timed(with_longer, alone, wire)) is not None:
+        asked = with_longer
+    steps, turns = timed or _timed(asked, alone, wire) or (2, 1)
+    spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
+                     link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
+                     operation_seconds=max(300.0, 60 * asked.minutes), device=asked.device)  # fmt: skip
+    total = sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+    context.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
+    began = time.monotonic()
+    record, launched = run_session(spec, context.on_link, context.on_progress)
+    found = LinkTimes(record, turns, time.monotonic() - began, launched.emulated, launched.note)
+    for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
+        if error := next(row.error for row in record.rows if row.label == label):
+            raise BenchError(f"{what}: {error}")
+    remember(place, found)
+    return found
+
+
+def _computing(asked: RaceSpec) -> tuple[float, int]:
+    """Return seconds of forward and backward on a rank, estimated from this process, and the bytes of the gradients."""
+    import torch
+
+    device = torch.device(asked.device)
+    places = os.cpu_count() or 1 if asked.device == "cpu" else torch.cuda.device_count()
+    workload = build_model(asked.model, device=device)
+    seconds, threads = 0.0, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for step in range(2):
+            began = time.perf_counter()
+            with told(f"the loss of {workload.name!r}"):
+                workload.loss(workload.model, step, 0).backward()
+                settle(device)
+            seconds = time.perf_counter() - began
+    finally:
+        torch.set_num_threads(threads)
+    size = workload.gradient_bytes
+    del workload
+    torch.cuda.empty_cache()  # the ranks need the card's memory; does nothing without one
+    return seconds * max(1.0, asked.workers / places), size
+
+
+def _timed(asked: RaceSpec, alone: float, wire: float) -> tuple[int, int] | None:
+    """Return (steps, turns): two turns within a fifth of the time, or a short one within two fifths, or None."""
+    seconds = 60 * asked.minutes
+    for steps in range(10, 1, -1):
+        if _timing_seconds(asked, steps, 2, alone, wire) <= 0.2 * seconds:
+            return steps, 2
+    return (2, 1) if _timing_seconds(asked, 2, 1, alone, wire) <= 0.4 * seconds else None
+
+
+def _timing_seconds(asked: RaceSpec, steps: int, turns: int, alone: float, wire: float) -> float:
+    exact = sum(_steps_of(row, steps, turns) for row in asked.rows if is_exact(row))
+    return exact * wire + alone * sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+
+
+def _check_minutes(asked: RaceSpec, alone: float, wire: float) -> None:
+    """Refuse a time that cannot suffice, even for a short turn and for training DDP and one more row."""
+    least, training = _timing_seconds(asked, 2, 1, alone, wire), 2 * FEWEST * alone
+    needed = max(least / 0.4, (least + training) / SPEND) / 60
+    if asked.minutes < needed:
+        step = f"a step of DDP takes at least {max(alone, wire):.3g} s"
+        raise BenchError(
+            f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here and training two of them "
+            f"{training / 60:.1f}, as {step}: give --minutes {math.ceil(needed)} or more, or fewer --methods"
+        )
+
+
+def _steps_of(row: Row, steps: int, turns: int) -> int:
+    period = period_of(row)
+    parts = [_WARMUP, *[1] * (turns - 1), *[steps] * turns]
+    return sum(-(-part // period) * period for part in parts)
+
+
+def period_of(row: Row) -> int:
+    """Return after how many steps the row exchanges; 1 if that is in every step, or not known beforehand."""
+    settings = named_local(row.kind, row.options)
+    return settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
+
+
+def is_exact(row: Row) -> bool:
+    """Return whether its steps are worth the same as DDP's, since they are the same up to rounding."""
+    if row.kind in METHODS:
+        return method(row.kind, **row.options).exact
+    return row.kind == BASE or (row.kind == "auto" and not row.options.get("lossy", False))

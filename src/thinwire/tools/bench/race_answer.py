@@ -1,33 +1,121 @@
-"""The answer of a race: three sentences, the line to write, and the JSON that report, plan and ``attach`` read."""
+"""The answer of a race: when each row reached the loss, three sentences, the line to write, and the JSON.
+
+Report, plan and ``attach`` read that JSON.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from thinwire.engine.local.settings import local_settings
 from thinwire.predict.choose.rank import TIE, as_soon, overlap, simplest
-from thinwire.tools.bench.finish import Finish
-from thinwire.tools.bench.halving import BASE
-from thinwire.tools.bench.race import spoken_for
-from thinwire.tools.bench.racing import RaceResult
-from thinwire.tools.bench.record import Point
+from thinwire.tools.bench.race_losses import BASE, StepsFactor
 from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord
 from thinwire.tools.bench.summary import summarise
-from thinwire.tools.bench.table import seconds as short
 from thinwire.tools.bench.words import attach_line
+from thinwire.tools.units import run_seconds
+from thinwire.tools.units import seconds as short
+
+if TYPE_CHECKING:
+    from thinwire.tools.bench.race import RaceResult
 
 
-def duration(seconds: float) -> str:
-    """Format the duration of a training run."""
-    if seconds >= 6000:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds:.0f} s" if seconds >= 99.5 else f"{seconds:.1f} s" if seconds >= 10 else short(seconds)
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step on the link: mean over whole periods, then median, minimum and maximum over turns.
+
+    ``start_seconds``: extra time of the first steps; ``apart_seconds``: of a step on ranks without a slow link.
+    """
+
+    seconds: float = math.inf
+    least: float = math.inf
+    most: float = math.inf
+    start_seconds: float = 0.0
+    apart_seconds: float = 0.0
+    error: str = ""
 
 
-def winner(rows: Sequence[Finish]) -> Finish:
-    """Return the simplest of those that are as fast as the fastest; DDP if none is sooner."""
+def step_times(row: RowRecord, turns: int, compute: RowRecord) -> StepTimes:
+    """Return the times of a row recorded in that many turns; ``compute``: the row without exchange.
+
+    Without a link a step takes its CPU time, stretched like a step without exchange where ranks share cores.
+    """
+    if row.error or not row.step_seconds:
+        return StepTimes(error=row.error or "no step was timed")
+    each = len(row.step_seconds) // turns
+    means = [statistics.fmean(row.step_seconds[i * each : (i + 1) * each]) for i in range(turns)]
+    step = statistics.median(means)
+    untimed = len(row.losses) - len(row.step_seconds)
+    start = max(0.0, row.untimed_seconds - untimed * step)
+    alone = statistics.fmean(compute.step_seconds)
+    busy = statistics.fmean(row.host_seconds) * max(1.0, alone / statistics.fmean(compute.host_seconds))
+    return StepTimes(step, min(means), max(means), start, min(step, max(alone, busy)))
+
+
+@dataclass(frozen=True)
+class TimeToLoss:
+    """The final result of one row; ``seconds`` to the loss include start-up, and None means not reached.
+
+    ``steps`` is the median of its steps factor, ``rate`` the best factor on the learning rate; ends are over seeds (and
+    turns), None if some seed did not reach the loss. ``sooner``: how many times sooner than DDP. ``apart``: workers
+    train apart between exchanges, which counts as less simple.
+    """
+
+    label: str
+    step_seconds: float | None = None
+    over_compute: float | None = None
+    start_seconds: float | None = None
+    rate: float = 1.0
+    steps: float | None = None
+    fewest_steps: float | None = None
+    most_steps: float | None = None
+    seeds: int = 0
+    seconds: float | None = None
+    least_seconds: float | None = None
+    most_seconds: float | None = None
+    sooner: float | None = None
+    note: str = ""
+    apart: bool = False
+    bytes_per_step: float | None = None
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds to the loss: minimum, median and maximum; infinite if it was not reached."""
+        found = (self.least_seconds, self.seconds, self.most_seconds)
+        least, median, most = (math.inf if seconds is None else seconds for seconds in found)
+        return least, median, most
+
+    @property
+    def bytes_sent(self) -> float:
+        return self.bytes_per_step or 0.0
+
+
+def time_to_loss(
+    label: str, times: StepTimes, compute: float, factor: StepsFactor | None, ddp_steps: float, note: str = ""
+) -> TimeToLoss:
+    if times.error:
+        return TimeToLoss(label, note=f"failed: {times.error}")
+    timed = TimeToLoss(label, times.seconds, times.seconds / compute, times.start_seconds, note=note)
+    if factor is None:
+        return timed
+    middle, (low, high) = factor.median, factor.ends
+
+    def seconds(steps: float | None, step: float) -> float | None:
+        return None if steps is None else times.start_seconds + ddp_steps * steps * step
+
+    return replace(
+        timed, rate=factor.rate, steps=middle, fewest_steps=low, most_steps=high, seeds=len(factor.factors),
+        seconds=seconds(middle, times.seconds), least_seconds=seconds(low, times.least),
+        most_seconds=seconds(high, times.most),
+    )  # fmt: skip
+
+
+def winner(rows: Sequence[TimeToLoss]) -> TimeToLoss:
     ddp = next(row for row in rows if row.label == BASE)
     if (rows[0].sooner or 0.0) <= 1 + TIE:
         return ddp
@@ -38,54 +126,46 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     """Say who is first and how much sooner than DDP, what that costs in steps, and how certain it is."""
     rows = {row.label: row for row in found.rows}
     first, ddp = winner(found.rows), rows[BASE]
+    assert first.seconds is not None
     assert ddp.seconds is not None
-    assert ddp.step_seconds is not None
+    rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
+    rival = rivals[0] if rivals else None
+    sure = _sureness(found, first, ddp, rival) + _last_rate(found.budget.rates, ddp.rate)
     at = f"a loss of {found.target:.3f}"
     if first is ddp:
-        others = [row for row in found.rows if row is not ddp and row.seconds is not None]
-        rival = f"{others[0].label} reaches it {_told(others[0])}" if others else "no other method reaches it"
+        said = "no other method reaches it"
+        if rival is not None:
+            said = f"{rival.label} reaches it after {run_seconds(rival.seconds or 0.0)}, {rival.sooner:.2f} x"
         return (
-            f"DDP is enough here: it reaches {at} after {duration(ddp.seconds)}, {rival}",
+            f"DDP is enough here: it reaches {at} after {run_seconds(ddp.seconds)}, {said}",
             f"it costs no extra steps and no change: a step takes {short(ddp.step_seconds)}, "
             f"{ddp.over_compute:.2f} times its computing",
-            _sureness(found, ddp, others[0] if others else None) + _last_rate(found.budget.rates, ddp.rate),
+            sure,
         )
-    assert first.seconds is not None
-    assert first.step_seconds is not None
-    rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
     return (
-        f"{first.label} is first: it reaches {at} after {duration(first.seconds)}, "
-        f"{first.sooner:.1f} x faster than DDP ({duration(ddp.seconds)})",
-        f"{_cost(found, first)}; a step takes {short(first.step_seconds)} instead of {short(ddp.step_seconds)}",
-        _sureness(found, first, rivals[0] if rivals else None) + _last_rate(found.budget.rates, ddp.rate),
+        f"{first.label} is first: it reaches {at} after {run_seconds(first.seconds)}, "
+        f"{first.sooner:.1f} x faster than DDP ({run_seconds(ddp.seconds)})",
+        f"{_cost(found, first, ddp)}; a step takes {short(first.step_seconds)} instead of {short(ddp.step_seconds)}",
+        sure,
     )
 
 
-def _told(row: Finish) -> str:
-    assert row.seconds is not None
-    return f"after {duration(row.seconds)}, {row.sooner:.2f} x"
-
-
-def steps_range(row: Finish) -> str:
-    """Format the range over seeds."""
+def steps_range(row: TimeToLoss) -> str:
     ends = ["never" if end is None else f"{end:.2f}" for end in (row.fewest_steps, row.most_steps)]
     return ends[0] if ends[0] == ends[1] else " - ".join(ends)
 
 
-def _cost(found: RaceResult, row: Finish) -> str:
+def _cost(found: RaceResult, row: TimeToLoss, ddp: TimeToLoss) -> str:
     if row.label not in found.raced:
         return "it costs no extra steps, as its average is DDP's"
     said = f"it takes {row.steps:.2f} times DDP's steps ("
     said += f"{steps_range(row).replace(' - ', ' to ')} over {row.seeds} seeds" if row.seeds > 1 else "one seed"
     if len(found.budget.rates) > 1:
-        base = next(other.rate for other in found.rows if other.label == BASE)
-        said += f"; at {row.rate:g} x your learning rate, DDP at {base:g} x"
+        said += f"; at {row.rate:g} x your learning rate, DDP at {ddp.rate:g} x"
     return said + ")"
 
 
-def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
-    """Say how certain the result is, against DDP and against the next row."""
-    ddp = next(row for row in found.rows if row.label == BASE)
+def _sureness(found: RaceResult, first: TimeToLoss, ddp: TimeToLoss, rival: TimeToLoss | None) -> str:
     trained = f"{found.budget.steps} steps a run"
     if first is ddp:
         if rival is None:
@@ -103,8 +183,7 @@ def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
         if overlap(rival, first):
             tied = as_soon(rival, first) or rival is found.rows[0]
             close = "as fast but less simple" if tied else "whose range overlaps with that"
-        assert rival.seconds is not None
-        said += f"; next is {rival.label}, {duration(rival.seconds)}, {close}"
+        said += f"; next is {rival.label}, {run_seconds(rival.seconds or 0.0)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
 
 
@@ -116,36 +195,52 @@ def _last_rate(rates: Sequence[float], best: float) -> str:
     return f"; DDP learns fastest at {best:g} x your learning rate, the {last} tried: race again from a {further} one"
 
 
-def _seeds(row: Finish) -> str:
+def _seeds(row: TimeToLoss) -> str:
     return f"{row.seeds} seeds" if row.seeds > 1 else "one seed"
 
 
-def _span(row: Finish) -> str:
-    low, high = ("never" if end is None else duration(end) for end in (row.least_seconds, row.most_seconds))
+def _span(row: TimeToLoss) -> str:
+    low, high = ("never" if end is None else run_seconds(end) for end in (row.least_seconds, row.most_seconds))
     return low if low == high else f"{low} to {high}"
 
 
 def line_to_write(rows: Sequence[Row], label: str) -> str:
-    """Return the line for the user's script, for the row with this label."""
     row = next(row for row in rows if row.label == label)
     if not row.is_thinwire:
-        kept = f"keep DDP, or take the same average without a wrapper: {attach_line('ssgd', {})}"
-        return kept if row.kind == BASE and not row.options else f"take {label}"
+        same = f"keep DDP, or take the same average without a wrapper: {attach_line('ssgd', {})}"
+        return same if row.kind == BASE and not row.options else f"take {label}"
     return attach_line(row.kind, row.options)
 
 
 def curves(found: RaceResult) -> dict[str, list[Point]]:
     """Return the losses over seconds on the link, for seed 0."""
-    made = {}
+    drawn = {}
     for row in found.rows:
         if (path := found.curves.get(row.label)) is not None and path.steps and row.step_seconds is not None:
             held_out = path.steps[0] == 0  # before the first step no training loss is known
             start = row.start_seconds or 0.0
-            made[row.label] = [
+            drawn[row.label] = [
                 Point(step, start * (step > 0) + step * row.step_seconds, loss, loss if held_out else None)
                 for step, loss in zip(path.steps, path.losses)
             ]
-    return made
+    return drawn
+
+
+def planner_row(row: Row) -> dict[str, Any] | None:
+    """Return how a row identifies itself in the planner's table (``MeasuredWorth``); None if it has no place there."""
+    from thinwire.core.methods.registry import METHODS
+
+    if row.kind == "local":
+        settings = local_settings("local", row.options)
+        every = settings.sync_every
+        if settings.outer is not None or not isinstance(every, int) or settings.fragment_sync_delay == "auto":
+            return None
+        codec = str(row.options.get("codec", "int8"))
+        code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
+        return code | {"every": every, "delay": settings.delay_in(every)}
+    if row.kind not in METHODS:
+        return None
+    return {"method": row.kind, "options": row.options, "every": 1, "delay": 0}
 
 
 def race_data(found: RaceResult) -> dict[str, Any]:
@@ -155,12 +250,12 @@ def race_data(found: RaceResult) -> dict[str, Any]:
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip
     bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)
     about = {"elements": bench.parameters, "workers": asked.workers}
-    worth = []
     broken = {row.label for row in found.rows if row.note.startswith("failed")}
+    planned = []
     for row in asked.rows:
         factor = None if row.label in broken else found.raced.get(row.label)
-        if factor is not None and (said := spoken_for(row)) is not None:
-            worth.append(said | about | {"factors": factor.factors})
+        if factor is not None and (said := planner_row(row)) is not None:
+            planned.append(said | about | {"factors": factor.factors})
     first = winner(found.rows).label
     return {
         "race": {
@@ -175,5 +270,5 @@ def race_data(found: RaceResult) -> dict[str, Any]:
         },
         "bench": asdict(bench),
         "curves": {label: [asdict(point) for point in points] for label, points in curves(found).items()},
-        "rows": worth,
+        "rows": planned,
     }

@@ -1,13 +1,13 @@
-"""Turns: one row runs some steps on all ranks and is timed, and all ranks agree on the result."""
+"""Turns: one row runs some steps on all ranks and is timed; or each trains for a curve, or until it reaches a loss."""
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import time as now
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from thinwire.core.events import tell_event
 from thinwire.tools.bench.contenders import Contender, StepTime, dense_ring_bytes, new_group
-from thinwire.tools.bench.record import RowRecord
 from thinwire.tools.bench.rows import COMPUTE, Row
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord
 
 SAME_SECONDS = 5.0
 """Within which errors of ranks are at about the same time."""
@@ -30,10 +29,7 @@ def own_interface() -> str | None:
 
 
 def transmitted_bytes(name: str) -> int | None:
-    """Return the bytes sent through an interface so far, headers included.
-
-    ``/proc/self/net/dev`` shows the process's namespace; ``/sys/class/net`` shows that of whoever mounted it.
-    """
+    """Return the bytes sent through an interface, headers included, as this process's namespace counts them."""
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
@@ -46,23 +42,25 @@ def transmitted_bytes(name: str) -> int | None:
 
 
 def is_node_leader() -> bool:
-    """Return whether this rank reads the counter for its node (ranks of a node share one interface)."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @dataclass
 class RowRun:
-    """A row's contender on this rank and its record so far."""
-
     record: RowRecord
     contender: Contender | None = None
     bytes: float = 0.0
-    waited: tuple[float, float] = (0.0, 0.0)
+    deferred_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     timed_steps: int = 0
+
+    def fail(self, error: str) -> None:
+        if self.contender is not None:
+            self.contender.close()
+        self.contender, self.record.error = None, error
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, of the slowest rank in every step; first and measuring steps included."""
         return self.record.untimed_seconds + sum(self.record.step_seconds)
 
 
@@ -79,14 +77,14 @@ class RoundRobin:
     def guarded(self, row_run: RowRun, action: Callable[[], Any]) -> Any:
         """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere.
 
-        The first error counts, since those of other ranks may come from it, such as a time-out in an exchange; of
-        errors at about the same time, that of the lowest rank.
+        The first error is told, since others may follow from it, such as a time-out; of errors at about the same time,
+        that of the lowest rank.
         """
         result, error = None, ""
         try:
             result = action()
         except Exception as caught:
-            error = f"{now():.3f} {type(caught).__name__}: {caught}".splitlines()[0]
+            error = f"{time.time():.3f} {type(caught).__name__}: {caught}".splitlines()[0]
         failed = {rank: text.partition(" ") for rank, text in enumerate(self._texts(error)) if text}
         if failed:
             first = min(float(when) for when, _, _ in failed.values())
@@ -137,47 +135,43 @@ class RoundRobin:
             return made
 
         early = some(_whole(untimed, contender.period))
-        while row_run.contender is not None and contender.settling:  # measuring for a plan; equal on all ranks
-            early += some(1)
-        before, idle = self._sent(contender), contender.waited()
+        while row_run.contender is not None and (stats := contender.stats) is not None and not stats.settled:
+            early += some(1)  # it is measuring for a plan; equal on all ranks
+        before, idle = self._sent(contender), contender.stats
         times = some(_whole(steps, contender.period))
         if not untimed:
             times += until_merged()
         if row_run.contender is None:
             return
-        after, waited = self._sent(contender), contender.waited()
+        after, now = self._sent(contender), contender.stats
         late = until_merged()
         if row_run.contender is None:
             return
-        if idle is not None and waited is not None:
-            backward, forward = row_run.waited
-            row_run.waited = backward + waited[0] - idle[0], forward + waited[1] - idle[1]
+        if idle is not None and now is not None:
+            deferred, exposed = row_run.deferred_seconds, row_run.exposed_seconds
+            row_run.deferred_seconds = deferred + now.deferred_seconds - idle.deferred_seconds
+            row_run.exposed_seconds = exposed + now.exposed_seconds - idle.exposed_seconds
         self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
-        contender.rest()
+        contender.optimizer.zero_grad(set_to_none=True)  # its memory is free until the next turn
 
     def _steps(self, contender: Contender, label: str, number: int) -> list[StepTime]:
         """Run steps. A loss that is not finite is reported after the last: others may still exchange with this rank."""
         made = []
         for _ in range(number):
-            made.append(time := contender.step(self.rank))
-            say(self.rank, row=label, step=contender.steps, loss=round(time.loss, 4), seconds=round(time.seconds, 4))
-        for step, time in enumerate(made, contender.steps - number + 1):
-            if not math.isfinite(time.loss):
-                raise ArithmeticError(f"the loss is {time.loss} at step {step}")
+            made.append(took := contender.step(self.rank))
+            say(self.rank, row=label, step=contender.steps, loss=round(took.loss, 4), seconds=round(took.seconds, 4))
+        for step, took in enumerate(made, contender.steps - number + 1):
+            if not math.isfinite(took.loss):
+                raise ArithmeticError(f"the loss is {took.loss} at step {step}")
         return made
 
     def _sent(self, contender: Contender) -> float | None:
         if self.interface is None:
-            return contender.bytes_sent()
+            return None if contender.stats is None else contender.stats.bytes_sent
         return transmitted_bytes(self.interface) if is_node_leader() else 0
 
     def _keep(
-        self,
-        row_run: RowRun,
-        early: list[StepTime],
-        times: list[StepTime],
-        late: list[StepTime],
-        sent: float | None,
+        self, row_run: RowRun, early: list[StepTime], times: list[StepTime], late: list[StepTime], sent: float | None
     ) -> None:
         record = row_run.record
         assert row_run.contender is not None
@@ -199,9 +193,10 @@ class RoundRobin:
         row_run.timed_steps += len(times)
         record.wire_bytes = row_run.bytes / row_run.timed_steps
         record.wire_source = "interface" if self.interface else "stats"
-        if row_run.contender is not None and row_run.contender.sync is not None:
-            record.waited_seconds = (row_run.waited[0] / row_run.timed_steps, row_run.waited[1] / row_run.timed_steps)
-            record.why = row_run.contender.why()
+        if (stats := row_run.contender.stats) is not None:
+            forward, steps = row_run.deferred_seconds, row_run.timed_steps
+            record.waited_seconds = (row_run.exposed_seconds - forward) / steps, forward / steps
+            record.why = list(stats.why)
         if sent is None:
             record.wire_bytes, record.wire_source = self._formula(row_run), "formula"
 
@@ -220,7 +215,6 @@ class RoundRobin:
 
 
 def _whole(steps: int, period: int) -> int:
-    """Round up to whole periods."""
     return -(-steps // period) * period
 
 
@@ -234,6 +228,101 @@ def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
 
 
 def say(rank: int, **fields: Any) -> None:
-    """Report progress, from rank 0 only."""
     if rank == 0:
         tell_event(fields)
+
+
+COMPUTE_STEPS = 4
+
+
+def draw_curves(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], round_robin: RoundRobin) -> None:
+    """Train each row ``spec.steps`` steps; with ``loss_as``, rows after the first until they reach its loss."""
+    goal: Point | None = None
+    for row, row_run in zip(rows, row_runs):
+        round_robin.build(spec, row, row_run)
+        if row.kind == COMPUTE:
+            round_robin.run(row_run, COMPUTE_STEPS, 1)
+            row_run.contender = None
+            continue
+        _train(spec, row_run, round_robin, goal)
+        if spec.loss_as and goal is None and row_run.record.curve:
+            goal = row_run.record.curve[-1]
+        if row_run.contender is not None:
+            row_run.contender.close()
+            row_run.contender = None
+            curve = [asdict(point) for point in row_run.record.curve]
+            say(round_robin.rank, trained={"label": row.label, "kind": row.kind, "curve": curve})
+
+
+def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Point | None) -> None:
+    """Train as many steps as the spec says; with a goal, until two consecutive points reach it, to rule out luck."""
+    record = row_run.record
+    note(row_run, round_robin)
+    while row_run.contender is not None:
+        left = spec.steps - len(record.losses)
+        round_robin.run(row_run, spec.every if goal else min(spec.every, left), 0)
+        note(row_run, round_robin)
+        if goal is None:
+            if len(record.losses) >= spec.steps:
+                return
+        elif row_run.seconds >= goal.seconds or all(p.judged <= goal.judged for p in record.curve[-2:]):
+            return
+
+
+def note(row_run: RowRun, round_robin: RoundRobin) -> None:
+    if row_run.contender is None or row_run.record.kind == COMPUTE:
+        return
+    record = row_run.record
+    validation = _evaluate(row_run, round_robin)
+    if row_run.contender is None:
+        return
+    recent = record.losses[record.curve[-1].step :] if record.curve else []
+    if recent:
+        loss = sum(recent) / len(recent)
+    else:
+        loss = math.nan if validation is None else validation
+    record.curve.append(Point(len(record.losses), row_run.seconds, loss, validation))
+    say(round_robin.rank, row=record.label, steps=len(record.losses), validation=validation)
+
+
+def _evaluate(row_run: RowRun, round_robin: RoundRobin) -> float | None:
+    """Return the held-out loss, with each rank on its own share of the held-out text."""
+    if row_run.contender is None:
+        return None
+    contender = row_run.contender
+    mine = round_robin.guarded(row_run, lambda: (contender.evaluate(round_robin.rank),))
+    if mine is None or mine[0] is None:
+        return None
+    total = torch.tensor([mine[0]], dtype=torch.float64)
+    dist.all_reduce(total, group=round_robin.control)
+    return float(total) / round_robin.workers
+
+
+def compare(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], round_robin: RoundRobin) -> None:
+    """Train in turns of ``spec.every`` steps until each row reaches ``spec.target`` or has made ``spec.steps``.
+
+    A row's seconds cover all of its training, including the first steps and those in which a plan is measured, but not
+    building and evaluating it. The row without exchange takes ``spec.rounds`` turns: it is only there to be timed.
+    """
+    for row, row_run in zip(rows, row_runs):
+        round_robin.build(spec, row, row_run)
+        note(row_run, round_robin)
+    running = [row_run for row_run in row_runs if row_run.contender is not None]
+    while running:
+        for row_run in running:
+            round_robin.run(row_run, min(spec.every, spec.steps - len(row_run.record.losses)), 0)
+            note(row_run, round_robin)
+        running = [row_run for row_run in running if not _done(spec, row_run)]
+    for row_run in row_runs:
+        if row_run.contender is not None:
+            row_run.contender.close()
+
+
+def _done(spec: BenchSpec, row_run: RowRun) -> bool:
+    if row_run.contender is None:
+        return True
+    record = row_run.record
+    if record.kind == COMPUTE:
+        return len(record.losses) >= min(spec.steps, spec.rounds * spec.every)
+    assert spec.target is not None
+    return record.curve[-1].judged <= spec.target or len(record.losses) >= spec.steps

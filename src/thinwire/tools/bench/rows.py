@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from thinwire.tools.bench.functions import load_function
-from thinwire.tools.bench.words import Value, nearest, split_options
+from thinwire.tools.bench.words import Value, load_function, nearest, split_options
 
 COMPUTE = "compute"
 BEST_BUCKETS_MB = (1, 4, 25, 100)
@@ -22,14 +21,9 @@ TORCH_ROWS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, measured separately.
+    """One way to train: a kind of ``TORCH_ROWS``, a thinwire method, or a user's ``module:function`` (trainer.py).
 
-    Attributes:
-        label: unique; shown in the table.
-        kind: one of ``TORCH_ROWS``, the name of a thinwire method, or a user's ``module:function``
-            (``tools/bench/trainer.py`` says what that returns).
-        options: the kind's options.
-        family: rows of one family are variants of which the table shows the fastest.
+    Of the rows of one ``family`` the table shows the fastest.
     """
 
     label: str
@@ -39,21 +33,15 @@ class Row:
 
     @property
     def is_thinwire(self) -> bool:
-        """Whether it uses ``attach``."""
         return self.kind not in TORCH_ROWS and not self.is_custom
 
     @property
     def is_custom(self) -> bool:
-        """Whether a user's function defines it."""
         return ":" in self.kind
 
 
 def parse_rows(text: str) -> tuple[Row, ...]:
-    """Read ``--methods``. ``thinwire acp`` and ``acp`` are the same.
-
-    Raises:
-        ValueError: an unknown row, option or method option, a duplicate row, or none at all.
-    """
+    """Read ``--methods``. ``thinwire acp`` and ``acp`` are the same."""
     rows: list[Row] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         rows += _parse_one(part)

@@ -1,36 +1,35 @@
-"""From records to figures: medians, spreads, exposed communication, and the floor for every exact coupled method."""
+"""From records to figures: medians, spreads, exposed communication, the floor; and their table and plots."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from thinwire.tools.bench.record import RowRecord, RunRecord
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
 from thinwire.tools.bench.rows import COMPUTE
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, reached
+from thinwire.tools.pictures import Level, Panel, Picture, Series
+from thinwire.tools.pictures.picture import plotly, pyplot, save_png
+from thinwire.tools.units import megabytes, seconds
 
 SMOOTH = 5
 
 
 @dataclass(frozen=True)
 class RowSummary:
-    """One line of the table.
+    """One line of the table: medians over steps of the slowest rank; ``spread_seconds`` is the interquartile range.
 
-    Attributes:
-        step_seconds: median over steps of the slowest rank's wall-clock seconds.
-        spread_seconds: interquartile range of the same.
-        exposed_seconds: step time minus that of the same ranks without any exchange.
-        bytes_per_step: sent per step; ``bytes_source`` is "interface" (per node, headers included), "stats" (thinwire's
-            ledger, per rank) or "formula" (per rank).
-        host_seconds: median CPU seconds of the main thread in a step.
-        loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
-        speedup: how many times faster a step is than that of the ``ddp`` row; None without one.
-        predicted_seconds: the planner's prediction from the measured network and model.
-        waited_backward_seconds, waited_forward_seconds: time of a thinwire step waiting for communication, on rank 0.
-        variants: label -> step seconds of all variants, if this is the fastest of them; see ``families``.
-        why: reasons for the plan of a thinwire row; the first names what ``auto`` chose.
-        error: why the row failed, or "".
+    ``exposed_seconds``: beyond a step without exchange. ``bytes_source``: "interface" (per node, headers included),
+    "stats" (thinwire's ledger, per rank) or "formula" (per rank). ``loss``: mean of the last training losses.
+    ``variants``: label -> step seconds of its family, of which it is the fastest. ``waited_*``: what rank 0 waited in a
+    step.
     """
 
     label: str
@@ -53,12 +52,9 @@ class RowSummary:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The whole comparison.
+    """The whole comparison; ``floor_seconds`` is below every exact method that ends with backward.
 
-    Attributes:
-        floor_seconds: ``max(compute, forward + bytes / rate)``, below which no exact method that ends with backward can
-            be.
-        emulated: whether the links were emulated; if not, the link is only used to compute the floor.
+    If the links were not ``emulated``, the link is only used to compute the floor.
     """
 
     model: str
@@ -76,7 +72,6 @@ class BenchResult:
     rows: tuple[RowSummary, ...]
 
     def row(self, label: str) -> RowSummary:
-        """Return the row with this label, or the first whose label begins with it."""
         for row in self.rows:
             if row.label == label:
                 return row
@@ -92,11 +87,7 @@ def floor(compute: float, forward: float, ring_bytes: float, bits_per_second: in
 
 
 def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) -> BenchResult:
-    """Return the figures of a run.
-
-    Raises:
-        RuntimeError: even training without exchange failed.
-    """
+    """Return the figures of a run; raise ``RuntimeError`` if even training without exchange failed."""
     compute_row = next(row for row in record.rows if row.kind == COMPUTE)
     if compute_row.error:
         raise RuntimeError(f"the model does not train: {compute_row.error}")
@@ -155,17 +146,10 @@ def _interquartile(values: list[float]) -> float:
 
 
 def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, dict[str, float]]]:
-    """Return all rows, but only the fastest member of each family.
+    """Return all rows, of each family only the fastest, with the median seconds of its members by label.
 
-    The minimum of several noisy medians lies below the true time of every variant, so a rival chosen and timed by the
-    same steps would look too fast. Each round therefore counts the variant that was fastest in the other rounds.
-
-    Args:
-        rows: rows of a run.
-        rounds: rounds in which their steps were timed.
-
-    Returns:
-        The rows, each with the median seconds of all members by label if it represents a family.
+    The minimum of noisy medians lies below the true time of every variant, so a rival chosen and timed by the same
+    steps would look too fast: each round counts the variant that was fastest in the others.
     """
     found: list[tuple[RowRecord, dict[str, float]]] = []
     seen: set[str] = set()
@@ -183,15 +167,7 @@ def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, di
 
 
 def chosen_elsewhere(seconds: Mapping[str, Sequence[float]], rounds: int) -> list[float]:
-    """Return the steps of each round, taken from the variant with the lowest median over the other rounds.
-
-    Args:
-        seconds: timed steps of each variant, round after round, equally many in each.
-        rounds: number of rounds.
-
-    Returns:
-        As many seconds as one variant has; empty if there is only one round or variant, or if steps are missing.
-    """
+    """Return each round's steps of the variant with the lowest median over the others; none if steps are missing."""
     counts = {len(steps) for steps in seconds.values()}
     if rounds < 2 or len(seconds) < 2 or len(counts) != 1 or (count := counts.pop()) % rounds:
         return []
@@ -202,3 +178,144 @@ def chosen_elsewhere(seconds: Mapping[str, Sequence[float]], rounds: int) -> lis
         others = {label: statistics.median([*s[:begin], *s[end:]]) for label, s in seconds.items()}
         found += seconds[min(others, key=others.__getitem__)][begin:end]
     return found
+
+
+class WholeTable(Table):
+    """A table that becomes a list, a line for each value, on a screen that is too narrow for its columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [[_plain(console, cell) for cell in (column.header, *column.cells)] for column in self.columns]
+        needed = 0
+        for column, texts in zip(self.columns, columns):
+            most = 24 if column.justify == "right" else 12  # more is a sentence or a name, which may be folded
+            widest = max(cell_len(line) for text in texts for line in text.split("\n"))
+            needed += min(most, widest) + 1 + self.padding[1]
+        if needed <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        heads, *rows = zip(*columns)
+        yield Text(f"{self.title}\n")
+        for row in rows:
+            yield Text(row[0], style="bold")
+            for head, text in zip(heads[1:], row[1:]):
+                if text.strip():
+                    yield Text(f"  {head}: {text}".replace("\n", " "))
+
+
+def _plain(console: Console, cell: RenderableType) -> str:
+    return console.render_str(cell).plain if isinstance(cell, str) else str(cell)
+
+
+def bench_table(result: BenchResult) -> RenderableType:
+    table = WholeTable(title=_title(result), title_justify="left")
+    table.add_column("method")
+    predicted = any(row.predicted_seconds is not None for row in result.rows)
+    for name in ("step", "spread", "exposed", "MB/step", "loss", "x", *(["predicted"] if predicted else [])):
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        last = "-" if row.predicted_seconds is None else seconds(row.predicted_seconds)
+        table.add_row(*_cells(row), *([last] if predicted else []))
+    return Group(table, *(Text(line) for line in _notes(result)))
+
+
+def _title(result: BenchResult) -> str:
+    link = result.link or "no limit"
+    if result.link and not result.emulated:
+        link += " (NOT emulated)"
+    return f"{result.describe}; {result.parameters / 1e6:.1f} M parameters; {result.workers} workers; link {link}"
+
+
+def _cells(row: RowSummary) -> list[str | Text]:
+    if row.error:
+        return [row.label, Text(f"failed: {row.error}", style="red")]
+    loss = "-" if row.loss is None else f"{row.loss:.3f}"
+    speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
+    source = {"interface": "", "stats": " (l)", "formula": " (f)"}.get(row.bytes_source, "")
+    return [
+        row.label,
+        seconds(row.step_seconds),
+        seconds(row.spread_seconds),
+        seconds(row.exposed_seconds),
+        megabytes(row.bytes_per_step) + (source if row.bytes_per_step is not None else ""),
+        loss,
+        speedup,
+    ]
+
+
+def _notes(result: BenchResult) -> list[str]:
+    steps = {row.loss_steps for row in result.rows if row.loss is not None}
+    notes = [
+        f"compute alone {seconds(result.compute_seconds)}, its forward {seconds(result.forward_seconds)}; "
+        f"floor of an exact method that ends with backward: {seconds(result.floor_seconds)}"
+        " = max(compute, forward + ring bytes / rate)",
+        "step: median over steps of the slowest rank; spread: interquartile; exposed: step - compute alone",
+    ]
+    if any(row.speedup is not None for row in result.rows):
+        notes.append("x: times faster than ddp, by steps; a lossy step is worth less than an exact one")
+    if steps:
+        notes.append(f"loss: training loss after {min(steps)} steps, same weights and data at the start")
+    sources = {row.bytes_source for row in result.rows if row.bytes_per_step is not None}
+    meaning = {
+        "interface": "MB/step: what a node's interface sent, headers included",
+        "stats": "(l): thinwire's own ledger, per rank",
+        "formula": "(f): ring formula, per rank, not measured",
+    }
+    notes += [text for source, text in meaning.items() if source in sources]
+    for row in result.rows:
+        if row.variants:
+            notes.append("tried: " + ", ".join(f"{name} {seconds(s)}" for name, s in row.variants.items()))
+        if row.label.startswith("auto") and row.why:
+            notes.append(f"{row.label}: {row.why[0].removeprefix('auto: ')}")
+    if result.link and not result.emulated:
+        notes.append(f"the link was not emulated: {result.note}")
+    return notes
+
+
+def plot_bench(result: BenchResult, path: Path) -> None:
+    rows = [row for row in result.rows if row.step_seconds is not None]
+    names = [row.label for row in rows]
+    compute = [min(result.compute_seconds, row.step_seconds or 0.0) for row in rows]
+    exposed = [max(row.exposed_seconds or 0.0, 0.0) for row in rows]
+    title = f"{result.model}, {result.workers} workers, link {result.link or 'no limit'}"
+    if path.suffix == ".html":
+        go = plotly()
+        bars = [go.Bar(name="compute", x=names, y=compute), go.Bar(name="exposed", x=names, y=exposed)]
+        figure = go.Figure(bars, {"barmode": "stack", "title": title, "yaxis": {"title": "seconds per step"}})
+        figure.add_hline(y=result.floor_seconds, line_dash="dash", annotation_text="floor, exact methods")
+        figure.write_html(path, include_plotlyjs=True)
+        return
+    figure, axes = pyplot().subplots(figsize=(1.4 * len(rows) + 3, 4.5))
+    axes.bar(names, compute, label="compute alone", color="#8c9bab")
+    axes.bar(names, exposed, bottom=compute, label="exposed communication", color="#d1603d")
+    axes.axhline(result.floor_seconds, linestyle="--", color="black", linewidth=1, label="floor, exact methods")
+    axes.set_ylabel("seconds per step")
+    axes.set_title(title, fontsize=10)
+    axes.tick_params(axis="x", labelrotation=20)
+    axes.legend()
+    save_png(figure, path)
+
+
+def loss_picture(
+    curves: Mapping[str, Sequence[Point]], title: str, target: float | None = None, *, log: bool = False
+) -> Picture:
+    """Draw held-out loss (or training loss if there is none) against seconds of training, with a mark where each row
+    reaches ``target``; ``log``: on a logarithmic axis, on which no line begins at 0.
+    """
+    lines = []
+    for label, points in curves.items():
+        shown = [p for p in points if not math.isnan(p.judged) and (p.seconds > 0 or not log)]
+        x, y = tuple(p.seconds for p in shown), tuple(p.judged for p in shown)
+        there = None if target is None else reached(((p.seconds, p.judged) for p in points), target)
+        if there is None or target is None:
+            lines.append(Series(label, x, y))
+        else:
+            lines.append(Series(label, x, y, at=(there, target), said=f"{there:.3g} s"))
+    held_out = any(point.validation is not None for points in curves.values() for point in points)
+    panel = Panel(
+        "seconds of training, start-up included" if log else "seconds of training",
+        "loss on held-out data" if held_out else "training loss",
+        tuple(lines),
+        levels=() if target is None else (Level(target, f"loss {target:.3f}"),),
+        log_x=log,
+    )
+    return Picture(title, (panel,))

@@ -8,23 +8,18 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from thinwire.tools.bench.functions import load_function
+from thinwire.core.checks import check_count
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import Row
+from thinwire.tools.bench.words import load_function
 
 
 class OptimizerLike(Protocol):
     """The part of an optimizer that a training loop needs."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Called before forward."""
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
-    def step(self) -> Any:
-        """Called after backward."""
-
-
-def _nothing() -> None:
-    return None
+    def step(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -42,20 +37,15 @@ class Trainer:
 
     module: nn.Module
     optimizer: OptimizerLike
-    close: Callable[[], None] = _nothing
+    close: Callable[[], None] = lambda: None
     period: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.period, int) or self.period < 1:
-            raise ValueError(f"period={self.period!r} must be a whole number of at least 1")
+        check_count("period", self.period)
 
 
 def build_trainer(row: Row, workload: Workload, group: Any) -> Trainer:
-    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group``.
-
-    Raises:
-        ValueError: it returned something other than a ``Trainer``.
-    """
+    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group``."""
     trainer = load_function(row.kind, "row")(workload, group, **row.options)
     if not isinstance(trainer, Trainer):
         raise ValueError(

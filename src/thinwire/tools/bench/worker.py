@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -12,25 +13,20 @@ from pathlib import Path
 import torch.distributed as dist
 
 from thinwire.core.collectives.groups import topology_of
+from thinwire.core.durable import write_whole
 from thinwire.core.events import tell_event
-from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Topology
 from thinwire.tools.bench.contenders import new_group
-from thinwire.tools.bench.curves import compare, draw_curves
 from thinwire.tools.bench.device import place_of, prepare_rank, rank_device
 from thinwire.tools.bench.models.registry import build_model
-from thinwire.tools.bench.record import RowRecord, RunRecord
-from thinwire.tools.bench.round_robin import RoundRobin, RowRun
+from thinwire.tools.bench.round_robin import RoundRobin, RowRun, compare, draw_curves
 from thinwire.tools.bench.rows import COMPUTE, Row
-from thinwire.tools.bench.session import REFUSED
-from thinwire.tools.bench.spec import BenchSpec
+from thinwire.tools.bench.session import REFUSED, BenchSpec, RowRecord, RunRecord
 
 PROBE_SECONDS = 8.0
 
 
 def main() -> None:
-    """Join the group, run every row, and let rank 0 write the record."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     parser.add_argument("--out", required=True, type=Path)
@@ -40,13 +36,12 @@ def main() -> None:
     dist.init_process_group(backends, timeout=timedelta(seconds=spec.operation_seconds))
     record = run(spec)
     if dist.get_rank() == 0:
-        record.write(arguments.out)
+        write_whole(arguments.out, record.to_json(), synced=False)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run(spec: BenchSpec) -> RunRecord:
-    """Run all rows of a spec on the ranks of the default group."""
     rank, workers = dist.get_rank(), dist.get_world_size()
     # Ranks that wait for one that hangs in a row's collective must wait longer than that collective's own time-out.
     round_robin = RoundRobin(rank, workers, new_group(2 * spec.operation_seconds + 60))
@@ -68,17 +63,17 @@ def run(spec: BenchSpec) -> RunRecord:
     del workload, parameters
     rows = spec.rows if any(row.kind == COMPUTE for row in spec.rows) else (Row(COMPUTE, COMPUTE), *spec.rows)
     row_runs = [RowRun(RowRecord(row.label, row.kind, row.family)) for row in rows]
-    predictor = Predictor(spec, topology_of(workers)) if spec.predict else None
+    predict = _predictor(spec, topology_of(workers)) if spec.predict else None
     if spec.target is not None:
         compare(spec, rows, row_runs, round_robin)
     elif spec.curves:
         draw_curves(spec, rows, row_runs, round_robin)
     else:
         _interleave(spec, rows, row_runs, round_robin)
-    if predictor is not None:
+    if predict is not None:
         compute = next(row_run.record for row_run in row_runs if row_run.record.kind == COMPUTE)
         for row, row_run in zip(rows, row_runs):
-            row_run.record.predicted_seconds = predictor.predict(row, compute)
+            row_run.record.predicted_seconds = predict(row, compute)
     shared.rows = [row_run.record for row_run in row_runs]
     return shared
 
@@ -89,69 +84,45 @@ def _interleave(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], 
     for number in range(spec.rounds):
         for row_run in row_runs:
             round_robin.run(row_run, spec.steps, spec.warmup if number == 0 else 1)
-            if row_run.record.kind == COMPUTE and row_run.record.error:
-                _stop(row_runs, row_run.record.error)  # in an exchange, each row would wait for the rank that failed
+            if row_run.record.kind == COMPUTE and (error := row_run.record.error):
+                for other in filter(lambda one: one.contender, row_runs):  # each would wait for the rank that failed
+                    other.fail(error)
     for row_run in row_runs:
         if row_run.contender is not None:
             row_run.contender.close()
 
 
-def _stop(row_runs: list[RowRun], error: str) -> None:
-    """End all rows with the error of the one that exchanges nothing: the model does not train."""
-    for row_run in row_runs:
-        if row_run.contender is not None:
-            row_run.contender.close()
-            row_run.contender = None
-            row_run.record.error = error
+def _predictor(spec: BenchSpec, topology: Topology) -> Callable[[Row, RowRecord], float | None]:
+    """Measure once, on all ranks at the same time. Return (row, the row without exchange) -> predicted step seconds."""
+    from thinwire.core.methods.registry import METHODS
+    from thinwire.core.methods.registry import method as named
+    from thinwire.core.pricing.plans import Measured
+    from thinwire.engine.controller.planning import price_plan
+    from thinwire.engine.parameters import managed_parameters
+    from thinwire.predict.measure import probe, profile_model
+    from thinwire.predict.measure.machine import spare_cores
 
+    rank, device = dist.get_rank(), rank_device(spec.device)
+    workload = build_model(spec.model, spec.seed, device)
+    model, largest = workload.model, min(16 << 20, max(1 << 16, workload.gradient_bytes))
+    dist.barrier()
+    profile = profile_model(model, count(), lambda model, step: workload.loss(model, step, rank), steps=10, warmup=3)
+    seconds = PROBE_SECONDS * (3 if topology.two_levels else 1)  # number of groups to measure
+    costs = probe(None, topology, largest_bytes=largest, seconds=seconds, kernel_seconds=2.0).costs
+    on_card = device.type == "cuda"
+    side_stream = on_card or spare_cores(topology.world_size)  # the bench's nodes are all this machine
+    measured = Measured(profile, costs, topology, side_stream)
+    passes = profile.forward_seconds + sum(profile.backward_seconds)
 
-class Predictor:
-    """The planner's prediction of each row's step; measures once, on all ranks at the same time, before they run.
-
-    Args:
-        spec: spec of the run.
-        topology: topology of its ranks.
-    """
-
-    def __init__(self, spec: BenchSpec, topology: Topology) -> None:
-        from thinwire.predict.measure import probe, profile_model
-
-        self._spec, self._topology = spec, topology
-        self._device = rank_device(spec.device)
-        workload = build_model(spec.model, spec.seed, self._device)
-        self._model = workload.model
-        rank = dist.get_rank()
-        dist.barrier()
-        self.profile: ModelProfile = profile_model(
-            workload.model, count(), lambda model, step: workload.loss(model, step, rank), steps=10, warmup=3
-        )
-        largest = min(16 << 20, max(1 << 16, workload.gradient_bytes))
-        scopes = 3 if topology.two_levels else 1  # number of groups to measure
-        self.costs: Costs = probe(
-            None, topology, largest_bytes=largest, seconds=PROBE_SECONDS * scopes, kernel_seconds=2.0
-        ).costs
-
-    def predict(self, row: Row, compute: RowRecord) -> float | None:
-        """Return the seconds of a thinwire row's step; ``compute`` is the row without exchange."""
-        from thinwire.core.methods.registry import METHODS
-        from thinwire.core.methods.registry import method as named
-        from thinwire.core.pricing.plans import Measured
-        from thinwire.engine.controller.planning import price_plan
-        from thinwire.engine.parameters import managed_parameters
-        from thinwire.predict.measure.machine import spare_cores
-
+    def predict(row: Row, compute: RowRecord) -> float | None:
         if row.kind not in METHODS or not compute.step_seconds:
             return None
         method = named(row.kind, **row.options)
-        on_card = self._device.type == "cuda"
-        side_stream = on_card or spare_cores(self._topology.world_size)  # the bench's nodes are all this machine
-        measured = Measured(self.profile, self.costs, self._topology, side_stream)
-        alone = statistics.median(compute.step_seconds)
-        passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
-        rest = max(0.0, alone - passes)  # rest of a step without exchange: optimizer and data
-        managed = managed_parameters(self._model, method, "auto")
-        backend = "nccl" if on_card else "gloo"
-        return price_plan(method, managed, backend, measured, None, rest).step_seconds
+        managed = managed_parameters(model, method, "auto")
+        rest = max(0.0, statistics.median(compute.step_seconds) - passes)  # without exchange: optimizer and data
+        return price_plan(method, managed, "nccl" if on_card else "gloo", measured, None, rest).step_seconds
+
+    return predict
 
 
 if __name__ == "__main__":

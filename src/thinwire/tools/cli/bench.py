@@ -8,17 +8,30 @@ from typing import Annotated
 
 import typer
 
-from thinwire.tools.cli.console import Device, Json, Plot, check_plot, watched_load
+from thinwire.tools.cli.console import (
+    Delay,
+    Device,
+    Json,
+    Link,
+    Plot,
+    RanksPerNode,
+    RunFailed,
+    Workers,
+    check_plot,
+    run_ranks,
+    slowest_link,
+    watched_load,
+)
 
 
 def bench(
     model: Annotated[
         str, typer.Option(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
     ] = "chargpt",
-    workers: Annotated[int, typer.Option(help="Total number of ranks.")] = 2,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
-    link: Annotated[str, typer.Option(help="Rate of each node's link, such as 1gbit.")] = "unlimited",
-    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
+    workers: Workers = 2,
+    ranks_per_node: RanksPerNode = 1,
+    link: Link = "unlimited",
+    delay: Delay = "0",
     methods: Annotated[
         str, typer.Option(help="Rows: ddp, ddp-best, ddp-fp16, torch-powersgd, ssgd, acp:rank=4, topk:density=0.01 ...")
     ] = "ddp,ddp-best,ssgd,acp",
@@ -43,13 +56,9 @@ def bench(
 
     from thinwire.tools.bench.device import check_device
     from thinwire.tools.bench.models.registry import check_model
-    from thinwire.tools.bench.plots import plot_bench
     from thinwire.tools.bench.rows import parse_rows
-    from thinwire.tools.bench.spec import BenchSpec
-    from thinwire.tools.bench.summary import summarise
-    from thinwire.tools.bench.table import bench_table
-    from thinwire.tools.cli.errors import RunFailed
-    from thinwire.tools.cli.ranks import run_ranks, slowest_link
+    from thinwire.tools.bench.session import BenchSpec
+    from thinwire.tools.bench.summary import bench_table, plot_bench, summarise
     from thinwire.tools.lab import Cluster
 
     cluster = Cluster.parse(workers, ranks_per_node, link, delay)

@@ -1,29 +1,49 @@
-"""What verbs share: options, a progress bar on stderr, plain tables, checks that given paths can be written."""
+"""What verbs share: options, a bar on stderr, tables, checks of paths, errors as sentences, ranks in the lab."""
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import BadParameter
+
+from thinwire.core.events import LastWords
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
+    from thinwire.tools.bench.session import BenchSpec, Launched, RunRecord
+    from thinwire.tools.lab import Cluster, LabResult
+    from thinwire.tools.pictures import Picture
+
+
 EVERY_SECONDS = 15.0  # between two lines if there is no bar
 
+Workers = Annotated[int, typer.Option(help="Total number of ranks.")]
+RanksPerNode = Annotated[int, typer.Option(help="Ranks that share a node and its link.")]
+Link = Annotated[str, typer.Option(help="Rate of each node's link, such as 1gbit, or one per node: 1gbit,100mbit.")]
+Delay = Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")]
+Model = Annotated[
+    str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Device = Annotated[
     str, typer.Option(help="Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.")
 ]
 Plot = Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")]
+_USAGE = BadParameter.__mro__[1]  # typer brings its own click, which has no public name
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -50,7 +70,6 @@ class Bar:
 
     @property
     def hidden(self) -> bool:
-        """Whether stderr is no terminal."""
         return self.shown.disable
 
     def log(self, text: str) -> None:
@@ -59,7 +78,6 @@ class Bar:
         self.shown.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def say(self, text: str, style: str) -> None:
-        """Print a line above the bar."""
         self.shown.console.print(text, style=style, markup=False)
 
 
@@ -79,17 +97,10 @@ def progress(description: str, total: float | None = None, *, quiet: bool = Fals
 
 
 def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *, close: bool = False) -> Table:
-    """Return a table with one line under its head: the first column and those in ``left`` are text, others numbers.
-
-    Args:
-        title: text above it.
-        columns: column heads.
-        left: other columns that are text.
-        close: only one space between columns, for wide tables.
-    """
+    """Return a table with one line under its head: the first column and ``left`` are text, others numbers."""
     from rich import box
 
-    from thinwire.tools.bench.table import WholeTable
+    from thinwire.tools.bench.summary import WholeTable
 
     padding = (0, 0) if close else (0, 1)
     table = WholeTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
@@ -133,18 +144,25 @@ def check_plot(path: Path | None) -> None:
     check_output("--plot", path)
 
 
+def write_drawing(picture: Picture, path: Path, console: Console) -> list[Path]:
+    """Write a picture; where that is not possible, say why instead. Return what was written."""
+    from thinwire.tools.pictures import write_picture
+
+    try:
+        write_picture(picture, path)
+    except ValueError as error:
+        console.print(f"no picture: {error}", markup=False)
+        return []
+    return [path]
+
+
 @dataclass
 class Watched:
-    """The result of ``watched_load``, available when its block has ended.
-
-    Attributes:
-        record: the load, for JSON; empty if the system does not report it.
-    """
+    """The load, for JSON, once the block of ``watched_load`` has ended; empty if the system does not report it."""
 
     record: dict[str, Any] = field(default_factory=dict)
 
     def with_load(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the data of a measurement, plus the machine's load."""
         return {**data, "load": self.record}
 
 
@@ -162,3 +180,86 @@ def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
         seen.record = asdict(load)
         if said := load.sentence(processes):
             Console(stderr=True, quiet=quiet).print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+class RunFailed(RuntimeError):
+    """A verb whose options were valid but whose run failed."""
+
+
+def exit_code(error: Exception) -> int | None:
+    """Return 2 for invalid options, 1 for a run that failed in a known way; None for a bug, shown with a traceback."""
+    if isinstance(error, OSError):
+        return 1 if error.errno in _FULL else 2 if error.filename is not None else None
+    if isinstance(error, _USAGE):
+        return None if type(error).__name__ == "NoArgsIsHelpError" else 2
+    if isinstance(error, ValueError):
+        return 2
+    ours = type(error).__module__.partition(".")[0] == "thinwire"
+    return 1 if isinstance(error, RuntimeError) and ours else None
+
+
+def sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return ": ".join(filter(None, (error.filename and str(error.filename), error.strerror)))
+    if isinstance(error, _USAGE):
+        ctx = getattr(error, "ctx", None)
+        words = error.format_message().partition(", unable to")[0].rstrip(".")  # type: ignore[attr-defined]
+        return f"{words} (see {ctx.command_path if ctx else 'thinwire'} --help)"
+    return str(error).strip().partition("\n")[0] if isinstance(error, ValueError) else str(error)
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def torchrun_group() -> Iterator[tuple[int, int]]:
+    """Yield this process's rank and the number of ranks: of torchrun's group, opened and closed here, or (0, 1)."""
+    if not under_torchrun():
+        yield 0, 1
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def slowest_link(cluster: Cluster) -> int | None:
+    return min((rate for rate in cluster.links if rate), default=None)
+
+
+def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[RunRecord, Launched]:
+    from thinwire.tools import lab
+    from thinwire.tools.bench.session import run_session
+
+    with progress("starting ranks", total_steps) as bar:
+        return run_session(spec, functools.partial(lab.run, cluster), moving(bar))
+
+
+def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
+    """Return a function that updates a bar from events of bench ranks: a step, a failure."""
+
+    def on_progress(event: dict[str, Any]) -> None:
+        if "step" in event:
+            bar(completed=bar.completed + 1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
+        elif "error" in event:
+            bar.say(f"{event['row']} failed: {event['error']}", "red")
+
+    return on_progress
+
+
+def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
+    """Run ranks in the lab with a progress bar that their events ``{"done": share, "text": ...}`` update."""
+    from thinwire.tools import lab
+
+    with progress("starting ranks", 100) as bar:
+        words = LastWords(lambda rank, event: bar(completed=round(100 * event["done"]), description=event["text"]))
+        launched = lab.run(cluster, command, on_line=words, timeout_seconds=timeout_seconds)
+    if launched.exit_code == 124:
+        raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were stopped")
+    if launched.exit_code:
+        raise RunFailed(words.after(f"the ranks ended with exit code {launched.exit_code}"))
+    return launched

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.tools.cli.console import Json, check_folder, plain_table, watched_load
+from thinwire.tools.cli.console import Json, check_folder, plain_table, run_ranks, watched_load, write_drawing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,10 +35,8 @@ def demo(
 
     from thinwire.tools import lab
     from thinwire.tools.bench.demo import advice, demo_spec, headline, judge_demo
-    from thinwire.tools.bench.plots import loss_picture
-    from thinwire.tools.bench.table import seconds
-    from thinwire.tools.cli.ranks import run_ranks
-    from thinwire.tools.pictures import write_picture
+    from thinwire.tools.bench.summary import loss_picture
+    from thinwire.tools.units import seconds
 
     console = Console(stderr=json)
     link = QUICK_LINK if quick else LINK
@@ -55,14 +53,8 @@ def demo(
         record, launched = run_ranks(spec, cluster, total_steps=5 + 2 * steps)
     result = judge_demo(spec, record, emulated=launched.emulated, note=launched.note)
     (out / "demo.json").write_text(json_module.dumps(load.with_load(asdict(result)), indent=2))
-    written = str(out / "demo.json")
-    try:
-        title = f"{result.bench.describe}, {spec.workers} workers, link {link if launched.emulated else 'no limit'}"
-        curves = {row.label: row.curve for row in record.rows if row.curve}
-        write_picture(loss_picture(curves, title, result.target), out / "demo.png")
-        written += f", {out / 'demo.png'}"
-    except ValueError as error:
-        console.print(f"no picture: {error}")
+    title = f"{result.bench.describe}, {spec.workers} workers, link {link if launched.emulated else 'no limit'}"
+    drawn = write_drawing(loss_picture(result.curves, title, result.target), out / "demo.png", console)
     if json:
         typer.echo(json_module.dumps(load.with_load(asdict(result)), indent=2))
     console.print(demo_table(result))
@@ -75,7 +67,7 @@ def demo(
             f"the link was not emulated: steps at {link} are computed, max(compute, forward + bytes / rate), a floor. "
             + launched.note
         )
-    console.print(f"written: {written}", soft_wrap=True)
+    console.print(f"written: {', '.join(map(str, [out / 'demo.json', *drawn]))}", soft_wrap=True)
     for words in (headline(result), advice(result)):
         console.print("\n" + words, highlight=False, markup=False, soft_wrap=True)
     if any(row.error for row in result.rows):
@@ -83,10 +75,9 @@ def demo(
 
 
 def demo_table(result: DemoResult) -> Table:
-    """Return the demonstration's table."""
     from rich.text import Text
 
-    from thinwire.tools.bench.table import megabytes, seconds
+    from thinwire.tools.units import megabytes, seconds
 
     until = "" if result.target is None else f"; until a held-out loss of {result.target:.3f}"
     title = f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters{until}"

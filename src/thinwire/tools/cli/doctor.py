@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.tools.cli.errors import RunFailed
+from thinwire.tools.cli.console import RunFailed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,8 +57,7 @@ def doctor(
 def _here() -> Facts:
     from thinwire.tools.doctor import collect_facts
     from thinwire.tools.lab import Cluster, LabError
-    from thinwire.tools.lab.access import find_mode, open_shell
-    from thinwire.tools.lab.network import Network
+    from thinwire.tools.lab.network import Network, find_mode, open_shell
 
     mode, reason = find_mode()
     control = None
@@ -83,7 +82,6 @@ def _read(path: Path) -> Facts:
 
 
 def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the facts and the conclusions from them."""
     from dataclasses import asdict
 
     from thinwire.tools.doctor.listeners import LISTENERS
@@ -151,7 +149,6 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
 
 
 def _listeners() -> Table:
-    """Return a table of what opens a port, where, and for whom."""
     from rich.table import Table
 
     from thinwire.tools.doctor.listeners import LISTENERS
@@ -171,7 +168,6 @@ def _choice(choice: Choice) -> str:
 
 
 def _interfaces(facts: Facts, diagnosis: Diagnosis) -> dict[str, str]:
-    """Return a row per interface: what it is, its addresses, rate and counters, and who uses it."""
     rows = {}
     for one in facts.interfaces:
         used = [c.title for c in (diagnosis.gloo, diagnosis.nccl) if c is not None and one.name in c.interfaces]

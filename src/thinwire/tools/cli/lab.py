@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire.tools import lab
+from thinwire.tools.cli.console import Delay, Link, RanksPerNode, Workers
 
 app = typer.Typer(
     help="An emulated cluster on this machine: namespaces, shaped links, one process per rank.", no_args_is_help=True
@@ -19,12 +20,10 @@ def run(
     command: Annotated[
         list[str] | None, typer.Argument(help="After --: what every rank runs, such as python train.py.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Total number of ranks.")] = 4,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
-    link: Annotated[
-        str, typer.Option(help="Rate of each node's link, or one per node: 1gbit,1gbit,100mbit,1gbit.")
-    ] = "unlimited",
-    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
+    workers: Workers = 2,
+    ranks_per_node: RanksPerNode = 1,
+    link: Link = "unlimited",
+    delay: Delay = "0",
     grace: Annotated[
         float, typer.Option(help="Seconds that the other ranks may continue after one has failed.")
     ] = 30.0,

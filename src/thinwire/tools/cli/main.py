@@ -13,8 +13,8 @@ try:
     from typer.core import TyperGroup
 
     from thinwire import __version__
-    from thinwire.tools.cli import bench, demo, doctor, lab, plan, probe, profile, race, report
-    from thinwire.tools.cli.errors import exit_code, sentence
+    from thinwire.tools.cli import bench, demo, doctor, lab, measure, plan, race, report
+    from thinwire.tools.cli.console import exit_code, sentence
 
     _OF_SYSTEMS = {
         name: importlib.import_module(f"thinwire.systems.cli.{name}").app
@@ -32,12 +32,10 @@ class FriendlyErrors(TyperGroup):
     """Known errors become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
 
     def make_context(self, *words: Any, **options: Any) -> Any:
-        """Read the words before the verb."""
         with _known_errors():
             return super().make_context(*words, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
         with _known_errors():
             return super().invoke(ctx)
 
@@ -63,8 +61,8 @@ for _panel, _verb, _words in (
     (_CHOOSE, race.race, "mymodule:build --link 100mbit --workers 4"),
     (_CHOOSE, bench.bench, "--model mlp --link 200mbit --methods ddp,powersgd:rank=4"),
     (_LOOK, doctor.doctor, "--nodes 2"),
-    (_LOOK, probe.probe, "--workers 2 --link 100mbit"),
-    (_LOOK, profile.profile, "mymodule:build --out profile.json"),
+    (_LOOK, measure.probe, "--workers 2 --link 100mbit"),
+    (_LOOK, measure.profile, "mymodule:build --out profile.json"),
     (_LOOK, report.report, "thinwire-out/race.json --out race.html"),
     (_LOOK, report.watch, "steps.jsonl --open"),
 ):

@@ -16,9 +16,8 @@ from thinwire.core.program import Method, Topology
 from thinwire.engine.local.settings import CANDIDATES, PRESETS, named_method
 from thinwire.predict.choose import DEVICES, DeviceSpec
 from thinwire.predict.choose.worth import WorthOf, read_worth
-from thinwire.tools.bench.functions import check_module
 from thinwire.tools.bench.rows import known_method
-from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, watched_load
 from thinwire.tools.lab import parse_delay, parse_rate
 
@@ -29,20 +28,10 @@ _Readable = TypeVar("_Readable", Costs, ModelProfile)
 
 @dataclass(frozen=True)
 class Question:
-    """Everything that determines an answer.
+    """What determines an answer. Both dense forms are among ``candidates``; ``named``: labels of the user's.
 
-    Attributes:
-        profile: profile of the model.
-        candidates: (label, method); both dense forms are among them.
-        named: labels that the user named.
-        topology: topology of the ranks.
-        ranks_per_node: ranks of each machine.
-        device: its assumed rates and its backend.
-        bits_per_second, latency_seconds: rate and latency of an assumed network.
-        measured: costs given by ``--costs``.
-        network: whether to use the exchanges of ``measured`` instead of the assumed network.
-        worth: table given by ``--worth``; None: the table in the package.
-        load: load of this machine, if the model was measured now.
+    With ``network``, exchanges of ``measured`` replace the assumed network. ``worth`` None: the table in the package.
+    ``load``: of this machine, if the model was measured now.
     """
 
     profile: ModelProfile
@@ -64,11 +53,9 @@ class Question:
         return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
 
     def costs(self) -> Costs:
-        """Return the costs on the cluster of the question."""
         return self.prices(self.topology)
 
     def prices(self, topology: Topology) -> Costs:
-        """Return the costs on a cluster of another size."""
         assumed = self.assumed(self.bits_per_second, topology)
         if not self.network or self.measured is None:
             return assumed
@@ -90,13 +77,11 @@ class Question:
         )
 
     def describe_network(self) -> str:
-        """Describe the network in the user's words."""
         if self.network:
             return "network of --costs"
         return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us"
 
     def to_data(self) -> dict[str, Any]:
-        """Return what JSON shows."""
         return {
             "model": self.profile.name,
             "model_source": self.profile.source,
@@ -127,18 +112,13 @@ def read_question(
     profile: Path | None,
     worth: Path | None = None,
 ) -> Question:
-    """Read the options; the model comes last, since it may have to be measured.
-
-    Raises:
-        ValueError: an option that cannot be read, or two that cannot be combined.
-    """
     bits = parse_rate("10gbit" if link is None else link)
     seconds = parse_delay("50us" if latency is None else latency)
     measured = None if costs is None else _read(costs, Costs)
     worth_of = None if worth is None else read_worth(worth)
     network = measured is not None and link is None
     if network and latency is not None:
-        raise ValueError("--latency belongs to an assumed network: give --link too, or leave it out to use --costs")
+        raise ValueError("--delay belongs to an assumed network: give --link too, or leave it out to use --costs")
     known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
     if network and not known:
         raise ValueError(f"{costs} contains no exchange between ranks: probe at least two, or give --link")
@@ -156,27 +136,12 @@ def read_question(
     known_model, load = read_model(model, profile, batch_size, flops, assumed)
     if not known_model.elements:
         raise ValueError(f"{profile or model}: the profile contains no gradients: there is nothing to send")
-    return Question(
-        known_model,
-        candidates,
-        named,
-        Topology(workers, ranks_per_node),
-        ranks_per_node,
-        assumed,
-        float(bits),
-        seconds,
-        measured,
-        network,
-        worth_of,
-        load,
-    )
+    return Question(known_model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed,
+                    float(bits), seconds, measured, network, worth_of, load)  # fmt: skip
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
-    """Return the candidates, and which of them were named. Both dense forms are always candidates.
-
-    If there is no text: the candidates that the registered methods and local steps declare.
-    """
+    """Return the candidates, without text those that methods declare, and which were named; always both dense forms."""
     if text is None:
         labels = [label_of(*candidate) for candidate in (*candidates(), *CANDIDATES)]
         named: list[str] = []
@@ -235,14 +200,14 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
     import torch
 
     from thinwire.predict.measure import profile_model
-    from thinwire.tools.bench.models.registry import FILES, build_model, check_model, loss_of
+    from thinwire.tools.bench.models.registry import BUILT_IN, build_model, check_model, loss_of
 
     name, _ = split_options(model)
     if name in BUILTIN:
         raise ValueError(f"model {name!r} is built in and has no options: use --batch-size or --device-flops")
-    if ":" not in name and name not in FILES:
+    if ":" not in name and name not in BUILT_IN:
         check_module(name, "model")
-        raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *FILES])}, a file or module:function")
+        raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *BUILT_IN])}, a file or module:function")
     check_model(model)
     with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
         workload = build_model(model)

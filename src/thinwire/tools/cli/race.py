@@ -9,25 +9,36 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.tools.cli.console import Bar, Device, Json, check_folder, plain_table, progress, watched_load
+from thinwire.tools.cli.console import (
+    Delay,
+    Device,
+    Json,
+    Link,
+    Model,
+    RanksPerNode,
+    RunFailed,
+    Workers,
+    check_folder,
+    moving,
+    plain_table,
+    progress,
+    slowest_link,
+    watched_load,
+    write_drawing,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from thinwire.tools.bench.race_times import Course
-    from thinwire.tools.bench.racing import RaceResult
-    from thinwire.tools.lab import Cluster
+    from thinwire.tools.bench.race import RaceResult
 
 
 def race(
-    model: Annotated[
-        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
-    ],
-    link: Annotated[str, typer.Option(help="Rate of each node's link, such as 100mbit.")] = "unlimited",
-    workers: Annotated[int, typer.Option(help="Total number of ranks.")] = 2,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
-    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
+    model: Model,
+    link: Link = "unlimited",
+    workers: Workers = 2,
+    ranks_per_node: RanksPerNode = 1,
+    delay: Delay = "0",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -53,14 +64,10 @@ def race(
     from thinwire.tools import lab
     from thinwire.tools.bench.device import check_device
     from thinwire.tools.bench.models.registry import check_model
-    from thinwire.tools.bench.plots import loss_picture
+    from thinwire.tools.bench.race import DEFAULT_METHODS, LONGER_PERIODS, RaceSpec, RunContext, run_race
     from thinwire.tools.bench.race_answer import curves, race_data
-    from thinwire.tools.bench.race_times import RaceSpec
-    from thinwire.tools.bench.racing import DEFAULT_METHODS, LONGER_PERIODS, run_race
     from thinwire.tools.bench.rows import parse_rows
-    from thinwire.tools.cli.errors import RunFailed
-    from thinwire.tools.cli.ranks import slowest_link
-    from thinwire.tools.pictures import write_picture
+    from thinwire.tools.bench.summary import loss_picture
 
     cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay)
     bits = slowest_link(cluster)
@@ -76,41 +83,28 @@ def race(
             "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
         )
     console = Console(stderr=json)
-    with watched_load(workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
-        found = run_race(asked, _course(cluster, console, bar, Path(nowhere) if fresh else None))
-    data = load.with_load(race_data(found))
-    (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
-    written = [str(out / "race.json")]
-    try:
-        picture = loss_picture(curves(found), _title(found), found.target, log=True)
-        write_picture(picture, out / "race.png")
-        written.append(str(out / "race.png"))
-    except ValueError as error:
-        console.print(f"no picture: {error}", markup=False)
-    if json:
-        typer.echo(json_module.dumps(data, indent=2))
-    console.print(race_table(found))
-    for line in _told(found):
-        console.print(line, style="dim", markup=False, highlight=False)
-    for line in data["race"]["sentences"]:
-        console.print(line, markup=False, highlight=False)
-    console.print(f"next: {data['race']['next']}", markup=False, highlight=False)
-    console.print(f"written: {', '.join(written)}", markup=False, highlight=False)
-
-
-def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> Course:
-    """Return the course: the lab, with a bar that says what is being measured, and printed lines that stay."""
-    from thinwire.tools import lab
-    from thinwire.tools.bench.race_times import Course
-    from thinwire.tools.cli.ranks import moving
 
     def tell(text: str, steps: int) -> None:
         if steps:
             bar(completed=0, total=steps, description="starting ranks")
         console.print(f"... {text}" if steps else text, style="dim", markup=False, highlight=False)
 
-    apart = lab.Cluster.parse(cluster.workers, cluster.ranks_per_node, None, None)
-    return Course(functools.partial(lab.run, cluster), functools.partial(lab.run, apart), tell, moving(bar), folder)
+    apart = lab.Cluster.parse(workers, ranks_per_node, None, None)
+    with watched_load(workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
+        on_link, beside = functools.partial(lab.run, cluster), functools.partial(lab.run, apart)
+        found = run_race(asked, RunContext(on_link, beside, tell, moving(bar), Path(nowhere) if fresh else None))
+    data = load.with_load(race_data(found))
+    (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
+    picture = loss_picture(curves(found), _title(found), found.target, log=True)
+    written = [out / "race.json", *write_drawing(picture, out / "race.png", console)]
+    if json:
+        typer.echo(json_module.dumps(data, indent=2))
+    console.print(race_table(found))
+    for line in _basis(found):
+        console.print(line, style="dim", markup=False, highlight=False)
+    next_line = f"next: {data['race']['next']}"
+    for line in (*data["race"]["sentences"], next_line, f"written: {', '.join(map(str, written))}"):
+        console.print(line, markup=False, highlight=False)
 
 
 def _title(found: RaceResult) -> str:
@@ -119,8 +113,7 @@ def _title(found: RaceResult) -> str:
     return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers, {link}"
 
 
-def _told(found: RaceResult) -> list[str]:
-    """Return what the figures are based on."""
+def _basis(found: RaceResult) -> list[str]:
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
     said.append(
@@ -138,9 +131,8 @@ def _told(found: RaceResult) -> list[str]:
 
 
 def race_table(found: RaceResult) -> Table:
-    """Return a table of every row, the soonest first."""
-    from thinwire.tools.bench.race_answer import duration, steps_range, winner
-    from thinwire.tools.bench.table import seconds
+    from thinwire.tools.bench.race_answer import steps_range, winner
+    from thinwire.tools.units import run_seconds, seconds
 
     tuned = len(found.budget.rates) > 1
     columns = ["method", "step", "x compute", "steps", "range", *(["rate"] if tuned else []), "to loss", "x DDP"]
@@ -154,7 +146,7 @@ def race_table(found: RaceResult) -> Table:
         cells.append("" if row.over_compute is None else f"{row.over_compute:.2f}")
         cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1", steps_range(row) if raced else ""]
         cells += [f"{row.rate:g}" if there else ""] if tuned else []
-        cells += ["" if row.seconds is None else duration(row.seconds)]
+        cells += ["" if row.seconds is None else run_seconds(row.seconds)]
         cells += ["" if row.sooner is None else f"{row.sooner:.2f}"]
         table.add_row(*cells, style="bold" if row is first else None)
     return table

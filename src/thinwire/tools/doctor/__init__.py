@@ -8,12 +8,4 @@ from thinwire.predict.measure.network import Choice
 from thinwire.tools.doctor.collect_facts import collect_facts
 from thinwire.tools.doctor.judge import Diagnosis, judge
 
-__all__ = [
-    "Choice",
-    "Diagnosis",
-    "Facts",
-    "Interface",
-    "Name",
-    "collect_facts",
-    "judge",
-]
+__all__ = ["Choice", "Diagnosis", "Facts", "Interface", "Name", "collect_facts", "judge"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def collect_facts(lab: str = "loopback", lab_reason: str = "", lab_congestion_co
     if torch.version.cuda:
         packages["cuda"] = torch.version.cuda
     segments, again = network.tcp_segments()
-    variables = _variables(os.environ)
+    variables = {k: v for k, v in sorted(os.environ.items()) if k in _VARIABLES or k.startswith(_PREFIXES)}
     return Facts(
         thinwire=__version__,
         python=platform.python_version(),
@@ -70,35 +69,19 @@ def collect_facts(lab: str = "loopback", lab_reason: str = "", lab_congestion_co
     )
 
 
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in sorted(environment.items()) if k in _VARIABLES or k.startswith(_PREFIXES)}
-
-
 def _installed() -> tuple[dict[str, str], list[str]]:
     """Return versions of what thinwire and its extras need, and the extras of which nothing is missing."""
-    versions = {name: found for name in ("numpy", "typer", "rich") if (found := _version(name))}
+    try:
+        lines = metadata.requires("thinwire") or []
+    except metadata.PackageNotFoundError:  # run from a source tree without installation
+        lines = []
     needs: dict[str, list[str]] = {}
-    for package, extra in _optional(_requirements()):
+    for package, extra in (asked.groups() for line in lines if (asked := _REQUIREMENT.match(line))):
         if extra not in _TOOLS and package != "thinwire":
             needs.setdefault(extra, []).append(package)
-    for package in sorted({package for some in needs.values() for package in some} | {"triton"}):
-        if found := _version(package):
-            versions[package] = found
+    optional = {package for some in needs.values() for package in some} | {"triton"}
+    versions = {name: found for name in ("numpy", "typer", "rich", *sorted(optional)) if (found := _version(name))}
     return versions, sorted(extra for extra, some in needs.items() if all(name in versions for name in some))
-
-
-def _requirements() -> list[str]:
-    try:
-        return metadata.requires("thinwire") or []
-    except metadata.PackageNotFoundError:  # run from a source tree without installation
-        return []
-
-
-def _optional(requirements: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """Yield (package, extra) for each requirement that belongs to an extra."""
-    for line in requirements:
-        if found := _REQUIREMENT.match(line):
-            yield found[1], found[2]
 
 
 def _version(name: str) -> str | None:

@@ -7,16 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OpenPort:
-    """A kind of port.
-
-    Attributes:
-        what: what opens it.
-        address: address at which it listens.
-        lasts: how long it stays open.
-        admits: who may connect.
-        encrypted: how it is encrypted.
-    """
-
     what: str
     address: str
     lasts: str

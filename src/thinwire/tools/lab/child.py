@@ -19,10 +19,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 def set_hosts(text: str) -> None:
-    """Replace /etc/hosts by `text`, in this process's own mount namespace only; best effort.
+    """Replace /etc/hosts in this process's own mount namespace, best effort: no name server answers in a node.
 
-    Without it, each look-up of an address asks a name server that no node can reach. The file lives in a tmpfs that is
-    mounted over /tmp for a moment, so nothing of it outlives the process.
+    The file lives in a tmpfs mounted over /tmp for a moment, so nothing of it outlives the process.
     """
     if _LIBC.mount(b"tw", b"/tmp", b"tmpfs", 0, None):
         return

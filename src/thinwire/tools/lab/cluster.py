@@ -1,15 +1,141 @@
-"""The shape of an emulated cluster: number of workers, workers per node, links."""
+"""The shape of an emulated cluster: workers, nodes, their links; rates and delays in the syntax of ``tc``."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from decimal import Decimal
 
-from thinwire.tools.lab.errors import LabError
-from thinwire.tools.lab.link import LinkSpec
-from thinwire.tools.lab.rates import format_rate, parse_delay, parse_rate
-
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+_SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z/]*)")
+SLOWEST = 100 * 10**3
+FASTEST = 10**12
+LONGEST_DELAY = 10.0
+_LARGEST_PACKET = 65536
+_SMALLEST_BURST = 8192
+_LARGEST_BURST = 16 * 2**20
+_SMALLEST_QUEUE = 256 * 2**10
+_LARGEST_QUEUE = 2**30
 _MOST_NODES = 1000  # a Linux bridge has 1023 ports
+
+
+class LabError(ValueError):
+    """The lab cannot do what was requested; the message is one sentence for the user."""
+
+
+def parse_rate(text: str) -> int:
+    """Return the bits per second of a rate such as ``100mbit`` or ``2.5gbit``; also bit, kbit and tbit.
+
+    Raises:
+        LabError: the text is not a rate, or is outside 100kbit to 1tbit.
+    """
+    if "," in text and all(one.strip().lower().endswith("bit") for one in text.split(",")):
+        raise LabError(f"link rate {text!r} is several, and here all links have the same one: give the slowest")
+    match = _QUANTITY.fullmatch(text.strip().lower())
+    number, unit = match.groups() if match else ("", "")
+    if unit.endswith("bps"):
+        meant = unit.removesuffix("bps") + "bit"
+        raise LabError(
+            f"link rate {text!r} is ambiguous ('bps' means bytes in tc, bits elsewhere): use {number}{meant}"
+        )
+    if unit not in _BITS:
+        raise LabError(f"link rate {text!r} is not a number with bit, kbit, mbit, gbit or tbit: use 100mbit or 2.5gbit")
+    rate = int(Decimal(number) * _BITS[unit])
+    check_rate(rate, text)
+    return rate
+
+
+def check_rate(rate: int, text: str | None = None) -> None:
+    if not SLOWEST <= rate <= FASTEST:
+        raise LabError(
+            f"link rate {text or format_rate(rate)!r} is outside {format_rate(SLOWEST)} to {format_rate(FASTEST)}: "
+            "use for example 1gbit, or unlimited"
+        )
+
+
+def format_rate(rate: int | None) -> str:
+    """Format bits per second as ``tc`` does (``1gbit``), so that `parse_rate` can read it; None gives ``unlimited``."""
+    if rate is None:
+        return "unlimited"
+    for unit in ("tbit", "gbit", "mbit", "kbit"):
+        value = Decimal(rate) / _BITS[unit]
+        if value >= 1 and value == round(value, 3):
+            return f"{value.normalize():f}{unit}"
+    return f"{rate}bit"
+
+
+def parse_delay(text: str) -> float:
+    """Return the seconds of a delay such as ``200us``, ``1ms`` or ``0.05s``.
+
+    Raises:
+        LabError: the text is not a delay, or longer than ten seconds.
+    """
+    match = _QUANTITY.fullmatch(text.strip().lower())
+    number, unit = match.groups() if match else ("", "")
+    if number and Decimal(number) == 0 and not unit:
+        return 0.0
+    if unit not in _SECONDS:
+        raise LabError(f"delay {text!r} is not a number with us, ms or s: use for example 1ms")
+    seconds = float(Decimal(number) * _SECONDS[unit])
+    if seconds > LONGEST_DELAY:
+        raise LabError(f"delay {text!r} is longer than {LONGEST_DELAY:.0f}s: use for example 1ms")
+    return seconds
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A node's link to the switch, the same in both directions.
+
+    The bucket holds one millisecond of the rate. That is enough for a timer that wakes late on a busy machine, and too
+    little for a small message to pass at memory speed. The queue behind it holds 50 ms, so that TCP fills the link with
+    almost no loss. Offloaded packets are limited to half a bucket: larger ones would be split inside the discipline,
+    which costs much CPU time.
+
+    Attributes:
+        rate: bits per second; None means unlimited.
+        delay_seconds: one-way delay from this node to any other, applied where the node sends (needs netem).
+    """
+
+    rate: int | None = None
+    delay_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            check_rate(self.rate)
+        if not 0 <= self.delay_seconds <= LONGEST_DELAY:
+            raise LabError(
+                f"delay of {self.delay_seconds} s is outside 0 to {LONGEST_DELAY:.0f} s: use for example 1ms"
+            )
+
+    @property
+    def burst_bytes(self) -> int:
+        """Size of the token bucket: what can pass at once after a pause."""
+        return max(_SMALLEST_BURST, min(_LARGEST_BURST, (self.rate or 0) // 8000))
+
+    @property
+    def queue_bytes(self) -> int:
+        """What can wait behind the bucket before packets are dropped."""
+        return self.burst_bytes + max(_SMALLEST_QUEUE, min(_LARGEST_QUEUE, (self.rate or 0) // 160))
+
+    @property
+    def packet_bytes(self) -> int:
+        """Largest offloaded packet that a sender on this link may pass to its interface."""
+        return min(_LARGEST_PACKET, self.burst_bytes // 2) if self.rate else _LARGEST_PACKET
+
+    def egress_of_node(self, device: str) -> list[str]:
+        if not self.delay_seconds:
+            return self.egress_of_switch(device)
+        microseconds = max(1, round(self.delay_seconds * 1e6))
+        lines = [f"qdisc add dev {device} root handle 1: netem delay {microseconds}us limit 1000000"]
+        return lines + [f"qdisc add dev {device} parent 1: handle 2: {self._bucket()}"] * (self.rate is not None)
+
+    def egress_of_switch(self, device: str) -> list[str]:
+        return [] if self.rate is None else [f"qdisc add dev {device} root {self._bucket()}"]
+
+    def _bucket(self) -> str:
+        return f"tbf rate {self.rate}bit burst {self.burst_bytes} limit {self.queue_bytes}"
 
 
 @dataclass(frozen=True)

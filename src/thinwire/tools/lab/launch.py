@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import ClassVar
 
+from thinwire.core.records import Record
 from thinwire.core.secret_file import VARIABLE, fresh_secret_file
-from thinwire.tools.lab.access import find_mode, open_shell
-from thinwire.tools.lab.cluster import Cluster
-from thinwire.tools.lab.command import check_command, check_port, loopback_port
-from thinwire.tools.lab.environment import own_cores, rank_environment, usable_cores
-from thinwire.tools.lab.errors import LabError
-from thinwire.tools.lab.faults import Happening, RankFault, check_faults
-from thinwire.tools.lab.network import INTERFACE, Network
-from thinwire.tools.lab.ranks import RankProcesses, child_command
-from thinwire.tools.lab.supervise import DeferredSignals, FaultTimeline, supervise
+from thinwire.tools.lab.cluster import Cluster, LabError
+from thinwire.tools.lab.network import INTERFACE, Network, find_mode, open_shell
+from thinwire.tools.lab.ranks import (
+    RankProcesses,
+    check_command,
+    child_command,
+    loopback_port,
+    own_cores,
+    rank_environment,
+    usable_cores,
+)
+from thinwire.tools.lab.supervise import DeferredSignals, FaultTimeline, Happening, RankFault, check_faults, supervise
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
 _RANK_BYTES = 200 << 20  # of a process that has imported torch
@@ -63,7 +67,8 @@ def run(
     """
     environment = {**os.environ, **(env or {})}
     check_command(command, environment)
-    check_port(master_port)
+    if master_port is not None and not 1 <= master_port <= 65535:
+        raise LabError(f"master port {master_port} is not between 1 and 65535: use for example --master-port 29500")
     if not grace_seconds >= 0 or (timeout_seconds is not None and not timeout_seconds > 0):
         raise LabError(
             "grace must not be negative and the timeout must be positive: use for example --grace 30 --timeout 600"
@@ -134,7 +139,7 @@ def _print_line(rank: int, line: str) -> None:
 
 
 @dataclass(frozen=True)
-class LabResult:
+class LabResult(Record):
     """How the ranks ended, and the traffic on the links.
 
     Attributes:
@@ -151,6 +156,7 @@ class LabResult:
         happenings: what happened to ranks, in order.
     """
 
+    called: ClassVar[str] = "the result of a run in the lab"
     exit_code: int
     exit_codes: tuple[int, ...]
     seconds: float
@@ -160,7 +166,3 @@ class LabResult:
     received_bytes: tuple[int, ...]
     congestion_control: str | None = None
     happenings: tuple[Happening, ...] = ()
-
-    def to_json(self) -> str:
-        """Return the result as one line of JSON."""
-        return json.dumps(asdict(self))

@@ -1,20 +1,38 @@
-"""The network: one namespace per node, one for the switch, and a shaped veth pair between each node and the switch."""
+"""Namespaces: the rights to make them, one per node and one for the switch, links between them, and their removal."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
+import os
+import re
+import shutil
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
-from types import TracebackType
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE
 
-from thinwire.tools.lab.cleanup import new_prefix, remove
-from thinwire.tools.lab.cluster import Cluster
-from thinwire.tools.lab.errors import LabError
+from thinwire.tools.lab.cluster import Cluster, LabError
 from thinwire.tools.lab.ranks import child_command
-from thinwire.tools.lab.shell import Shell
 
+_TIMEOUT_SECONDS = 60.0
+_FOLDER = Path("/run/netns")
+NAME = re.compile(r"tw(\d+)-(\d+)-\d+-\w+")
+_serial = itertools.count()
+_MODES = ("root", "user", "loopback")
+# `ip netns` keeps names in /run/netns. `cat` holds the namespaces open for as long as the lab holds its standard input.
+_HOLD = """
+[ -d /run/netns ] && mount -t tmpfs tw /run/netns || { mount -t tmpfs tw /run && mkdir /run/netns; } || exit
+echo ready
+exec cat
+"""
 INTERFACE = "eth0"
 """Name of a node's interface, in the namespace of that node."""
 CONGESTION_CONTROLS = ("cubic", "reno")
@@ -32,11 +50,172 @@ print(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0
 """
 
 
-class Network:
-    """The network of one run; a context manager that builds it and always takes it down.
+def tool(name: str) -> str:
+    """Return the absolute path of a system tool; also looks where an ordinary user's PATH does not."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    found = shutil.which(name, path=path)
+    if found is None:
+        package = "iproute2" if name in ("ip", "tc") else "util-linux"
+        raise LabError(f"the tool {name!r} is missing: install the package {package}")
+    return found
 
-    Even the bridge has its own namespace, so the machine's network is never touched.
+
+@dataclass(frozen=True)
+class Shell:
+    """A place to run commands: this process's own namespaces, or those that `enter` leads to."""
+
+    enter: tuple[str, ...] = ()
+
+    def run(self, *command: str, stdin: str = "") -> str:
+        """Run one command and return its output; raise `LabError` with its error message."""
+        done = subprocess.run(
+            [*self.enter, tool(command[0]), *command[1:]],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            start_new_session=True,  # ctrl-C in the terminal is for the lab, not for its tools
+        )
+        if done.returncode:
+            complaint = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+            raise LabError(f"`{' '.join(command)}` failed: {complaint}")
+        return done.stdout
+
+    def batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
+        text = "".join(line + "\n" for line in lines)
+        if text:
+            self.run(program, "-n", namespace, "-batch", "-", stdin=text)
+
+    def inside(self, namespace: str, command: Sequence[str]) -> list[str]:
+        """Return the command line of that command in a namespace; it keeps its process id."""
+        return [*self.enter, tool("ip"), "netns", "exec", namespace, *command]
+
+
+def new_prefix() -> str:
+    return f"tw{os.getpid()}-{_start_ticks(os.getpid())}-{next(_serial)}-"
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since boot; None if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def clean(*, all: bool = False) -> list[str]:
+    """Remove what killed runs left behind: their namespaces, links and any process still inside.
+
+    Runs in a user namespace leave nothing behind: the kernel removes it with its last process.
+
+    Args:
+        all: also remove those of runs whose process is still alive.
+
+    Returns:
+        The names of the removed namespaces.
+
+    Raises:
+        LabError: some cannot be removed, for lack of rights.
     """
+    names = sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
+    removed = []
+    for name in names:
+        match = NAME.fullmatch(name)
+        if match and (all or _start_ticks(int(match[1])) != int(match[2])):
+            try:
+                remove(Shell(), name)
+            except LabError:
+                if (_FOLDER / name).exists():  # otherwise its owner removed it first
+                    raise
+            removed.append(name)
+    return removed
+
+
+def remove(shell: Shell, name: str) -> None:
+    """Remove one namespace; first kill processes still inside it, or it would live on without a name."""
+    for _ in range(40):
+        inside = [int(word) for word in shell.run("ip", "netns", "pids", name).split()]
+        if not inside:
+            break
+        for pid in inside:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                raise LabError(f"no permission to end process {pid} in namespace {name}: run as root") from None
+        time.sleep(0.05)
+    shell.run("ip", "netns", "delete", name)
+
+
+def available() -> str:
+    """Return with which rights namespaces can be made, after a trial: "root", "user" or "loopback" (none)."""
+    return find_mode()[0]
+
+
+def find_mode() -> tuple[str, str]:
+    forced = os.environ.get("THINWIRE_LAB_MODE") or None
+    if forced not in (None, *_MODES):
+        raise LabError(f"THINWIRE_LAB_MODE={forced!r} is not one of {', '.join(_MODES)}: unset it")
+    return _try_modes(forced)
+
+
+@functools.cache
+def _try_modes(forced: str | None) -> tuple[str, str]:
+    if forced == "loopback":
+        return forced, "THINWIRE_LAB_MODE=loopback"
+    reason = ""
+    for mode in ("root", "user") if forced is None else (forced,):
+        if mode == "root" and os.geteuid() != 0:
+            reason = "not root"
+            continue
+        try:
+            with open_shell(mode) as shell:
+                _trial(shell)
+        except (LabError, OSError, subprocess.SubprocessError) as error:
+            reason = str(error)
+        else:
+            return mode, ""
+    return "loopback", reason
+
+
+def _trial(shell: Shell) -> None:
+    name = new_prefix() + "trial"
+    try:
+        shell.run("ip", "netns", "add", name)
+        shell.batch("ip", name, ["link add tw0 type veth peer name tw1", "link add tw2 type bridge"])
+        shell.batch("tc", name, ["qdisc add dev tw0 root tbf rate 1mbit burst 8192 limit 65536"])
+        subprocess.run(
+            shell.inside(name, [tool("true")]), check=True, capture_output=True, timeout=30, start_new_session=True
+        )
+    finally:
+        with contextlib.suppress(LabError):
+            remove(shell, name)
+
+
+@contextlib.contextmanager
+def open_shell(mode: str) -> Iterator[Shell]:
+    """Open a shell that may create namespaces; in mode "user" everything it made disappears when it is closed."""
+    if mode == "root":
+        yield Shell()
+        return
+    command = [tool("unshare"), "--user", "--map-root-user", "--net", "--mount", "sh", "-c", _HOLD]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        try:
+            if holder.stdout.readline() != b"ready\n":
+                complaint = holder.stderr.read().decode(errors="replace").strip().splitlines()
+                raise LabError("no user namespace: " + (complaint[-1] if complaint else "the kernel refuses it"))
+            target = ("--target", str(holder.pid), "--user", "--mount", "--net")
+            yield Shell((tool("nsenter"), "--preserve-credentials", *target))
+        finally:
+            holder.kill()
+
+
+class Network:
+    """The network of one run, built and always taken down; even the bridge has a namespace of its own."""
 
     def __init__(self, shell: Shell, cluster: Cluster) -> None:
         self.shell = shell
@@ -59,9 +238,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @staticmethod
@@ -111,10 +288,7 @@ class Network:
         self.shell.batch("tc", self.switch, shaping)
 
     def _set_congestion_control(self, node: int, wanted: list[str]) -> None:
-        """Set the node's route to the first of these that the kernel has; remove those that it does not have.
-
-        A route may use any of them, the namespace's setting only those in net.ipv4.tcp_allowed_congestion_control.
-        """
+        """Use the first of these that the kernel has, and remove the others; set on the route, which may use any."""
         route = f"route replace 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(node)}"
         while wanted:
             try:
@@ -129,7 +303,6 @@ class Network:
         return self.shell.run("ip", "netns", "exec", self.nodes[0], *ask).strip()
 
     def counters(self) -> list[tuple[int, int]]:
-        """Return the bytes that each node has sent and received."""
         found = []
         for name in self.nodes:
             answer = json.loads(self.shell.run("ip", "-n", name, "-s", "-j", "link", "show", "dev", INTERFACE))
@@ -138,7 +311,6 @@ class Network:
         return found
 
     def traffic(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes that each node's interface sent, and received, since the network was built."""
         pairs = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(self.counters(), self._at_start)]
         return tuple(sent for sent, _ in pairs), tuple(received for _, received in pairs)
 
@@ -147,7 +319,6 @@ class Network:
         self.shell.batch("ip", self.switch, [f"link set port{node} {'up' if carries else 'down'}"])
 
     def close(self) -> None:
-        """Remove everything; it is no error if something is already gone."""
         while self._made:
             with contextlib.suppress(LabError):
                 remove(self.shell, self._made.pop())

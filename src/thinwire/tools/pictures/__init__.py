@@ -3,7 +3,6 @@
 What a system draws belongs to its own package, the report's other charts to tools/report/.
 """
 
-from thinwire.tools.pictures.draw import check_plot, write_picture
-from thinwire.tools.pictures.picture import Level, Mark, Panel, Picture, Series
+from thinwire.tools.pictures.picture import Level, Mark, Panel, Picture, Series, check_plot, write_picture
 
 __all__ = ["Level", "Mark", "Panel", "Picture", "Series", "check_plot", "write_picture"]

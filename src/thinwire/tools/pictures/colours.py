@@ -35,11 +35,7 @@ _SAME = {"dense": "ssgd", "s-sgd": "ssgd"}
 
 
 class Colours:
-    """Gives every name a colour: its method's, or the next free one; variants side by side are shades of it.
-
-    Args:
-        groups: the labels of each result; all labels that will be requested.
-    """
+    """One colour per name: its method's, or the next free one; variants side by side are shades of it."""
 
     def __init__(self, groups: Iterable[Iterable[str]]) -> None:
         sides = [list(dict.fromkeys(map(_variant, labels))) for labels in groups]
@@ -58,7 +54,6 @@ class Colours:
                     self._of[variant] = next((tint for tint in shades if tint not in taken), base[name])
 
     def of(self, label: str) -> str:
-        """Return the colour of a name."""
         return self._of.get(_variant(label), _OTHER)
 
 
@@ -84,7 +79,6 @@ def shade(colour: str, by: float) -> str:
 
 
 def ink(colour: str) -> str:
-    """Return black or white, whichever is readable on a colour."""
     red, green, blue = _channels(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1f2933"
 

@@ -1,9 +1,15 @@
-"""A picture as plain data: the ``"picture"`` of a result's JSON, from which ``thinwire report`` draws it again."""
+"""A picture as plain data, the ``"picture"`` of a result's JSON; as PNG through matplotlib, as HTML through plotly."""
 
 from __future__ import annotations
 
+import html
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.tools.pictures.colours import Colours
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,6 @@ class Series:
 
     @property
     def label(self) -> str:
-        """Text for the legend."""
         return f"{self.name}: {self.said}" if self.said else self.name
 
 
@@ -85,7 +90,153 @@ class Picture:
     panels: tuple[Panel, ...]
 
     def names(self) -> Iterator[str]:
-        """Names of all lines."""
         for panel in self.panels:
             for line in panel.lines:
                 yield line.name
+
+
+_GREY = "#52606d"
+_PLOTLY_LOOKS: dict[str, dict[str, Any]] = {
+    "line": {"mode": "lines+markers"},
+    "steps": {"mode": "lines", "line_shape": "hv"},
+    "points": {"mode": "markers"},
+}
+_PYPLOT_LOOKS: dict[str, dict[str, Any]] = {
+    "line": {"marker": "o", "markersize": 3},
+    "steps": {"drawstyle": "steps-post"},
+    "points": {"marker": "o", "markersize": 4, "linestyle": "none"},
+}
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ``ValueError`` unless ``--plot`` can be drawn: known file type, library installed."""
+    if path is None:
+        return
+    if path.suffix == ".png":
+        pyplot()
+    elif path.suffix == ".html":
+        plotly()
+    else:
+        raise ValueError(f"--plot {path}: the name must end in .png or .html")
+
+
+def write_picture(picture: Picture, path: Path) -> None:
+    """Write the picture as ``.png`` or ``.html``.
+
+    Raises:
+        ValueError: another file type, or its library is not installed.
+    """
+    colours = Colours([picture.names()])
+    if path.suffix == ".html":
+        as_plotly(picture, colours).update_layout(title=_plain(picture.title)).write_html(path, include_plotlyjs=True)
+    else:
+        _png(picture, colours, path)
+
+
+def as_plotly(picture: Picture, colours: Colours) -> Any:
+    """Return the figure, without its title. A line's name appears in the legend once, however many panels it is in."""
+    go = plotly()
+    from plotly.subplots import make_subplots
+
+    across = min(2, len(picture.panels))
+    down = -(-len(picture.panels) // across)
+    figure = make_subplots(rows=down, cols=across)
+    told: set[str] = set()
+    for number, panel in enumerate(picture.panels):
+        place = {"row": number // across + 1, "col": number % across + 1}
+        for line in panel.lines:
+            tint = colours.of(line.name)
+            common = {"name": _plain(line.label), "legendgroup": line.name, "marker_color": tint}
+            shown = line.name not in told
+            told.add(line.name)
+            look = _PLOTLY_LOOKS[line.look]
+            figure.add_trace(go.Scatter(x=line.x, y=line.y, showlegend=shown, **common, **look), **place)
+            if line.at is not None:
+                x, y = line.at
+                figure.add_trace(
+                    go.Scatter(x=[x], y=[y], mode="markers", marker_size=12, showlegend=False, **common), **place
+                )
+        for mark in panel.marks:
+            figure.add_vline(
+                mark.x,
+                line_dash="dot",
+                line_color=_GREY,
+                annotation_text=_plain(mark.text),
+                annotation_textangle=-90,
+                **place,
+            )
+        for level in panel.levels:
+            figure.add_hline(level.y, line_dash="dash", line_color=_GREY, annotation_text=_plain(level.text), **place)
+        figure.update_xaxes(title_text=_plain(panel.x), type="log" if panel.log_x else None, **place)
+        figure.update_yaxes(title_text=_plain(panel.y), range=panel.y_range, **place)
+    return figure.update_layout(height=420 * down)
+
+
+def _plain(text: str) -> str:
+    """Escape for plotly, which interprets tags in every text."""
+    return html.escape(text, quote=False)
+
+
+def _png(picture: Picture, colours: Colours, path: Path) -> None:
+    plt = pyplot()
+    across = min(2, len(picture.panels))
+    down = -(-len(picture.panels) // across)
+    size = (8, 4.8) if across == 1 else (11, 4.2 * down)
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
+    for panel, place in zip(picture.panels, axes.flat):
+        _panel(panel, colours, place)
+    for place in list(axes.flat)[len(picture.panels) :]:
+        place.set_visible(False)
+    figure.suptitle(textwrap.fill(picture.title, int(13 * figure.get_figwidth())), fontsize=10)
+    save_png(figure, path)
+
+
+def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
+    for line in panel.lines:
+        tint = colours.of(line.name)
+        axes.plot(line.x, line.y, color=tint, linewidth=1.5, label=line.label, **_PYPLOT_LOOKS[line.look])
+        if line.at is not None:
+            axes.plot(*([value] for value in line.at), marker="o", markersize=8, color=tint)
+    for level in panel.levels:
+        axes.axhline(level.y, linestyle="--", color=_GREY, linewidth=1)
+        axes.annotate(level.text, (0.99, level.y), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                      textcoords="offset points", ha="right", fontsize=8, color=_GREY)  # fmt: skip
+    for mark in panel.marks:
+        axes.axvline(mark.x, linestyle=":", color=_GREY, linewidth=1.2)
+        axes.annotate(mark.text, (mark.x, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), color=_GREY,
+                      textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8)  # fmt: skip
+    if panel.log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    if panel.y_range is not None:
+        axes.set_ylim(*panel.y_range)
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
+    axes.grid(alpha=0.3, which="both")
+    if len(panel.lines) > 1 or any(line.said for line in panel.lines):
+        axes.legend(fontsize=9)
+
+
+def save_png(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot().close(figure)
+
+
+def pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ValueError("a plot as .png needs matplotlib: pip install 'thinwire[plot]'") from error
+    return plt
+
+
+def plotly() -> Any:
+    try:
+        import plotly.graph_objects as go
+    except ImportError as error:
+        raise ValueError("a plot as .html, or a report, needs plotly: pip install 'thinwire[report]'") from error
+    return go

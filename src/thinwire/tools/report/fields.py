@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
-from thinwire.tools.report.words import bits, duration
-
-Data: TypeAlias = Mapping[str, Any]
+Data: TypeAlias = dict[str, Any]
+_Kind = TypeVar("_Kind")
 
 
 def parsed(text: str) -> Any:
-    """Return JSON's content; a whole number that no float can hold is infinite.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Return JSON's content; a whole number that no float can hold is infinite."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
 
 
 def table(value: Any, what: str) -> Data:
-    """Return the value if it is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not a JSON object")
     return value
 
 
 def listed(data: Data, key: str) -> list[Any]:
-    """Return a list."""
     value = data.get(key)
     if not isinstance(value, list):
         raise ValueError(f"{key!r} is not a list")
@@ -37,12 +30,10 @@ def listed(data: Data, key: str) -> list[Any]:
 
 
 def tables(data: Data, key: str) -> list[Data]:
-    """Return a list of objects."""
     return [table(entry, f"an entry of {key!r}") for entry in listed(data, key)]
 
 
 def number(data: Data, key: str) -> float:
-    """Return a finite number."""
     found = maybe_number(data, key)
     if found is None:
         raise ValueError(f"{key!r} is not a number")
@@ -60,7 +51,6 @@ def maybe_number(data: Data, key: str) -> float | None:
 
 
 def text(data: Data, key: str) -> str:
-    """Return a text; "" if there is none."""
     value = data.get(key)
     if value is None:
         return ""
@@ -70,24 +60,13 @@ def text(data: Data, key: str) -> str:
 
 
 def numbers(data: Data, key: str) -> tuple[float, ...]:
-    """Return a list of finite numbers."""
     return tuple(number({key: value}, key) for value in listed(data, key))
 
 
-def facts(data: Data) -> str:
-    """Return the short texts and numbers at the top of a file, as its writer wanted them shown."""
-    said = []
-    for key, value in data.items():
-        words = key.replace("_", " ")
-        if isinstance(value, str) and value and key != "sentence":
-            said.append(f"{words}: {value}")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if key == "bits_per_second":
-                said.append(f"link: {bits(value)}")
-            elif key.endswith("_seconds"):
-                said.append(f"{words.removesuffix(' seconds')}: {duration(value)}")
-            elif key.endswith("_share"):
-                said.append(f"{words}: {value:.0%}")
-            else:
-                said.append(f"{words}: {value:g}")
-    return "; ".join(said)
+def filled(kind: type[_Kind], data: Data, **given: Any) -> _Kind:
+    """Return a dataclass of its fields in ``data``; only a text, or a number that may be None, may be missing."""
+    hints: dict[str, Any] = get_type_hints(kind)
+    read = {str: text, bool: lambda data, key: bool(data.get(key)), float: number}
+    read[int] = lambda data, key: int(number(data, key))
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]  # type: ignore[arg-type]
+    return kind(**{name: read.get(hints[name], maybe_number)(data, name) for name in names}, **given)

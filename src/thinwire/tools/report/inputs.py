@@ -1,4 +1,4 @@
-"""Recognise which kind of result a file holds, from its content."""
+"""Results for the page: which kind a file holds, told by its content, and what the page shows of it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from thinwire.tools.report.fields import parsed
-from thinwire.tools.report.journals import read_journal, read_step_log
+from thinwire.tools.report.fields import (
+    Data,
+    filled,
+    listed,
+    maybe_number,
+    number,
+    numbers,
+    parsed,
+    table,
+    tables,
+    text,
+)
 from thinwire.tools.report.log import records
-from thinwire.tools.report.pictures import RunPicture, grouped, read_run
-from thinwire.tools.report.predictions import MethodRanking, WinnerMap, read_map, read_ranking
-from thinwire.tools.report.results import Bench, read_bench
+from thinwire.tools.report.runs import RunPicture, grouped, read_journal, read_run, read_step_log
 from thinwire.tools.report.traces import StepTrace, read_trace
+from thinwire.tools.units import bits, duration
 
-Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace | RunPicture
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file: its name, its kind of content, when it was written."""
-
     name: str
     holds: str
     written: str
@@ -35,31 +42,29 @@ class Inputs:
     sources: tuple[InputFile, ...]
     results: tuple[Result, ...]
 
+    def of(self, kind: type[_Kind]) -> list[_Kind]:
+        return [result for result in self.results if isinstance(result, kind)]
+
     @property
     def maps(self) -> list[WinnerMap]:
-        """Maps of winners."""
-        return [result for result in self.results if isinstance(result, WinnerMap)]
+        return self.of(WinnerMap)
 
     @property
     def rankings(self) -> list[MethodRanking]:
-        """Predictions for one cluster."""
-        return [result for result in self.results if isinstance(result, MethodRanking)]
+        return self.of(MethodRanking)
 
     @property
     def benches(self) -> list[Bench]:
-        """Measured comparisons."""
-        return [result for result in self.results if isinstance(result, Bench)]
+        return self.of(Bench)
 
     @property
     def traces(self) -> list[StepTrace]:
         """Timelines, the predicted ones first."""
-        found = [result for result in self.results if isinstance(result, StepTrace)]
-        return sorted(found, key=lambda trace: not trace.predicted)
+        return sorted(self.of(StepTrace), key=lambda trace: not trace.predicted)
 
     @property
     def runs(self) -> list[RunPicture]:
-        """Runs that contain their own picture."""
-        return [result for result in self.results if isinstance(result, RunPicture)]
+        return self.of(RunPicture)
 
     def labels(self) -> Iterator[list[str]]:
         """Yield the method labels of each result that names some."""
@@ -73,6 +78,217 @@ class Inputs:
             yield [label for cell in found.known for label in (cell.winner, cell.winner_exact) if label]
 
 
+@dataclass(frozen=True)
+class BenchRow:
+    """One method's figures; ``predicted_seconds`` if the link could not be emulated. Field names are those of bench."""
+
+    label: str
+    step_seconds: float | None = None
+    spread_seconds: float | None = None
+    exposed_seconds: float | None = None
+    bytes_per_step: float | None = None
+    bytes_source: str = ""
+    loss: float | None = None
+    speedup: float | None = None
+    predicted_seconds: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss of one method during training, held out or not; points without a loss are left out."""
+
+    label: str
+    steps: tuple[float, ...]
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A comparison, without the row that exchanges nothing; ``answer``: the sentences of a race."""
+
+    name: str
+    describe: str
+    workers: int
+    link: str
+    emulated: bool
+    note: str
+    parameters: float
+    gradient_bytes: float
+    compute_seconds: float
+    floor_seconds: float
+    rows: tuple[BenchRow, ...]
+    curves: tuple[Curve, ...] = ()
+    answer: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        link = f"link {self.link}" if self.link else "link without a limit"
+        if self.link and not self.emulated:
+            link = f"link not emulated (figures for {self.link} are computed)"
+        size = f"{self.parameters / 1e6:.1f} M parameters, {self.gradient_bytes / 1e6:.1f} MB of gradients"
+        return f"{self.describe}; {size}; {self.workers} workers; {link}"
+
+
+@dataclass(frozen=True)
+class WinnerCell:
+    """``loss_seconds`` are the winner's step times its steps factor."""
+
+    winner: str
+    winner_exact: str
+    step_seconds: float
+    loss_seconds: float
+    dense_seconds: float
+    why: str
+
+    @property
+    def factor(self) -> float:
+        """How many times sooner than dense it reaches a loss."""
+        return self.dense_seconds / self.loss_seconds if self.loss_seconds > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class WinnerMap:
+    """``cells[i][j]``: the i-th bandwidth with the j-th number of workers; None if nothing was computed."""
+
+    name: str
+    facts: str
+    bits_per_second: tuple[float, ...]
+    workers: tuple[int, ...]
+    cells: tuple[tuple[WinnerCell | None, ...], ...]
+
+    @property
+    def known(self) -> list[WinnerCell]:
+        return [cell for row in self.cells for cell in row if cell is not None]
+
+
+@dataclass(frozen=True)
+class RankedMethod:
+    """One method's predicted step, the band in which it should lie, and its steps factor, None if unknown."""
+
+    label: str
+    exact: bool
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    exposed_seconds: float
+    bytes_sent: float | None
+    bound_by: str
+    steps: float | None = None
+
+
+@dataclass(frozen=True)
+class MethodRanking:
+    name: str
+    facts: str
+    entries: tuple[RankedMethod, ...]
+    sentence: str
+    left_out: tuple[str, ...] = ()
+
+
+Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace | RunPicture
+
+
+def read_bench(name: str, data: Data) -> Bench:
+    predicted: dict[str, float | None] = {}
+    inner, answer = data, tuple[str, ...]()
+    if "bench" in data:
+        inner = table(data["bench"], "'bench'")
+    if "race" in data:
+        race = table(data["race"], "'race'")
+        answer = tuple(text({"sentences": said}, "sentences") for said in listed(race, "sentences"))
+    elif "bench" in data:
+        predicted = {text(row, "label"): maybe_number(row, "predicted_seconds") for row in tables(data, "rows")}
+    curves = table(data.get("curves") or {}, "'curves'")
+    return filled(
+        Bench,
+        inner,
+        name=name,
+        rows=tuple(
+            filled(BenchRow, row, predicted_seconds=predicted.get(text(row, "label")))
+            for row in tables(inner, "rows")
+            if row.get("label") != "compute"
+        ),
+        curves=tuple(curve for label in curves if (curve := _curve(label, curves)).steps),
+        answer=answer,
+    )
+
+
+def _curve(label: str, curves: Data) -> Curve:
+    points = [table(point, "a point of a curve") for point in listed(curves, label)]
+    held_out = any(maybe_number(point, "validation") is not None for point in points)
+    key = "validation" if held_out else "loss"
+    kept = [point for point in points if maybe_number(point, key) is not None]
+    steps, seconds, losses = (tuple(number(point, name) for point in kept) for name in ("step", "seconds", key))
+    return Curve(label, steps, seconds, losses, held_out)
+
+
+def read_map(name: str, data: Data) -> WinnerMap:
+    rates, workers = numbers(data, "bits_per_second"), tuple(int(n) for n in numbers(data, "workers"))
+    rows = listed(data, "cells")
+    if len(rows) != len(rates) or any(not isinstance(row, list) or len(row) != len(workers) for row in rows):
+        raise ValueError(f"'cells' must be {len(rates)} rows (bits_per_second) of {len(workers)} cells (workers)")
+    upwards = sorted(range(len(rates)), key=rates.__getitem__)
+    across = sorted(range(len(workers)), key=workers.__getitem__)
+    return WinnerMap(
+        name=name,
+        facts=facts(data),
+        bits_per_second=tuple(rates[i] for i in upwards),
+        workers=tuple(workers[j] for j in across),
+        cells=tuple(tuple(_cell(rows[i][j]) for j in across) for i in upwards),
+    )
+
+
+def _cell(value: Any) -> WinnerCell | None:
+    if value is None:
+        return None
+    data = table(value, "a cell")
+    if not text(data, "winner"):
+        raise ValueError("a cell has no 'winner'")
+    loss = maybe_number(data, "loss_seconds")
+    return filled(WinnerCell, data, loss_seconds=number(data, "step_seconds") if loss is None else loss)
+
+
+def read_ranking(name: str, data: Data) -> MethodRanking:
+    left_out = tuple(": ".join(map(str, pair)) for pair in data.get("left_out") or () if isinstance(pair, list))
+    entries = tuple(map(_ranked, tables(data, "entries")))
+    return MethodRanking(name, facts(data), entries, text(data, "sentence"), left_out)
+
+
+def _ranked(data: Data) -> RankedMethod:
+    step = number(data, "step_seconds")
+    low, high = maybe_number(data, "low_seconds"), maybe_number(data, "high_seconds")
+    return filled(
+        RankedMethod,
+        data,
+        low_seconds=step if low is None else low,
+        high_seconds=step if high is None else high,
+        exposed_seconds=maybe_number(data, "exposed_seconds") or 0.0,
+        steps=1.0 if data.get("exact") else maybe_number(data, "steps"),
+    )
+
+
+def facts(data: Data) -> str:
+    """Return the short texts and numbers at the top of a file, as its writer wanted them shown."""
+    said = []
+    for key, value in data.items():
+        words = key.replace("_", " ")
+        if isinstance(value, str) and value and key != "sentence":
+            said.append(f"{words}: {value}")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if key == "bits_per_second":
+                said.append(f"link: {bits(value)}")
+            elif key.endswith("_seconds"):
+                said.append(f"{words.removesuffix(' seconds')}: {duration(value)}")
+            elif key.endswith("_share"):
+                said.append(f"{words}: {value:.0%}")
+            else:
+                said.append(f"{words}: {value:g}")
+    return "; ".join(said)
+
+
 def _is_trace(data: Any) -> bool:
     events = data.get("traceEvents") if isinstance(data, dict) else data
     return isinstance(events, list) and any(isinstance(e, dict) and "ph" in e for e in events)
@@ -83,7 +299,6 @@ def _has(*keys: str) -> Callable[[Any], bool]:
 
 
 def _begins(data: Any, key: str) -> bool:
-    """Return whether these are the lines of a log whose first line has that key."""
     return isinstance(data, list) and bool(data) and isinstance(data[0], dict) and key in data[0]
 
 

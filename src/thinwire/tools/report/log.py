@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from thinwire.core.checks import check_count
 from thinwire.engine.stats import Stats
 from thinwire.tools.report.fields import parsed, table
 
@@ -66,8 +67,7 @@ class StepLog:
     ) -> None:
         if path is None and tensorboard is None:
             raise ValueError("a StepLog needs a path, a folder for tensorboard=, or both")
-        if every < 1:
-            raise ValueError(f"every={every!r} must be at least 1")
+        check_count("every", every)
         self._sync, self._every, self._calls = sync, every, 0
         self._before, self._at = sync.stats(), time.perf_counter()
         rank = self._before.rank
@@ -120,7 +120,6 @@ class StepLog:
                 self._complain(f"TensorBoard's file could not be written: {error}")
 
     def _put_plan(self, now: Stats) -> None:
-        """Write a record of the buckets if the plan has changed."""
         plan = getattr(self._sync, "plan", None)
         mark = plan.hash if plan is not None else repr([bucket.names for bucket in now.buckets])
         if mark != self._plan:
@@ -164,12 +163,7 @@ class StepLog:
 
 
 def step_record(before: Stats, now: Stats, seconds: float) -> dict[str, Any]:
-    """Return what happened between two counts: the figures of a line.
-
-    Args:
-        before, now: counters.
-        seconds: between them.
-    """
+    """Return what happened between two counts, ``seconds`` apart: the figures of a line."""
     record: dict[str, Any] = {"time": time.time(), "seconds": seconds, "steps": now.steps - before.steps}
     for name in COUNTERS:
         record[name] = getattr(now, name) - getattr(before, name)
@@ -193,7 +187,6 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def records(text: str) -> list[dict[str, Any]]:
-    """Return the records of all lines that are complete JSON objects."""
     found = []
     for line in text.splitlines():
         try:
@@ -206,7 +199,6 @@ def records(text: str) -> list[dict[str, Any]]:
 
 
 def steps_of(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps among records, as ``read_log`` returns them."""
     steps: dict[int, dict[str, Any]] = {}
     for record in found:
         if record.get("kind") == "step" and isinstance(record.get("step"), int):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 from thinwire import __version__
 from thinwire.tools.pictures.colours import Colours
-from thinwire.tools.pictures.draw import plotly
+from thinwire.tools.pictures.picture import plotly
+from thinwire.tools.report.figures import Block, Chart, Section
 from thinwire.tools.report.inputs import InputFile, Inputs
-from thinwire.tools.report.section import Block, Chart, Section
 from thinwire.tools.report.sections import SECTIONS
 
 _CONFIG: dict[str, Any] = {"responsive": True, "displayModeBar": False, "displaylogo": False}
@@ -27,7 +29,7 @@ def render(inputs: Inputs) -> str:
     made = [section for make in SECTIONS if (section := make(inputs, colours)) is not None]
     if not made:
         raise ValueError("the files contain no results: " + ", ".join(source.name for source in inputs.sources))
-    pictures = _Pictures()
+    pictures = itertools.count(1)
     body = "\n".join(_section(section, pictures) for section in made)
     links = "".join(f'<a href="#{section.anchor}">{escape(section.title)}</a>' for section in made)
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
@@ -56,22 +58,12 @@ def render(inputs: Inputs) -> str:
 """
 
 
-class _Pictures:
-    """Turns figures into HTML; the first one includes plotly's JavaScript."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def html(self, figure: Any) -> str:
-        self.count += 1
-        made: str = figure.to_html(
-            full_html=False,
-            include_plotlyjs=self.count == 1,
-            div_id=f"picture-{self.count}",
-            config=_CONFIG,
-            default_height=f"{figure.layout.height}px",
-        )
-        return made
+def _picture(figure: Any, number: Iterator[int]) -> str:
+    """Return a figure as HTML; the first one brings plotly's JavaScript."""
+    here, height = next(number), f"{figure.layout.height}px"
+    html: str = figure.to_html(full_html=False, include_plotlyjs=here == 1, div_id=f"picture-{here}", config=_CONFIG,
+                               default_height=height)  # fmt: skip
+    return html
 
 
 def _summary(inputs: Inputs) -> str:
@@ -83,7 +75,7 @@ def _summary(inputs: Inputs) -> str:
     return "Measured: " + ("; and ".join(said) or "one step, see the timeline") + "."
 
 
-def _section(section: Section, pictures: _Pictures) -> str:
+def _section(section: Section, pictures: Iterator[int]) -> str:
     blocks = "\n".join(_block(block, pictures) for block in section.blocks)
     return (
         f'<section id="{section.anchor}">\n<h2>{escape(section.title)}</h2>\n'
@@ -91,7 +83,7 @@ def _section(section: Section, pictures: _Pictures) -> str:
     )
 
 
-def _block(block: Block, pictures: _Pictures) -> str:
+def _block(block: Block, pictures: Iterator[int]) -> str:
     parts = [f"<h3>{escape(block.heading)}</h3>"] if block.heading else []
     parts += [f"<p>{escape(line)}</p>" for line in block.lines]
     if block.legend:
@@ -114,9 +106,9 @@ def _mark(mark: tuple[str, str]) -> str:
     return f"<span><i {shown}></i>{escape(meaning)}</span>"
 
 
-def _chart(chart: Chart, pictures: _Pictures) -> str:
+def _chart(chart: Chart, pictures: Iterator[int]) -> str:
     caption = f"<h4>{escape(chart.caption)}</h4>" if chart.caption else ""
-    return f"<div>{caption}{pictures.html(chart.figure)}</div>"
+    return f"<div>{caption}{_picture(chart.figure, pictures)}</div>"
 
 
 def _table(rows: tuple[tuple[str, ...], ...], kind: str = "figures") -> str:

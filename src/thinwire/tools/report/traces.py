@@ -21,15 +21,7 @@ _GAP = 0.002  # of the whole length: closer events are drawn as one bar
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step of one rank.
-
-    Attributes:
-        label: "predicted" or "measured", plus other information in the file.
-        rank: the first rank in the file; None if it does not say.
-        ranks: number of ranks in the file.
-        steps: number of steps in the file; ``events`` are those of the first, or of the last that the profiler marked.
-        events: in order of time, from zero.
-    """
+    """One step of the first of ``ranks`` in a file, events from zero; of ``steps``, the first or the last marked."""
 
     name: str
     label: str
@@ -41,7 +33,6 @@ class StepTrace:
 
     @property
     def step_seconds(self) -> float:
-        """Time from the first start to the last end."""
         return max((event.end_seconds for event in self.events), default=0.0)
 
     @property
@@ -52,7 +43,6 @@ class StepTrace:
 
     @property
     def bytes_by_bucket(self) -> dict[int, int]:
-        """Bytes that this rank sent for each bucket."""
         sent: dict[int, int] = defaultdict(int)
         for event in self.events:
             if event.bucket is not None and event.bytes:
@@ -61,7 +51,6 @@ class StepTrace:
 
     @property
     def bars(self) -> list[Event]:
-        """Return the events, with consecutive events of one purpose joined."""
         return joined(self.events, _GAP * self.step_seconds)
 
 
@@ -138,7 +127,6 @@ def _event(entry: Data, start: float, threads: dict[tuple[Any, Any], str]) -> Ev
 
 
 def _lane(phase: str) -> str:
-    """Return the simulator's lane for one of thinwire's own ranges."""
     word = re.sub(r"[^a-z]", "", phase.lower())
     if word in _EXCHANGES:
         return "link world"
@@ -146,7 +134,6 @@ def _lane(phase: str) -> str:
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
-    """Return the events without those that lie within another one of their lane."""
     kept: list[Event] = []
     ends: dict[str, float] = {}
     for event in sorted(events, key=lambda e: (e.start_seconds, -e.duration_seconds)):

@@ -15,25 +15,17 @@ from stat import S_ISREG
 from typing import Any
 
 from thinwire.tools.pictures.colours import Colours
-from thinwire.tools.pictures.draw import as_plotly, plotly
+from thinwire.tools.pictures.picture import as_plotly, plotly
 from thinwire.tools.report.figures import dress
 from thinwire.tools.report.inputs import read_files
-from thinwire.tools.report.pictures import grouped
+from thinwire.tools.report.runs import grouped
 
 logger = logging.getLogger("thinwire")
 _LOCAL = ("127.0.0.1", "localhost")
 
 
 class WatchPage(ThreadingHTTPServer):
-    """Serves the page on this machine's loopback, to anyone on this machine. It is read-only.
-
-    Args:
-        paths: as for ``thinwire report``; files may appear later.
-        port: 0 means a free one.
-
-    Raises:
-        ValueError: plotly is not installed, or the port is taken.
-    """
+    """Serves the page on this machine's loopback, read-only, to anyone on it; files may appear later."""
 
     daemon_threads = True
 
@@ -72,7 +64,6 @@ class WatchPage(ThreadingHTTPServer):
 
 
 def _draw(paths: Sequence[Path]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the problems of the files, and their pictures."""
     try:
         inputs = read_files(paths)
     except (OSError, ValueError) as error:

@@ -1,4 +1,1 @@
-"""The built-in workloads, one model per file, and the registry of their names.
-
-Text belongs to corpus.py, timing to round_robin.py; nothing here communicates.
-"""
+"""The built-in workloads, and the registry of their names. Nothing here communicates or keeps time."""

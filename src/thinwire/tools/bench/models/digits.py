@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.tools.bench.models.workload import Workload, beside
+from thinwire.tools.bench.models.workload import Workload, beside, draws
 
 HELD_OUT = 360
 SMOOTHING = 0.1  # a floor under the loss, so that ratios stay meaningful once every digit is known
@@ -34,14 +34,10 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 def enlarged(copies: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return enough digits for batches of thousands: training images and labels, then the 360 held-out ones, unchanged.
+    """Return training images and labels, 64,665 by default, then the 360 held-out ones, unchanged.
 
-    Each of 1,437 digits at nine positions, up to a pixel apart, ``copies`` times with noise of 0.05: 64,665 in all.
-    Pixels uncovered by a shift are blank; if they wrapped around instead, ink of the lowest row would appear at the
-    top, and all accuracies would be about a point lower.
-
-    Args:
-        copies: number of copies of each digit at each position.
+    Each of 1,437 digits at nine positions, up to a pixel apart, ``copies`` times with noise of 0.05. Pixels uncovered
+    by a shift are blank; wrapped ink would lower all accuracies by about a point.
     """
     pixels, labels = images()
     known = len(labels) - HELD_OUT
@@ -53,12 +49,11 @@ def enlarged(copies: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def build(width: int = 32, hidden: int = 256, batch: int = 32, lr: float = 0.05) -> Workload:
-    """Build the workload: random batches, ``batch`` digits per rank and step, shifted by up to one pixel."""
     pixels, labels = images()
     known = len(labels) - HELD_OUT
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 7919)
+        generator = draws(step, rank)
         chosen = torch.randint(known, (batch,), generator=generator)
         dx, dy = torch.randint(-1, 2, (2,), generator=generator).tolist()
         shifted = torch.roll(pixels[chosen], (dy, dx), (2, 3))

@@ -7,8 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from thinwire.tools.bench.functions import check_module, check_options, load_function, told
-from thinwire.tools.bench.words import nearest, split_options
+from thinwire.tools.bench.words import check_module, check_options, load_function, nearest, split_options, told
 
 if TYPE_CHECKING:
     import torch
@@ -16,20 +15,20 @@ if TYPE_CHECKING:
 
     from thinwire.tools.bench.models.workload import Workload
 
-FILES = {
-    "chargpt": "chargpt",
-    "mlp": "mlp",
-    "resnet18": "resnet18",
-    "bert-small": "bert_small",
-    "digits": "digits",
-    "teacher": "teacher",
+BUILT_IN = {
+    "chargpt": "text:chargpt",
+    "mlp": "synthetic:mlp",
+    "resnet18": "synthetic:resnet18",
+    "bert-small": "text:bert_small",
+    "digits": "digits:build",
+    "teacher": "teacher:build",
 }
 
 
 def check_model(text: str) -> None:
     """Raise ``ValueError`` for an unknown model or option; imports the model's file, but builds nothing."""
     name, options = split_options(text)
-    check_options(f"model {name!r}", _function(name), options, ours=name in FILES)
+    check_options(f"model {name!r}", _function(name), options, ours=name in BUILT_IN)
 
 
 def build_model(text: str, seed: int = 0, device: torch.device | None = None) -> Workload:
@@ -72,12 +71,13 @@ def loss_of(workload: Workload, rank: int) -> Callable[[nn.Module, int], Any]:
 def _function(name: str) -> Callable[..., Any]:
     from torch import nn
 
-    if name in FILES:
-        found: Callable[..., Any] = importlib.import_module(f"thinwire.tools.bench.models.{FILES[name]}").build
+    if name in BUILT_IN:
+        module, _, built = BUILT_IN[name].partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(f"thinwire.tools.bench.models.{module}"), built)
         return found
     if ":" not in name:
         check_module(name, "model")
-        raise ValueError(f"unknown model {name!r}; {nearest(name, FILES)}, or module:function of your own")
+        raise ValueError(f"unknown model {name!r}; {nearest(name, BUILT_IN)}, or module:function of your own")
     function = load_function(name, "model")
     if isinstance(function, nn.Module):
         raise ValueError(f"model {name!r} is a module, not a function: name a function that returns (model, loss)")

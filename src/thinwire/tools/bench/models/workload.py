@@ -18,6 +18,11 @@ def beside(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(device) for x in tensors)
 
 
+def draws(step: int, rank: int, *, held_out: bool = False) -> torch.Generator:
+    """Return the generator of a rank's batch at a step; that of held-out data gives no training data."""
+    return torch.Generator().manual_seed(step * 1_000_003 + rank * 7919 + (1 << 40) * held_out)
+
+
 @dataclass(frozen=True)
 class Workload:
     """A training task.
@@ -49,7 +54,6 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one dense gradient."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
 
     def held_out_loss(self, rank: int = 0) -> float | None:

@@ -1,27 +1,102 @@
-"""The output of ``thinwire plan``."""
+"""The answer of ``thinwire plan``: the ranking, knees, buckets and map, as tables and sentences, in JSON and files."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
-from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking
+from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
+from thinwire.predict.timeline import simulate, write_trace
 from thinwire.predict.timeline.local_steps import Periodic
 from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.bench.words import arguments, attach_line, split_options
-from thinwire.tools.cli.console import plain_table
+from thinwire.tools.cli.console import plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
+from thinwire.tools.units import megabytes, milliseconds
 
 _SHOWN = 12  # sizes of DDP's buckets in one line
 
 
+def answer_of(question: Question, console: Console, *, lossy: bool, buckets: bool, map: bool, trace: Path | None,
+              out: Path | None) -> dict[str, Any]:  # fmt: skip
+    """Rank, print results as they come, write the files. Return what JSON shows."""
+    profile, topology, prices = question.profile, question.topology, question.costs()
+    where = {**question.where, "worth": question.worth}
+    ranking = choose(question.candidates, profile, topology, prices, **where, lossy=lossy)
+    knees = _knees(question, ranking)
+    answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
+    console.print(ranking_table(question, ranking))
+    for sentence in sentences(question, ranking, knees):
+        console.print(sentence, markup=False, highlight=False)
+    if (ddp := ddp_answer(question, ranking)) is not None:
+        answer["ddp"] = ddp
+        console.print(ddp_sentence(ddp), markup=False, highlight=False)
+    if buckets:
+        groups = _explain(question, ranking, console)
+        answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
+    if map:
+        answer["map"] = _map(question, console, lossy).to_data()
+    if trace is not None or out is not None:
+        _write(question, ranking, answer, trace, out)
+        for path in filter(None, (trace, out)):
+            console.print(f"written: {path}", markup=False)
+    return answer
+
+
+def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
+    method_of = dict(question.candidates)
+    rest = {"ranks_per_node": question.ranks_per_node, "worth": question.worth, **question.where}
+    labels = dict.fromkeys(e.label for e in (ranking.best_exact, ranking.best) if e.label in method_of)
+    return {label: knee(method_of[label], question.profile, question.prices, **rest) for label in labels}
+
+
+def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[ExplainedBucket, ...]]:
+    priced = {entry.label for entry in ranking.entries}
+    wanted = question.named or (ranking.best.label, ranking.best_exact.label)
+    method_of, groups = dict(question.candidates), {}
+    for label in dict.fromkeys(label for label in wanted if label in priced):
+        groups[label] = explain(
+            method_of[label], question.profile, question.topology, question.costs(), backend=question.device.backend
+        )
+        console.print(groups_table(label, groups[label]))
+    return groups
+
+
+def _map(question: Question, console: Console, lossy: bool) -> Map:
+    per_node = question.ranks_per_node
+    workers = [count * per_node for count in grid.WORKERS]
+    with progress("map") as bar:
+        found = map_of(
+            question.candidates, question.profile, workers=workers, costs=question.assumed, ranks_per_node=per_node,
+            **question.where, lossy=lossy, worth=question.worth, on_cell=bar,
+        )  # fmt: skip
+    console.print(map_table(question, found))
+    return found
+
+
+def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
+    label = ranking.best.label
+    setting = (question.profile, question.topology, question.costs())
+    method = resolved(dict(question.candidates)[label], *setting, worth=question.worth, **question.where)
+    timeline = simulate(method, *setting, **question.where)
+    if trace is not None:
+        write_trace(trace, timeline.events, label=f"predicted, {label}")
+    if out is not None:
+        chosen = {"method": ranking.best.method, "options": ranking.best.options}
+        data = {**json.loads(timeline.plan.to_json()), **chosen, **answer}
+        out.write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+
 def ranking_table(question: Question, ranking: Ranking) -> Table:
-    """Return a table of exact methods, then lossy ones; the recommendation is marked."""
     profile, workers = question.profile, ranking.workers
     title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {workers} workers"
     if question.ranks_per_node > 1:
@@ -42,10 +117,10 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
 def _cells(entry: Entry) -> list[str]:
     return [
         entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
-        _ms(entry.step_seconds),
-        f"{_ms(entry.low_seconds)}-{_ms(entry.high_seconds)}",
-        _ms(entry.exposed_seconds),
-        _mega(entry.bytes_sent),
+        milliseconds(entry.step_seconds),
+        f"{milliseconds(entry.low_seconds)}-{milliseconds(entry.high_seconds)}",
+        milliseconds(entry.exposed_seconds),
+        megabytes(entry.bytes_sent),
         entry.bound_by.removeprefix("network "),
         "?" if entry.steps is None else f"{entry.steps:.2f}",
         "?" if entry.speedup is None else f"{entry.speedup:.2f}",
@@ -53,12 +128,11 @@ def _cells(entry: Entry) -> list[str]:
 
 
 def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
-    """Return the answer, what it is based on, and what to type next."""
     best, profile = ranking.best, question.profile
     said = [ranking.sentence]
     if not best.exact:
         exact = ranking.best_exact
-        said.append(f"exact: {exact.label}, {_ms(exact.step_seconds)} ms")
+        said.append(f"exact: {exact.label}, {milliseconds(exact.step_seconds)} ms")
         race = "; on your model: thinwire race" if question.worth is None else ""
         said.append(f"steps to a loss, relative to exact averaging: {best.steps_source}{race}")
     said += [
@@ -82,7 +156,6 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
 
 
 def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
-    """Return the buckets of a plan, in launch order."""
     phases = len({group.phase for group in groups}) > 1
     sparse = any(group.kept is not None for group in groups)
     names = (["phase"] if phases else []) + ["bucket", "tensors", "from"]
@@ -91,7 +164,12 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
     for group in groups:
         cells = [str(group.phase)] if phases else []
         cells += [str(group.bucket), str(len(group.names)), _tail(group.names[0], 16 if sparse else 22)]
-        cells += [f"{group.elements:,}", _ms(group.ready_seconds), _mega(group.sent_bytes), _ms(group.exchange_seconds)]
+        cells += [
+            f"{group.elements:,}",
+            milliseconds(group.ready_seconds),
+            megabytes(group.sent_bytes),
+            milliseconds(group.exchange_seconds),
+        ]
         if sparse:
             cells += [f"{group.kept:,}", f"{group.density:.3g}"] if group.kept else ["all", "1"]
         table.add_row(*cells)
@@ -99,7 +177,6 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
 
 
 def map_table(question: Question, found: Map) -> Table:
-    """Return the winners, and how much faster they are than the fastest dense form."""
     title = f"{question.profile.name}: what to use; x: over the faster dense form; {question.device.name}"
     table = plain_table(title, ["link", *(f"{workers}\nworkers" for workers in found.workers)], close=True)
     for bits, row in zip(found.bits_per_second, found.cells):
@@ -112,22 +189,12 @@ def map_table(question: Question, found: Map) -> Table:
 
 
 def _short(label: str) -> str:
-    """Shorten ``topk:density=0.01`` to ``topk 0.01``."""
     name, options = split_options(label)
     return " ".join([name, *map(str, options.values())])
 
 
 def _tail(name: str, most: int) -> str:
     return name if len(name) <= most else "\N{HORIZONTAL ELLIPSIS}" + name[1 - most :]
-
-
-def _ms(seconds: float) -> str:
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def _mega(count: float) -> str:
-    return f"{count / 1e6:.2f}" if count < 10e6 else f"{count / 1e6:.1f}"
 
 
 def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:

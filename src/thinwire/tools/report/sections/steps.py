@@ -1,4 +1,4 @@
-"""One step as a timeline: predicted above measured, on the same lanes."""
+"""One step as a timeline, predicted above measured on the same lanes, and its bytes per bucket."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 from thinwire.predict.timeline import LANES, Event
 from thinwire.predict.timeline.result import EXCHANGE_CPU
 from thinwire.tools.pictures.colours import Colours, ink, shade
-from thinwire.tools.pictures.draw import plotly
-from thinwire.tools.report.figures import scale, stacked
+from thinwire.tools.pictures.picture import plotly
+from thinwire.tools.report.figures import Block, Chart, Section, hover, names_axis, new, scale, short, stacked
 from thinwire.tools.report.inputs import Inputs
-from thinwire.tools.report.section import Block, Chart, Section
 from thinwire.tools.report.traces import StepTrace
-from thinwire.tools.report.words import duration, hover, megabytes, short
+from thinwire.tools.units import duration, volume
 
-_READING = (
+_TIMELINE = (
     "Time runs to the right; each line is something that works independently: the computation, the methods' own work "
     "on the gradients, the links. A bar is one bucket of gradients (its number is shown where there is room; "
     "neighbours differ in shade). Links that work while the computation line is empty are exposed communication. Drag "
@@ -34,33 +33,33 @@ _LANE = 40  # pixels
 _MOST_LANES = 10
 
 
-def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """Return the section; None without a timeline."""
+def timeline_section(inputs: Inputs, colours: Colours) -> Section | None:
     traces = [trace for trace in inputs.traces if trace.events]
     if not traces:
         return None
-    lines = tuple(_line(trace) for trace in traces)
-    return Section("timeline", "One step, as a timeline", _READING, (Block("", lines, (Chart(_figure(traces)),)),))
+    lines = tuple(_timeline_line(trace) for trace in traces)
+    return Section(
+        "timeline", "One step, as a timeline", _TIMELINE, (Block("", lines, (Chart(_timeline_figure(traces)),)),)
+    )
 
 
 def title(trace: StepTrace) -> str:
-    """Return the title of a trace."""
     return f"{trace.label} ({trace.name})"
 
 
-def _line(trace: StepTrace) -> str:
+def _timeline_line(trace: StepTrace) -> str:
     said = f"{title(trace)}: {duration(trace.step_seconds)}"
     if trace.exposed is not None:
         said += f", exposed communication {duration(trace.exposed)}"
     sent = sum(trace.bytes_by_bucket.values())
     if sent:
-        said += f", {megabytes(sent)} sent"
+        said += f", {volume(sent)} sent"
     said += f"; one of {trace.steps} steps in the file" if trace.steps > 1 else ""
     said += "" if trace.rank is None else f"; rank {trace.rank}"
     return said + (f"; the first of {trace.ranks} processes in the file." if trace.ranks > 1 else ".")
 
 
-def _figure(traces: Sequence[StepTrace]) -> Any:
+def _timeline_figure(traces: Sequence[StepTrace]) -> Any:
     lanes = _lanes(traces)
     longest = max(trace.step_seconds for trace in traces)
     unit, unit_name = scale(longest)
@@ -76,7 +75,7 @@ def _figure(traces: Sequence[StepTrace]) -> Any:
         uniformtext={"mode": "hide", "minsize": 10},
     )
     # The first title is where the legend would begin, so the legend goes below.
-    figure.update_layout(margin={"t": 30}, legend={"y": 0, "yref": "container", "yanchor": "bottom"})
+    figure.update_layout(legend={"y": 0, "yref": "container", "yanchor": "bottom"})
     shown: set[str] = set()
     for row, trace in enumerate(traces, start=1):
         bars = [bar for bar in trace.bars if bar.lane in lanes]
@@ -85,18 +84,7 @@ def _figure(traces: Sequence[StepTrace]) -> Any:
             if mine:
                 figure.add_trace(_bars(mine, kind, unit, kind not in shown), row=row, col=1)
                 shown.add(kind)
-    figure.update_yaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=list(reversed(lanes)),
-        tickvals=list(lanes),
-        ticktext=[short(lane, 24) for lane in lanes],
-        range=[-0.5, len(lanes) - 0.5],
-        fixedrange=True,
-        ticks="",
-        ticklabelstandoff=6,
-        showgrid=False,
-    )
+    names_axis(figure, lanes, [short(lane, 24) for lane in lanes], 0.5)
     figure.update_xaxes(range=[0, longest * unit * 1.01])
     figure.update_xaxes(title_text=f"time from the start of the step ({unit_name})", row=len(traces), col=1)
     return figure
@@ -151,6 +139,59 @@ def _hover(event: Event) -> str:
     bucket = "" if event.bucket is None else f", bucket {event.bucket}"
     return hover(
         f"{event.name}{bucket}",
-        f"{megabytes(event.bytes)} sent" if event.bytes else "",
+        f"{volume(event.bytes)} sent" if event.bytes else "",
         f"starts at {duration(event.start_seconds)}, lasts {duration(event.duration_seconds)}",
     )
+
+
+_BUCKETS = (
+    "What this rank sent for each bucket of gradients in the step above. Bucket 0 is filled first, by the last layers "
+    "of the model. Many small buckets cost start-ups; a few large ones cannot be hidden behind the computation."
+)
+
+
+def buckets_section(inputs: Inputs, colours: Colours) -> Section | None:
+    traces = [trace for trace in inputs.traces if trace.bytes_by_bucket]
+    if not traces:
+        return None
+    chart = Chart(_bucket_bars(traces))
+    return Section("buckets", "Bytes per bucket", _BUCKETS, (Block("", tuple(map(_bucket_line, traces)), (chart,)),))
+
+
+def _bucket_line(trace: StepTrace) -> str:
+    sent = trace.bytes_by_bucket
+    total, largest = sum(sent.values()), max(sent, key=sent.__getitem__)
+    return (
+        f"{title(trace)}: {len(sent)} bucket{'s' if len(sent) > 1 else ''}, {volume(total)}; the largest is bucket "
+        f"{largest} with {volume(sent[largest])}."
+    )
+
+
+_TINTS = (("#8cc1d6", "#d9c29b", "#b0bac5"), ("#1d4f68", "#6f5731", "#3e4c59"))  # predicted, measured
+
+
+def _bucket_bars(traces: Sequence[StepTrace]) -> Any:
+    go = plotly()
+    numbers = sorted({bucket for trace in traces for bucket in trace.bytes_by_bucket})
+    figure = new(340, barmode="group", bargap=0.25)
+    count = {True: 0, False: 0}
+    for trace in traces:
+        tints = _TINTS[0] if trace.predicted else _TINTS[1]
+        tint = tints[count[trace.predicted] % len(tints)]
+        count[trace.predicted] += 1
+        sent = trace.bytes_by_bucket
+        figure.add_trace(
+            go.Bar(
+                name=short(title(trace), 60),
+                x=[str(bucket) for bucket in numbers],
+                y=[sent.get(bucket, 0) / 1e6 for bucket in numbers],
+                marker={"color": tint},
+                hoverinfo="text",
+                hovertext=[hover(title(trace), f"bucket {b}: {volume(sent.get(b, 0))} sent") for b in numbers],
+                showlegend=True,
+            )
+        )
+    figure.update_xaxes(
+        type="category", title_text="bucket number, in the order of the plan", fixedrange=True, showgrid=False
+    )
+    return figure.update_yaxes(title_text="sent (MB)", rangemode="tozero", fixedrange=True)

@@ -1,9 +1,52 @@
-"""Tests ask for what a caller can see: none reads, sets or imports a private name of thinwire's."""
+"""What the source and its tests keep to: tests ask for what a caller can see, a name stands for one thing."""
 
 import ast
+import inspect
+import re
+from collections import Counter
 from pathlib import Path
 
+import pytest
+
+import thinwire
+from thinwire.adapters.ddp import DDPSync
+from thinwire.adapters.fsdp2_replicas import ReplicaSync
+
 TESTS = Path(__file__).parents[1]
+PACKAGE = Path(thinwire.__file__).parent
+NAMED_TWICE = {"ThinwireCallback"}  # Lightning's and the Trainer's, as users look for either
+PARAMETER_SERVER = {"Buffers", "Codec", "Link", "Recipe", "Row", "Send", "Update"}
+
+
+def test_a_public_class_name_is_given_once():
+    """Who searches for it finds one class."""
+    texts = (path.read_text() for path in PACKAGE.rglob("*.py"))
+    counts = Counter(name for text in texts for name in re.findall(r"^ *class ([A-Z]\w*)[(:]", text, re.MULTILINE))
+    assert len(counts) > 300
+    assert {name for name, count in counts.items() if count > 1} <= NAMED_TWICE | PARAMETER_SERVER
+
+
+MOST = 12
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """What its methods assign on ``self``."""
+    return {
+        inside.attr
+        for inside in ast.walk(node)
+        if isinstance(inside, ast.Attribute)
+        and isinstance(inside.ctx, ast.Store)
+        and isinstance(inside.value, ast.Name)
+        and inside.value.id == "self"
+    }
+
+
+@pytest.mark.parametrize("handle", [thinwire.GradientSync, thinwire.LocalSync, ReplicaSync, DDPSync])
+def test_a_handle_shows_its_users_few_names(handle):
+    set_on_self = attributes(ast.parse(inspect.getsource(handle)).body[0])
+    names = {name for name in {*dir(handle), *set_on_self} if not name.startswith("_")}
+    assert len(names) <= MOST, sorted(names)
+
 
 # Of other libraries; what is tested beside them has no other way in.
 LIBRARIES = {

@@ -1,0 +1,235 @@
+"""What was measured: step times with their spread, bytes, the figures as a table; losses; runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.tools.pictures.colours import Colours
+from thinwire.tools.pictures.picture import as_plotly, plotly
+from thinwire.tools.report.figures import (
+    BAR,
+    TEXT,
+    Block,
+    Chart,
+    Section,
+    StepBar,
+    dress,
+    hover,
+    names_axis,
+    new,
+    points,
+    scale,
+    short,
+    step_bars,
+)
+from thinwire.tools.report.inputs import Bench, BenchRow, Inputs
+from thinwire.tools.report.runs import grouped
+from thinwire.tools.units import duration, factor, volume
+
+_BENCH = (
+    "Each bar is the median time of one training step of the slowest worker; shorter is better. The hatched end is "
+    "exposed communication: what the step takes beyond computing alone. The thin line is the spread (half of the "
+    "steps lie within it). The dotted line is computing alone. The dashed line is the floor: no exact method whose "
+    "average is ready at the end of backward can be faster on this link; a compressed one can."
+)
+_SOURCES = {
+    "interface": "MB per step: what a machine's interface sent, headers included.",
+    "stats": "MB per step of thinwire's methods: its own count, per rank.",
+    "formula": "MB per step of the others: the ring formula, per rank, not measured.",
+}
+_EDGES = 70  # pixels of height for the axis
+
+
+def bench_section(inputs: Inputs, colours: Colours) -> Section | None:
+    if not inputs.benches:
+        return None
+    blocks = tuple(_bench_block(bench, colours) for bench in inputs.benches)
+    return Section("bench", "Measured steps", _BENCH, blocks)
+
+
+def _bench_block(bench: Bench, colours: Colours) -> Block:
+    rows = [row for row in bench.rows if row.step_seconds is not None and not row.error]
+    lines = [f"{bench.where[0].upper()}{bench.where[1:]}."]
+    charts: list[Chart] = []
+    if rows:
+        best = min(rows, key=lambda row: row.step_seconds or 0.0)
+        gain = f", {factor(best.speedup)} as fast as ddp" if best.speedup and best.label != "ddp" else ""
+        lines.append(f"Shortest step: {best.label}, {duration(best.step_seconds or 0.0)}{gain}.")
+        charts.append(Chart(_step_bars(bench, rows, colours), "Time of a step", share=3))
+        if any(row.bytes_per_step is not None for row in rows):
+            charts.append(Chart(_byte_bars(rows, colours), "Sent per step", share=2))
+    notes = [text for source, text in _SOURCES.items() if any(row.bytes_source == source for row in rows)]
+    notes += [f"{row.label} failed: {row.error}" for row in bench.rows if row.error]
+    if any(row.predicted_seconds is not None for row in rows):
+        notes.append(
+            f"Predicted at {bench.link}: computed, not measured: max(compute, forward + bytes / rate), a lower bound."
+        )
+    if bench.note:
+        notes.append(f"Where: {bench.note}.")
+    legend = _legend(bench, rows) if rows else ()
+    return Block(bench.name, tuple(lines), tuple(charts), legend, _table(bench, rows) if rows else (), tuple(notes))
+
+
+def _guides(bench: Bench, rows: Sequence[BenchRow]) -> list[tuple[str, str, float]]:
+    """Return the vertical lines: their look, their meaning, their position."""
+    guides = [("dotted", "compute alone", bench.compute_seconds)]
+    if bench.link and (bench.emulated or any(row.predicted_seconds is not None for row in rows)):
+        guides.append(("dashed", f"floor of exact methods at {bench.link}", bench.floor_seconds))
+    return guides
+
+
+def _legend(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, str], ...]:
+    marks = [("hatched", "exposed communication")]
+    marks += [(look, f"{meaning}: {duration(value)}") for look, meaning, value in _guides(bench, rows)]
+    if any(row.predicted_seconds is not None for row in rows):
+        marks.append(("diamond", f"predicted at {bench.link}, a lower bound"))
+    return tuple(marks)
+
+
+def _step_bars(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
+    predicted, guides = [row.predicted_seconds for row in rows], _guides(bench, rows)
+    bars = [_bar(row, colours) for row in rows]
+    ends = [bar.high for bar in bars] + [value or 0.0 for value in predicted] + [value for *_, value in guides]
+    longest = max(ends)
+    unit, unit_name = scale(longest)
+    figure = new(_EDGES + BAR * len(rows), barmode="stack", showlegend=False)
+    keys = step_bars(figure, bars, unit, 26)
+    diamond = {"symbol": "diamond-open", "size": 11, "color": TEXT, "line": {"width": 2}}
+    points(figure, [None if value is None else value * unit for value in predicted], keys, diamond)
+    for look, _, value in guides:
+        line = {"dash": {"dotted": "dot", "dashed": "dash"}[look], "color": TEXT, "width": 2}
+        figure.add_shape(type="line", x0=value * unit, x1=value * unit, y0=0, y1=1, yref="paper", line=line)
+    return figure.update_xaxes(title_text=f"step ({unit_name})", range=[0, longest * unit * 1.06], fixedrange=True)
+
+
+def _bar(row: BenchRow, colours: Colours) -> StepBar:
+    step, half = row.step_seconds or 0.0, (row.spread_seconds or 0.0) / 2
+    return StepBar(row.label, colours.of(row.label), step, row.exposed_seconds or 0.0, step - half, step + half,
+                   _row_hover(row))  # fmt: skip
+
+
+def _byte_bars(rows: Sequence[BenchRow], colours: Colours) -> Any:
+    keys = [f"{number} {row.label}" for number, row in enumerate(rows)]
+    figure = new(_EDGES + BAR * len(rows), showlegend=False)
+    sent = [(row.bytes_per_step or 0.0) / 1e6 for row in rows]
+    figure.add_trace(
+        plotly().Bar(
+            x=sent,
+            y=keys,
+            orientation="h",
+            width=0.62,
+            marker_color=[colours.of(row.label) for row in rows],
+            text=[volume(row.bytes_per_step) for row in rows],
+            textposition="outside",
+            cliponaxis=False,
+            hoverinfo="text",
+            hovertext=[_row_hover(row) for row in rows],
+        )
+    )
+    names_axis(figure, keys, [short(row.label, 26) for row in rows])
+    return figure.update_xaxes(title_text="sent per step (MB)", range=[0, (max(sent) or 1.0) * 1.45], fixedrange=True)
+
+
+def _table(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, ...], ...]:
+    predicted = any(row.predicted_seconds is not None for row in rows)
+    head = ["method", "step", "spread", "exposed", "sent", "loss", "×"]
+    lines = [tuple(head + ([f"predicted at {bench.link}"] if predicted else []))]
+    for row in rows:
+        cells = [row.label, *(map(_time, (row.step_seconds, row.spread_seconds, row.exposed_seconds)))]
+        cells += [volume(row.bytes_per_step), _decimal(row.loss), _decimal(row.speedup)]
+        lines.append(tuple(cells + ([_time(row.predicted_seconds)] if predicted else [])))
+    return tuple(lines)
+
+
+def _time(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"-{duration(-value)}" if value < 0 else duration(value)
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _row_hover(row: BenchRow) -> str:
+    return hover(
+        row.label,
+        f"step {_time(row.step_seconds)}, spread {_time(row.spread_seconds)}",
+        f"exposed communication {_time(row.exposed_seconds)}",
+        f"{volume(row.bytes_per_step)} sent per step" if row.bytes_per_step is not None else "",
+    )
+
+
+_LOSS = (
+    "The same model from the same weights on the same data, once per method; lower is better. Against seconds: what a "
+    "user gets; a method with shorter steps gets further in the same time. Against steps: what compression costs; "
+    "exact methods lie on one line, lossy ones may lie a little above it."
+)
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
+
+
+def loss_section(inputs: Inputs, colours: Colours) -> Section | None:
+    benches = [bench for bench in inputs.benches if bench.curves]
+    if not benches:
+        return None
+    return Section("loss", "Loss while training", _LOSS, tuple(_loss_block(bench, colours) for bench in benches))
+
+
+def _loss_block(bench: Bench, colours: Colours) -> Block:
+    which = "loss on held-out data" if all(curve.held_out for curve in bench.curves) else "training loss"
+    ends = ", ".join(
+        f"{curve.label} {curve.losses[-1]:.3f} after {curve.steps[-1]:.0f} steps and {duration(curve.seconds[-1])}"
+        for curve in bench.curves
+    )
+    charts = (
+        Chart(_loss_curves(bench, colours, "seconds", which), "Against seconds"),
+        Chart(_loss_curves(bench, colours, "steps", which), "Against steps"),
+    )
+    lines = (
+        f"{bench.where[0].upper()}{bench.where[1:]}.",
+        *(f"{said}." for said in bench.answer),
+        f"At the end: {ends}.",
+    )
+    return Block(bench.name, lines, charts)
+
+
+def _loss_curves(bench: Bench, colours: Colours, against: str, which: str) -> Any:
+    go = plotly()
+    figure = new(380 + 10 * len(bench.curves))
+    for number, curve in enumerate(bench.curves):
+        tint = colours.of(curve.label)
+        figure.add_trace(
+            go.Scatter(
+                name=short(curve.label),
+                x=curve.seconds if against == "seconds" else curve.steps,
+                y=curve.losses,
+                mode="lines+markers",
+                line={"color": tint, "width": 2},
+                marker={"color": tint, "size": 7, "symbol": _SYMBOLS[number % len(_SYMBOLS)]},
+                showlegend=True,
+                hoverinfo="text",
+                hovertext=[
+                    hover(curve.label, f"{which} {loss:.4g}", f"step {step:.0f}, after {duration(second)}")
+                    for step, second, loss in zip(curve.steps, curve.seconds, curve.losses)
+                ],
+            )
+        )
+    figure.update_xaxes(
+        title_text="training time (s)" if against == "seconds" else "number of steps", rangemode="tozero"
+    )
+    return figure.update_yaxes(title_text=f"{which} (no unit)")
+
+
+_RUNS = (
+    "What a run recorded about itself. Each name has the same colour on the whole page. Dashed lines are values to "
+    "compare with; dotted ones mark what happened at that moment."
+)
+
+
+def runs_section(inputs: Inputs, colours: Colours) -> Section | None:
+    blocks = []
+    for picture in grouped(inputs.runs):
+        figure = as_plotly(picture, colours)
+        blocks.append(Block(picture.title, charts=(Chart(dress(figure, figure.layout.height)),)))
+    return Section("runs", "Runs", _RUNS, tuple(blocks)) if blocks else None

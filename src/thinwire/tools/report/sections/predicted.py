@@ -1,0 +1,173 @@
+"""What was predicted: which method wins where, and the ranking for one cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.tools.pictures.colours import Colours, ink
+from thinwire.tools.pictures.picture import plotly
+from thinwire.tools.report.figures import (
+    BAR,
+    Block,
+    Chart,
+    Section,
+    StepBar,
+    hover,
+    new,
+    scale,
+    short,
+    stacked,
+    step_bars,
+)
+from thinwire.tools.report.inputs import Inputs, MethodRanking, RankedMethod, WinnerCell, WinnerMap
+from thinwire.tools.units import bits, duration, factor, volume
+
+_MAP = (
+    "Each cell is a cluster: a number of workers, joined by links of one rate. Its colour is the method that the "
+    "planner recommends there; the number (where there is room) says how many times faster it reaches a loss than "
+    "the fastest dense method (one that sends the whole gradient). Where the number is near 1, there is nothing to "
+    "gain. Point at a cell for the reason."
+)
+_TEXT_COLUMNS = 16  # with more, cells are too narrow for a number
+
+
+def map_section(inputs: Inputs, colours: Colours) -> Section | None:
+    maps = [found for found in inputs.maps if found.known]
+    if not maps:
+        return None
+    return Section("map", "Which method wins where", _MAP, tuple(_map_block(found, colours) for found in maps))
+
+
+def _map_block(found: WinnerMap, colours: Colours) -> Block:
+    wins = Counter(cell.winner for cell in found.known)
+    said = ", ".join(f"{name} in {count}" for name, count in wins.most_common())
+    best = max(found.known, key=lambda cell: cell.factor)
+    line = f"Of {len(found.known)} clusters: {said}. The largest gain is {factor(best.factor)}, with {best.winner}."
+    charts = [Chart(_map_figure(found, colours, exact=False), "All methods")]
+    exact = Counter(cell.winner_exact for cell in found.known if cell.winner_exact)
+    if len(exact) > 1 and any(cell.winner_exact != cell.winner for cell in found.known):
+        charts.append(Chart(_map_figure(found, colours, exact=True), "Exact methods only"))
+    elif len(exact) == 1:
+        line += f" Of the exact methods, {next(iter(exact))} is best everywhere."
+    names = dict.fromkeys([name for name, _ in wins.most_common()] + [name for name, _ in exact.most_common()])
+    legend = tuple((colours.of(name), name) for name in names if name in wins or len(charts) > 1)
+    return Block(found.name, tuple(filter(None, (found.facts, line))), tuple(charts), legend)
+
+
+def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
+    def named(cell: WinnerCell | None) -> str:
+        return "" if cell is None else (cell.winner_exact or cell.winner if exact else cell.winner)
+
+    across, up = [f"{count:,}" for count in found.workers], [bits(rate) for rate in found.bits_per_second]
+    gap = 2 if len(across) <= 30 else 0
+    numbered = not exact and len(across) <= _TEXT_COLUMNS
+    figure = new(80 + 36 * len(up))
+    for name, _ in Counter(map(named, found.known)).most_common():
+        mine = [[cell if named(cell) == name else None for cell in row] for row in found.cells]
+        colour = colours.of(name)
+        figure.add_trace(
+            plotly().Heatmap(
+                x=across,
+                y=up,
+                z=[[None if cell is None else 1 for cell in row] for row in mine],
+                text=[[factor(cell.factor) if cell and numbered else "" for cell in row] for row in mine],
+                texttemplate="%{text}",
+                textfont={"color": ink(colour), "size": 13},
+                hovertext=[
+                    [_cell_hover(found, i, j, cell) if cell else "" for j, cell in enumerate(row)]
+                    for i, row in enumerate(mine)
+                ],
+                hoverinfo="text",
+                hoverongaps=False,
+                colorscale=[[0, colour], [1, colour]],
+                zmin=0,
+                zmax=1,
+                showscale=False,
+                xgap=gap,
+                ygap=gap,
+            )
+        )
+    axis = {"type": "category", "categoryorder": "array", "fixedrange": True, "showgrid": False}
+    figure.update_xaxes(categoryarray=across, title_text="number of workers", showline=False, **axis)
+    return figure.update_yaxes(categoryarray=up, title_text="rate of each link (bit/s)", ticklabelstandoff=4, **axis)
+
+
+def _cell_hover(found: WinnerMap, i: int, j: int, cell: WinnerCell) -> str:
+    gain = f"{factor(cell.factor)} faster than dense" if cell.factor > 1.005 else "as fast as dense"
+    return hover(
+        f"{cell.winner}: {gain}",
+        f"{found.workers[j]:,} workers, {bits(found.bits_per_second[i])}",
+        f"step {duration(cell.step_seconds)}, dense {duration(cell.dense_seconds)}",
+        f"best exact method: {cell.winner_exact}" if cell.winner_exact else "",
+        cell.why,
+    )
+
+
+_RANKING = (
+    "Each bar is the predicted time of one training step; shorter is better. The hatched end is exposed "
+    "communication: time in which the network works and nothing is computed. The thin line is the band in which the "
+    "step should lie. Next to it is what bounds the step, that is, what to improve next. Exact methods change "
+    "nothing in the result; lossy ones send less and need more steps to the same loss: how many, where that was "
+    "measured, is shown after the bar."
+)
+
+
+def ranking_section(inputs: Inputs, colours: Colours) -> Section | None:
+    rankings = [ranking for ranking in inputs.rankings if ranking.entries]
+    if not rankings:
+        return None
+    return Section(
+        "ranking", "Predicted ranking", _RANKING, tuple(_ranking_block(ranking, colours) for ranking in rankings)
+    )
+
+
+def _ranking_block(ranking: MethodRanking, colours: Colours) -> Block:
+    lines = tuple(filter(None, (ranking.sentence, ranking.facts)))
+    notes = tuple(f"Left out: {sentence}" for sentence in ranking.left_out)
+    return Block(ranking.name, lines, (Chart(_ranking_figure(ranking.entries, colours)),), notes=notes)
+
+
+def _ranking_figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
+    groups = [("exact", [e for e in entries if e.exact]), ("lossy", [e for e in entries if not e.exact])]
+    groups = [(title, sorted(group, key=lambda e: e.step_seconds)) for title, group in groups if group]
+    longest = max(max(e.high_seconds, e.step_seconds) for e in entries)
+    unit, unit_name = scale(longest)
+    bars = [len(group) for _, group in groups]
+    height = 90 + BAR * sum(bars) + 36 * len(groups)
+    gap = 46 / height if len(groups) > 1 else 0.0
+    figure = stacked([title for title, _ in groups], bars, gap, height, barmode="stack", showlegend=False)
+    for row, (_, group) in enumerate(groups, start=1):
+        _method_bars(figure, row, group, colours, unit)
+    figure.update_xaxes(range=[0, longest * unit * 1.6], fixedrange=True)
+    figure.update_xaxes(title_text=f"predicted step ({unit_name})", row=len(groups), col=1)
+    return figure
+
+
+def _method_bars(figure: Any, row: int, group: Sequence[RankedMethod], colours: Colours, unit: float) -> None:
+    bars = [
+        StepBar(e.label, colours.of(e.label), e.step_seconds, e.exposed_seconds, e.low_seconds, e.high_seconds,
+                _method_hover(e)) for e in group
+    ]  # fmt: skip
+    keys = step_bars(figure, bars, unit, 34, row=row, col=1)
+    ends = [max(bar.high, bar.seconds) * unit for bar in bars]
+    said = ["  " + short(", ".join(filter(None, (_told(e), e.bound_by)))) for e in group]
+    look = {"mode": "text", "textposition": "middle right", "hoverinfo": "skip", "cliponaxis": False}
+    figure.add_trace(plotly().Scatter(x=ends, y=keys, text=said, **look), row=row, col=1)
+
+
+def _told(entry: RankedMethod) -> str:
+    return duration(entry.step_seconds) + ("" if entry.exact or entry.steps is None else f" x {entry.steps:.2f} steps")
+
+
+def _method_hover(entry: RankedMethod) -> str:
+    sent = "" if entry.bytes_sent is None else f"{volume(entry.bytes_sent)} sent by a rank in a step"
+    return hover(
+        entry.label,
+        f"step {duration(entry.step_seconds)} ({duration(entry.low_seconds)} to {duration(entry.high_seconds)})",
+        f"exposed communication {duration(entry.exposed_seconds)}",
+        sent,
+        "" if entry.steps is None else f"{entry.steps:.2f} steps to a loss for each step of exact averaging",
+        f"bound by {entry.bound_by}" if entry.bound_by else "",
+    )
