@@ -14,10 +14,10 @@ from nccl import Nccl
 from torch import Tensor, nn
 
 import thinwire as tw
+from kfac_with import kfac_with
 from thinwire.core.kernels.select.histogram import digits
 from thinwire.core.program import Topology
 from thinwire.engine.schedules.deferred import DeferredGrad
-from thinwire.systems.kfac import KFAC
 
 DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 RANKS = 4
@@ -184,7 +184,7 @@ def attached(
     run.clip, run.passes = clip, passes
     topology = Topology(RANKS, None if nodes is None else RANKS // nodes)
     run.sync = tw.attach(net, made, method, topology=topology, scaler=run.scaler, **attach)
-    preconditioner = None if kfac is None else KFAC(net, run.sync, damping=0.1, **kfac)
+    preconditioner = None if kfac is None else kfac_with(net, run.sync, damping=0.1, **kfac)
     try:
         yield run
     finally:

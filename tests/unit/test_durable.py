@@ -15,9 +15,8 @@ import torch
 
 from thinwire.core.durable import CheckpointDirectory, read_file, user_cache, write_file, write_whole
 from thinwire.engine.controller import network as prices
-from thinwire.systems.data.arena import store
-from thinwire.systems.federated import checkpoint as rounds
-from thinwire.systems.federated.history import History
+from thinwire.systems.federated.history import Checkpoint, History
+from thinwire.systems.split.ends import Checkpoints
 from thinwire.systems.split.errors import SessionError
 
 
@@ -48,16 +47,17 @@ class Killed(BaseException):
 
 
 def _split(folder, value):
-    store.save(folder, 5, {"value": torch.tensor(value)})
+    half = torch.nn.Linear(1, 1)
+    Checkpoints(folder, "pair").save(5, half, torch.optim.SGD(half.parameters()), value=torch.tensor(value))
 
 
 def _federated(folder, value):
-    rounds.save(folder, 5, {"value": torch.tensor(value)}, None, History(), {"seed": 1})
+    Checkpoint(5, {"value": torch.tensor(value)}, None, History(), {"seed": 1}).save(folder)
 
 
 KEEPERS = {
-    "split": (_split, lambda folder: store.load(folder, store.steps(folder)[-1])["value"]),
-    "federated": (_federated, lambda folder: rounds.load(folder, {"seed": 1}).server["value"]),
+    "split": (_split, lambda folder: Checkpoints(folder, "pair").read(5)["value"]),
+    "federated": (_federated, lambda folder: Checkpoint.load(folder, {"seed": 1}).server["value"]),
 }
 
 
@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_of_a_split_is_named(tmp_path):
     file = tmp_path / "step-000000005" / "state.pt"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(SessionError, match=f"{file} is damaged"):
-        store.load(tmp_path, 5)
+        Checkpoints(tmp_path, "pair").read(5)
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):

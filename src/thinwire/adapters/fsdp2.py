@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.fsdp2_groups import Group, groups_of
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
-from thinwire.adapters.released import released
 from thinwire.core.methods import two_step
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import classes, resolve
@@ -223,7 +222,7 @@ class CompressedReduceScatter:
     ) -> None:
         """Average or add up: ``[ranks * k]`` -> ``[k]``."""
         assert self._comm is not None
-        ranks = len(self._comm.members.ranks)
+        ranks = len(self._comm.ranks)
         if async_op or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise NotImplementedError(
                 "the compressed reduce-scatter supports only synchronous averages and sums: "
@@ -250,7 +249,7 @@ class CompressedReduceScatter:
         return Stats(
             method=self.method.name,
             note="",
-            world_size=len(self._comm.members.ranks),
+            world_size=len(self._comm.ranks),
             rank=self._comm.rank,
             steps=self._calls,
             bytes_sent=ledger.total,
@@ -261,7 +260,12 @@ class CompressedReduceScatter:
 
     def close(self) -> None:
         """Restore FSDP2's own reduce-scatter, and return the process groups to the pool."""
-        self._broken = released(self._undo, self._comm, self._broken)
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._comm is not None:
+            self._comm.close(broken=self._broken is not None)
+            self._broken = self._broken or "it was closed"
 
     def __enter__(self) -> CompressedReduceScatter:
         return self

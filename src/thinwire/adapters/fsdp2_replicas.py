@@ -25,7 +25,7 @@ from thinwire.core.program import Bucket, Method, Slot, State, Topology
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.executors.streams import read_here
 from thinwire.engine.parameters import buffers_of
-from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.source import BackwardEnd
 from thinwire.engine.state.persistence import VERSION, blank, from_flat, frozen_since, name_of, to_flat, without
@@ -54,8 +54,8 @@ class ReplicaSync:
         start: int | None = None,
     ) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
-        state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.members.ranks)))
-        self._session = Session(method, comm, state, scaler, lambda: names, start=start)
+        state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.ranks)))
+        self._session = Session(method, comm or Alone(), state, scaler, names, start=start)
         self._model, self._groups, self._note, self.shards = model, tuple(groups), note, groups[0].shards
         self._end = BackwardEnd(self._finish)
         self._reduced: set[int] = set()  # modules reduced in the current backward
@@ -127,17 +127,16 @@ class ReplicaSync:
             for pieces, dense in self._parts[group.index]:
                 self._exchange(group, flat, pieces, dense)
         if not flat.is_cuda:
-            self._session.counters.exposed_seconds += time.perf_counter() - started
+            self._session.exposed_seconds += time.perf_counter() - started
 
     def _exchange(self, group: Group, flat: Tensor, pieces: Sequence[ParameterRows], dense: bool) -> None:
         session = self._session
         comm, state = session.comm, session.state
-        assert isinstance(comm, Communicator)
         slots = [Slot(p.name, p.shape, p.view(flat), flat.dtype, flat.device, None) for p in pieces]
         elements = sum(slot.numel for slot in slots)
         if (memory := joined(slots)) is None:
             memory = flat.new_empty(elements)
-        bucket = Bucket(group.index, slots, scale=session.loss_scale.now, buffer=memory)
+        bucket = Bucket(group.index, slots, scale=session.scale, buffer=memory)
         before = comm.ledger.total
         try:
             comm.run(session.method_of(dense).reduce(bucket, state), "bucket")
@@ -149,7 +148,7 @@ class ReplicaSync:
             raise RuntimeError(text) from error
         into_values(slots)
         self._sent[group.index, dense] = comm.ledger.total - before
-        session.counters.sent(elements * flat.element_size(), state.size)
+        session.averaged(elements * flat.element_size())
 
     def _finish(self) -> None:
         """End the backward: commit what the programs have staged if all shards' values were finite."""

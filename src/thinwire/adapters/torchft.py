@@ -27,9 +27,9 @@ from thinwire.core.program import Method, State, Topology
 from thinwire.engine import attach as engine
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local, named_local
-from thinwire.engine.local.travel import Beside, Moments, Travel
+from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
-from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
 from thinwire.engine.stats import Stats
@@ -220,16 +220,18 @@ class QuorumExchange:
         comm = None
         if quorum.size > 1:
             comm = Communicator(None, topology, managed[0].device, member.quorums.timeout, asks=False)
-        self._session = Session(local.method, comm, State(quorum.rank, topology), None, dict, start=0)
-        self._services = Services(model, member.optimizers, managed[0].device, self._session, None, None)
+        self._session = Session(local.method, comm or Alone(), State(quorum.rank, topology), None, {}, start=0)
+        self._services = Services(model, member.optimizers, managed[0].device, self._session)
         self._travel: Travel | None = None
         if comm is not None:
             buffers = buffers_of(model) if options.broadcast_buffers else []
             moments = Moments({}, member.optimizers, weights.values())
             try:
                 comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
-                beside = Beside(buffers, [], self._services)
-                self._travel = Travel(self._services, self.rounds, beside, moments, detect_desync=False)
+                services = self._services
+                beside = Beside(buffers, [], services.gather)
+                channels = open_channels(services, self.rounds, beside, moments)
+                self._travel = Travel(self.rounds, channels, beside, moments)
             except Exception as error:
                 self.close(error)
                 raise
@@ -241,11 +243,11 @@ class QuorumExchange:
     def stepped(self, lr: float) -> None:
         self.rounds.stepped(lr)
         nbytes = sum(x.nbytes for x in self.fragment.parameters.values())
-        self._session.counters.sent(nbytes, self.fragment.state.size)
+        self._session.averaged(nbytes)
 
     def receive(self) -> None:
         if self._travel is not None:
-            self._travel.leave(self.rounds.fragments)
+            self._travel.send(self.rounds.fragments)
             self._travel.receive(self.fragment)
 
     def confirm(self) -> None:

@@ -15,7 +15,7 @@ import thinwire as tw
 from spawned import fork
 from thinwire.core.program import State
 from thinwire.engine.session import warn_if_state_missing
-from thinwire.systems.kfac import KFAC
+from thinwire.systems.kfac import KFAC, Variant
 
 
 def _job(method="ssgd", width=4, **options):
@@ -255,7 +255,7 @@ def test_a_job_that_was_passed_over_is_refused(tmp_path):
 def test_a_companion_that_does_not_fit_changes_nothing(tmp_path):
     def job(scaling):
         net, optimizer, sync = _job()
-        return net, optimizer, sync, KFAC(net, sync, damping=0.1, scaling=scaling)
+        return net, optimizer, sync, KFAC(net, sync, damping=0.1, variant=Variant(scaling=scaling))
 
     net, optimizer, sync, _ = job("authors")
     _train(net, optimizer, 2)

@@ -122,7 +122,7 @@ class Assignment:
 
 
 def check_schedule(name: str) -> str:
-    return check_choice("schedule", name, SCHEDULES)
+    return str(check_choice("schedule", name, SCHEDULES))
 
 
 def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: int) -> str:

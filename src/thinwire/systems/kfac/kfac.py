@@ -107,7 +107,7 @@ class KFAC:
         self._state = State(rank, first.topology)
         self._inverses = Inverses(first, self._state, rank)
         if self._ranks is None:
-            self._channel = Channel(None, first.topology, "kfac", {}, None)
+            self._channel = Channel(None, first.topology, "kfac", {})
         else:
             self._channel = self._ranks.services.channel("kfac", first.depth(), first.topology)
         self._tally = Tally(self._channel)

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from thinwire.core.sockets import not_for_children, readable
-from thinwire.systems.link.door import Door
 from thinwire.systems.link.duplex import Duplex, dial, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.systems.link.hello import is_loopback
-from thinwire.systems.link.listener import HELLO_SECONDS, check_port
+from thinwire.systems.link.listener import HELLO_SECONDS, ListeningPort, check_port
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, printable
 from thinwire.systems.split.errors import FrameError, LinkError, LinkTimeout, SessionError, SplitError, TrustError
@@ -340,7 +339,7 @@ class CloudServer:
         # readable when a newcomer's hello has been read, or at an end of file, when this server is closed
         self._bell, self._ring = map(not_for_children, socket.socketpair())
         try:
-            self._door = Door(self.port, self.host, self._hear, self.hello_seconds, MOST)
+            self._door = ListeningPort(self.port, self.host, self._hear, self.hello_seconds, MOST)
         except (PairError, ValueError) as error:
             self._bell.close()
             self._ring.close()

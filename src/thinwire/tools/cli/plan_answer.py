@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
+from thinwire.core.records import plain
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
 from thinwire.predict.timeline import simulate, write_trace
 from thinwire.predict.timeline.local_steps import Periodic
@@ -44,7 +45,7 @@ def answer_of(question: Question, console: Console, *, lossy: bool, buckets: boo
         groups = _explain(question, ranking, console)
         answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
     if map:
-        answer["map"] = _map(question, console, lossy).to_data()
+        answer["map"] = plain(_map(question, console, lossy))
     if trace is not None or out is not None:
         _write(question, ranking, answer, trace, out)
         for path in filter(None, (trace, out)):
