@@ -45,11 +45,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n 2 -m docs tests/unit/docs tests/pages
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/main_figures.py
 
 docs: $(DOCS_STAMP)
+	$(BIN)/python -m pytest -q -n 2 -m docs tests/unit/docs tests/pages
 	$(BIN)/sphinx-build -W -b html docs docs/_build/html
 
 package: $(STAMP)
