@@ -60,9 +60,6 @@ def attach(
         start_compression_step: as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent replica is an error; None: that of torch's groups.
 
-    Returns:
-        The handle: ``stats``, ``state_dict``, ``close``.
-
     Raises:
         NotImplementedError: a method or a model that this adapter does not support; the message says what works.
         ValueError: invalid options, no replicas, or ranks that differ.
@@ -119,9 +116,6 @@ def attach_reduce_scatter(
         model: after ``fully_shard``.
         method: ``"cast"`` with ``dtype="bf16"``, ``"fp16"`` or ``"int8"``, or an instance of ``Cast``.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's groups.
-
-    Returns:
-        The handle: ``stats``, ``close``.
 
     Raises:
         NotImplementedError: another method, or a model that this adapter does not support.
