@@ -59,9 +59,6 @@ def attach(
         start_compression_step: as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent replica is an error; None: that of torch's groups.
 
-    Returns:
-        The handle: ``stats``, ``state_dict``, ``close``.
-
     Raises:
         NotImplementedError: a method or a model that this adapter does not support; the message says what works.
         ValueError: invalid options, no replicas, or ranks that differ.
@@ -70,7 +67,15 @@ def attach(
     if isinstance(method, str) and method.lower() == "auto":
         raise NotImplementedError(f'"auto" plans buckets, but FSDP2 makes them here: name one of {", ".join(works())}')
     chosen = resolve(method, **options)
-    _check(chosen)
+    if chosen.decoupled:
+        raise NotImplementedError(
+            f"{chosen.name} leaves part of its exchange to the next forward, where FSDP2 gathers parameters; without "
+            f"decoupled=True these work between replicas: {', '.join(works())}"
+        )
+    if why := chosen.unfit.get("fsdp2"):
+        raise NotImplementedError(
+            f"{chosen.name} needs what FSDP2 does not give ({why}); these work between replicas: {', '.join(works())}"
+        )
     groups = groups_of(model)
     for one in groups:
         if one.hooked:
@@ -111,9 +116,6 @@ def attach_reduce_scatter(
         method: ``"cast"`` with ``dtype="bf16"``, ``"fp16"`` or ``"int8"``, or an instance of ``Cast``.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's groups.
 
-    Returns:
-        The handle: ``stats``, ``close``.
-
     Raises:
         NotImplementedError: another method, or a model that this adapter does not support.
         ValueError: invalid options.
@@ -131,18 +133,6 @@ def attach_reduce_scatter(
     size = dist.get_world_size(shards)
     comm = None if size == 1 else Communicator(shards, Topology(size), groups[0].device, checked_timeout(timeout))
     return CompressedReduceScatter(groups, chosen, comm)
-
-
-def _check(method: Method) -> None:
-    if method.decoupled:
-        raise NotImplementedError(
-            f"{method.name} leaves part of its exchange to the next forward, where FSDP2 gathers parameters; without "
-            f"decoupled=True these work between replicas: {', '.join(works())}"
-        )
-    if why := method.unfit.get("fsdp2"):
-        raise NotImplementedError(
-            f"{method.name} needs what FSDP2 does not give ({why}); these work between replicas: {', '.join(works())}"
-        )
 
 
 def _replicas(groups: list[Group], given: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:

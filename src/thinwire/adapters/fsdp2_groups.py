@@ -60,7 +60,7 @@ class Group:
 
     @property
     def reduces(self) -> bool:
-        """Whether replicas should be averaged now; False after ``set_requires_all_reduce(False)``."""
+        """False after ``set_requires_all_reduce(False)``."""
         return bool(self._inside.all_reduce_grads)
 
     @property
@@ -138,7 +138,6 @@ def groups_of(model: nn.Module) -> list[Group]:
 
 
 def _inside(module: nn.Module, name: str) -> list[Any]:
-    """Return the private parameter groups of a module, at most one."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     if hasattr(state, "_fsdp_param_groups"):
         groups = list(state._fsdp_param_groups)

@@ -91,8 +91,6 @@ class ReplicaSync:
             "buffers": [f"{x.name} {list(x.tensor.shape)} {x.tensor.dtype}" for x in buffers_of(self._model)],
         }
 
-    # --- a step -------------------------------------------------------------------------------------------------
-
     def _forward(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
@@ -163,8 +161,6 @@ class ReplicaSync:
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.shards)
             session.state.verdict(agreed.to(torch.bool))
         session.commit()
-
-    # --- what users call ----------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Return the counters of the exchange between replicas since ``attach``. On CUDA, ``exposed_seconds`` is 0."""

@@ -125,12 +125,10 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             self._local.take_back()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """With local steps, average once more, so that all ranks end with the same weights."""
         if self._local is not None:
             self._local.sync.finish()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """With local steps, store the outer weights as the model in a checkpoint."""
         if self._local is not None and self._running and not self._failed:
             with self._local.outer():
                 outer = trainer.strategy.lightning_module_state_dict()

@@ -105,8 +105,6 @@ class QuorumSync(QuorumHandle):
         self._past = Stats("", "", 0)
         super().__init__(member)
 
-    # --- quorums -------------------------------------------------------------------------------------------------
-
     def _enter(self, module: nn.Module, args: Any) -> None:
         """At the start of a forward: if the quorum has changed since the last one, connect to its members."""
         member, quorum = self._member, self._member.quorums.latest
@@ -159,8 +157,6 @@ class QuorumSync(QuorumHandle):
         if state.size > 1:
             memory.plan = sync.plan
 
-    # --- what the manager hands to who comes -----------------------------------------------------------------------
-
     def _give(self) -> dict[str, Any]:
         self._keep()  # the training waits for the quorum
         return self._member.give()
@@ -172,8 +168,6 @@ class QuorumSync(QuorumHandle):
             self._sync.services.state.commit({name for name, _ in member.model.named_parameters()})
         self._leave()
         member.take(saved)
-
-    # --- what users call -------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,8 +203,6 @@ def check_settings(local: Local) -> None:
 
 
 class QuorumExchange:
-    """Rounds among the members of one quorum."""
-
     def __init__(
         self, member: QuorumMember, quorum: Quorum, local: Local, managed: Sequence[Managed], options: RoundOptions
     ):
@@ -259,7 +251,6 @@ class QuorumExchange:
             self._travel.merge(self.fragment)
 
     def undo(self, codec: Mapping[str, Any]) -> None:
-        """Undo an exchange that does not count: restore the codec's previous state."""
         self.fragment.state.restore(codec)
         self.fragment.due = None
 
@@ -297,8 +288,6 @@ class QuorumRounds(QuorumHandle):
         self._past = Stats("local", "", 0)
         super().__init__(member)
 
-    # --- rounds ----------------------------------------------------------------------------------------------------
-
     def _enter(self, module: nn.Module, args: Any) -> None:
         """At the first training forward, run a round at once, which gives this replica the others' state."""
         if self._exchange is None and module.training and torch.is_grad_enabled():
@@ -314,7 +303,6 @@ class QuorumRounds(QuorumHandle):
             self._round()
 
     def _round(self) -> None:
-        """Exchange what was learned, and repeat until it counts."""
         member, manager = self._member, self._member.quorums.manager
         counts = False
         while not counts:
@@ -349,7 +337,6 @@ class QuorumRounds(QuorumHandle):
             member.failed(error)
 
     def _settle(self, *, counts: bool) -> None:
-        """Accept the last round, or undo its exchange."""
         if self._before is not None and not counts:
             assert self._exchange is not None
             self._exchange.undo(self._before)
@@ -363,8 +350,6 @@ class QuorumRounds(QuorumHandle):
             exchange.close()
         leave()
 
-    # --- what the manager hands to who comes -----------------------------------------------------------------------
-
     def _give(self) -> dict[str, Any]:
         self._settle(counts=False)  # this is a round's end, before the exchange
         if self._exchange is not None:
@@ -376,11 +361,9 @@ class QuorumRounds(QuorumHandle):
         self._leave()
         self._member.take(saved)
 
-    # --- what users call -------------------------------------------------------------------------------------------
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: gradients are this replica's own anyway."""
+        """Nothing to do: gradients are this replica's own anyway."""
         yield
 
     def stats(self) -> Stats:

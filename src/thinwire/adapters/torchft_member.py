@@ -38,8 +38,6 @@ _KNOWN = ("_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_
 
 @dataclass(frozen=True)
 class Quorum:
-    """The members until the next quorum."""
-
     number: int  # torchft's, equal on all members
     store: str  # of this quorum, in torchft's form: ``host:port/prefix``
     rank: int  # of this member
@@ -255,7 +253,7 @@ class QuorumMember:
         self.memory = theirs
 
     def counted_without(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether the last exchange in flight has counted for the others."""
+        """Whether the exchange in flight has counted for the others."""
         return self.attempt is not None and QuorumMemory.of_shared_part(saved).counted(self.attempt)
 
     def told_of(self, stats: Stats, *, residual: bool) -> Stats:
@@ -315,6 +313,5 @@ class QuorumHandle(ABC):
 
 
 def added(past: Stats, now: Stats) -> Stats:
-    """Add up the counters over all quorums."""
     names = ("rejected_steps", "dropped_steps", "bytes_sent", "dense_bytes", "exposed_seconds")
     return dataclasses.replace(now, **{name: getattr(past, name) + getattr(now, name) for name in names})

@@ -106,7 +106,6 @@ class ThinwireCallback(TrainerCallback):
         self.sync, self._module = self._local.sync, module
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Continue training from this rank's own weights."""
         if self._local is not None:
             self._local.take_back()
 
@@ -116,7 +115,6 @@ class ThinwireCallback(TrainerCallback):
             self._local.lend()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Do the same as at the end of a step; after the last one, average once more."""
         if self._local is None:
             return
         self._local.take_back()
@@ -138,7 +136,6 @@ class ThinwireCallback(TrainerCallback):
         self._finished = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write this rank's file into the checkpoint that was just made."""
         kept, weights = self._local or self.sync, _checksum(self._trainer.model)
         if self._local is not None:
             self._local.take_back()

@@ -22,6 +22,11 @@ def plain(source, epoch, prefix=scale, seed=0):
     return [shift(prefix(source[i]), generator(seed, epoch, i)) for i in range(len(source))]
 
 
+def jpegs(tmp_path):
+    (tmp_path / "images").mkdir()
+    return Jpegs(tmp_path / "images")
+
+
 def only(batch):
     return batch[0]
 
@@ -111,9 +116,7 @@ def test_another_process_of_the_node_finds_what_this_one_put(tmp_path):
 
 
 def test_killed_readers_leave_nothing_torn(tmp_path):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    source = Jpegs(folder)
+    source = jpegs(tmp_path)
     dataset = cached(source, decode, directory=tmp_path, disk=tmp_path / "disk")
     times = random.Random(1)
     for _ in range(30):
@@ -124,9 +127,7 @@ def test_killed_readers_leave_nothing_torn(tmp_path):
 
 
 def test_nothing_stale_is_served(tmp_path):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    source = Jpegs(folder)
+    source = jpegs(tmp_path)
     dataset = cached(source, decode, directory=tmp_path, verify="always", disk=tmp_path / "disk")
     old = dataset[3]
     assert same(dataset[3], old)
@@ -154,9 +155,7 @@ def test_nothing_stale_is_served(tmp_path):
 
 
 def test_verify_first_notices_when_it_is_opened_again(tmp_path):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    source = Jpegs(folder)
+    source = jpegs(tmp_path)
     dataset = cached(source, decode, directory=tmp_path)
     old = dataset[3]
     os.utime(source.samples[3][0], ns=(0, 0))
@@ -171,9 +170,7 @@ def test_verify_first_notices_when_it_is_opened_again(tmp_path):
 
 
 def test_raw_copies_on_disk_serve_the_next_arena(tmp_path):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    source = Jpegs(folder)
+    source = jpegs(tmp_path)
     first = cached(source, decode, directory=tmp_path, disk=tmp_path / "disk")
     for i in range(24):
         first[i]

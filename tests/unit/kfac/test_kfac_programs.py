@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from thinwire.core.program import CROSS, NODE, LocalWorld, Topology
-from thinwire.core.program.trace import trace
+from thinwire.core.program import CROSS, NODE, LocalWorld
 from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FactorExchange, FromAll, FromOwner, decay_of
 
 DRAW = torch.Generator().manual_seed(0)
@@ -71,10 +70,3 @@ def test_from_all_ranks_in_one_gather():
     out = world.step(FromAll(owners), blank)
     assert all(torch.equal(rank[name], x) for rank in out for name, x in mine.items())
     assert world.bytes_sent() == [2 * 8 * 4] * 3  # the longest, of rank 0: 5 + 3
-
-
-def test_on_shapes_alone():
-    shapes = [("a", (10,)), ("b", (6,))]
-    steps = trace(FactorExchange(decay_of(0.9)), shapes, Topology(4))
-    assert [(s.kind, s.message_bytes) for s in steps] == [("AllReduce", 64)]
-    assert [s.message_bytes for s in trace(FromAll((1, 3)), shapes, Topology(4))] == [40]

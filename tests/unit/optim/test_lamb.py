@@ -84,13 +84,3 @@ def test_a_checkpoint_goes_on_bit_for_bit(dtype):
     for a, b, c in zip(straight, resumed, half):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-
-
-def test_bf16_parameters_follow_an_fp32_run():
-    weights, gradients = oracles.problem(10)
-    weights = [w.bfloat16().float() for w in weights]
-    gradients = [[g.bfloat16().float() for g in step] for step in gradients]
-    exact, _ = oracles.run(make(), weights, gradients, [1e-4] * 10)
-    half, optimizer = oracles.run(make(), weights, gradients, [1e-4] * 10, torch.bfloat16)
-    for a, b in zip(exact, half):
-        assert torch.equal(a, optimizer.state[b]["master"])

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from thinwire.systems.optim import LARS
+from thinwire.systems.optim import LAMB, LARS
 
 RATES = [0.5, 2.0, 0.7]  # it changes: the conventions differ then
 VARIANTS = {
@@ -154,17 +154,20 @@ def test_loading_copies():
     assert ours.data_ptr() != theirs.data_ptr()
 
 
-def test_bf16_parameters_follow_an_fp32_run():
+@pytest.mark.parametrize("make, rate, moment", [
+    (make(weight_decay=0.1), 0.01, "momentum_buffer"), (lambda p: LAMB(p, 1.0), 1e-4, "exp_avg"),
+])  # fmt: skip
+def test_bf16_parameters_follow_an_fp32_run(make, rate, moment):
     weights, gradients = oracles.problem(20)
     weights = [w.bfloat16().float() for w in weights]
     gradients = [[g.bfloat16().float() for g in step] for step in gradients]
-    rates = [0.01] * 20  # steps far below a bf16's last digit
-    exact, _ = oracles.run(make(weight_decay=0.1), weights, gradients, rates)
-    half, optimizer = oracles.run(make(weight_decay=0.1), weights, gradients, rates, torch.bfloat16)
+    rates = [rate] * 20  # steps far below a bf16's last digit
+    exact, _ = oracles.run(make, weights, gradients, rates)
+    half, optimizer = oracles.run(make, weights, gradients, rates, torch.bfloat16)
     for a, b in zip(exact, half):
         assert torch.equal(a, optimizer.state[b]["master"])
         assert torch.equal(a.bfloat16(), b)
-        assert optimizer.state[b]["momentum_buffer"].dtype == torch.float32
+        assert optimizer.state[b][moment].dtype == torch.float32
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "data in place"])

@@ -400,7 +400,6 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: int, seed: int) -> Pairs:
-    """Return synthetic pairs, or those of a list of files, cropped to the size."""
     from thinwire.systems.supernet.stereo import RandomDots, StereoFiles
 
     if data in MADE_UP:
@@ -420,7 +419,6 @@ def parse_method(text: str) -> Method | str:
 
 
 def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> ElasticStereo:
-    """Build an untrained network of a named configuration."""
     from dataclasses import replace
 
     from thinwire.systems.supernet import Space
@@ -479,7 +477,6 @@ def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
 
 
 def corners(net: ElasticStereo) -> dict[str, Any]:
-    """Return the sub-networks that are reported after training, by name."""
     space = net.space
     small = space.smallest
     middle = space.uniform(space.kernels[-1], space.depths[0], space.expands[-1], space.scales[0])

@@ -102,7 +102,6 @@ class CacheCounters:
                 store(self._table, place, value + amount, 8)
 
     def total(self) -> CacheStats:
-        """Return the sum over all processes, including ended ones."""
         rows = _ROW.iter_unpack(self._table[self._base : self._base + COUNTER_BYTES])
         return CacheStats(*(sum(column) for column in zip(*rows)))
 
@@ -144,7 +143,6 @@ class Header:
 
     @classmethod
     def read(cls, table: mmap.mmap | bytes) -> Header:
-        """Read it from the beginning of the file; ``ValueError``: that is no header."""
         if len(table) < HEADER:
             raise ValueError("too short")
         magic, layout, slots = _FIXED.unpack_from(table, 0)

@@ -26,12 +26,10 @@ Suffix = Callable[[Any, torch.Generator], Any]
 class _Cached:
     """What both kinds of data sets share: the levels below, the epoch, the suffix."""
 
-    suffix: Suffix | None
-    seed: int
-    _levels: Levels
-
-    def _begin(self) -> None:
+    def __init__(self, source: Any, suffix: Suffix | None, seed: int) -> None:
+        self.source, self.suffix, self.seed = source, suffix, seed
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers must see changes
+        self._levels: Levels
 
     def _sample(self, value: Any, name: str | int) -> Any:
         return value if self.suffix is None else self.suffix(value, generator(self.seed, self.epoch, name))
@@ -135,7 +133,8 @@ class CachedDataset(_Cached, Dataset[Any]):
         if nodes > max(1, self.samples):
             raise ValueError(f"nodes={nodes} is more than the {self.samples} samples: some nodes would have none")
         check_choice("verify", verify, ("first", "always"))
-        self.source, self.suffix, self.seed, self.node, self.nodes = source, suffix, seed, node, nodes
+        super().__init__(source, suffix, seed)
+        self.node, self.nodes = node, nodes
         name = prefix_id_of(prefix, prefix_id)
         few = sorted({0, self.samples // 2, self.samples - 1}) if self.samples else []
         kinds = check_prefix(source, prefix, few)
@@ -148,7 +147,6 @@ class CachedDataset(_Cached, Dataset[Any]):
         name = identity.name(*((seed, node, nodes) if nodes > 1 else ()))
         capacity = self.samples // nodes + 1
         self._levels = Levels(prefix, memory_bytes, directory, name, capacity=capacity, check=check, disk=disk)
-        self._begin()
 
     def __len__(self) -> int:
         return self.samples
@@ -216,10 +214,10 @@ class CachedStream(_Cached, IterableDataset[Any]):
         require_safetensors()
         name, kinds = prefix_id_of(prefix, prefix_id), str(torch.get_default_dtype())
         self._identity = Identity(dataset_id, str(version), name, _size(stored_size), kinds)
-        self.source, self.key, self.suffix, self.seed = source, key, suffix, seed
+        super().__init__(source, suffix, seed)
+        self.key = key
         name = self._identity.name("stream")
         self._levels = Levels(prefix, memory_bytes, directory, name, capacity=capacity, check=check)
-        self._begin()
 
     def __iter__(self) -> Iterator[Any]:
         for raw in self.source:

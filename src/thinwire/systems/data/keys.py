@@ -29,7 +29,6 @@ def digest(*parts: object) -> bytes:
 
 
 def prefix_id_of(prefix: object, given: str | None = None) -> str:
-    """Return the name of a prefix: what the user passed, else its repr."""
     if given is not None:
         return given
     text = repr(prefix)

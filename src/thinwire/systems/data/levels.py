@@ -210,7 +210,6 @@ class Levels:
         return raw
 
     def close(self, *, delete: bool = False) -> None:
-        """Release the arena; ``delete``: also remove its file."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None

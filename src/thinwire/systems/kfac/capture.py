@@ -90,8 +90,6 @@ class Capture:
         self._handles.clear()
         self._outputs.clear()
 
-    # --- hooks -----------------------------------------------------------------------------------------------------
-
     def _wanted(self, module: nn.Module) -> bool:
         """Return whether this forward counts: in training, due, and not repeated by checkpointing inside backward."""
         return module.training and torch.is_grad_enabled() and current_task() == -1 and self._listener.due()
@@ -168,8 +166,6 @@ class Capture:
     def statistic(self, layer: int, side: int) -> Tensor:
         return self.sums[layer].statistic(side)
 
-    # --- a round ---------------------------------------------------------------------------------------------------
-
     def _begin(self) -> None:
         self._listener.begin_round()
         self.open = True
@@ -193,8 +189,6 @@ class Capture:
         self._outputs.clear()
         self._listener.end_round()
         self.rounds += 1
-
-    # --- the model's own Fisher ------------------------------------------------------------------------------------
 
     def sample(self, loss: Tensor) -> None:
         """Take the statistics G from the gradient of a loss on sampled targets; ``.grad`` and its hooks see nothing."""

@@ -130,7 +130,6 @@ class FactorRounds:
         self._left: list[int] = []
 
     def begin(self) -> None:
-        """Begin a captured pass."""
         self.drain()  # a round that no step has used
         self._left = [len(layers) for _, layers in self._messages]
         names = [[self.plan.factor(2 * i + side) for i in layers] for side, layers in self._messages]

@@ -40,8 +40,6 @@ Run = Callable[[Program], Tensor]
 
 
 class Inverses:
-    """The inverses that a rank holds, by factor."""
-
     def __init__(self, plan: KFACPlan, state: State, rank: int) -> None:
         self.plan, self._state, self._rank = plan, state, rank
         self.of: dict[str, Tensor] = {}  # [d, d]; eigen: [d, d + 1], vectors, then values
@@ -63,8 +61,6 @@ class Inverses:
             return waited + self.update(damping, channel, run)
         self._take(rows)
         return waited
-
-    # --- sending ---------------------------------------------------------------------------------------------------
 
     def _exchange(
         self,
@@ -99,8 +95,6 @@ class Inverses:
                 assert slot.result is not None
                 rows[item] = slot.result
         return waited
-
-    # --- inverting -------------------------------------------------------------------------------------------------
 
     def _factor(self, item: int) -> Tensor:
         return self._state.fields[FACTOR, self.plan.factor(item)]
@@ -143,7 +137,6 @@ class Inverses:
         return torch.cat([*pieces, pieces[0].new_full((1,), float(level))])
 
     def _row(self, item: int, damping: float, least: int) -> Tensor:
-        """Return one item's inverse as sent, computed at level ``least`` or higher."""
         matrix = unpack_upper(self._factor(item))
         if not self._seen(item):
             least = FAILED
@@ -212,8 +205,6 @@ class Inverses:
             why = "there is no statistic for it: its module was not called in training, or a value was not finite"
         kept = "keeps its old inverse" if name in self.of else "is left to the optimizer"
         logger.warning("thinwire: factor %s: %s; the layer %s", name, why, kept)
-
-    # --- using -----------------------------------------------------------------------------------------------------
 
     def ready(self, layer: int) -> bool:
         return all(self.plan.factor(2 * layer + side) in self.of for side in (0, 1))

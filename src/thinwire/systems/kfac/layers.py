@@ -38,7 +38,6 @@ class Preconditioned:
         return torch.cat([matrix, self.bias.grad.to(matrix.dtype).unsqueeze(1)], 1)
 
     def write(self, matrix: Tensor) -> None:
-        """Write a matrix like that of ``gradient`` into ``.grad``."""
         assert self.weight.grad is not None
         columns = self.shape.d_a - (self.bias is not None)
         self.weight.grad.copy_(matrix[:, :columns].reshape(self.weight.shape))

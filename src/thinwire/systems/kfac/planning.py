@@ -20,6 +20,7 @@ from thinwire.systems.kfac.prices import LayerTimes, curve_name
 from thinwire.systems.kfac.schedules import make_plan
 from thinwire.systems.kfac.variant import Variant
 
+logger = logging.getLogger("thinwire")
 _SECONDS = 2.0
 
 
@@ -50,9 +51,8 @@ def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTime
             order[side].remove(layer)
         order[side].append(layer)
     capture.marks.clear()
-    usual = list(range(layers)), list(range(layers))[::-1]
-    for side in (0, 1):
-        order[side] += [i for i in usual[side] if i not in order[side]]
+    for side, usual in enumerate((range(layers), reversed(range(layers)))):
+        order[side] += [i for i in usual if i not in order[side]]
     row = [*steps[0], *steps[1], *own[0], *own[1], *map(float, order[0]), *map(float, order[1])]
     everyone = _gathered(sync, row)
     slowest = everyone[:, : 4 * layers].max(0).values.view(4, layers).tolist()
@@ -62,12 +62,8 @@ def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTime
 
 
 def _gathered(sync: GradientSync, row: Sequence[float]) -> Tensor:
-    """Return every rank's row of numbers, ``[W, n]``, on the CPU."""
     found: Tensor = sync.services.run(gather(torch.tensor(row, dtype=torch.float64, device=sync.services.device)))
     return found.cpu()
-
-
-logger = logging.getLogger("thinwire")
 
 
 def first_plan(

@@ -61,9 +61,6 @@ def make_plan(
     return _placed(plan, name, variant, costs)
 
 
-# --- placement ------------------------------------------------------------------------------------------------------
-
-
 def _placed(plan: KFACPlan, name: str, variant: Variant, costs: Costs) -> KFACPlan:
     world = plan.world_size
     if name == "dkfac" or world == 1:

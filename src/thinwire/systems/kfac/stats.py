@@ -54,8 +54,6 @@ class KFACStats:
 
 
 class Tally:
-    """Counts the phases of a channel's exchanges."""
-
     def __init__(self, channel: Channel) -> None:
         self.steps = self.inverse_updates = 0
         self.clip: Tensor | None = None

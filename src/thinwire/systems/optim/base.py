@@ -61,8 +61,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
             self._sharing, self._scaler = NormSharding(), None
             self.register_step_pre_hook(_before_step)
 
-    # --- groups ----------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
@@ -84,8 +82,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     @abc.abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ``ValueError`` if an option of this optimizer is out of range."""
-
-    # --- a step ----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
@@ -127,8 +123,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         adapted, skipped = ([i for i, out in enumerate(left) if out is wanted] for wanted in (False, True))
         return GroupTensors(group, parameters, weights, gradients, states, adapted, skipped)
 
-    # --- masters ---------------------------------------------------------------------------------------------------
-
     def _weight(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         """Return the parameter, or its master: made when first needed, renewed where other code wrote the parameter."""
         dtype = working_dtype(parameter.dtype)
@@ -151,8 +145,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
                     device = value.device if key == "step" else p.device
                     self.state[p][key] = value.detach().to(device, copy=True)
 
-    # --- ranks and scaler ------------------------------------------------------------------------------------------
-
     def attached(self, sync: GradientSync, scaler: Any) -> _Attached:
         """Take the ranks to share norms with, and the scaler, from ``thinwire.attach`` until the handle is removed."""
         self._sharing.attach(sync)
@@ -162,7 +154,6 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         return handle
 
     def stats(self) -> ParallelStats:
-        """Return how the norms are shared among ranks, and why."""
         return self._sharing.stats
 
 

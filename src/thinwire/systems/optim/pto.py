@@ -253,8 +253,6 @@ class NormSharding:
                 self.stats = dataclasses.replace(self.stats, layers=len(sizes), ranks=members, busiest=busiest)
         return made
 
-    # --- "auto" ----------------------------------------------------------------------------------------------------
-
     def _measure(self, blocks: list[Layers], sync: GradientSync) -> list[Tensor]:
         watch = Stopwatch(blocks[0].weights[0].device)
         start = watch.mark()

@@ -19,6 +19,14 @@ Rect = tuple[slice, ...] | None
 """The part of a parameter that can have a gradient; None: no part."""
 
 
+@torch.no_grad()
+def copy_part(whole: nn.Module, plain: nn.Module) -> None:
+    """Copy the first entries along each dimension into a module with the same names and smaller tensors."""
+    ours = whole.state_dict()
+    for name, target in plain.state_dict().items():
+        target.copy_(ours[name][tuple(slice(0, n) for n in target.shape)])
+
+
 class ElasticBatchNorm(nn.BatchNorm2d):
     """BatchNorm over the first c channels, if the input is ``[B, c, H, W]``."""
 
@@ -38,13 +46,7 @@ class ElasticBatchNorm(nn.BatchNorm2d):
 
     def cut(self, channels: int) -> nn.BatchNorm2d:
         plain = nn.BatchNorm2d(channels, self.eps, self.momentum)
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        with torch.no_grad():
-            plain.weight.copy_(self.weight[:channels])
-            plain.bias.copy_(self.bias[:channels])
-            plain.running_mean.copy_(self.running_mean[:channels])  # type: ignore[union-attr]
-            plain.running_var.copy_(self.running_var[:channels])  # type: ignore[union-attr]
+        copy_part(self, plain)
         return plain.train(self.training)
 
     @staticmethod
@@ -103,12 +105,8 @@ class SqueezeExcite(nn.Module):
         return x * (F.relu6(s + 3) / 6)
 
     def cut(self, channels: int) -> SqueezeExcite:
-        plain, q = SqueezeExcite(channels), round8(channels // 4)
-        with torch.no_grad():
-            plain.reduce.weight.copy_(self.reduce.weight[:q, :channels])
-            plain.reduce.bias.copy_(self.reduce.bias[:q])  # type: ignore[union-attr,index]
-            plain.expand.weight.copy_(self.expand.weight[:channels, :q])
-            plain.expand.bias.copy_(self.expand.bias[:channels])  # type: ignore[union-attr,index]
+        plain = SqueezeExcite(channels)
+        copy_part(self, plain)
         return plain
 
     @staticmethod

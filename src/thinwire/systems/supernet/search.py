@@ -155,7 +155,16 @@ def search(
         while len(children) < evolution.population:
             children.append(drawn(lambda: crossed(rng.choice(parents), rng.choice(parents), rng), rng.choice(parents)))  # noqa: B023
         population = [*parents, *children]
-    return (yield from _finals(archive, limit_ms, measured, evolution.finalists, smallest, rank, device))
+    best = sorted(archive.values(), key=_order)[: evolution.finalists]
+    if all(c.sub_net != smallest for c in best):
+        best.append(archive[smallest])
+    mine = torch.tensor([measured(c.sub_net) if rank == 0 else 0.0 for c in best], dtype=torch.float64)
+    times = (yield Broadcast(mine.to(device))).tolist()
+    done = [replace(c, measured_ms=ms) for c, ms in zip(best, times)]
+    kept = [c for c, ms in zip(done, times) if ms <= limit_ms]
+    if not kept:
+        raise Infeasible(min(times), limit_ms)
+    return SearchResult(min(kept, key=_order), tuple(done), tuple(sorted(archive.values(), key=_order)))
 
 
 def _order(c: Candidate) -> tuple[float, float, str]:
@@ -173,28 +182,6 @@ def _scored(nets: Sequence[SubNet], fitness: Score, rank: int, world: int, devic
     table: Tensor = yield AllGather(mine.to(device))
     rows = table.cpu()
     return [float(rows[i % world, i // world]) for i in range(len(nets))]
-
-
-def _finals(
-    archive: dict[SubNet, Candidate],
-    limit_ms: float,
-    measured: Score,
-    finalists: int,
-    smallest: SubNet,
-    rank: int,
-    device: torch.device,
-) -> Program:
-    """Measure the best networks, and the smallest, on rank 0, and return the best within the limit."""
-    best = sorted(archive.values(), key=_order)[:finalists]
-    if all(c.sub_net != smallest for c in best):
-        best.append(archive[smallest])
-    mine = torch.tensor([measured(c.sub_net) if rank == 0 else 0.0 for c in best], dtype=torch.float64)
-    times = (yield Broadcast(mine.to(device))).tolist()
-    done = [replace(c, measured_ms=ms) for c, ms in zip(best, times)]
-    kept = [c for c, ms in zip(done, times) if ms <= limit_ms]
-    if not kept:
-        raise Infeasible(min(times), limit_ms)
-    return SearchResult(min(kept, key=_order), tuple(done), tuple(sorted(archive.values(), key=_order)))
 
 
 def mutated(space: Space, net: SubNet, rng: random.Random, probability: float) -> SubNet:

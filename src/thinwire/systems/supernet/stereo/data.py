@@ -239,7 +239,6 @@ def _texture(draw: _Draws, batch: int, height: int, width: int) -> Tensor:
 
 
 def _photograph(draw: _Draws, image: Tensor) -> Tensor:
-    """Change the exposure and add a little noise."""
     batch = image.shape[0]
     gain, shift = 0.9 + 0.2 * draw.uniform(batch, 1, 1, 1), 0.1 * (draw.uniform(batch, 1, 1, 1) - 0.5)
     noise = 0.02 * (draw.uniform(*image.shape) - 0.5)

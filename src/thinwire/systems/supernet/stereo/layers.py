@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.systems.supernet.operators import ElasticBatchNorm, Rect
+from thinwire.systems.supernet.operators import ElasticBatchNorm, Rect, copy_part
 
 
 def deform_conv2d(x: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, dilation: int) -> Tensor:
@@ -255,12 +255,8 @@ class Refinement(nn.Module):
                 found |= {f"blocks.{k}.norm{i}.{key}": rect if k < depth else None for key, rect in rects.items()}
         return found
 
-    @torch.no_grad()
     def extract(self, cut: tuple[int, int] | None) -> Refinement:
-        """Return a plain copy of the first channels and blocks."""
         width, depth = cut or (self.width, len(self.blocks))
         plain = Refinement(width, self.dilations[:depth])
-        ours = self.state_dict()
-        for name, target in plain.state_dict().items():
-            target.copy_(ours[name][tuple(slice(0, n) for n in target.shape)])
+        copy_part(self, plain)
         return plain
