@@ -58,12 +58,6 @@ def test_worst_exit_code_and_nothing_left(mode):
     assert result.exit_code == 128 + signal.SIGSEGV
 
 
-def test_others_are_ended_after_the_grace_period(mode):
-    result, _ = collect(lab.Cluster(2), ["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 60"], grace_seconds=0.2)
-    assert result.exit_codes == (143, 3)
-    assert result.exit_code == 3
-
-
 def test_a_daemon_that_left_its_group_is_ended(mode, tmp_path):
     script = "setsid sh -c 'echo $$; touch said; exec sleep 60' & until [ -e said ]; do sleep 0.01; done"
     _, lines = collect(lab.Cluster(1), ["sh", "-c", f"cd {tmp_path}; {script}"])

@@ -32,19 +32,8 @@ def test_a_slow_node_and_a_killed_one_do_not_end_the_training(tmp_path):
 
 
 def test_bytes_on_the_wire_are_those_that_are_counted():
-    words = [
-        "--model",
-        "mlp:width=256:layers=2",
-        "--nodes",
-        "2",
-        "--link",
-        "200mbit",
-        "--updates",
-        "30",
-        "--settings",
-        "bsp",
-    ]
-    result = call("run", *words, "--outer", "sgd:lr=0.01")
+    words = ["--model", "mlp:width=256:layers=2", "--nodes", "2", "--link", "200mbit", "--updates", "30"]
+    result = call("run", *words, "--settings", "bsp", "--outer", "sgd:lr=0.01")
     status = result["status"]
     parameters = 2 * (256 * 256 + 256) + 256 * 10 + 10
     counted = status["up_bytes"] + status["down_bytes"]

@@ -44,23 +44,15 @@ def test_delays_are_read_and_what_is_none_is_refused_with_an_example():
             parse_delay(text)
 
 
-def test_one_link_serves_all_nodes():
-    cluster = Cluster.parse(4, 2, "1gbit", "1ms")
-    assert cluster.nodes == 2
-    assert cluster.links == (10**9,)
-    assert [cluster.link(node) for node in range(2)] == [LinkSpec(10**9, 1e-3)] * 2
-
-
-def test_links_may_differ_per_node():
-    cluster = Cluster.parse(4, 1, "1gbit, 100mbit,unlimited,none", None)
-    assert cluster.links == (10**9, 10**8, None, None)
-    assert cluster.link(1).rate == 10**8
-    assert cluster.link(3).rate is None
-
-
-@pytest.mark.parametrize("link", [None, "unlimited", "none"])
-def test_no_link_is_no_limit(link):
-    assert Cluster.parse(2, 1, link).links == (None,)
+def test_one_link_serves_all_nodes_or_each_has_its_own():
+    one = Cluster.parse(4, 2, "1gbit", "1ms")
+    assert (one.nodes, one.links) == (2, (10**9,))
+    assert [one.link(node) for node in range(2)] == [LinkSpec(10**9, 1e-3)] * 2
+    several = Cluster.parse(4, 1, "1gbit, 100mbit,unlimited,none", None)
+    assert several.links == (10**9, 10**8, None, None)
+    assert several.link(1).rate == 10**8
+    for link in (None, "unlimited", "none"):
+        assert Cluster.parse(2, 1, link).links == (None,)
 
 
 @pytest.mark.parametrize(

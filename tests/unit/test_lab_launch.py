@@ -38,24 +38,16 @@ def of(rank, lines):
     return [line for r, line in lines if r == rank]
 
 
-def test_the_mode_can_be_forced():
+def test_the_mode_can_be_forced(monkeypatch):
     assert lab.available() == "loopback"
-
-
-def test_an_unknown_mode_is_refused(monkeypatch):
     monkeypatch.setenv("THINWIRE_LAB_MODE", "magic")
     with pytest.raises(lab.LabError, match="'magic' is not one of root, user, loopback"):
         lab.available()
 
 
 def test_environment_is_torchruns():
-    base = {
-        "PATH": "/bin",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "ROLE_RANK": "7",
-        "RANK": "9",
-        "OMP_NUM_THREADS": "3",
-    }
+    base = {"PATH": "/bin", "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_RANK": "7", "RANK": "9"}
+    base["OMP_NUM_THREADS"] = "3"
     found = rank_environment(base, lab.Cluster(4, 2), 3, master_address="10.0.0.1", master_port=29500, interface="eth0")
     assert found == {
         "PATH": "/bin",
@@ -106,22 +98,18 @@ def test_default_prints_with_rank(capfd):
     assert capfd.readouterr().out == "[0] hello\n"
 
 
-def test_worst_exit_code_wins():
-    result, _ = run(lab.Cluster(3), python("import os, sys; sys.exit([0, 3, 1][int(os.environ['RANK'])])"))
-    assert result.exit_codes == (0, 3, 1)
-    assert result.exit_code == 3
-
-
-def test_death_of_a_signal_is_128_plus_signal():
-    result, _ = run(lab.Cluster(2), ["sh", "-c", "[ $RANK = 0 ] || kill -9 $$"])
-    assert result.exit_codes == (0, 137)
-    assert result.exit_code == 137
-
-
-def test_others_are_ended_after_the_grace_period():
-    result, _ = run(lab.Cluster(2), ["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 60"], grace_seconds=0.2)
-    assert result.exit_codes == (128 + signal.SIGTERM, 3)
-    assert result.exit_code == 3
+@pytest.mark.parametrize(
+    ("script", "options", "codes", "code"),
+    [
+        ("exit $((RANK * 3 % 5))", {}, (0, 3, 1), 3),
+        ("[ $RANK = 0 ] || kill -9 $$", {}, (0, 137), 137),  # 128 + the signal
+        ("[ $RANK = 1 ] && exit 3; exec sleep 60", {"grace_seconds": 0.2}, (143, 3), 3),
+        ("exec sleep 60", {"timeout_seconds": 0.3}, (143, 143), 124),
+    ],
+)
+def test_the_worst_code_of_those_that_ended_by_themselves_counts(script, options, codes, code):
+    result, _ = run(lab.Cluster(len(codes)), ["sh", "-c", script], **options)
+    assert (result.exit_codes, result.exit_code) == (codes, code)
 
 
 def test_who_ignores_sigterm_is_killed(monkeypatch, tmp_path):
@@ -134,12 +122,6 @@ def test_who_ignores_sigterm_is_killed(monkeypatch, tmp_path):
     command = ["sh", "-c", f"if [ $RANK = 1 ]; then {fails}; fi; {deaf}"]
     result, _ = run(lab.Cluster(2), command, grace_seconds=0.2)
     assert result.exit_codes == (137, 3)
-
-
-def test_timeout_is_124():
-    result, _ = run(lab.Cluster(2), ["sleep", "60"], timeout_seconds=0.3)
-    assert result.exit_code == 124
-    assert result.exit_codes == (143, 143)
 
 
 def test_what_a_rank_left_in_the_background_is_ended_too():

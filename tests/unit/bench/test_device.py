@@ -41,11 +41,7 @@ def test_ranks_that_share_a_card_are_hosts_of_their_own_to_nccl(cards):
         hosts.append(os.environ["NCCL_HOSTID"])
     assert len(set(hosts)) == 4
     assert place_of("cuda", 4) == ", 4 ranks on 1 a card"
-
-
-def test_the_labs_interface_stays(cards):
-    cards(1, 0, 2)
-    os.environ["NCCL_SOCKET_IFNAME"] = "=eth0"
+    os.environ["NCCL_SOCKET_IFNAME"] = "=eth0"  # the lab's stays
     prepare_rank("cuda")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=eth0"
 

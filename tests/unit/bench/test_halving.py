@@ -73,13 +73,6 @@ def test_every_round_has_one_seed_more_and_the_better_half():
     assert [kept(n) for n in range(7)] == [0, 1, 2, 2, 2, 3, 3]
 
 
-def test_a_short_step_saves_who_needs_more_of_them():
-    needs, steps = {"slow learner": 2.0, "slow": 1.0, "middle": 1.5}, {"slow learner": 0.1, "slow": 1.0, "middle": 0.5}
-    found = halve(Made(needs), list(needs), seconds_of(steps), PLAIN)
-    assert len(found["slow learner"].factors) == 3
-    assert len(found["slow"].factors) == 1
-
-
 def test_rates_are_tried_on_seed_0_and_rows_compared_on_others():
     needs, budget = {"a": 1.0, "b": 1.2, "c": 1.4}, TrainingBudget(STEPS, (0.5, 1.0, 2.0), 2)
     made = Made(needs, {"a": 2.0, BASE: 0.5})

@@ -12,21 +12,6 @@ from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchError, Point, RowRecord, RunRecord
 from thinwire.tools.bench.words import PACKAGE, is_users
 
-FALLING = Trajectory((0, 10, 20, 30), (4.0, 3.0, 2.5, 2.5))
-
-
-@pytest.mark.parametrize(
-    ("target", "steps"), [(5.0, 0.0), (4.0, 0.0), (3.5, 5.0), (3.0, 10.0), (2.75, 15.0), (2.5, 20.0), (2.4, None)]
-)
-def test_steps_to_a_loss_are_linear_between_points(target, steps):
-    assert FALLING.steps_to(target) == steps
-
-
-def test_the_loss_at_a_step():
-    assert [FALLING.loss_at(step) for step in (0, 5, 20, 30)] == [4.0, 3.5, 2.5, 2.5]
-    with pytest.raises(ValueError, match="ended before step 31"):
-        FALLING.loss_at(31)
-
 
 def test_smoothing_leaves_what_is_straight_and_takes_out_what_leaps():
     line = Trajectory(tuple(range(7)), (7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0))
@@ -101,18 +86,6 @@ def test_a_rate_that_one_seed_bears_by_luck_is_not_taken():
     by_three = steps_factors(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0, 2.0), tuned_on=(0, 1, 2))
     assert {one.rate for one in by_one.values()} == {2.0}
     assert {one.rate for one in by_three.values()} == {1.0}
-
-
-def test_where_there_is_one_rate_no_seed_is_trained_to_choose_it():
-    asked = []
-
-    def run(labels, rate, seed):
-        asked.append(seed)
-        return {label: falling({"ddp": 0.01, "other": 0.008}[label]) for label in labels}
-
-    found = steps_factors(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0,))
-    assert found["other"].factors == pytest.approx((1.25, 1.25, 1.25))
-    assert set(asked) == {1, 2, 3}
 
 
 def test_a_seed_that_does_not_get_there_counts():

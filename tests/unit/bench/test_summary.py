@@ -11,7 +11,7 @@ from rich.console import Console
 from thinwire.tools.bench.demo import advice, headline, judge_demo
 from thinwire.tools.bench.rows import Row
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, seconds_to
-from thinwire.tools.bench.summary import bench_table, chosen_elsewhere, families, floor, plot_bench, summarise
+from thinwire.tools.bench.summary import bench_table, chosen_elsewhere, families, plot_bench, summarise
 
 
 def row(label, seconds, kind="ddp", **more):
@@ -25,12 +25,6 @@ def record(*rows):
 
 
 SPEC = BenchSpec("mlp", (Row("ddp", "ddp"),), link="10mbit", link_bits=10**7)
-
-
-def test_the_floor():
-    assert floor(1.0, 0.3, 4e6, None) == 1.0
-    assert floor(1.0, 0.3, 4e6, 10**9) == 1.0
-    assert floor(1.0, 0.3, 4e6, 10**7) == pytest.approx(3.5)
 
 
 def test_figures_families_failures_and_their_table(tmp_path):
@@ -73,11 +67,6 @@ def test_a_link_that_was_not_emulated_is_said_in_the_table():
     text = console.export_text()
     assert "NOT emulated" in text
     assert "no rights here" in text
-
-
-def test_records_go_through_json(tmp_path):
-    whole = record(row("ddp", 1.0, curve=[Point(1, 0.5, 3.0, None)]))
-    assert RunRecord.from_json(whole.to_json()) == whole
 
 
 def test_when_a_curve_reaches_a_loss():

@@ -35,10 +35,8 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     assert result["constant_guess_epe"] > 0
     more = said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL)
     assert "next: thinwire supernet search more/net.pt" in " ".join(more.stdout.split())
-    assert (
-        "all 4 steps had been done before"
-        in said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL).stdout
-    )
+    gone_on = said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL)
+    assert "all 4 steps had been done before" in gone_on.stdout
     again = json.loads(said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json").stdout)
     assert [p["done"] for p in again["phases"]] == [0, 0]
     assert again["corners"] == result["corners"]
@@ -56,18 +54,8 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     assert (tmp_path / "run" / "pareto.png").stat().st_size > 1000
     assert "the smallest takes" in said(*search, "--limit-ms", "0.001", code=2).stderr
     assert "is for images of 24x48" in said(*search, "--size", "48x96", code=2).stderr
-    out = (
-        "export",
-        "run/calibrated.pt",
-        "--sub-net",
-        "run/best.json",
-        "--size",
-        "24x48",
-        "--out",
-        "best.pt2",
-        "--json",
-    )
-    ran = said(*out)
+    export = ("export", "run/calibrated.pt", "--sub-net", "run/best.json", "--size", "24x48")
+    ran = said(*export, "--out", "best.pt2", "--json")
     assert ran.stderr.splitlines()[0] == "... writing best.pt2"
     exported = json.loads(ran.stdout)
     assert exported["max_difference_px"] < 1e-3

@@ -63,20 +63,6 @@ def test_a_file_that_is_no_text(tmp_path):
         read_files([path])
 
 
-def test_bench(tmp_path):
-    (found,) = read_files(results.write(tmp_path, a=results.bench())).benches
-    assert [row.label for row in found.rows] == list(results.LABELS)
-    assert (found.rows[0].step_seconds, found.rows[0].speedup, found.floor_seconds) == pytest.approx((4.0, 1.0, 3.5))
-    assert found.curves == ()
-
-
-def test_demo(tmp_path):
-    (found,) = read_files(results.write(tmp_path, a=results.demo())).benches
-    assert found.rows[0].predicted_seconds == pytest.approx(0.3 + 8e6 * 8 / 1e7)
-    first = found.curves[0]
-    assert (first.label, first.held_out, first.losses, first.seconds) == ("ddp", True, (5.0, 4.0), (0.0, 12.0))
-
-
 def test_training_loss_where_nothing_was_held_out(tmp_path):
     data = results.demo()
     for curve in data["curves"].values():

@@ -11,12 +11,9 @@ def test_one_colour_per_method_everywhere():
     assert colours.of("thinwire acp") == colours.of("acp")
     assert colours.of("acp rank=8") == colours.of("acp:rank=8") != colours.of("acp")
     assert len({colours.of(name) for name in ("ddp", "acp", "ssgd")}) == 3
-
-
-def test_a_variant_alone_has_its_methods_colour():
-    assert Colours([["acp rank=4"]]).of("acp rank=4") == Colours([["acp"]]).of("acp")
-    both = Colours([["acp"], ["acp rank=4"]])  # never side by side
-    assert both.of("acp") == both.of("acp rank=4")
+    both = Colours([["acp"], ["acp rank=4"]])  # a variant that is never side by side with its method
+    assert both.of("acp") == both.of("acp rank=4") == Colours([["acp rank=4"]]).of("acp rank=4")
+    assert Colours([["dense"], ["ssgd"]]).of("dense") == Colours([["ssgd"]]).of("ssgd")
 
 
 def test_unknown_methods_get_what_is_free():
@@ -26,10 +23,6 @@ def test_unknown_methods_get_what_is_free():
     assert colours.of("never seen").startswith("#")
 
 
-def test_dense_is_ssgd():
-    assert Colours([["dense"], ["ssgd"]]).of("dense") == Colours([["ssgd"]]).of("ssgd")
-
-
 def test_shades_and_ink():
     assert doctest.testmod(colours_module).failed == 0
     assert ink("#000000") == "#ffffff"
@@ -37,11 +30,8 @@ def test_shades_and_ink():
     assert shade("#102030", 0) == "#102030"
 
 
-def test_factors():
-    assert [factor(value) for value in (1.0, 9.94, 12.34, 224.2)] == ["1.00×", "9.94×", "12.3×", "224×"]
-
-
 def test_words():
+    assert [factor(value) for value in (1.0, 9.94, 12.34, 224.2)] == ["1.00×", "9.94×", "12.3×", "224×"]
     assert [volume(n) for n in (None, 279, 8e5, 2.5e7)] == ["-", "0.279 kB", "0.80 MB", "25.0 MB"]
     assert plain("a <b>\n& c") == "a &lt;b&gt; &amp; c"
     assert short("x" * 50, 10) == "x" * 9 + "…"

@@ -1,5 +1,4 @@
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -58,16 +57,12 @@ def test_sections_of_what_there_is(data, sections, tmp_path):
     read = Reader(page)
     assert read.sections == [*sections, "sources"]
     assert all(value.startswith("#") for value in read.loads)
-    assert page.count("Plotly.newPlot(") >= len(sections)
-    for name in data:
-        assert f"{name}.json" in read.text
-
-
-def test_the_page_loads_nothing_and_holds_plotly_once(tmp_path):
-    page = page_of(tmp_path, a=results.bench(), b=results.ranking(), c=results.winners())
     assert not re.search(r"<(script|link|img|iframe)[^>]*\s(src|href)=", page)
     assert "@import" not in page.split("</style>")[0]
     assert page.count("plotly.js v") == 1
+    assert page.count("Plotly.newPlot(") >= len(sections)
+    for name in data:
+        assert f"{name}.json" in read.text
 
 
 def test_the_same_files_give_the_same_page(tmp_path):
@@ -124,14 +119,6 @@ def test_a_row_that_failed_is_named_and_not_drawn(tmp_path):
     assert "thinwire acp failed: rank 1: ValueError: no" in read.text
     bench["rows"] = bench["rows"][-1:]
     assert Reader(page_of(tmp_path, a=bench)).sections == ["bench", "sources"]
-
-
-def test_without_plotly_one_sentence_says_what_to_install(tmp_path, monkeypatch):
-    inputs = read_files(results.write(tmp_path, a=results.bench()))
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.delitem(sys.modules, "plotly.graph_objects", raising=False)
-    with pytest.raises(ValueError, match=r"needs plotly: pip install 'thinwire\[report\]'"):
-        render(inputs)
 
 
 def test_results_without_anything_in_them(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 import thinwire as tw
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.tools.report.log import COUNTERS, read_log, step_record
+from thinwire.tools.report.log import read_log
 
 
 class Counter:
@@ -159,15 +159,6 @@ def test_wrong_options(options, says):
 def test_a_file_that_cannot_be_opened(tmp_path):
     with pytest.raises(ValueError, match="cannot be opened"):
         tw.StepLog(Counter(), tmp_path / "nowhere" / "steps.jsonl")
-
-
-def test_a_record_is_the_difference():
-    record = step_record(Counter(start=2).stats(), Counter(start=5).stats(), 1.5)
-    assert record["seconds"] == 1.5
-    assert record["steps"] == 3
-    assert {name: record[name] for name in COUNTERS} == {
-        "rejected_steps": 0, "bytes_sent": 300, "dense_bytes": 1200, "exposed_seconds": 0.75, "deferred_seconds": 0.0,
-    }  # fmt: skip
 
 
 def test_on_one_rank_of_the_engine(tmp_path):

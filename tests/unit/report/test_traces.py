@@ -21,9 +21,13 @@ def test_a_simulated_step_comes_back():
     assert len(found.events) == len([e for e in timeline.events if e.duration_seconds])
 
 
-def test_predicted_stands_above_measured(tmp_path):
-    paths = results.write(tmp_path, a=results.trace("measured", 1.1), b=results.trace())
-    assert [trace.name for trace in read_files(paths).traces] == ["b.json", "a.json"]
+def test_predicted_stands_above_measured_whatever_else_the_label_says(tmp_path):
+    paths = results.write(tmp_path, a=results.trace("measured", 1.1), b=results.trace("predicted, acp:rank=4"))
+    found = read_files(paths).traces
+    assert [(x.name, x.label, x.predicted, x.rank) for x in found] == [
+        ("b.json", "predicted, acp:rank=4", True, 0),
+        ("a.json", "measured", False, 0),
+    ]
 
 
 def test_neighbours_of_one_bucket_are_one_bar():
@@ -78,9 +82,11 @@ def test_a_profilers_trace_is_cut_to_its_last_step_and_our_ranges():
 
 def test_a_trace_of_others_keeps_its_threads():
     named = {"ph": "M", "name": "thread_name", "pid": 77, "tid": 1, "args": {"name": "python"}}
-    found = read_trace("t.json", [named, span("a", 0, 10), span("b", 2, 3, thread=9), {"ph": "i", "name": "c"}])
+    endless = span("a", 0, 10, args={"bytes": float("inf")})  # no count
+    found = read_trace("t.json", [named, endless, span("b", 2, 3, thread=9), {"ph": "i", "name": "c"}])
     assert [(e.name, e.lane) for e in found.events] == [("a", "python"), ("b", "thread 9")]
     assert found.exposed is None
+    assert [event.bytes for event in found.events] == [0, 0]
     assert found.bytes_by_bucket == {}
 
 
@@ -92,11 +98,6 @@ def test_one_rank_of_several():
     assert (found.rank, found.ranks, found.label) == (3, 2, "measured")
 
 
-def test_the_label_says_which_method():
-    found = read_trace("t.json", results.trace("predicted, acp:rank=4"))
-    assert (found.label, found.predicted, found.rank) == ("predicted, acp:rank=4", True, 0)
-
-
 def test_of_a_method_with_two_phases_the_first_step_is_shown():
     profile = results.six()
     timeline = simulate(tw.ACP(rank=2), profile, Topology(4), Costs.of_link(1e9, 1e-4, 4))
@@ -106,8 +107,3 @@ def test_of_a_method_with_two_phases_the_first_step_is_shown():
     assert 0 < sum(found.bytes_by_bucket.values()) < 2 * timeline.bytes_sent
     assert sum(event.name.startswith("backward") for event in found.events) == len(profile.tensors)
     assert read_trace("t.json", results.trace()).steps == 1
-
-
-def test_bytes_that_are_no_count_are_none():
-    (event,) = read_trace("a", [span("forward", 0, 1, args={"bytes": float("inf")})]).events
-    assert event.bytes == 0

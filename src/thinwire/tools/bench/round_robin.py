@@ -198,12 +198,9 @@ class RoundRobin:
             record.waited_seconds = (row_run.exposed_seconds - forward) / steps, forward / steps
             record.why = list(stats.why)
         if sent is None:
-            record.wire_bytes, record.wire_source = self._formula(row_run), "formula"
-
-    def _formula(self, row_run: RowRun) -> float | None:
-        assert row_run.contender is not None
-        dense = dense_ring_bytes(row_run.contender.workload.gradient_bytes, self.workers)
-        return {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(row_run.record.kind)
+            dense = dense_ring_bytes(row_run.contender.workload.gradient_bytes, self.workers)
+            record.wire_bytes = {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(record.kind)
+            record.wire_source = "formula"
 
     def _texts(self, text: str, room: int = 300) -> list[str]:
         raw = text.encode()[:room]

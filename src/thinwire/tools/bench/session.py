@@ -133,26 +133,18 @@ class BenchError(RuntimeError):
 
 
 class Launched(Protocol):
-    """How a launch ended."""
+    """How a launch ended (124: time ran out), whether links were emulated, how it ran in one sentence."""
 
     @property
-    def exit_code(self) -> int:
-        """0 if every rank succeeded; 124 if time ran out."""
-
+    def exit_code(self) -> int: ...
     @property
-    def emulated(self) -> bool:
-        """Whether the links were emulated."""
-
+    def emulated(self) -> bool: ...
     @property
-    def note(self) -> str:
-        """How it ran, in one sentence."""
+    def note(self) -> str: ...
 
 
-class Launch(Protocol):
-    """Runs a command once per worker, with torchrun's environment variables set."""
-
-    def __call__(self, command: list[str], *, on_line: Callable[[int, str], None], timeout_seconds: float) -> Launched:
-        """Run it to its end."""
+Launch = Callable[..., Launched]
+"""Runs a command once per worker, with torchrun's variables set; takes ``on_line`` and ``timeout_seconds``."""
 
 
 def run_session(

@@ -118,11 +118,14 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
     if row.error or not row.step_seconds:
         return RowSummary(row.label, variants=variants, error=row.error or "no step was timed")
     step = statistics.median(row.step_seconds)
+    quarters = (
+        statistics.quantiles(row.step_seconds, n=4, method="inclusive") if len(row.step_seconds) > 1 else [step] * 3
+    )
     backward, forward = row.waited_seconds or (None, None)
     return RowSummary(
         label=row.label,
         step_seconds=step,
-        spread_seconds=_interquartile(row.step_seconds),
+        spread_seconds=quarters[2] - quarters[0],
         exposed_seconds=step - compute,
         bytes_per_step=row.wire_bytes,
         bytes_source=row.wire_source,
@@ -136,13 +139,6 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
         variants=variants,
         why=tuple(row.why),
     )
-
-
-def _interquartile(values: list[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    quarters = statistics.quantiles(values, n=4, method="inclusive")
-    return quarters[2] - quarters[0]
 
 
 def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, dict[str, float]]]:

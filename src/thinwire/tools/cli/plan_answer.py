@@ -164,7 +164,9 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
     table = plain_table(f"{label}: {len(groups)} buckets", names, ("from",), close=True)
     for group in groups:
         cells = [str(group.phase)] if phases else []
-        cells += [str(group.bucket), str(len(group.names)), _tail(group.names[0], 16 if sparse else 22)]
+        name, most = group.names[0], 16 if sparse else 22
+        name = name if len(name) <= most else "\N{HORIZONTAL ELLIPSIS}" + name[1 - most :]
+        cells += [str(group.bucket), str(len(group.names)), name]
         cells += [
             f"{group.elements:,}",
             milliseconds(group.ready_seconds),
@@ -192,10 +194,6 @@ def map_table(question: Question, found: Map) -> Table:
 def _short(label: str) -> str:
     name, options = split_options(label)
     return " ".join([name, *map(str, options.values())])
-
-
-def _tail(name: str, most: int) -> str:
-    return name if len(name) <= most else "\N{HORIZONTAL ELLIPSIS}" + name[1 - most :]
 
 
 def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:

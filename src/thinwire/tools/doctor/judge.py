@@ -72,7 +72,9 @@ def judge(facts: Facts, nodes: int | None = None) -> Diagnosis:
     """
     if nodes is not None and nodes < 1:
         raise ValueError(f"nodes={nodes} must be at least 1")
-    nodes = nodes or _nodes_of(facts)
+    world, local = (_number(facts, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if nodes is None and world is not None and local:
+        nodes = -(-world // local)  # the least that torchrun's variables imply
     gloo = gloo_choice(facts)
     nccl = nccl_choice(facts) if facts.gpus and "nccl" in facts.backends else None
     setting = _Setting(facts, gloo, nccl, nodes)
@@ -148,12 +150,6 @@ def _launch(setting: _Setting) -> Iterator[Finding]:
     if ranks is not None and ranks > 1 and ranks * facts.threads > facts.cores and facts.threads > 1:
         what = f"{ranks} ranks with {facts.threads} threads each share {facts.cores} cores: they slow one another down."
         yield Finding(WARNING, "too-many-threads", what, f"Set OMP_NUM_THREADS={max(1, facts.cores // ranks)}.")
-
-
-def _nodes_of(facts: Facts) -> int | None:
-    """Return the least number of machines that torchrun's variables imply; None if they do not say."""
-    world, local = (_number(facts, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return None if world is None or local is None or local < 1 else -(-world // local)
 
 
 def _number(facts: Facts, name: str) -> int | None:

@@ -14,10 +14,6 @@ SLOWEST = 100 * 10**3
 FASTEST = 10**12
 LONGEST_DELAY = 10.0
 _LARGEST_PACKET = 65536
-_SMALLEST_BURST = 8192
-_LARGEST_BURST = 16 * 2**20
-_SMALLEST_QUEUE = 256 * 2**10
-_LARGEST_QUEUE = 2**30
 _MOST_NODES = 1000  # a Linux bridge has 1023 ports
 
 
@@ -112,12 +108,12 @@ class LinkSpec:
     @property
     def burst_bytes(self) -> int:
         """Size of the token bucket: what can pass at once after a pause."""
-        return max(_SMALLEST_BURST, min(_LARGEST_BURST, (self.rate or 0) // 8000))
+        return max(8192, min(16 << 20, (self.rate or 0) // 8000))
 
     @property
     def queue_bytes(self) -> int:
         """What can wait behind the bucket before packets are dropped."""
-        return self.burst_bytes + max(_SMALLEST_QUEUE, min(_LARGEST_QUEUE, (self.rate or 0) // 160))
+        return self.burst_bytes + max(256 << 10, min(1 << 30, (self.rate or 0) // 160))
 
     @property
     def packet_bytes(self) -> int:

@@ -92,7 +92,7 @@ def run(
             address, port, interface = network.address(0), master_port or _DEFAULT_PORT, INTERFACE
         cores = [] if share_cores else usable_cores()
         began = time.monotonic()
-        tell_line = on_line or _print_line
+        tell_line = on_line or (lambda rank, line: print(f"[{rank}] {line}", flush=True))
 
         def heard(rank: int, line: str) -> None:
             if timeline.began is None and faults_begin is not None and faults_begin(rank, line):
@@ -132,10 +132,6 @@ def run(
 
 def _tell(happening: Happening) -> None:
     print(f"note: {happening.seconds:.1f} s: rank {happening.rank} {happening.what}", file=sys.stderr, flush=True)
-
-
-def _print_line(rank: int, line: str) -> None:
-    print(f"[{rank}] {line}", flush=True)
 
 
 @dataclass(frozen=True)

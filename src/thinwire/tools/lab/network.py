@@ -231,7 +231,8 @@ class Network:
     def __enter__(self) -> Network:
         try:
             self._build()
-            self.congestion_control = self._ask_congestion_control()
+            ask = (sys.executable, "-I", "-S", "-c", _ASK, self.address(1))
+            self.congestion_control = self.shell.run("ip", "netns", "exec", self.nodes[0], *ask).strip()
             self._at_start = self.counters()
         except BaseException:
             self.close()
@@ -297,10 +298,6 @@ class Network:
                 del wanted[0]
             else:
                 return
-
-    def _ask_congestion_control(self) -> str:
-        ask = (sys.executable, "-I", "-S", "-c", _ASK, self.address(1))
-        return self.shell.run("ip", "netns", "exec", self.nodes[0], *ask).strip()
 
     def counters(self) -> list[tuple[int, int]]:
         found = []

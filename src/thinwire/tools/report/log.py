@@ -99,7 +99,12 @@ class StepLog:
         now, at = self._sync.stats(), time.perf_counter()
         if self._file is not None:
             self._put_plan(now)
-        record = step_record(self._before, now, at - self._at)
+        record: dict[str, Any] = {
+            "time": time.time(),
+            "seconds": at - self._at,
+            "steps": now.steps - self._before.steps,
+            **{name: getattr(now, name) - getattr(self._before, name) for name in COUNTERS},
+        }
         if now.world_size == 1 and now.steps == self._before.steps:  # single rank: no synced steps to count
             record["steps"], record["step"] = self._every, self._calls
         else:
@@ -160,14 +165,6 @@ class StepLog:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def step_record(before: Stats, now: Stats, seconds: float) -> dict[str, Any]:
-    """Return what happened between two counts, ``seconds`` apart: the figures of a line."""
-    record: dict[str, Any] = {"time": time.time(), "seconds": seconds, "steps": now.steps - before.steps}
-    for name in COUNTERS:
-        record[name] = getattr(now, name) - getattr(before, name)
-    return record
 
 
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire import __version__
 from thinwire.tools.pictures.colours import Colours
 from thinwire.tools.pictures.picture import plotly
-from thinwire.tools.report.figures import Block, Chart, Section
+from thinwire.tools.report.figures import Block, Section
 from thinwire.tools.report.inputs import InputFile, Inputs
 from thinwire.tools.report.sections import SECTIONS
 
@@ -91,7 +91,11 @@ def _block(block: Block, pictures: Iterator[int]) -> str:
     if block.charts:
         pair = len(block.charts) == 2
         shares = f' style="--left: {block.charts[0].share}fr; --right: {block.charts[1].share}fr"' if pair else ""
-        inside = "\n".join(_chart(chart, pictures) for chart in block.charts)
+        inside = "\n".join(
+            (f"<div><h4>{escape(chart.caption)}</h4>" if chart.caption else "<div>")
+            + f"{_picture(chart.figure, pictures)}</div>"
+            for chart in block.charts
+        )
         parts.append(f'<div class="charts{" pair" if pair else ""}"{shares}>\n{inside}\n</div>')
     if block.table:
         parts.append(f'<div class="scroll">{_table(block.table)}</div>')
@@ -104,11 +108,6 @@ def _mark(mark: tuple[str, str]) -> str:
     look, meaning = mark
     shown = f'class="square" style="background: {look}"' if look.startswith("#") else f'class="{look}"'
     return f"<span><i {shown}></i>{escape(meaning)}</span>"
-
-
-def _chart(chart: Chart, pictures: Iterator[int]) -> str:
-    caption = f"<h4>{escape(chart.caption)}</h4>" if chart.caption else ""
-    return f"<div>{caption}{_picture(chart.figure, pictures)}</div>"
 
 
 def _table(rows: tuple[tuple[str, ...], ...], kind: str = "figures") -> str:

@@ -89,9 +89,12 @@ def _legend(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, str], ..
 
 def _step_bars(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
     predicted, guides = [row.predicted_seconds for row in rows], _guides(bench, rows)
-    bars = [_bar(row, colours) for row in rows]
-    ends = [bar.high for bar in bars] + [value or 0.0 for value in predicted] + [value for *_, value in guides]
-    longest = max(ends)
+    bars = []
+    for row in rows:
+        step, half = row.step_seconds or 0.0, (row.spread_seconds or 0.0) / 2
+        ends = (step - half, step + half)
+        bars.append(StepBar(row.label, colours.of(row.label), step, row.exposed_seconds or 0.0, *ends, _row_hover(row)))
+    longest = max([bar.high for bar in bars] + [value or 0.0 for value in predicted] + [value for *_, value in guides])
     unit, unit_name = scale(longest)
     figure = new(_EDGES + BAR * len(rows), barmode="stack", showlegend=False)
     keys = step_bars(figure, bars, unit, 26)
@@ -101,12 +104,6 @@ def _step_bars(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
         line = {"dash": {"dotted": "dot", "dashed": "dash"}[look], "color": TEXT, "width": 2}
         figure.add_shape(type="line", x0=value * unit, x1=value * unit, y0=0, y1=1, yref="paper", line=line)
     return figure.update_xaxes(title_text=f"step ({unit_name})", range=[0, longest * unit * 1.06], fixedrange=True)
-
-
-def _bar(row: BenchRow, colours: Colours) -> StepBar:
-    step, half = row.step_seconds or 0.0, (row.spread_seconds or 0.0) / 2
-    return StepBar(row.label, colours.of(row.label), step, row.exposed_seconds or 0.0, step - half, step + half,
-                   _row_hover(row))  # fmt: skip
 
 
 def _byte_bars(rows: Sequence[BenchRow], colours: Colours) -> Any:

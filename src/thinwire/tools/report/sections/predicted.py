@@ -21,7 +21,7 @@ from thinwire.tools.report.figures import (
     stacked,
     step_bars,
 )
-from thinwire.tools.report.inputs import Inputs, MethodRanking, RankedMethod, WinnerCell, WinnerMap
+from thinwire.tools.report.inputs import Inputs, RankedMethod, WinnerCell, WinnerMap
 from thinwire.tools.units import bits, duration, factor, volume
 
 _MAP = (
@@ -118,15 +118,13 @@ def ranking_section(inputs: Inputs, colours: Colours) -> Section | None:
     rankings = [ranking for ranking in inputs.rankings if ranking.entries]
     if not rankings:
         return None
-    return Section(
-        "ranking", "Predicted ranking", _RANKING, tuple(_ranking_block(ranking, colours) for ranking in rankings)
-    )
-
-
-def _ranking_block(ranking: MethodRanking, colours: Colours) -> Block:
-    lines = tuple(filter(None, (ranking.sentence, ranking.facts)))
-    notes = tuple(f"Left out: {sentence}" for sentence in ranking.left_out)
-    return Block(ranking.name, lines, (Chart(_ranking_figure(ranking.entries, colours)),), notes=notes)
+    blocks = []
+    for ranking in rankings:
+        lines = tuple(filter(None, (ranking.sentence, ranking.facts)))
+        notes = tuple(f"Left out: {sentence}" for sentence in ranking.left_out)
+        chart = Chart(_ranking_figure(ranking.entries, colours))
+        blocks.append(Block(ranking.name, lines, (chart,), notes=notes))
+    return Section("ranking", "Predicted ranking", _RANKING, tuple(blocks))
 
 
 def _ranking_figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
