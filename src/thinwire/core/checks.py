@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """Return a whole number of at least ``least`` as an ``int``, NumPy's too."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    return value
+    return int(value)
 
 
 def check_number(
