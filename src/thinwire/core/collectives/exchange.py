@@ -118,17 +118,11 @@ def disjoint_links(topology: Topology) -> bool:
 
 
 class Lanes:
-    """The lanes that one GradientSync has leased.
+    """The lanes that one GradientSync has leased; ``rank`` is this rank's place among the global ``ranks``.
 
-    Args:
-        ranks: global ranks of the training group, in group order.
-        topology: over ``len(ranks)`` ranks.
-        rank: this rank's place in the group.
-        timeout: of the collectives; None keeps torch's.
-        device: of NCCL's tensors. With NCCL, one group serves all lanes over the same ranks: one thread issues ops in
-            the plan's order, each group costs GPU memory, and groups must not be used in different orders.
-        backend: what ``new_group`` is given; None: it takes the default group's.
-        come: waits until all ranks have come to make the same lane, or raises ``RuntimeError``.
+    With NCCL one group serves all lanes over the same ranks: one thread issues ops in the plan's order, each group
+    costs GPU memory, and groups must not be used in different orders. ``backend`` None: the default group's. ``come``
+    waits until all ranks have come to make the same lane, or raises ``RuntimeError``.
     """
 
     def __init__(
@@ -154,8 +148,8 @@ class Lanes:
     ) -> Lane:
         """Return the lane of a round. The first request makes it: all ranks of the group must ask in the same order.
 
-        ``bidirectional``: for messages between pairs of ranks: with a mesh or, without one, a group for each direction.
-        ``mesh_only``: with a mesh that carries all ops (of CPU tensors) or, without one, as with ``bidirectional``.
+        Without a mesh, ``bidirectional`` (messages between pairs) and ``mesh_only`` (all ops) get a group for each
+        direction.
         """
         key = (purpose, scope, round_)
         held = self._held.get(key)
@@ -262,10 +256,7 @@ class Ledger:
 
 
 class PairwiseWork:
-    """Several works of Gloo without futures, each of which may be waited for only once.
-
-    ``wait`` waits in the caller's thread; only ``then`` starts a short-lived thread.
-    """
+    """Several works of Gloo without futures, each to be waited for only once: only ``then`` starts a thread."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works

@@ -26,10 +26,7 @@ _PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, to
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, which they keep alive.
-
-    Slicing them costs less than slicing a tensor.
-    """
+    """Return the bytes of a contiguous CPU tensor, which they keep: slicing costs less than slicing a tensor."""
     if x.dtype in _PLAIN and x.numel():
         return memoryview(x.detach().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
     return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -41,13 +38,9 @@ def shares_memory(x: Tensor) -> bool:
 
 
 class CountdownWork:
-    """Ends when all its parts have, or with the first one's error.
+    """Ends when all its ``parts`` messages have, or with the first one's error, which ``failed`` is told.
 
-    Args:
-        parts: number of messages.
-        last: called by the thread that moves the last byte, before anyone is told of the end; an error in it becomes
-            the work's error.
-        failed: called with an error.
+    The thread that moves the last byte calls ``last`` before anyone is told of the end; its error becomes the work's.
     """
 
     def __init__(
@@ -200,13 +193,9 @@ class _Way:
 
 
 class Stream:
-    """One end of a connection, shared by the threads that post messages and the loop that moves them.
+    """One end of a connection, which it owns, shared by the threads that post messages and the loop that moves them.
 
-    Args:
-        connection: a connected TCP socket, owned from now on.
-        peer: name of the other side, for errors.
-        timeout: seconds without a byte after which a waiting message fails, and all messages after it.
-        loop: watches the socket.
+    After ``timeout`` seconds without a byte, a waiting message and all after it fail; errors name the ``peer``.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float, loop: SocketLoop) -> None:

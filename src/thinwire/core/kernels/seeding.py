@@ -16,12 +16,7 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 
 def seed_of(*words: object) -> int:
-    """Return the seed for some words: the first 8 bytes of ``blake2b("word:word:...")``, without the sign bit.
-
-    Example:
-        >>> seed_of(0, "layer.weight") == seed_of("0:layer.weight")
-        True
-    """
+    """Return the seed for some words: the first 8 bytes of ``blake2b("word:word:...")``, without the sign bit."""
     text = ":".join(str(word) for word in words)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)
@@ -40,10 +35,9 @@ def normal(rows: int, columns: int, *words: object, dtype: torch.dtype, device: 
 
 
 def noise(n: int, *words: object, device: torch.device) -> Tensor:
-    """Return ``n`` int16 numbers, uniform over all of int16, for stochastic rounding.
+    """Return ``n`` int16 numbers, uniform over all of int16, for stochastic rounding; CUDA and CPU draw different ones.
 
-    They are drawn on ``device``: CUDA and CPU draw different numbers. Four of them come from one 64-bit draw, because
-    draws take most of a quantiser's time on a CPU.
+    Four come from one 64-bit draw, because draws take most of a quantiser's time on a CPU.
     """
     if device.type == "meta":
         return torch.empty(n, dtype=torch.int16, device=device)

@@ -60,11 +60,7 @@ def choose(a: Tensor, k: int, select: str, bucket: Bucket, state: State) -> tupl
 def all_gather_pairs(
     values: Tensor, indices: Tensor, wire: torch.dtype
 ) -> Generator[Any, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Send k pairs to all ranks.
-
-    Returns:
-        Values and indices of all ranks ``[P, k]``; the rounding errors of this rank's values as sent ``[k]``.
-    """
+    """Send k pairs to all ranks. Returns all ranks' ``[P, k]``, and this rank's rounding errors ``[k]``."""
     sent = to_wire(values, wire)
     parts = yield AllGather(pack(sent, indices))
     everyone, places = unpack(parts, indices.numel(), wire)
@@ -72,11 +68,9 @@ def all_gather_pairs(
 
 
 def deliver(bucket: Bucket, values: Tensor, indices: Tensor, finite: Tensor, ranks: int) -> None:
-    """Write the sum of pairs over ``ranks``, in the gradient's own memory if its dtype allows.
+    """Write the sum of pairs over ``ranks``, in the gradient's own memory if its dtype allows; NaN unless ``finite``.
 
-    Args:
-        values, indices: ``[rows, k]``, or ``[k]`` padded with index -1.
-        finite: the verdict; if it is False, everything becomes NaN.
+    Pairs are ``[rows, k]``, or ``[k]`` padded with index -1.
     """
     dtype = working_dtype(bucket.dtype)
     direct = bucket.dtype == dtype

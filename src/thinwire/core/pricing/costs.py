@@ -37,14 +37,10 @@ def startups(kind: str, members: int) -> int:
 
 
 def copies(kind: str, members: int, sharing: int = 1) -> float:
-    """Return how many times the message's bytes cross the busiest link.
+    """Return how many times the message's bytes cross the busiest link, of a card that ``sharing`` ranks share.
 
-    Args:
-        kind: the operation.
-        members: ranks that take part.
-        sharing: ranks that share one network card. A ring has one edge that leaves each machine, however many ranks the
-            machine has. In an all-to-all, every pair of ranks on two machines sends across, and all pairs of one
-            machine use the same card.
+    One edge of a ring leaves each machine, however many ranks that has; in an all-to-all, every pair of ranks on two
+    machines sends across.
     """
     others = members - 1
     if kind == "AllReduce":
@@ -67,8 +63,7 @@ def copies(kind: str, members: int, sharing: int = 1) -> float:
 def tree(a: float, b: float, members: int) -> tuple[float, float]:
     """Return start-up seconds and seconds per byte of an all-reduce along trees that share the links: up, then down.
 
-    Every rank sends the message twice, once on the way up and once on the way down, cut into pieces that are pipelined
-    (:class:`~thinwire.core.pricing.costs.RingOrTree`).
+    Every rank sends the message twice, cut into pieces that are pipelined (:class:`RingOrTree`).
     """
     return 2 * math.ceil(math.log2(members)) * a, 2 * b
 
@@ -154,14 +149,10 @@ class Table:
 
 @dataclass(frozen=True)
 class RingOrTree:
-    """The cheaper of ring and tree, between which NCCL chooses by size.
+    """The cheaper of ring and tree (as if nothing waited for a piece), between which NCCL chooses by size.
 
     A tree passes pieces on. With pieces of n bytes, S bytes to send and D steps from the leaves to the root and back,
     there are D + S / n steps, each with a start-up and a piece. With the best n they take (sqrt(D a) + sqrt(S b))^2.
-
-    Attributes:
-        ring: cost of the whole ring.
-        tree: start-ups along the tree and time per byte, as if nothing had to wait for a piece.
     """
 
     ring: Linear

@@ -48,23 +48,11 @@ def finish(
     *,
     side_stream: bool = False,
 ) -> float:
-    """Return when the last message has arrived, counted from the start of backward.
+    """Return when the last message has arrived, in seconds from the start of backward; 0 for no tensors.
 
-    Scatter and zero-fill after the exchange are the same for every grouping and are left out.
-
-    Args:
-        groups: consecutive indices, in backward order, each index once.
-        sizes: elements per tensor, in backward order.
-        backward_seconds: backward time of each tensor, from the previous gradient to this one.
-        exchange_seconds: exchange time of a group, as a function of its elements.
-        select_seconds: selection time of a group, as a function of its elements; None if nothing is selected (dense).
-        side_stream: the selection runs alongside backward and does not delay it. Has no effect if dense.
-
-    Returns:
-        Seconds; 0 for no tensors. The exposed time is what exceeds ``sum(backward_seconds)``.
-
-    Raises:
-        ValueError: invalid groups, sizes or times, or a callable that returns an invalid time.
+    ``groups`` are consecutive indices in backward order; prices are functions of a group's elements, without
+    ``select_seconds`` dense. ``side_stream``: selection delays no backward. Scatter and zero-fill after the exchange
+    are the same for every grouping and are left out.
 
     Example:
         >>> finish([[0], [1, 2]], [4, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.5 + d)

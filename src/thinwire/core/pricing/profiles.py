@@ -116,13 +116,9 @@ class ModelProfile(Record):
 
 @dataclass(frozen=True)
 class Layer:
-    """One module in forward order.
+    """One module in forward order: FLOPs of one sample, and parameters (short name, shape) in order of registration.
 
-    Attributes:
-        name: name in the model.
-        flops: forward FLOPs of one sample.
-        parameters: (short name, shape) in order of registration; none for attention cores and tied heads.
-        kind: class of the module, if it matters to a method.
+    Attention cores and tied heads have no parameters. ``kind``: class of the module, if it matters to a method.
     """
 
     name: str
@@ -343,8 +339,7 @@ def _product(name: str, inputs: int, outputs: int, positions: int) -> Layer:
 def kronecker_shapes(profile: ModelProfile) -> list[tuple[str, int, int]]:
     """Return (module, d_A, d_G) in order of registration: weights with two or four dimensions; not embeddings.
 
-    Args:
-        profile: its tensors are named ``<module>.weight`` and ``<module>.bias``; a bias adds a row to A.
+    Tensors are named ``<module>.weight`` and ``<module>.bias``; a bias adds a row to A.
     """
     biased = {tensor.module for tensor in profile.tensors if tensor.name.endswith(".bias")}
     found = []

@@ -13,12 +13,9 @@ from thinwire.core.records import Record
 
 @dataclass(frozen=True)
 class Ratios(Record):
-    """Kept elements per layer, in backward order. Part of the plan: a different count on one rank breaks the exchange.
+    """Kept elements per layer, in backward order, all of ``dense`` ones; ``finish_seconds`` from backward's start.
 
-    Attributes:
-        kept: elements sent; all of them if the layer is dense.
-        dense: whether the layer is all-reduced without selection.
-        finish_seconds: end of the last message, from the start of backward.
+    Part of the plan: a different count on one rank breaks the exchange.
     """
 
     called: ClassVar[str] = "thinwire ratios"

@@ -32,10 +32,9 @@ class OrderError(RuntimeError):
 
 
 def run_lockstep(programs: Sequence[Program], topology: Topology, where: str = "") -> list[int]:
-    """Run one program per rank to its end. Return the bytes that each rank sent.
+    """Run one program per rank to its end; return the bytes that each sent.
 
-    Raises:
-        OrderError: no group instance has all its ranks at the same op; the message lists what each rank waits for.
+    ``OrderError``, if no group has all its ranks at the same op, lists what each rank waits for.
     """
     size = topology.world_size
     waiting: list[Collective | None] = [None] * size

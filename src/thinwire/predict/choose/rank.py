@@ -66,10 +66,7 @@ UNCERTAINTY: Mapping[Provenance, float] = {"measured here": 0.10, "measured else
 
 
 def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:
-    """Return all prices at one end of their uncertainty: -1 cheap, 1 expensive.
-
-    Curves are looked up first, so that curves scaled from another group size count as assumed.
-    """
+    """Return prices at one end of their uncertainty: -1 cheap, 1 expensive; what is scaled counts as assumed."""
     exchanges = {}
     for scope, members in Place(topology).members.items():
         for kind in KINDS if members > 1 else ():
@@ -92,10 +89,10 @@ def spread_profile(profile: ModelProfile, sign: int) -> ModelProfile:
 
 
 def measured_share(timeline: Timeline, profile: ModelProfile, topology: Topology, costs: Costs) -> float:
-    """Return the fraction of the step whose price was measured here.
+    """Return the fraction of the step whose price was measured here; method work if every compute curve was.
 
-    Each moment counts once: for forward and backward if they run, otherwise for the methods' own work, otherwise for
-    the exchange in flight. Method work counts as measured if every compute curve was measured.
+    Each moment counts once: for forward and backward if they run, else for methods' work, else for the exchange in
+    flight.
     """
     members = Place(topology).members
     method = bool(costs.compute) and all(c.provenance == "measured here" for c in costs.compute.values())

@@ -218,12 +218,7 @@ def repeats(first_seconds: float, share_seconds: float) -> int:
 
 
 class ProbeRun:
-    """One probe. All ranks call every method, and advance every generator, together.
-
-    Attributes:
-        elapsed: seconds spent on measuring exchanges so far, on the slowest rank.
-        exchanged: number of exchanges timed so far.
-    """
+    """One probe. All ranks call every method, and advance every generator, together; times are the slowest's."""
 
     def __init__(
         self,
@@ -303,10 +298,7 @@ class ProbeRun:
         largest: int | None = None,
         least: int = LEAST_CALLS,
     ) -> Iterator[None]:
-        """Measure compute on all ranks at once, counting the slowest; yields after each curve.
-
-        Arguments as in :func:`~thinwire.measure.kernels.kernel_cases`; ``source``: recorded in the curves.
-        """
+        """Measure compute on all ranks at once by ``kernel_cases``, counting the slowest; yields after each curve."""
         self._progress(0.9, "compute")
         for name, points in kernel_cases(
             self._wire.device, seconds=seconds, meet=self._wire.meet, names=names, largest=largest, least=least

@@ -45,10 +45,8 @@ def numbered(batches: Batches) -> Callable[[int], Any]:
 class Watch:
     """Notes the marks of one training step; a context manager that removes its hooks.
 
-    Attributes:
-        started: mark of the first module that ran; None if none did.
-        arrivals: parameter -> mark of its gradient, the last one if it arrived in parts.
-        calls: (module, True on entry or False on return, mark), in order.
+    ``arrivals``: of each gradient, the last if it came in parts. ``calls``: (module, True on entry or False on return,
+    mark), in order.
     """
 
     def __init__(self, model: nn.Module, stopwatch: Stopwatch) -> None:

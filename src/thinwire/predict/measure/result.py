@@ -37,8 +37,8 @@ class LinearFit:
 def fit_line(points: Sequence[Point]) -> LinearFit:
     """Fit a line through measured points; neither its start-up nor its rate is negative.
 
-    Least squares weighted by 1 / seconds, a compromise between absolute errors (small messages would not count) and
-    relative ones (a kink among small messages would distort the rate of large ones).
+    Weights 1 / seconds: by absolute errors small messages would not count, by relative ones their kinks distort the
+    rate.
     """
     if not points:
         raise ValueError("a line needs at least one point")
@@ -59,10 +59,7 @@ def fit_line(points: Sequence[Point]) -> LinearFit:
 
 
 def never_falling(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the points in ascending order without falling costs: falling points are noise, replaced by their mean.
-
-    Upward kinks are kept.
-    """
+    """Return the points ascending, falling ones (noise) replaced by their mean; upward kinks are kept."""
     pools: list[tuple[float, float, int]] = []  # mean bytes, mean seconds, points
     for x, y in sorted(points):
         pools.append((x, y, 1))

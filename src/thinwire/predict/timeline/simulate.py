@@ -222,8 +222,7 @@ def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[Comp
 def _modules(profile: ModelProfile) -> list[ModuleTime]:
     """Return the modules in forward order; their seconds add up to the profile's forward pass.
 
-    If the profile has no modules: the owners of the tensors, the last gradient's first, in proportion to their backward
-    seconds.
+    Without modules: the owners of the tensors, the last gradient's first, in proportion to their backward seconds.
     """
     modules = list(profile.modules)
     if not modules:

@@ -33,11 +33,9 @@ def histogram(
     window: str = "circular",
     engine: str = "auto",
 ) -> Tensor:
-    """Return indices of k entries: exact except for the choice among equal magnitudes.
+    """Return k indices, exact except among equal magnitudes, if all digits are looked at (``passes`` None).
 
-    Args:
-        passes: number of digits to look at; None: all.
-        engine: what counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
+    ``engine`` counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
     """
     field = Magnitudes(x, k)
     digits = _DIGITS[field.dtype]
@@ -100,15 +98,9 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str
 
 
 def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
-    """Return a histogram of the ``bits`` bits below bit ``shift`` of the keys whose upper bits are ``prefix``.
+    """Count the digits, ``bits`` bits from bit ``shift``, of keys ``[d]`` whose upper bits are ``prefix``.
 
     It does without a host read.
-
-    Args:
-        keys: int32 or int64 ``[d]``, not negative.
-        prefix: 0-dim.
-        shift: number of bits below the prefix.
-        bits: number of bits in the digit.
     """
     bins = 1 << bits
     digit = torch.where((keys >> shift) == prefix, (keys >> (shift - bits)) & (bins - 1), bins)

@@ -26,13 +26,7 @@ _STRIDE = 32  # strides are 32j + 1: a row length, mostly a multiple of 32, woul
 def threshold(
     x: Tensor, k: int, generator: torch.Generator | None = None, *, sample: float = 0.01, rounds: int = 10
 ) -> Tensor:
-    """Return indices of k entries.
-
-    Args:
-        generator: for the sample's start and the window.
-        sample: share of the entries that is sampled; at least 2 d / k entries are.
-        rounds: the most changes of the threshold.
-    """
+    """Return k indices: from a share ``sample``, at least 2 d / k entries, and at most ``rounds`` changes."""
     if not 0 < sample <= 1:
         raise ValueError(f"sample={sample} must be above 0 and at most 1")
     if rounds < 0:
