@@ -45,14 +45,12 @@ def check_number(
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return one of the choices."""
     if isinstance(value, bool) or value not in tuple(choices):
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}")
     return value
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
     return value

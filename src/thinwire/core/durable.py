@@ -218,7 +218,6 @@ class CheckpointDirectory:
 
     @contextmanager
     def write(self, number: int, stays: int | None = None) -> Iterator[Path]:
-        """Call ``begin``, and at the end ``finish``; ``abort`` if it cannot be written."""
         try:
             yield self.begin(number)
             self.finish(number, stays)
@@ -253,7 +252,6 @@ class CheckpointDirectory:
             shutil.rmtree(gone)
 
     def _discard(self, path: Path) -> None:
-        """Remove what is never read, if it exists and can be removed."""
         if self._suffix:
             with suppress(OSError):
                 path.unlink()

@@ -26,7 +26,6 @@ class Record:
     alone: ClassVar[bool] = True
 
     def to_json(self) -> str:
-        """Return one line of JSON, which :meth:`from_json` reads."""
         return json.dumps(plain(self))
 
     @classmethod
@@ -43,7 +42,6 @@ class Record:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 

@@ -232,8 +232,6 @@ class Lanes:
 
 
 class Ledger:
-    """The collectives that this rank has issued."""
-
     def __init__(self) -> None:
         self.issued: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -292,7 +290,6 @@ class PairwiseWork:
             raise self._error
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call back, from another thread or at once, when all have ended or failed."""
         with self._lock:
             ended = self._ended.is_set()
             if not ended:
@@ -306,7 +303,6 @@ class PairwiseWork:
 def send_and_receive(
     sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: Lane, tag: int
 ) -> PairwiseWork | CountdownWork:
-    """Send and receive one message per peer (ranks within the lane)."""
     messages = (*sending.values(), *receiving.values())
     if lane.mesh is not None and all(x.device.type == "cpu" for x in messages):
         work = CountdownWork(len(messages))

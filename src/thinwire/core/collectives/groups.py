@@ -32,7 +32,6 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def backends_to_ask_for(device: torch.device) -> str:
-    """Return what ``init_process_group`` should be given where models are on this device."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 

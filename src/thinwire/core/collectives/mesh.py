@@ -55,7 +55,6 @@ class Mesh:
         self.first, self.second = streams
 
     def close(self) -> None:
-        """Close the connections. Messages under way fail, here and on the other side."""
         for stream in (*self.first.values(), *self.second.values()):
             stream.close()
 

@@ -54,7 +54,6 @@ class CountdownWork:
         self._callbacks: list[Callable[[], None]] = []
 
     def part_ended(self) -> None:
-        """Count one more message that has arrived, or has been handed to the kernel."""
         with self._lock:
             self._left -= 1
             if self._left or self._ended:
@@ -70,7 +69,6 @@ class CountdownWork:
         self._end(error)
 
     def fail(self, error: RuntimeError) -> None:
-        """End the work with an error: one part will never end."""
         self._end(error)
 
     def _end(self, error: RuntimeError | None) -> None:
@@ -94,7 +92,6 @@ class CountdownWork:
             raise self._error
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call back, from another thread or at once, when the work has ended or failed."""
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)
@@ -269,7 +266,6 @@ class Stream:
             work.part_ended()
 
     def check(self, now: float) -> None:
-        """Fail if a message has waited too long without a byte."""
         if self._in.waiting and now - self._in.moved > self._timeout / 2:
             self.on_data()  # there may be fewer bytes than the kernel wakes for
         with self._lock:

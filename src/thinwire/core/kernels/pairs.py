@@ -87,7 +87,6 @@ def largest(values: Tensor, indices: Tensor, k: int) -> Tensor:
 
 
 def take(x: Tensor, places: Tensor, k: int) -> Tensor:
-    """Return the k elements that :func:`largest` keeps."""
     return x.new_empty(k + 1).scatter_(0, places, x)[:k]
 
 

@@ -27,7 +27,6 @@ _PACKED_BYTES = 1 << 13  # of packed bits: 64 Ki elements, which stay in a CPU's
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Pack a bool tensor ``[n]`` into uint8 ``[ceil(n / 8)]``."""
     mask = mask.reshape(-1)
     n = mask.numel()
     if n % 8 or not mask.is_contiguous() or mask.storage_offset() % 8:
@@ -118,7 +117,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
-    """Return the first ``n`` codes of packed ``[..., bytes]``, uint8 ``[..., n]``."""
     if bits == 8:
         return packed[..., :n]
     wide = packed.to(_WIDE[8 // bits])

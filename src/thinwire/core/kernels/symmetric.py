@@ -26,7 +26,6 @@ def packed_size(d: int) -> int:
 
 
 def side_of(size: int) -> int:
-    """Return the ``d`` whose ``packed_size`` is ``size``."""
     d = (math.isqrt(8 * size + 1) - 1) // 2
     if packed_size(d) != size:
         raise ValueError(f"{size} elements are not the upper triangle of a square matrix")

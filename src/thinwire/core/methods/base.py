@@ -99,12 +99,7 @@ def average_flat(
 
 @dataclass(frozen=True)
 class Warmup:
-    """Density warm-up: stage e of s keeps ``rho ** ((e + 1) / (s + 1))``, then rho.
-
-    Args:
-        steps_per_stage: synchronised steps per stage.
-        stages: number of stages.
-    """
+    """Density warm-up: stage e of s, each of some steps, keeps ``rho ** ((e + 1) / (s + 1))``, then rho."""
 
     steps_per_stage: int
     stages: int = 4

@@ -54,7 +54,6 @@ class Decoupling:
 
 
 def check_decoupling(method: Decoupling, *, residual: bool = False, collective: str = "flat") -> None:
-    """Raise ``ValueError`` unless the options are compatible; lists of names become tuples."""
     check_flag("decoupled", method.decoupled)
     check_flag("check_finite", method.check_finite)
     check_flag("poison_stale", method.poison_stale)

@@ -44,7 +44,6 @@ def stays_dense(shape: Sequence[int], embedding: bool) -> bool:
 
 
 def check_size(bucket: Bucket) -> None:
-    """Raise ``ValueError`` if an index does not fit into its 32 bits."""
     if bucket.numel > 2**31 - 1:
         raise ValueError(f"bucket {bucket.index} has {bucket.numel} elements; indices are int32: use smaller buckets")
 
@@ -107,7 +106,6 @@ _SORT, _FIND, _MERGE = 100.0, 200.0, 350.0  # relative to the memory's rate, for
 
 
 def messages(exchange: str, k: int, ranks: int, wire: str, capacity: float) -> list[tuple[str, int]]:
-    """Return (operation, bytes of one rank's message) of each exchange, in order."""
     pairs = message_bytes(k, WIRES[wire])
     if exchange == "allgather":
         return [("AllGather", pairs)]

@@ -63,7 +63,6 @@ class Code:
         return decode_sum(out, *rows, self.bits, self.size, None if means is None else means[None]), all_finite(scales)
 
     def decode_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of decoded messages of one chunk, in their order."""
         codes, scales, means = self._split(messages, dtype)
         out = torch.empty(self.chunk, dtype=dtype, device=messages.device)
         return decode_sum(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])

@@ -23,7 +23,6 @@ KINDS = ("AllReduce", "ReduceScatter", "AllGather", "AllToAll", "Broadcast", "Ex
 
 
 def startups(kind: str, members: int) -> int:
-    """Return the number of messages that are sent one after the other."""
     others = members - 1
     if kind == "AllReduce":
         return 2 * others
@@ -83,7 +82,6 @@ class Linear:
     Attributes:
         startup_seconds: time of a message of any size.
         seconds_per_byte: time of one byte. (Compute curves may count elements or FLOPs instead: ``Costs.compute``.)
-        provenance: where the numbers come from.
         source: provenance in free text.
     """
 
@@ -111,8 +109,6 @@ class Table:
 
     Attributes:
         points: (bytes, seconds), bytes ascending.
-        provenance: where the numbers come from.
-        source: provenance in free text.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -227,7 +223,6 @@ class Costs(Record):
 
         Raises:
             LookupError: there is nothing to scale from.
-            ValueError: an unknown operation.
         """
         place = scope.value if isinstance(scope, Scope) else scope
         key = (kind, place, members)
@@ -270,11 +265,7 @@ class Costs(Record):
         return (curve if share == 1.0 else curve.stretched(1.0, share, curve.source))(message_bytes)
 
     def compute_seconds(self, name: str, amount: float) -> float:
-        """Return the time of a computation; the unit of ``amount`` is that of the curve.
-
-        Raises:
-            LookupError: there is no such curve.
-        """
+        """Return the time of a computation (``amount`` in the curve's unit), or raise ``LookupError``."""
         if name not in self.compute:
             raise LookupError(f"the costs hold no curve {name!r}, only {', '.join(self.compute) or 'none'}")
         return self.compute[name](amount)
@@ -304,7 +295,7 @@ class Costs(Record):
         Args:
             bits_per_second: line rate of one machine's network card; its ranks share it.
             latency_seconds: start-up of one message.
-            workers: total number of ranks.
+            workers: ranks of all machines.
             ranks_per_node: ranks of each machine.
             efficiency: share of the line rate that the payload gets.
             node_bits_per_second: rate between ranks of one machine.

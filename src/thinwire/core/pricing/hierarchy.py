@@ -45,7 +45,6 @@ class CollectiveTable:
 
 
 def ways(topology: Topology) -> tuple[str, ...]:
-    """Return the sub-programs that differ on this topology."""
     if topology.nodes == 1 or max(topology.layout) == 1:
         return ("flat",)
     return WAYS if topology.uniform else ("flat", "three_phase")

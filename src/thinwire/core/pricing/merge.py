@@ -23,7 +23,6 @@ class Merge(Record):
 
     Attributes:
         groups: indices; every index once, in order.
-        finish_seconds: end of the last message, see :func:`finish`.
         rule: how it was made: "optimal", "mgwfbp" or "omgs".
         exact: whether no other grouping can be faster under the same costs.
     """
@@ -120,9 +119,6 @@ def fuse(
             then exceed the limit; if the last bucket is smaller than this, it joins the one before. Never across a
             break.
 
-    Returns:
-        Lists of indices.
-
     Example:
         >>> fuse([2, 2, 3, 9, 1], 4)
         [[0, 1], [2], [3], [4]]
@@ -168,9 +164,6 @@ def greedy_mgwfbp(sizes: Sequence[int], backward_seconds: Sequence[float], allre
         sizes: elements per tensor, in backward order.
         backward_seconds: backward time of each tensor, from the previous gradient to this one.
         allreduce_seconds: all-reduce time of a group, by its elements.
-
-    Raises:
-        ValueError: invalid sizes or times, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))
@@ -215,9 +208,6 @@ def greedy_omgs(
         exchange_seconds: exchange time of a group, by its elements.
         startup_seconds: saving of a merge, instead of the difference of exchange times: the rule of the authors'
             plotting script.
-
-    Raises:
-        ValueError: invalid sizes or times, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))

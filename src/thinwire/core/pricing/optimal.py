@@ -86,7 +86,6 @@ def cuts(
 
 
 def _join(sizes: list[int], breaks: set[int], max_elements: int | None, at_most: int) -> list[int]:
-    """Return the borders left after repeatedly joining the pair of neighbours with the fewest elements."""
     count = len(sizes)
     size, before, after = list(sizes), list(range(-1, count - 1)), list(range(1, count + 1))
     alive = [True] * count
@@ -132,9 +131,6 @@ def optimal_dense(
 
     Returns:
         The merge; among equal ones, the one whose last group is longest, at every step backwards.
-
-    Raises:
-        ValueError: invalid sizes, times, breaks or cap, or a callable that returns an invalid time.
 
     Example:
         >>> optimal_dense([8, 1, 1], [1.0, 1.0, 1.0], lambda d: 1.0 + d / 4).groups
@@ -202,9 +198,6 @@ def optimal_sparse(
 
     Returns:
         The merge. ``exact`` is False if tensors had to be joined beforehand (more than 512 of them).
-
-    Raises:
-        ValueError: invalid sizes, times, breaks or cap, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))

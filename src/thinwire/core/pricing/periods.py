@@ -14,7 +14,6 @@ EVERY = (2, 4, 8, 16, 32, LONGEST)
 
 
 def up_to(most: int) -> tuple[int, ...]:
-    """The periods to choose from that have at most so many steps."""
     return tuple(every for every in EVERY if every <= max(EVERY[0], most))
 
 
@@ -129,7 +128,6 @@ def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | N
 
 
 def exposed(steps: Sequence[Sequence[int]], exchanges: Sequence[int], windows: Sequence[int]) -> int:
-    """Return the time of a calendar's exchanges that nothing hides, over the period."""
     loads = (sum(exchanges[layer] for layer in some) for some in steps)
     return sum(max(0, load - window) for load, window in zip(loads, windows, strict=True))
 

@@ -41,9 +41,6 @@ def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[fl
         workers: number of workers.
         communicate_seconds: time to send each item's result; None: no item is computed twice.
 
-    Raises:
-        ValueError: no worker, a cost that is negative or not finite, lists of different lengths.
-
     Example:
         >>> place([5.0, 3.0, 3.0, 1.0], 2)
         Placement(owner=(0, 1, 1, 0), makespan=6.0)

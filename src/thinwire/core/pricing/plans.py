@@ -84,8 +84,6 @@ RULES = ("optimal", "mgwfbp", "omgs", "lags", "tune")
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements that such a rule uses."""
-
     profile: ModelProfile
     costs: Costs
     topology: Topology
@@ -101,12 +99,10 @@ class BucketIndices:
 
 
 def rule_of(method: Method) -> Any:
-    """Return the fusion rule of a method: a word, a number of MiB, or a ``Merge``."""
     return method.fusion_rule or method.fusion
 
 
 def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
-    """Return a function: bytes -> seconds of one all-reduce over all ranks."""
     return lambda size: costs.seconds("AllReduce", Scope.WORLD, topology.world_size, round(size))
 
 
@@ -116,7 +112,6 @@ def hidden_seconds(profile: ModelProfile, costs: Costs, topology: Topology) -> C
 
 
 def needs_measurement(method: Method) -> bool:
-    """Return whether the method's plan depends on measured times."""
     rule = rule_of(method)
     return (isinstance(rule, str) and rule in RULES) or method.collective == "auto"
 
@@ -131,7 +126,6 @@ def cut(
     measured: Measured,
     phase: int,
 ) -> list[BucketIndices]:
-    """Cut tensors into buckets."""
     if rule == "lags":
         return _layers(method, sizes, seconds, measured)
     if method.selects:
@@ -265,9 +259,6 @@ def make_plan(
         all_reduce: for ``fusion="auto"``: bytes -> seconds of an all-reduce over all ranks that backward can hide
             (:func:`~thinwire.core.pricing.plans.gain_of_overlap`); None: derived from ``measured``, or fixed sizes if
             that is None too.
-
-    Raises:
-        ValueError: a ``Merge`` made for other tensors.
     """
     seconds = {} if measured is None else {t.name: t.backward_seconds for t in measured.profile.tensors}
     last = set(late)

@@ -51,13 +51,10 @@ class ModelProfile(Record):
     """A model as numbers, for one batch size and device.
 
     Attributes:
-        name: name of the model.
         tensors: in backward order: the gradient that is ready first comes first.
         forward_seconds: the whole forward pass; may exceed the sum over modules.
         modules: in forward order; a tensor belongs to the module whose name its own name begins with.
         dtype_bytes: bytes of one gradient element.
-        provenance: where the seconds come from.
-        source: provenance in free text.
     """
 
     called: ClassVar[str] = "a thinwire profile"
@@ -128,13 +125,11 @@ class Layer:
 
 
 def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
-    """Return a fully connected layer with bias, applied at that many positions of a sample."""
     parameters = (("weight", (outputs, inputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)
 
 
 def convolution(name: str, inputs: int, outputs: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
-    """Return a square convolution whose output is ``side`` x ``side``."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = (("weight", (outputs, inputs, kernel, kernel)),)
     if bias:
         parameters += (("bias", (outputs,)),)
@@ -197,9 +192,6 @@ def builtin(
         device_flops: FLOP/s that the device sustains.
         sequence_length: positions per sample, for BERT (at most 512) and GPT-2 (at most 1,024).
 
-    Raises:
-        ValueError: an unknown name, or an option that does not apply.
-
     Example:
         >>> builtin("resnet50").elements
         25557032
@@ -216,7 +208,6 @@ def builtin(
 
 
 def densenet(blocks: Sequence[int]) -> list[Layer]:
-    """Return the layers of DenseNet-121 (6, 12, 24, 16) or -201 (6, 12, 48, 32)."""
     channels, growth, side = 64, 32, 56
     layers = [convolution("features.conv0", 3, channels, 7, 112), norm("features.norm0", channels, 112**2)]
     for b, count in enumerate(blocks, 1):
@@ -249,7 +240,6 @@ def vgg16() -> list[Layer]:
 
 
 def bottleneck_resnet(blocks: Sequence[int]) -> list[Layer]:
-    """Return the layers of ResNet-50 (3, 4, 6, 3), -101 (3, 4, 23, 3) or -152 (3, 8, 36, 3)."""
     layers: list[Layer] = []
 
     def add(conv: str, bn: str, inputs: int, outputs: int, kernel: int, side: int) -> None:
@@ -331,7 +321,6 @@ def gpt2(hidden: int, depth: int, positions: int, *, vocabulary: int = 50257) ->
 
 
 def _product(name: str, inputs: int, outputs: int, positions: int) -> Layer:
-    """Return a fully connected layer that stores its matrix as inputs x outputs."""
     parameters = (("weight", (inputs, outputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)
 

@@ -60,9 +60,6 @@ def lags(
 
     Returns:
         Kept counts; a layer without elements sends nothing and counts as dense.
-
-    Raises:
-        ValueError: invalid sizes, times or ratio, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))

@@ -78,7 +78,6 @@ def _signature(op: Collective) -> tuple[Any, ...]:
 
 
 def _find(waiting: Sequence[Collective | None], topology: Topology) -> list[int] | None:
-    """Return the ranks of an op that can complete now; None: there is none."""
     for rank, op in enumerate(waiting):
         if op is None:
             continue
@@ -104,7 +103,6 @@ def _find(waiting: Sequence[Collective | None], topology: Topology) -> list[int]
 
 
 def _ordered_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum in rank order, 16-bit floats in fp32; the result has the input's dtype."""
     first = tensors[0]
     floating = first.dtype.is_floating_point
     total = first.to(working_dtype(first.dtype)).clone() if floating else first.clone()
@@ -191,7 +189,6 @@ class LocalWorld:
 
         Raises:
             OrderError: the ranks' programs do not match.
-            ValueError: the gradients do not match each other or the plan.
         """
         if len(gradients) != self.size:
             raise ValueError(f"{self.size} ranks need {self.size} dicts of gradients, not {len(gradients)}")

@@ -38,8 +38,6 @@ def extend(part: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 
 @dataclass
 class _Kept:
-    """State in force, or new state that is not yet."""
-
     residuals: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     offsets: dict[str, int] = dataclasses.field(default_factory=dict)  # of residuals that are slices: where they begin
     fields: dict[Key, Tensor] = dataclasses.field(default_factory=dict)

@@ -29,8 +29,6 @@ TIE = 0.10
 
 
 class Rival(Protocol):
-    """A method, and when it reaches a loss."""
-
     @property
     def times(self) -> tuple[float, float, float]:
         """Seconds: minimum, median and maximum over seeds; infinite if a seed did not reach the loss."""
@@ -169,7 +167,6 @@ class SimulatedMethod:
 
     @property
     def most_loss_seconds(self) -> float:
-        """The same, with the most steps measured."""
         return self.seconds * self.worth.high
 
 

@@ -38,7 +38,6 @@ class Worth:
 
     @property
     def known(self) -> bool:
-        """Whether half of the seeds reached the loss."""
         return math.isfinite(self.middle)
 
 

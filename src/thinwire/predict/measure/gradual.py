@@ -73,7 +73,6 @@ class GradualProbe:
             self._kernels = self._run.kernels(0.0, self._source, names=compute, largest=_ELEMENTS, least=1)
 
     def advance(self) -> None:
-        """Run one piece: exchanges for its share of the time, then its compute curves."""
         end, count = self._run.elapsed + self._share, 0
         while (self._run.elapsed < end or count < self._least) and next(self._exchanges, _OVER) is not _OVER:
             count += 1

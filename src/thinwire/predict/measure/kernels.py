@@ -38,7 +38,6 @@ class Stopwatch:
         self._events = device.type == "cuda" and clock is time.perf_counter
 
     def mark(self) -> Any:
-        """Mark this moment without waiting for the device."""
         if not self._events:
             return self._clock()
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
@@ -179,13 +178,11 @@ def _memory(pool: Tensor, largest: int) -> Iterator[Case]:
 
 
 def _multiply(pool: Tensor, largest: int) -> Iterator[Case]:
-    """Measure a projection and a reconstruction, as in ``kernels.lowrank``."""
     for side in (side for side in SQUARES if side * side <= largest):
         yield multiply_flops(side, side, RANK), 2, _products(pool, side, RANK)
 
 
 def _thin(pool: Tensor, largest: int) -> Iterator[Case]:
-    """Measure the same with few columns, by the elements of the large matrix."""
     for side in (side for side in SQUARES if side * side <= largest):
         yield side * side, 2, _products(pool, side, THIN)
 
@@ -206,7 +203,6 @@ _BETWEEN = 4  # interpolation points in each doubling
 
 
 def sides(largest: int) -> list[int]:
-    """Return 64, 128, ... up to the first that is at least ``largest``."""
     if largest < 1:
         raise ValueError(f"largest={largest} must be the side of a matrix, at least 1")
     return [_SMALLEST << n for n in range(max(0, math.ceil(math.log2(largest / _SMALLEST))) + 1)]

@@ -77,8 +77,6 @@ class Load:
 
 
 class LoadWatch:
-    """Observes the load from its creation until ``load`` is called."""
-
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._before = self._average()

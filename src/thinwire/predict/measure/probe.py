@@ -54,8 +54,6 @@ class Times:
 
 
 class ExchangeTimer:
-    """Times exchanges. All ranks call every method, in the same order."""
-
     def __init__(
         self,
         lanes: Lanes,
@@ -94,7 +92,6 @@ class ExchangeTimer:
         return rows
 
     def text(self, mine: str) -> str:
-        """Return the first rank's text."""
         raw = mine.encode()
         length = torch.tensor([len(raw)], device=self.device)
         dist.broadcast(length, self._control.ranks[0], group=self._control.group)
@@ -178,7 +175,6 @@ _MOST_BYTES = 1 << 30  # largest output of an all-gather
 
 
 def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]:
-    """Return sizes in bytes: powers of two times the smallest, and the largest."""
     if not 2 * smallest <= largest <= _MOST:
         raise ValueError(
             f"the largest message must be at least {2 * smallest} bytes and at most {_MOST}, not {largest}"
@@ -240,7 +236,6 @@ class ProbeRun:
 
     @property
     def always(self) -> int:
-        """Number of the first exchange measurements, which are always made."""
         return _ALWAYS * len(KINDS) * len(self._wire.scopes)
 
     def exchanges(self, sizes: Sequence[int]) -> Iterator[None]:
@@ -331,7 +326,6 @@ def probe(
         process_group: a Gloo or NCCL group; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE. With several ranks on
             several machines the groups of a machine and across machines are measured too.
-        largest_bytes: largest message.
         seconds: time for the exchanges; what does not fit is left out, the largest messages first.
         kernel_seconds: time for compute, on all ranks at once; 0: leave it out.
         device: device of the messages; None: the current GPU for NCCL, else the CPU.

@@ -117,7 +117,6 @@ class Watch:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and torch's random number state on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -249,7 +248,6 @@ def _apart(arrivals: list[dict[str, float]], names: list[str]) -> dict[str, floa
 
 
 def _element_bytes(parameters: list[nn.Parameter]) -> int:
-    """Return the bytes per element of most elements."""
     sizes: Counter[int] = Counter()
     for parameter in parameters:
         sizes[parameter.element_size()] += parameter.numel()

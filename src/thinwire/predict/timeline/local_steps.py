@@ -48,7 +48,6 @@ class Periodic(Method):
 
     @property
     def carrier(self) -> Method:
-        """Return the codec, with the whole model in one bucket."""
         flat = {"collective": "flat"} if self.codec.collective == "auto" else {}
         return replace(self.codec, fusion="single", **flat)  # type: ignore[type-var]
 

@@ -33,7 +33,6 @@ class Wave:
         self._begun = 0
 
     def ready(self, position: int) -> list[int]:
-        """Note that the gradients of a program are ready. Return the positions that may begin."""
         if self._streams is None:
             return [position]
         self._waiting.add(position)
@@ -170,7 +169,6 @@ class Machine:
         heapq.heappush(self._heap, (self.now + seconds, self._count, then))
 
     def _dispatch(self) -> None:
-        """Start whatever can start, the worker first."""
         while True:
             while self._jobs and self._job is None:
                 self._work(heapq.heappop(self._jobs)[-1])

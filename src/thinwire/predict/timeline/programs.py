@@ -21,8 +21,6 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange: what it occupies and for how long."""
-
     name: str
     scope: Scope
     link: str

@@ -135,7 +135,6 @@ def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _mean_of(periods: Sequence[Period], plan: Plan, every: int | None) -> Timeline:
-    """Combine periods that follow one another into the mean of their steps."""
     steps, start = sum(period.every for period in periods), 0.0
     events: list[Event] = []
     for period in periods:
@@ -179,7 +178,6 @@ def tasks_of(
     deferred: Sequence[ProgramPart],
     optimizer_seconds: float,
 ) -> StepTasks:
-    """Lay out one step."""
     modules = _modules(profile)
     size_of = {tensor.name: tensor.size for tensor in profile.tensors}
     total = max(1, profile.elements)
@@ -286,7 +284,6 @@ def bound_by(
 
 
 def network_free(costs: Costs, *, startup: int, rest: int) -> Costs:
-    """Return the same costs with the network's start-ups or rates made free."""
     return replace(
         costs,
         exchanges={key: curve.stretched(startup, rest, "made free") for key, curve in costs.exchanges.items()},

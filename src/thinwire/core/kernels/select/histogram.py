@@ -76,7 +76,6 @@ def _edge(field: Magnitudes, prefix: Tensor, shift: int) -> Number:
 
 
 def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str) -> Tensor:
-    """Return how often each digit follows the prefix: int64 ``[2 ** bits]``."""
     keys = _KEYS[field.dtype]
     if not field.host:
         (a,) = field.pieces()

@@ -55,7 +55,6 @@ def threshold(
 
 
 def _best(field: Magnitudes, generator: torch.Generator | None) -> Tensor:
-    """Return the exact choice; a window decides between equals."""
     kth = torch.topk(_clean(field, field.x), field.k, sorted=False).values.amin()
     band = Band(field, field.k)
     band.low = float(kth) if field.host else kth.double()
@@ -64,7 +63,6 @@ def _best(field: Magnitudes, generator: torch.Generator | None) -> Tensor:
 
 
 def _sampled(field: Magnitudes, share: float, u: Number) -> Number:
-    """Return the threshold of a strided sample with a random start."""
     wanted = min(field.size, max(math.ceil(share * field.size), math.ceil(2 * field.size / field.k)))
     stride = max(1, (field.size // wanted - 1) // _STRIDE * _STRIDE + 1)
     n = field.size // stride
