@@ -1,5 +1,8 @@
 """What holds for every method: results and state do not know the loss scale; wrong options are one clear sentence."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from worlds import EVERY, draw, label
@@ -38,6 +41,17 @@ def test_a_loss_scale_changes_no_bit(chosen):
     bits = {} if isinstance(chosen, (ACP, PowerSGD)) else {"rtol": 0, "atol": 0}  # their products are the library's
     torch.testing.assert_close(scaled, result, **bits)
     torch.testing.assert_close(kept_scaled, kept, **bits)
+
+
+@pytest.mark.parametrize(
+    "chosen", [ACP(2, seed=3), PowerSGD(2), QSGD(4, 64), Cast("int8", 16), TernGrad(seed=2)], ids=label
+)
+def test_counts_may_be_those_of_numpy(chosen):
+    counts = {name: np.int64(value) for name, value in chosen.options().items() if type(value) is int}
+    made = dataclasses.replace(chosen, **counts)
+    assert made == chosen
+    assert all(type(made.options()[name]) is int for name in counts)
+    torch.testing.assert_close(end_of(made, None), end_of(chosen, None), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

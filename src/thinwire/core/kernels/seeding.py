@@ -16,7 +16,12 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 
 def seed_of(*words: object) -> int:
-    """Return the seed for some words: the first 8 bytes of ``blake2b("word:word:...")``, without the sign bit."""
+    """Return the seed for some words: the first 8 bytes of ``blake2b("word:word:...")``, without the sign bit.
+
+    Example:
+        >>> seed_of(0, "layer.weight") == seed_of("0:layer.weight")
+        True
+    """
     text = ":".join(str(word) for word in words)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)

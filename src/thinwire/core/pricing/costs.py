@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeAlias, get_args
 
-from thinwire.core.checks import check_number
+from thinwire.core.checks import check_choice, check_number
 from thinwire.core.program.ops import Scope
 from thinwire.core.records import Record
 
@@ -70,11 +70,6 @@ def tree(a: float, b: float, members: int) -> tuple[float, float]:
 Provenance: TypeAlias = Literal["measured here", "measured elsewhere", "assumed"]
 
 
-def check_provenance(provenance: str) -> None:
-    if provenance not in get_args(Provenance):
-        raise ValueError(f"provenance={provenance!r} is unknown; use one of {', '.join(get_args(Provenance))}")
-
-
 @dataclass(frozen=True)
 class Linear:
     """A start-up time plus a rate.
@@ -93,7 +88,7 @@ class Linear:
     def __post_init__(self) -> None:
         check_number("startup_seconds", self.startup_seconds, least=0)
         check_number("seconds_per_byte", self.seconds_per_byte, least=0)
-        check_provenance(self.provenance)
+        check_choice("provenance", self.provenance, get_args(Provenance))
 
     def __call__(self, size: float) -> float:
         return self.startup_seconds + self.seconds_per_byte * size
@@ -124,7 +119,7 @@ class Table:
             check_number(f"points[{i}] seconds", seconds, least=0)
             if i and size <= self.points[i - 1][0]:
                 raise ValueError(f"points[{i}]: bytes must ascend, {size:g} follows {self.points[i - 1][0]:g}")
-        check_provenance(self.provenance)
+        check_choice("provenance", self.provenance, get_args(Provenance))
 
     def __call__(self, size: float) -> float:
         points = self.points
@@ -295,14 +290,10 @@ class Costs(Record):
         Args:
             bits_per_second: line rate of one machine's network card; its ranks share it.
             latency_seconds: start-up of one message.
-            workers: ranks of all machines.
-            ranks_per_node: ranks of each machine.
             efficiency: share of the line rate that the payload gets.
-            node_bits_per_second: rate between ranks of one machine.
-            node_latency_seconds: start-up inside one machine.
+            node_bits_per_second, node_latency_seconds: between ranks of one machine.
             trees: sums may also use trees where that is cheaper, as in NCCL; Gloo always uses rings.
             compute: compute curves; None means ``assumed_compute()``.
-            cpu_share: see the class.
 
         Raises:
             ValueError: a number out of range, or workers that do not fill the machines.

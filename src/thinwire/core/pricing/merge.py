@@ -204,8 +204,7 @@ def greedy_omgs(
     Args:
         sizes: elements per tensor, in backward order.
         backward_seconds: backward time of each tensor, from the previous gradient to this one.
-        select_seconds: selection time of a group, by its elements.
-        exchange_seconds: exchange time of a group, by its elements.
+        select_seconds, exchange_seconds: of a group, by its elements.
         startup_seconds: saving of a merge, instead of the difference of exchange times: the rule of the authors'
             plotting script.
     """

@@ -117,7 +117,8 @@ def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | N
     turns = [[step for step, some in enumerate(steps) if layer in some] for layer in range(len(exchanges))]
     for step, window in enumerate(windows):
         room = window - sum(exchanges[layer] for layer in steps[step])
-        waits = [_waits(step, turn, len(windows)) for turn in turns]
+        # Steps since a layer's last turn and until its next one, around the period.
+        waits = [[min(way * (step - at) % len(windows) for at in turn) for way in (1, -1)] for turn in turns]
         # First the layer that is spared the most waiting, then the largest, which does not fit anywhere later.
         for layer in sorted(range(len(turns)), key=lambda i: (-waits[i][0] * waits[i][1], -exchanges[i])):
             if 0 < room >= exchanges[layer] and min(waits[layer]) >= apart:
@@ -157,8 +158,3 @@ def _assigned(exchanges: Sequence[int], windows: Sequence[int]) -> list[list[int
         steps.append(list(range(begun[end], end)))
         end = begun[end]
     return steps[::-1]
-
-
-def _waits(step: int, turns: Sequence[int], every: int) -> tuple[int, int]:
-    """Return the steps since a layer's last turn and until its next one, around the period."""
-    return min((step - turn) % every for turn in turns), min((turn - step) % every for turn in turns)

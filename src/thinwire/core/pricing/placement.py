@@ -38,7 +38,6 @@ def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[fl
 
     Args:
         costs: cost of each item; in seconds if ``communicate_seconds`` is given, otherwise in any unit.
-        workers: number of workers.
         communicate_seconds: time to send each item's result; None: no item is computed twice.
 
     Example:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, get_args
 
-from thinwire.core.checks import check_count, check_number
-from thinwire.core.pricing.costs import Provenance, check_provenance
+from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.pricing.costs import Provenance
 from thinwire.core.records import Record
 
 
@@ -69,7 +69,7 @@ class ModelProfile(Record):
     source: str = ""
 
     def __post_init__(self) -> None:
-        check_provenance(self.provenance)
+        check_choice("provenance", self.provenance, get_args(Provenance))
         check_number("forward_seconds", self.forward_seconds, least=0)
         if self.dtype_bytes < 1:
             raise ValueError(f"dtype_bytes must be at least 1, not {self.dtype_bytes}")
@@ -101,14 +101,8 @@ class ModelProfile(Record):
         tensors = tuple(replace(t, backward_seconds=t.backward_seconds * factor) for t in self.tensors)
         modules = tuple(replace(m, forward_seconds=m.forward_seconds * factor) for m in self.modules)
         source = f"{self.source}, scaled by {factor:g}".lstrip(", ")
-        return replace(
-            self,
-            tensors=tensors,
-            modules=modules,
-            forward_seconds=self.forward_seconds * factor,
-            provenance="assumed",
-            source=source,
-        )
+        forward = self.forward_seconds * factor
+        return ModelProfile(self.name, tensors, forward, modules, self.dtype_bytes, "assumed", source)
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,6 @@ def builtin(
     """Return the profile of a well-known model; its shapes are exact, its seconds are assumed.
 
     Args:
-        name: one of ``BUILTIN``.
         batch_size: samples per rank; None: a common one.
         device_flops: FLOP/s that the device sustains.
         sequence_length: positions per sample, for BERT (at most 512) and GPT-2 (at most 1,024).

@@ -51,9 +51,8 @@ def lags(
     Args:
         sizes: elements per layer, in backward order.
         backward_seconds: backward time of each layer, from the previous gradient to this one.
-        select_seconds: selection time, as a function of a layer's elements.
-        exchange_seconds: exchange time, as a function of the *kept* elements; non-decreasing.
-        allreduce_seconds: all-reduce time, as a function of a layer's elements.
+        select_seconds, allreduce_seconds: as functions of a layer's elements.
+        exchange_seconds: as a function of the *kept* elements; non-decreasing.
         max_ratio: a layer of d elements sends at least d / max_ratio.
         exposed_seconds: time that the last layer's exchange may add to the step.
         side_stream: selection runs alongside backward.

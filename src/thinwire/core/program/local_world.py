@@ -147,7 +147,6 @@ class LocalWorld:
     """Run a method's program for ``size`` ranks, deterministically: sums are added in rank order.
 
     Args:
-        size: number of ranks, any.
         ranks_per_node: one number, or one per node; None: one rank per node.
         plan: which tensors share a bucket; None: one bucket per tensor, in the order of the first rank's dict.
         seed: kept for callers that draw their gradients from it (``world.seed``); methods carry their own seeds.

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -114,4 +115,6 @@ class Method(abc.ABC):
         """Return the options as plain data: compared over ranks at ``attach``, stored in checkpoints."""
         if not dataclasses.is_dataclass(self):
             return {}
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        counts = {n: int(v) for n, v in found.items() if type(v) is not bool and isinstance(v, Integral)}  # NumPy's too
+        return {**found, **counts}

@@ -66,12 +66,7 @@ def map_of(
     """Return the recommendation of ``choose`` for every rate and number of workers.
 
     Args:
-        candidates: (label, method) pairs.
-        model_profile: profile of the model.
-        bits_per_second: link rates.
-        workers: total numbers of ranks.
         costs: returns the prices for a rate and a cluster, for example from ``Costs.of_link``.
-        ranks_per_node: ranks of each machine.
         backend, shared_compute, lossy, worth: see ``choose``.
         on_cell: called after each cell with the number done and the total.
     """
@@ -119,9 +114,7 @@ def knee(
 
     Args:
         method: simulated at each number of workers, with its default buckets.
-        model_profile: of the model.
         costs: costs of exchanges and compute, or a function of the topology.
-        ranks_per_node: ranks of each machine.
         backend, shared_compute: see ``simulate``.
         efficiency: the limit, in (0, 1].
         most: largest number of workers to try.

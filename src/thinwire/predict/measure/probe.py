@@ -33,12 +33,7 @@ from thinwire.core.program.topology import Topology
 from thinwire.predict.measure.kernels import KERNELS, LEAST_CALLS, kernel_cases, settle
 from thinwire.predict.measure.result import Measurement, ProbeResult, never_falling
 
-_PLAIN = {
-    "AllReduce": AllReduce,
-    "ReduceScatter": ReduceScatter,
-    "AllGather": AllGather,
-    "Broadcast": Broadcast,
-}
+_PLAIN = {op.__name__: op for op in (AllReduce, ReduceScatter, AllGather, Broadcast)}
 _IDLE_SECONDS = 0.05
 
 
@@ -329,7 +324,6 @@ def probe(
         seconds: time for the exchanges; what does not fit is left out, the largest messages first.
         kernel_seconds: time for compute, on all ranks at once; 0: leave it out.
         device: device of the messages; None: the current GPU for NCCL, else the CPU.
-        timeout: time-out of the collectives; None keeps torch's.
         on_progress: see ``Progress``; called on every rank.
 
     Raises:

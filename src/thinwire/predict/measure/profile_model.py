@@ -169,7 +169,6 @@ def profile_model(
         name: name of the profile; None: the model's class.
         batch: description of a batch, for the profile's source.
         seconds: time after which no further step begins, once three are timed; None: no limit.
-        clock: for tests.
         on_step: called after each step with the number done and the total.
 
     Raises:

@@ -27,7 +27,6 @@ class Event:
         lane: one of ``LANES``.
         start_seconds: time from the start of the recording.
         bucket: its index in the plan, if it belongs to a bucket.
-        bytes: bytes sent by this rank.
     """
 
     name: str

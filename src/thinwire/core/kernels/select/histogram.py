@@ -43,8 +43,8 @@ def histogram(
         raise ValueError(f"passes={passes} must be in 1..{len(digits)}")
     if engine not in ENGINES:
         raise ValueError(f'engine={engine!r} is unknown; use "auto", "torch" or "triton"')
-    if engine == "triton":
-        require_triton()
+    if engine == "triton" and find_spec("triton") is None:
+        raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')
     check_window(window)
     return take(field, search(field, digits[:passes], engine), generator, window)
 
@@ -115,8 +115,3 @@ def triton_installed() -> bool:
 def triton_serves(x: Tensor) -> bool:
     """Return whether to use the kernels for a tensor if the user has not chosen."""
     return x.is_cuda and triton_installed()
-
-
-def require_triton() -> None:
-    if find_spec("triton") is None:
-        raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')

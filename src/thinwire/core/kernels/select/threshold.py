@@ -41,8 +41,10 @@ def threshold(
         band.tried(t, c)
         if turn == rounds or (field.host and k <= c <= room):
             break
-        lower = _larger(t * _STEP, (t + band.low) / 2)
-        higher = _smaller(t / _STEP, (t + band.high) / 2)
+        step, half = t * _STEP, (t + band.low) / 2
+        lower = pick(step > half, step, half)
+        step, half = t / _STEP, (t + band.high) / 2
+        higher = pick(step < half, step, half)
         t = field.rounded(pick(c < k, lower, pick(c > room, higher, t)))
     if field.host and k <= c <= room:
         draw(generator)  # so that both branches draw equally often
@@ -77,14 +79,6 @@ def _sampled(field: Magnitudes, share: float, u: Number) -> Number:
 
 def _clean(field: Magnitudes, x: Tensor) -> Tensor:
     return magnitude(x).nan_to_num(nan=field.largest, posinf=field.largest)
-
-
-def _larger(a: Number, b: Number) -> Number:
-    return pick(a > b, a, b)
-
-
-def _smaller(a: Number, b: Number) -> Number:
-    return pick(a < b, a, b)
 
 
 def _next(field: Magnitudes, t: Number) -> Number:
