@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """Return a whole number of at least ``least`` as an ``int``, NumPy's too."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    return value
+    return int(value)
 
 
 def check_number(
@@ -45,14 +45,12 @@ def check_number(
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return one of the choices."""
     if isinstance(value, bool) or value not in tuple(choices):
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}")
     return value
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
     return value

@@ -51,11 +51,7 @@ class _Watched:
 def readable(content: Any, key: str = "") -> Any:
     """Return what ``read_file`` can read back: the content, with NumPy's numbers as Python's.
 
-    Args:
-        key: where the content is, for the error.
-
-    Raises:
-        ValueError: something in it is of a type that ``torch.load(weights_only=True)`` refuses; names its key.
+    What ``torch.load(weights_only=True)`` would refuse raises ``ValueError``, which names its place below ``key``.
     """
     if isinstance(content, (np.generic, np.ndarray)) and content.ndim == 0:
         content = content.item()
@@ -91,17 +87,10 @@ def _read_back(content: Any, key: str) -> Any:
 
 
 def write_file(path: Path, content: Any, *, synced: bool = True) -> str:
-    """Write bytes and text as they are; write tensors and plain values for ``read_file``.
+    """Write bytes and text as they are; write tensors and plain values for ``read_file``. ``synced``: flush it to disk.
 
-    Args:
-        synced: whether to flush it to disk.
-
-    Returns:
-        The digest of a file for ``read_file``, equal to its ``digest_of``; "" for bytes and text.
-
-    Raises:
-        OSError: it could not be written; the error has its path.
-        ValueError: ``read_file`` would refuse something in it; names its key. Nothing was written.
+    Returns the file's ``digest_of``; "" for bytes and text. An ``OSError`` has the path. What ``read_file`` would
+    refuse raises ``ValueError`` before anything is written.
     """
     watched = _Watched()
     raw = content.encode() if isinstance(content, str) else readable(content)
@@ -152,8 +141,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def write_whole(path: Path, content: Any, *, synced: bool = True, shared: bool = False) -> None:
     """Do as ``write_file``, under another name until it is complete; an existing file is replaced.
 
-    Args:
-        shared: whether other processes may write this file at the same time; each then uses a name of its own.
+    ``shared``: other processes may write this file at the same time; each uses a name of its own.
     """
     partial = path.with_name(f"{_PARTIAL}{f'{os.getpid()}-' if shared else ''}{path.name}")
     try:
@@ -172,14 +160,8 @@ class CheckpointDirectory:
 
     Each is a directory, or a file if there is a ``suffix``. It is written under another name, flushed and renamed. An
     existing directory of that name is removed only when the new one is there: between the two renames it has another
-    name, under which ``found`` finds it.
-
-    Args:
-        folder: of the checkpoints; ``begin`` makes it.
-        name: prefix of the numbered names.
-        keep: how many to keep when one is finished; older ones are removed, those of later numbers left alone. 0: all.
-        suffix: of the files.
-        holds: a file that every checkpoint has: a directory without it is not one of these checkpoints.
+    name, under which ``found`` finds it. The newest ``keep`` stay (0: all); later numbers than the one that is finished
+    are left alone. A directory without the file ``holds`` is not one of these checkpoints.
     """
 
     def __init__(self, folder: str | Path, name: str, keep: int = 0, *, suffix: str = "", holds: str = "") -> None:
@@ -193,10 +175,7 @@ class CheckpointDirectory:
         return self.folder / f"{_PARTIAL}{self.path(number).name}"
 
     def found(self) -> dict[int, Path]:
-        """Return the complete checkpoints by number, ascending.
-
-        If the process was killed between the renames, the one that was to be replaced is returned.
-        """
+        """Return the complete checkpoints by number, ascending; after a kill between renames, the replaced one."""
         paths = {path.name: path for path in self.folder.iterdir()} if self.folder.is_dir() else {}
         numbers = {}
         for name, path in paths.items():
@@ -215,11 +194,7 @@ class CheckpointDirectory:
         return partial
 
     def finish(self, number: int, stays: int | None = None) -> Path:
-        """Rename what was written to its final name, and remove checkpoints that are not to be kept.
-
-        Args:
-            stays: number of the older checkpoint to keep, instead of the newest ones.
-        """
+        """Rename what was written to its final name; remove those not to be kept (``stays``: keep this one instead)."""
         partial, final = self.partial(number), self.path(number)
         old = final.with_name(f"{_OLD}{final.name}")
         flush(partial)
@@ -243,7 +218,6 @@ class CheckpointDirectory:
 
     @contextmanager
     def write(self, number: int, stays: int | None = None) -> Iterator[Path]:
-        """Call ``begin``, and at the end ``finish``; ``abort`` if it cannot be written."""
         try:
             yield self.begin(number)
             self.finish(number, stays)
@@ -278,7 +252,6 @@ class CheckpointDirectory:
             shutil.rmtree(gone)
 
     def _discard(self, path: Path) -> None:
-        """Remove what is never read, if it exists and can be removed."""
         if self._suffix:
             with suppress(OSError):
                 path.unlink()
@@ -287,11 +260,7 @@ class CheckpointDirectory:
 
 
 def user_cache() -> Path:
-    """Return thinwire's folder under XDG_CACHE_HOME, or ~/.cache.
-
-    Raises:
-        ValueError: the user has no home directory.
-    """
+    """Return thinwire's folder under XDG_CACHE_HOME, or ~/.cache; ``ValueError`` for a user without a home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
     except RuntimeError as error:

@@ -53,5 +53,4 @@ class LastWords:
             self._words.append(f"[{rank}] {text.rstrip()}")
 
     def after(self, what: str) -> str:
-        """Return what has happened, followed by the last lines."""
         return "\n".join([f"{what}; last output:", *self._words])

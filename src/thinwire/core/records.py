@@ -17,27 +17,20 @@ _Record = TypeVar("_Record", bound="Record")
 
 
 class Record:
-    """A dataclass that is kept as JSON.
+    """A dataclass that is kept as JSON; ``called`` completes the error "this is not ...", as "a thinwire plan".
 
-    Attributes:
-        called: completes the error "this is not ...", as "a thinwire plan".
-        alone: False: the text may hold other fields beside its own, which are not read.
+    ``alone`` False: the text may hold other fields beside its own, which are not read.
     """
 
     called: ClassVar[str]
     alone: ClassVar[bool] = True
 
     def to_json(self) -> str:
-        """Return one line of JSON, which :meth:`from_json` reads."""
         return json.dumps(plain(self))
 
     @classmethod
     def from_json(cls: type[_Record], text: str | bytes) -> _Record:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: the text is something else.
-        """
+        """Read what :meth:`to_json` wrote; ``ValueError`` for any other text."""
         try:
             data = json.loads(text)
             if not cls.alone:
@@ -49,7 +42,6 @@ class Record:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
@@ -69,10 +61,7 @@ def plain(value: Any) -> Any:
 
 
 def made(kind: type[_Made], value: Any) -> _Made:
-    """Return the value of that type, a dataclass or an annotation of a field, that :func:`plain` wrote as ``value``.
-
-    Of a union, the first member that can be read from it.
-    """
+    """Return the ``kind`` that :func:`plain` wrote; of a union, the first member that can be read from it."""
     found: Any = _made(kind, value)
     return found  # type: ignore[no-any-return]
 

@@ -18,10 +18,7 @@ _HOUR_SECONDS = 3600.0
 
 @contextmanager
 def fresh_secret_file() -> Iterator[str]:
-    """Create a file with a new secret, in a folder that only this user can read, and remove it afterwards.
-
-    A file left behind by a killed process is removed by a later call, once it is an hour old.
-    """
+    """Create a file with a secret that only this user can read; remove it, and hour-old ones of killed runs."""
     import fcntl  # not on Windows, which has no lab
 
     folder = _own_folder()

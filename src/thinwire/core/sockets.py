@@ -29,9 +29,7 @@ def readable(ends: Iterable[_End], seconds: float) -> list[_End]:
 
 
 def not_for_children(opened: socket.socket) -> socket.socket:
-    """Close it in each child that this process forks from now on; return it. The parent and the other side see nothing.
-
-    A child that kept it would hide from the other side that this process has died.
+    """Close it in each child forked from now on, which would hide from the other side that this process died.
 
     The sockets of Gloo, NCCL and torch's stores cannot be reached from here.
     """

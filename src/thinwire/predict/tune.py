@@ -75,7 +75,6 @@ class FusionTuner:
         self._challenger: float | None = None
 
     def ask(self) -> float:
-        """Return the limit to measure next."""
         if self.done:
             raise RuntimeError("the tuner is done; best() says what to keep")
         if self._challenger is None:
@@ -84,7 +83,6 @@ class FusionTuner:
         return min(pair, key=lambda limit: len(self._told[limit]))  # if equal, the start
 
     def tell(self, limit: float, seconds: float) -> None:
-        """Report how long a step took with a limit."""
         if limit not in self._limits:
             raise ValueError(f"limit={limit!r} is not one of the candidates")
         if not 0 < seconds < math.inf:
@@ -115,19 +113,15 @@ class FusionTuner:
 
     @property
     def challenger(self) -> float | None:
-        """The fastest limit once all have been measured; None before that."""
         return self._challenger
 
     def seconds(self, limit: float) -> float:
-        """Return the step time with a limit: the geometric mean of its measurements."""
         return math.exp(statistics.mean(self._told[limit]))
 
     def gain(self, limit: float) -> float:
-        """Return by what fraction a measured limit is faster than the start."""
         return 1 - self.seconds(limit) / self.seconds(self.start)
 
     def best(self) -> float:
-        """Return the limit to keep, as far as known."""
         noise = self.noise
         if self._challenger is None or noise is None or not self.gain(self._challenger) > 2 * noise:
             return self.start
@@ -150,7 +144,6 @@ class FusionTuner:
         return left[int(np.argmax(better * below + deviation * density))]
 
     def _fastest(self) -> float:
-        """Return the measured limit with the lowest posterior mean; if equal, the start."""
         visited = [self.start, *(limit for limit in self._told if limit != self.start)]
         return visited[int(np.argmin(self._posterior(visited)[0]))]
 

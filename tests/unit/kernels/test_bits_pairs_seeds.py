@@ -8,6 +8,7 @@ from thinwire.core.kernels.lowrank import peel_left, peel_right, project_left, r
 from thinwire.core.kernels.pairs import (
     add_pairs,
     by_index,
+    contains,
     largest,
     merge_pairs,
     message_bytes,
@@ -136,6 +137,26 @@ def test_a_merge_is_the_cut_sum(d, share, seed, coarse):
     other = merge_pairs(b, a)
     assert torch.equal(other[0].view(torch.int64), values.view(torch.int64))  # to the bit
     assert torch.equal(other[1], indices)
+
+
+def test_what_is_not_finite_survives_a_merge():
+    bad = torch.full((3,), torch.nan), torch.tensor([1, 5, 9])
+    good = torch.tensor([1e30, -1e30, 1.0]), torch.tensor([0, 5, 8])
+    for mine, other in ((bad, good), (good, bad)):
+        values, indices, _ = merge_pairs(mine, other)
+        assert values.isnan().all()
+        assert indices.tolist() == [1, 5, 9]
+
+
+def test_rows_of_pairs_are_packed_at_once():
+    values, indices = torch.randn(4, 3).bfloat16(), torch.randint(-1, 99, (4, 3))
+    message = pack(values, indices)
+    assert torch.equal(message, torch.stack([pack(v, i) for v, i in zip(values, indices)]))
+    got = unpack(message, 3, torch.bfloat16)
+    assert torch.equal(got[0], values)
+    assert torch.equal(got[1], indices)
+    ordered = torch.tensor([-1, -1, 2, 7, 30])
+    assert contains(ordered, torch.tensor([30, 0, 2, 31, 6])).tolist() == [True, False, True, False, False]
 
 
 def test_pads_are_last():

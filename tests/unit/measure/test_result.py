@@ -3,7 +3,6 @@ import dataclasses
 import pytest
 
 from thinwire.core.pricing.costs import KINDS, Costs, Linear, assumed_compute
-from thinwire.core.words import duration, rate, size
 from thinwire.predict.measure import ProbeResult, verdict
 from thinwire.predict.measure.kernels import KERNELS
 from thinwire.predict.measure.result import Measurement
@@ -84,9 +83,3 @@ def test_verdict_says_the_line_and_what_is_unusual():
     assert verdict(alone) == ["one rank only: nothing is exchanged; probe with at least two to measure exchanges"]
     assert alone.costs.lookup("AllReduce", "world", 1)(1e6) == 0
     assert set(KERNELS) == set(assumed_compute())
-
-
-def test_words_for_people():
-    assert (rate(1.25e8), rate(1.25e7), rate(100)) == ("1 Gbit/s", "100 Mbit/s", "0.8 kbit/s")
-    assert (size(4096), size(3 << 20), size(12)) == ("4 KiB", "3 MiB", "12 B")
-    assert (duration(2.5), duration(0.0025), duration(2.5e-6)) == ("2.5 s", "2.5 ms", "2.5 us")

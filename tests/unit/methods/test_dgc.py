@@ -80,6 +80,13 @@ def test_nothing_is_lost(method, size):
                 assert bool(masked.any()) <= method.masking
 
 
+def test_masking_forgets_what_was_sent():
+    world = LocalWorld(1)
+    world.step(DGC(0.5, select="exact"), [{"w": torch.tensor([4.0, 3.0, 2.0, 1.0])}])
+    assert world.states[0].locals["momentum", "w"].tolist() == [0, 0, 2, 1]
+    assert world.residuals()[0]["w"].tolist() == [0, 0, 2, 1]
+
+
 def test_clipping_bounds_each_rank():
     method = DGC(1.0, momentum=0.0, clip=2.0)
     big = {"w": torch.full((4,), 100.0)}

@@ -86,6 +86,12 @@ def test_ordered_sends_the_same_bytes_and_ignores_bucket_boundaries():
     for step in range(5):
         outs = [world.step(ACP(rank=2, min_rate=1, deterministic=True), draw(step, shapes, 3)) for world in worlds]
         assert all(torch.equal(outs[0][0][n], outs[1][0][n]) for n in shapes)
+    shapes = {"a": (24, 16), "b": (24, 16), "c": (40, 12), "d": (7,)}  # two of one shape are orthogonalised at once
+    worlds = [LocalWorld(2, plan=plan) for plan in ([[*shapes]], [[name] for name in shapes])]
+    for step in range(6):
+        gradients = draw(step, shapes, 2, torch.float32)
+        outs = [world.step(ACP(rank=4, deterministic=True), gradients)[0] for world in worlds]
+        assert all(torch.equal(outs[0][name], outs[1][name]) for name in shapes)
     kinds = [step.kind for step in trace(ACP(rank=2, deterministic=True), list(shapes.items()), Topology(3))]
     assert kinds == ["ReduceScatter", "AllGather"]
 

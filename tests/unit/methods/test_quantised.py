@@ -288,6 +288,12 @@ def test_payload():
     assert Cast().payload(shapes, 0) == [105, 3, 1, 0]
 
 
+def test_error_feedback_of_int8_needs_its_memory():
+    assert Cast("int8").has_residual
+    assert not Cast("int8").cheap_pack
+    assert not Cast().has_residual
+
+
 # --- ends of the range --------------------------------------------------------------------------------------------
 
 

@@ -469,8 +469,3 @@ def test_a_lossy_method_that_saves_start_ups_alone_is_not_recommended(elements, 
     assert ranking.sentence.startswith("dense is enough here: ")
     assert "start-ups" in ranking.sentence
     assert not choose(candidates, RESNET, Topology(workers), costs_of(1e10, 5e-5, workers)).best.dense
-
-
-@pytest.mark.parametrize("value,text", [(0.00027, "0.27 ms"), (0.0123, "12.3 ms"), (0.1, "100 ms"), (2.5, "2500 ms")])
-def test_milliseconds(value, text):
-    assert ms(value) == text

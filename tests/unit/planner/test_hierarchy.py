@@ -144,22 +144,17 @@ def test_auto_is_written_into_the_plan():
     assert half.phases[0][1].collective == "torus"
 
 
-@pytest.mark.parametrize("way", ["three_phase", "torus", "auto", "threshold:0.01"])
-@pytest.mark.parametrize("make", [SSGD, Cast, ACP])
-def test_one_number_per_segment(make, way):
-    method, costs = make(collective=way), Costs({}, assumed_compute())
+WAYS = ("three_phase", "torus", "auto", "threshold:0.01")
+
+
+@pytest.mark.parametrize(
+    "method", [HiTopK(0.1), *(make(collective=way) for make in (SSGD, Cast, ACP) for way in WAYS)], ids=str
+)
+def test_one_number_per_segment(method):
+    costs = Costs({}, assumed_compute())
     for topology in (Topology(8, 2), Topology(6, 3), Topology(4, 4), Topology(3)):
         for shapes in ([(64, 48)], [(33, 5), (129,)], [(0, 3)], [(1,)]):
+            named = [(str(i), shape) for i, shape in enumerate(shapes)]
             for phase in range(method.phases):
-                steps = trace(
-                    method, [(str(i), s) for i, s in enumerate(shapes)], topology, step=steady_step(method, phase)
-                )
+                steps = trace(method, named, topology, step=steady_step(method, phase))
                 assert len(method.compute_seconds(shapes, phase, topology, costs)) == len(steps) + 1
-
-
-@pytest.mark.parametrize("layout", [(8, 2), (6, 3), (4, 4), (3, 1)])
-def test_one_number_per_segment_of_hitopk(layout):
-    topology, costs = Topology(*layout), Costs({}, assumed_compute())
-    for shapes in ([(64, 48)], [(33, 5), (129,)], [(0, 3)], [(1,)]):
-        steps = trace(HiTopK(0.1), [(str(i), s) for i, s in enumerate(shapes)], topology)
-        assert len(HiTopK(0.1).compute_seconds(shapes, 0, topology, costs)) == len(steps) + 1

@@ -118,17 +118,11 @@ def disjoint_links(topology: Topology) -> bool:
 
 
 class Lanes:
-    """The lanes that one GradientSync has leased.
+    """The lanes that one GradientSync has leased; ``rank`` is this rank's place among the global ``ranks``.
 
-    Args:
-        ranks: global ranks of the training group, in group order.
-        topology: over ``len(ranks)`` ranks.
-        rank: this rank's place in the group.
-        timeout: of the collectives; None keeps torch's.
-        device: of NCCL's tensors. With NCCL, one group serves all lanes over the same ranks: one thread issues ops in
-            the plan's order, each group costs GPU memory, and groups must not be used in different orders.
-        backend: what ``new_group`` is given; None: it takes the default group's.
-        come: waits until all ranks have come to make the same lane, or raises ``RuntimeError``.
+    With NCCL one group serves all lanes over the same ranks: one thread issues ops in the plan's order, each group
+    costs GPU memory, and groups must not be used in different orders. ``backend`` None: the default group's. ``come``
+    waits until all ranks have come to make the same lane, or raises ``RuntimeError``.
     """
 
     def __init__(
@@ -154,8 +148,8 @@ class Lanes:
     ) -> Lane:
         """Return the lane of a round. The first request makes it: all ranks of the group must ask in the same order.
 
-        ``bidirectional``: for messages between pairs of ranks: with a mesh or, without one, a group for each direction.
-        ``mesh_only``: with a mesh that carries all ops (of CPU tensors) or, without one, as with ``bidirectional``.
+        Without a mesh, ``bidirectional`` (messages between pairs) and ``mesh_only`` (all ops) get a group for each
+        direction.
         """
         key = (purpose, scope, round_)
         held = self._held.get(key)
@@ -238,8 +232,6 @@ class Lanes:
 
 
 class Ledger:
-    """The collectives that this rank has issued."""
-
     def __init__(self) -> None:
         self.issued: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -262,10 +254,7 @@ class Ledger:
 
 
 class PairwiseWork:
-    """Several works of Gloo without futures, each of which may be waited for only once.
-
-    ``wait`` waits in the caller's thread; only ``then`` starts a short-lived thread.
-    """
+    """Several works of Gloo without futures, each to be waited for only once: only ``then`` starts a thread."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -301,7 +290,6 @@ class PairwiseWork:
             raise self._error
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call back, from another thread or at once, when all have ended or failed."""
         with self._lock:
             ended = self._ended.is_set()
             if not ended:
@@ -315,7 +303,6 @@ class PairwiseWork:
 def send_and_receive(
     sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: Lane, tag: int
 ) -> PairwiseWork | CountdownWork:
-    """Send and receive one message per peer (ranks within the lane)."""
     messages = (*sending.values(), *receiving.values())
     if lane.mesh is not None and all(x.device.type == "cpu" for x in messages):
         work = CountdownWork(len(messages))

@@ -19,10 +19,9 @@ from thinwire.core.program.topology import Topology
 
 
 def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """Return "gloo", "nccl" or another name; None if the group has no backend for this device.
+    """Return the backend that the group uses for a device, None if it has none.
 
-    ``init_process_group`` takes "gloo", "cpu:gloo,cuda:nccl" or nothing, and ``dist.get_backend`` returns just that;
-    this returns what the group then uses.
+    ``dist.get_backend`` returns what ``init_process_group`` was given: "gloo", "cpu:gloo,cuda:nccl" or nothing.
     """
     return backends_of(group).get(device.type)
 
@@ -33,7 +32,6 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def backends_to_ask_for(device: torch.device) -> str:
-    """Return what ``init_process_group`` should be given where models are on this device."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
@@ -53,11 +51,7 @@ def seconds_of(timeout: timedelta | None) -> float:
 
 
 def bounded(seconds: float, call: Callable[[], T]) -> T:
-    """Return what a call returns, or raise what it raises; it runs in another thread.
-
-    Raises:
-        TimeoutError: it took longer; the thread is left running.
-    """
+    """Make a call in another thread; raise ``TimeoutError`` if it takes longer, with the thread left running."""
     answers: list[T] = []
     errors: list[BaseException] = []
 

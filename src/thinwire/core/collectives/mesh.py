@@ -55,7 +55,6 @@ class Mesh:
         self.first, self.second = streams
 
     def close(self) -> None:
-        """Close the connections. Messages under way fail, here and on the other side."""
         for stream in (*self.first.values(), *self.second.values()):
             stream.close()
 
@@ -138,8 +137,7 @@ def meet(
 ) -> dict[tuple[int, int], socket.socket] | None:
     """Connect to every lower rank, and accept every higher one; None if a rank does not come.
 
-    Handshakes are read concurrently, all within one time limit, so a client that connects and sends nothing holds up
-    no other.
+    Handshakes are read concurrently, so a client that connects and sends nothing holds up no other.
     """
     found: dict[tuple[int, int], socket.socket] = {}
     unknown: dict[socket.socket, bytes] = {}  # connections whose handshake is incomplete: bytes so far; oldest first
@@ -236,11 +234,7 @@ def all_reduce_by_mesh(x: Tensor, lane: Lane) -> CountdownWork:
 
 
 def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[CountdownWork, Callable[[], Tensor]]:
-    """Sum over the ranks; each keeps its share. Contiguous on the CPU, a multiple of W elements.
-
-    Returns:
-        The work, and a function that returns the sum once the work has ended.
-    """
+    """Sum ``x``, contiguous on the CPU, of a multiple of W elements; return the work, and a call for the share."""
     mesh, peers, rank = _mesh(lane), lane.peers, lane.rank
     mine = x.view(lane.size, -1)[rank]
     theirs, room = _room(mine, lane)
@@ -288,11 +282,7 @@ def _in_order(theirs: Tensor, mine: Tensor, rank: int) -> list[Tensor]:
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Sum W tensors ``[k]`` in rank order, 16-bit floats in fp32.
-
-    Returns:
-        A new tensor of their dtype; or ``out``, which may be one of them.
-    """
+    """Sum W tensors ``[k]`` in rank order, 16-bit floats in fp32, into a new tensor or ``out``, one of them or not."""
     dtype = parts[0].dtype
     wide = working_dtype(dtype) if dtype.is_floating_point else dtype
     total = parts[0].to(wide)

@@ -26,10 +26,7 @@ _PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, to
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, which they keep alive.
-
-    Slicing them costs less than slicing a tensor.
-    """
+    """Return the bytes of a contiguous CPU tensor, which they keep: slicing costs less than slicing a tensor."""
     if x.dtype in _PLAIN and x.numel():
         return memoryview(x.detach().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
     return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -41,13 +38,9 @@ def shares_memory(x: Tensor) -> bool:
 
 
 class CountdownWork:
-    """Ends when all its parts have, or with the first one's error.
+    """Ends when all its ``parts`` messages have, or with the first one's error, which ``failed`` is told.
 
-    Args:
-        parts: number of messages.
-        last: called by the thread that moves the last byte, before anyone is told of the end; an error in it becomes
-            the work's error.
-        failed: called with an error.
+    The thread that moves the last byte calls ``last`` before anyone is told of the end; its error becomes the work's.
     """
 
     def __init__(
@@ -61,7 +54,6 @@ class CountdownWork:
         self._callbacks: list[Callable[[], None]] = []
 
     def part_ended(self) -> None:
-        """Count one more message that has arrived, or has been handed to the kernel."""
         with self._lock:
             self._left -= 1
             if self._left or self._ended:
@@ -77,7 +69,6 @@ class CountdownWork:
         self._end(error)
 
     def fail(self, error: RuntimeError) -> None:
-        """End the work with an error: one part will never end."""
         self._end(error)
 
     def _end(self, error: RuntimeError | None) -> None:
@@ -101,7 +92,6 @@ class CountdownWork:
             raise self._error
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call back, from another thread or at once, when the work has ended or failed."""
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)
@@ -200,13 +190,9 @@ class _Way:
 
 
 class Stream:
-    """One end of a connection, shared by the threads that post messages and the loop that moves them.
+    """One end of a connection, which it owns, shared by the threads that post messages and the loop that moves them.
 
-    Args:
-        connection: a connected TCP socket, owned from now on.
-        peer: name of the other side, for errors.
-        timeout: seconds without a byte after which a waiting message fails, and all messages after it.
-        loop: watches the socket.
+    After ``timeout`` seconds without a byte, a waiting message and all after it fail; errors name the ``peer``.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float, loop: SocketLoop) -> None:
@@ -280,7 +266,6 @@ class Stream:
             work.part_ended()
 
     def check(self, now: float) -> None:
-        """Fail if a message has waited too long without a byte."""
         if self._in.waiting and now - self._in.moved > self._timeout / 2:
             self.on_data()  # there may be fewer bytes than the kernel wakes for
         with self._lock:

@@ -21,12 +21,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as an int64
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Return orthonormal columns that span the columns of ``x``.
+    """Return orthonormal columns that span those of ``x`` ``[..., n, r]``, fp32 or fp64, r <= n.
 
     Non-finite elements count as 0 (such a step is rejected anyway); zero columns become some orthonormal column.
-
-    Args:
-        x: ``[..., n, r]``, fp32 or fp64, r <= n.
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"orthogonalise needs fp32 or fp64, not {x.dtype}: convert first")
@@ -40,10 +37,7 @@ def orthogonalise(x: Tensor) -> Tensor:
 
 
 def orthogonalise_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Orthogonalise many matrices; those of one shape go in one batch. All results are row-major, batched or not.
-
-    Products with another layout round differently, so bits would depend on which parameters share a bucket.
-    """
+    """Orthogonalise, those of one shape in one batch, all row-major: else bits depend on a bucket's others."""
     groups: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         groups.setdefault(x.shape, []).append(i)
@@ -65,10 +59,7 @@ def basis_hash(x: Tensor) -> int:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Return eight bytes that change with any bit of ``x``, as 0-dim int64 on its device; does not wait. fp32 or 64.
-
-    They are the sum of the elements' bit patterns, each times an odd number that depends on its place.
-    """
+    """Return 0-dim int64 on the device that changes with any bit: bit patterns times odd numbers by place."""
     words = x.detach().contiguous().view(-1).view(torch.int32 if x.element_size() == 4 else torch.int64).to(torch.int64)
     place = torch.arange(words.numel(), device=x.device) * _GOLDEN
     return (words * ((place ^ (place >> 29)) * _GOLDEN | 1)).sum()

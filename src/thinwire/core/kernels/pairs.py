@@ -59,13 +59,8 @@ def by_index(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 def merge_pairs(mine: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the k largest entries of the sum of two sparse vectors of k pairs each: gTop-k's operator.
 
-    Args:
-        mine, other: (values, indices) in ascending order of indices, which are distinct in each. Swapping them gives
-            the same sums, bit for bit.
-
-    Returns:
-        (values, indices, places): chosen by :func:`largest`, in ascending order of indices; the place in ``mine`` of
-        each index, -1 if it is not there.
+    Both are (values, indices) in ascending order of distinct indices; swapping them gives the same sums, bit for bit.
+    Returns values and indices, chosen by :func:`largest`, in that order, and each one's place in ``mine``, else -1.
     """
     k = mine[1].numel()
     if mine[1].device.type == "meta":
@@ -82,8 +77,7 @@ def merge_pairs(mine: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tu
 def largest(values: Tensor, indices: Tensor, k: int) -> Tensor:
     """Return where each pair goes if the k largest by (magnitude, place) stay in their order: 0 to k - 1, else k.
 
-    NaN counts as the largest, a pair with index -1 as the smallest. Fixed shapes and no sort: equal input gives equal
-    output everywhere.
+    NaN is the largest, index -1 the smallest. Fixed shapes and no sort: equal input gives equal output everywhere.
     """
     size = torch.where(indices < 0, -1.0, torch.where(values.isnan(), torch.inf, values.abs()))
     limit = torch.topk(size, k, sorted=False).values.amin()
@@ -93,7 +87,6 @@ def largest(values: Tensor, indices: Tensor, k: int) -> Tensor:
 
 
 def take(x: Tensor, places: Tensor, k: int) -> Tensor:
-    """Return the k elements that :func:`largest` keeps."""
     return x.new_empty(k + 1).scatter_(0, places, x)[:k]
 
 

@@ -27,7 +27,6 @@ _PACKED_BYTES = 1 << 13  # of packed bits: 64 Ki elements, which stay in a CPU's
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Pack a bool tensor ``[n]`` into uint8 ``[ceil(n / 8)]``."""
     mask = mask.reshape(-1)
     n = mask.numel()
     if n % 8 or not mask.is_contiguous() or mask.storage_offset() % 8:
@@ -38,12 +37,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """Pack ``x >= 0`` into uint8 ``[ceil(n / 8)]``.
-
-    Example:
-        >>> pack_signs(torch.tensor([1.0, -1.0, 0.0]))
-        tensor([5], dtype=torch.uint8)
-    """
+    """Pack ``x >= 0`` into uint8 ``[ceil(n / 8)]``, low bits first."""
     x = x.reshape(-1)
     if x.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=x.device)
@@ -53,10 +47,8 @@ def pack_signs(x: Tensor) -> Tensor:
 def add_values(out: Tensor, bits: Tensor, high: Tensor, low: Tensor, owner: Tensor | None = None) -> None:
     """Add to ``out`` [n], for each row of ``bits`` [P, ceil(n / 8)], ``high[row]`` where set, else ``low[row]``.
 
-    One pass over ``out``; rows are added in order, so the result does not depend on the device.
-
-    Args:
-        owner: int32 [ceil(n / 8)]: each byte's column of ``high`` and ``low``, which then are [P, T].
+    Rows are added in order, so the result does not depend on the device. With ``owner``, int32 [ceil(n / 8)], each
+    byte's column of ``high`` and ``low``, these are [P, T].
     """
     if out.device.type == "meta":
         return
@@ -99,12 +91,7 @@ _BOUND = 0.9957  # between two of four bins, in standard deviations, with least 
 
 
 def levels(bits: int) -> int:
-    """Return the number of levels on either side of zero.
-
-    Example:
-        >>> [levels(bits) for bits in BITS]
-        [1, 7, 127]
-    """
+    """Return the number of levels on either side of zero: 1, 7 or 127."""
     return int(2 ** (bits - 1)) - 1
 
 
@@ -113,12 +100,7 @@ def packed_bytes(n: int, bits: int) -> int:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes ``[n]`` below 2^bits into uint8 ``[ceil(n bits / 8)]``: low bits first, padded with 0.
-
-    Example:
-        >>> pack_codes(torch.tensor([1, 2, 3], dtype=torch.uint8), 4)
-        tensor([33,  3], dtype=torch.uint8)
-    """
+    """Pack uint8 codes ``[n]`` below 2^bits into uint8 ``[ceil(n bits / 8)]``: low bits first, padded with 0."""
     per = 8 // bits
     if per == 1:
         return codes
@@ -135,7 +117,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
-    """Return the first ``n`` codes of packed ``[..., bytes]``, uint8 ``[..., n]``."""
     if bits == 8:
         return packed[..., :n]
     wide = packed.to(_WIDE[8 // bits])
@@ -150,19 +131,11 @@ def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
 def encode(
     a: Tensor, bits: int, block: int, norm: str = "max", noise: Tensor | None = None, *, leave_error: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of a 1-D tensor.
+    """Return packed codes of ``a`` [n], uint8 ``[ceil(n bits / 8)]``, and scales N / s, ``[ceil(n / block)]``.
 
-    Args:
-        a: ``[n]``, fp32 or fp64.
-        bits: 2, 4 or 8.
-        block: number of elements that share a scale; with fewer than 8 bits a multiple of 8.
-        norm: "max" or "l2".
-        noise: int16 ``[n]``, uniform over all int16 (``seeding.noise``): round at random, without bias up to 2^-17 of
-            a level. None: round to nearest even.
-        leave_error: take from ``a`` what its codes stand for, which needs nearest codes; otherwise ``a`` is not edited.
-
-    Returns:
-        Packed codes, uint8 ``[ceil(n bits / 8)]``, and the scales N / s, ``[ceil(n / block)]`` in the dtype of ``a``.
+    ``block`` elements share a scale, with fewer than 8 bits a multiple of 8; N is their ``norm``, "max" or "l2". With
+    ``noise``, int16 ``[n]`` uniform over all int16 (``seeding.noise``), codes are rounded at random, without bias up to
+    2^-17 of a level; else to nearest even. ``leave_error`` takes from ``a`` what its (nearest) codes stand for.
     """
     n, s = a.numel(), levels(bits)
     codes = torch.empty(packed_bytes(n, bits), dtype=torch.uint8, device=a.device)
@@ -192,17 +165,10 @@ def encode(
 
 
 def encode_means(a: Tensor, block: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of 2 bits, scales and means of a 1-D tensor.
+    """Return codes of 2 bits, uint8 ``[n / 4]``, scales ``[n / block]`` and means ``[parts, 4]`` in units of scales.
 
-    The means have the least squared error that these bins allow, so the decoded vector is never longer than ``a``.
-
-    Args:
-        a: ``[n]``, fp32 or fp64; not edited.
-        block: number of elements that share a scale, a multiple of 8.
-        parts: number of equal parts, of whole blocks, that have their own means.
-
-    Returns:
-        Packed codes, uint8 ``[n / 4]``; scales ``[n / block]``; means ``[parts, 4]`` in units of the scales.
+    The means have the least squared error that these bins allow, so the decoded vector is never longer than ``a`` [n].
+    ``block`` is a multiple of 8; each of the equal ``parts``, of whole blocks, has its own means.
     """
     n, size = a.numel(), _piece(block, a.device)
     codes = torch.empty(packed_bytes(n, 2), dtype=torch.uint8, device=a.device)
@@ -276,10 +242,7 @@ def magnitudes(tensors: Sequence[Tensor], clip: float | None) -> Tensor:
 def ternary(a: Tensor, own: Tensor, shared: Tensor, noise: Tensor) -> Tensor:
     """Clamp ``a`` to +-``own``; return int8 codes -1, 0, 1 whose mean over draws is a / ``shared``.
 
-    Args:
-        a: ``[n]``; not edited.
-        own, shared: 0-dim; or ``[rows]``, if ``a`` is a matrix with that many rows.
-        noise: as for :func:`encode`.
+    ``own`` and ``shared`` are 0-dim, or ``[rows]`` of a matrix; ``noise`` as for :func:`encode`.
     """
     codes = torch.empty(a.numel(), dtype=torch.int8, device=a.device)
     if a.device.type == "meta":
@@ -307,10 +270,9 @@ def _rounded_at_random(level: Tensor, s: int, noise: Tensor) -> Tensor:
 
 
 def _four_bins(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each element's bin, uint8, and for each row the sum and the number of those in each bin, ``[2, 4, rows]``.
+    """Return each element's bin (bounds -1, 0, 1), and each row's sum and number in each bin, ``[2, 4, rows]``.
 
-    The bins' bounds are -1, 0 and 1. ``y`` is edited. The sums of clamped rows give both, in a fifth of the time that
-    torch's weighted histogram takes.
+    ``y`` is edited. Sums of clamped rows give both in a fifth of the time that torch's weighted histogram takes.
     """
     block = y.shape[1]
     total, positive = y.sum(1), y.clamp(min=0).sum(1)

@@ -40,10 +40,9 @@ def normal(rows: int, columns: int, *words: object, dtype: torch.dtype, device: 
 
 
 def noise(n: int, *words: object, device: torch.device) -> Tensor:
-    """Return ``n`` int16 numbers, uniform over all of int16, for stochastic rounding.
+    """Return ``n`` int16 numbers, uniform over all of int16, for stochastic rounding; CUDA and CPU draw different ones.
 
-    They are drawn on ``device``: CUDA and CPU draw different numbers. Four of them come from one 64-bit draw, because
-    draws take most of a quantiser's time on a CPU.
+    Four come from one 64-bit draw, because draws take most of a quantiser's time on a CPU.
     """
     if device.type == "meta":
         return torch.empty(n, dtype=torch.int16, device=device)

@@ -26,7 +26,6 @@ def packed_size(d: int) -> int:
 
 
 def side_of(size: int) -> int:
-    """Return the ``d`` whose ``packed_size`` is ``size``."""
     d = (math.isqrt(8 * size + 1) - 1) // 2
     if packed_size(d) != size:
         raise ValueError(f"{size} elements are not the upper triangle of a square matrix")
@@ -34,14 +33,10 @@ def side_of(size: int) -> int:
 
 
 def pack_upper(matrix: Tensor, *, tolerance: float | None = None) -> Tensor:
-    """Return the upper triangle row by row: ``[d, d]`` -> ``[d(d+1)/2]``, a new tensor.
+    """Return the upper triangle of a symmetric matrix row by row: ``[d, d]`` -> ``[d(d+1)/2]``, a new tensor.
 
-    Args:
-        matrix: symmetric; the lower triangle is not read unless a tolerance is given.
-        tolerance: the largest allowed difference from the transpose, relative to the largest element.
-
-    Raises:
-        ValueError: the matrix is not square, or not symmetric.
+    With a ``tolerance``, relative to the largest element, one that is not symmetric raises ``ValueError``; without, the
+    lower triangle is not read.
     """
     d = matrix.shape[0]
     if matrix.shape != (d, d):
@@ -81,22 +76,14 @@ def first_inverse(factor: Tensor, damping: float | Tensor) -> tuple[Tensor, Tens
 
 
 def first_eigen(factor: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Do level 0 of ``damped_eigen``; return the result, and 0-dim bool success.
-
-    Raises:
-        torch.linalg.LinAlgError: some back ends raise where others report failure.
-    """
+    """Do level 0 of ``damped_eigen``; return it, and 0-dim bool success. Some back ends raise ``LinAlgError``."""
     finite = factor.isfinite().all()
     values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0.0))  # on NaN, LAPACK may raise or never return
     return (vectors, values.clamp(min=0)), finite & values.isfinite().all() & vectors.isfinite().all()
 
 
 def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tensor, int]:
-    """Return ``(factor + damping I)^-1`` by Cholesky.
-
-    Returns:
-        The inverse ``[d, d]`` (zeros if all levels failed), and the level that succeeded.
-    """
+    """Return ``(factor + damping I)^-1`` by Cholesky, zeros if all levels failed, and the level that succeeded."""
 
     def attempt(level: int) -> Tensor | None:
         if level == ON_CPU:
@@ -109,10 +96,9 @@ def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tens
 
 
 def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
-    """Return eigenvectors and eigenvalues, negative ones set to 0; damping is added when they are used.
+    """Return eigenvectors (columns), eigenvalues, negative ones as 0, and the level that succeeded; zeros if none.
 
-    Returns:
-        Vectors ``[d, d]`` (columns), values ``[d]`` (zeros if all levels failed), and the level that succeeded.
+    Damping is added when they are used.
     """
 
     def attempt(level: int) -> tuple[Tensor, Tensor] | None:
@@ -128,10 +114,7 @@ def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
 
 
 def pi_ratio(a: Tensor, g: Tensor) -> Tensor:
-    """Return ``sqrt((tr A / d_A) / (tr G / d_G))``, 0-dim: how Martens and Grosse (2015, section 6.3) split damping.
-
-    It is 1 if a trace is 0.
-    """
+    """Return ``sqrt((tr A / d_A) / (tr G / d_G))``, or 1: how Martens and Grosse (2015, 6.3) split damping."""
     mean_a, mean_g = a.diagonal().mean(), g.diagonal().mean()
     ratio = (mean_a / mean_g).sqrt()
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
@@ -143,13 +126,7 @@ def precondition(gradient: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> Tens
 
 
 def precondition_eigen(gradient: Tensor, a: tuple[Tensor, Tensor], g: tuple[Tensor, Tensor], damping: float) -> Tensor:
-    """Return ``(A kron G + damping I)^-1 vec(gradient)`` from both factors' eigenvectors and eigenvalues.
-
-    Args:
-        gradient: ``[d_G, d_A]``.
-        a, g: vectors and values of A and of G, as returned by ``damped_eigen``.
-        damping: added to the products of eigenvalues, above 0.
-    """
+    """Return ``(A kron G + damping I)^-1 vec(gradient)``, ``[d_G, d_A]``, from both factors' vectors and values."""
     (a_vectors, a_values), (g_vectors, g_values) = a, g
     rotated = (g_vectors.mT @ gradient @ a_vectors) / (torch.outer(g_values, a_values) + damping)
     return g_vectors @ rotated @ a_vectors.mT

@@ -36,7 +36,6 @@ def digits_kernel(  # type: ignore[no-untyped-def]
 
 
 def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
-    """Count digits like ``kernels.select.histogram.digits``, for contiguous int32 keys."""
     counts = torch.zeros(1 << bits, dtype=torch.int64, device=keys.device)
     grid = (triton.cdiv(keys.numel(), BLOCK_ELEMENTS * BLOCK_TURNS),)
     with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():  # Triton launches on the current device

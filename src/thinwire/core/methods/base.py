@@ -22,10 +22,7 @@ from thinwire.core.program.bucket import LARGE
 
 
 def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
-    """Raise ``ValueError`` unless ``fusion`` is a known word, a number of MiB, or a ``Merge``.
-
-    ``sparse``: the method selects entries, so the published rule that applies is OMGS, not MG-WFBP.
-    """
+    """Refuse all but a known word, a number of MiB, or a ``Merge``. ``sparse``: of OMGS, not MG-WFBP."""
     words = ("auto", "none", "single", "optimal", "omgs" if sparse else "mgwfbp", "tune")
     if isinstance(fusion, Merge):
         return
@@ -39,10 +36,7 @@ def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
 def all_reduce(
     x: Tensor, state: State, *, deterministic: bool, collective: str = "flat"
 ) -> Generator[Any, Tensor, Tensor]:
-    """Sum over the world. ``deterministic=True``: in rank order, by reduce-scatter and all-gather. Owns ``x``.
-
-    ``collective``: otherwise, one of ``CHOICES`` in :mod:`~thinwire.methods.exchanges`.
-    """
+    """Sum over the world; owns ``x``. ``deterministic``: in rank order, by reduce-scatter and all-gather."""
     if deterministic:
         size = x.numel()
         shard = yield ReduceScatter(padded(x, state.size))
@@ -105,12 +99,7 @@ def average_flat(
 
 @dataclass(frozen=True)
 class Warmup:
-    """Density warm-up: stage e of s keeps ``rho ** ((e + 1) / (s + 1))``, then rho.
-
-    Args:
-        steps_per_stage: synchronised steps per stage.
-        stages: number of stages.
-    """
+    """Density warm-up: stage e of s, each of some steps, keeps ``rho ** ((e + 1) / (s + 1))``, then rho."""
 
     steps_per_stage: int
     stages: int = 4
@@ -131,10 +120,7 @@ class Warmup:
 
 
 def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
-    """Return A = M + E of one parameter, in one pass: contiguous, in its shape, working dtype, unscaled.
-
-    The program may edit it and stage it as the next residual: it shares no memory with ``.grad`` or E.
-    """
+    """Return A = M + E in one pass: its shape, contiguous, working dtype, unscaled; no memory of ``.grad`` or E."""
     residual = state.residual(slot)
     if out is None:
         out = state.spare([slot]).view(slot.shape)
@@ -148,10 +134,7 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
 
 
 def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]) -> None:
-    """Compute A = M + E of some parameters, into memory of their shapes.
-
-    One call serves all; on a CPU, large ones are done separately, in one pass instead of two.
-    """
+    """Compute A = M + E into ``pieces`` in one call; large ones on a CPU singly, in one pass instead of two."""
     together = []
     for slot, piece in zip(slots, pieces):
         if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= LARGE):

@@ -35,9 +35,7 @@ Pairs = tuple[Tensor, Tensor]
 def butterfly(values: Tensor, indices: Tensor, state: State) -> Generator[Any, Tensor, tuple[Pairs, Tensor]]:
     """Exchange this rank's k pairs (distinct indices; all values NaN if any is not finite).
 
-    Returns:
-        The k pairs of the sum, bit for bit equal on all ranks; and for each of this rank's entries, in the order in
-        which they were given, whether it is in that sum ``[k]``.
+    Returns the k pairs of the sum, bit for bit equal on all ranks, and whether each of this rank's is in it ``[k]``.
     """
     k, rank = indices.numel(), state.rank
     own, indices = by_index(torch.arange(k, device=indices.device), indices)  # own: original place of each entry

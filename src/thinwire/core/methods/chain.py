@@ -35,9 +35,6 @@ def chain(*methods: Method | str) -> Method:
     Args:
         methods: names or instances, at least one.
 
-    Raises:
-        ValueError: there is none, a name is unknown, or the combination is not sound; the message says why.
-
     Example:
         >>> from thinwire.core.methods.topk import TopK
         >>> chain(TopK(0.01), Cast("fp16")).value_dtype

@@ -54,7 +54,6 @@ class Decoupling:
 
 
 def check_decoupling(method: Decoupling, *, residual: bool = False, collective: str = "flat") -> None:
-    """Raise ``ValueError`` unless the options are compatible; lists of names become tuples."""
     check_flag("decoupled", method.decoupled)
     check_flag("check_finite", method.check_finite)
     check_flag("poison_stale", method.poison_stale)
@@ -87,11 +86,7 @@ def decoupled_sum(
 ) -> Generator[Any, Tensor, Tensor]:
     """Sum over the world in two halves, the second as late as the next forward. Same shape; owns ``x``.
 
-    Args:
-        x: this rank's part.
-        state: of the rank.
-        padded: the same, 1-D, padded with zeros, if there is memory for that: the sum is put there.
-        sums, unscaled: see :class:`~thinwire.program.NextForward`.
+    ``padded``: the same, 1-D, padded with zeros, where the sum is put. ``sums``, ``unscaled``: see ``NextForward``.
     """
     size = x.numel()
     if padded is None:

@@ -32,11 +32,7 @@ def three_phase(x: Tensor, state: State) -> Exchange:
 
 
 def torus(x: Tensor, state: State) -> Exchange:
-    """Reduce-scatter in the node; each rank sums its part over the nodes; all-gather in the node.
-
-    Raises:
-        ValueError: the nodes hold different numbers of ranks.
-    """
+    """Reduce-scatter in the node; sum parts over nodes; all-gather in the node. Uneven nodes: ``ValueError``."""
     topology, size, shape = state.topology, x.numel(), x.shape
     if not topology.uniform:
         raise ValueError(
@@ -65,10 +61,7 @@ CHOICES = ("flat", "three_phase", "torus")
 
 
 def check_collective(collective: Any, *, deterministic: bool = False) -> None:
-    """Raise ``ValueError`` unless this is a sub-program's name, "auto" or "threshold:<MB>".
-
-    ``deterministic``: whether the sum must be in rank order, which a hierarchy does not keep.
-    """
+    """Refuse all but a sub-program, "auto" or "threshold:<MB>"; a hierarchy does not sum in rank order."""
     known = isinstance(collective, str) and (collective in CHOICES or collective == "auto")
     if not known and not (isinstance(collective, str) and _limit_bytes(collective) is not None):
         names = ", ".join(map(repr, CHOICES))

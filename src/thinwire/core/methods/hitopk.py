@@ -200,7 +200,6 @@ class HiTopK(Method):
 
 
 def _grid(topology: Topology) -> tuple[int, int]:
-    """Return the number of nodes, and of ranks on each."""
     if not topology.uniform:
         raise ValueError(
             f"HiTopK needs the same number of ranks on every node, not {list(topology.layout)}: use "

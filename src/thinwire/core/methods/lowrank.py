@@ -138,11 +138,7 @@ def write_product(slot: Slot, left: Tensor, right: Tensor) -> None:
 def verify_bases(
     method: LowRank, slots: Sequence[Slot], bases: Sequence[Tensor], state: State, step: int
 ) -> Generator[Any, Tensor, None]:
-    """Compare the bases over the ranks from time to time, bit for bit: 8 bytes per tensor. Not done in simulations.
-
-    Raises:
-        RuntimeError: they differ; names the tensors.
-    """
+    """Compare bases over the ranks from time to time, bit for bit: 8 bytes per tensor. Not done in simulations."""
     every = method.verify_every
     due = every > 0 and (step == state.start + 1 or (step > 0 and step % every == 0))
     if not due or state.size == 1 or bases[0].device.type == "meta":

@@ -103,5 +103,4 @@ class PowerSGD(LowRank):
         yield from verify_bases(self, low, queries, state, state.step)
 
     def _matrix(self, slot: Slot, state: State) -> Tensor:
-        """Return A as a matrix; with feedback it is a new tensor, whose memory the residual reuses."""
         return accumulate(slot, state).view(slot.shape[0], -1) if self.error_feedback else slot.matrix()

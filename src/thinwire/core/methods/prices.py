@@ -30,8 +30,6 @@ def elements(shapes: Iterable[Sequence[int]]) -> int:
 
 
 class Prices:
-    """Seconds of the operations that programs consist of."""
-
     def __init__(self, costs: Costs, ranks: int, topology: Topology | None = None) -> None:
         self._costs, self._ranks, self._topology = costs, ranks, topology
 
@@ -49,7 +47,6 @@ class Prices:
         return max(self.passes(passes, n * m), few, self._costs.compute_seconds("multiply", flops))
 
     def orthogonalise(self, rows: int, rank: int) -> float:
-        """Return seconds for an orthonormal basis of rows x rank, by QR with the basis formed."""
         return self._costs.compute_seconds("orthogonalise", 4.0 * rows * rank**2)
 
     def summed(
@@ -89,7 +86,6 @@ class Prices:
     def average_flat(
         self, size: int, *, deterministic: bool, watch: bool = False, collective: str = "flat"
     ) -> list[float]:
-        """Return the segments of ``base.average_flat``: copy into the bucket and divide, then sum."""
         if not size:
             return [0.0]
         elsewhere = deterministic or (

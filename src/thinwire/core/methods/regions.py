@@ -69,18 +69,11 @@ def regions(d: int, ranks: int, device: torch.device) -> Regions:
 def by_region(
     values: Tensor, indices: Tensor, d: int, state: State, cap: int, wire: torch.dtype
 ) -> Generator[Any, Tensor, tuple[Pairs, Tensor, Tensor]]:
-    """Exchange this rank's k pairs (distinct indices; all values NaN if any is not finite).
+    """Exchange this rank's k pairs of ``d`` elements (distinct indices; all values NaN if any is not finite).
 
-    Args:
-        values, indices: ``[k]``.
-        d: number of elements in the bucket.
-        state: for rank and size.
-        cap: see :func:`capacity_of`.
-        wire: dtype of the values in the boxes; sums are sent in the dtype of ``values``.
-
-    Returns:
-        k pairs of the sum, bit for bit equal on all ranks, padded with index -1 if there are fewer; for each of this
-        rank's entries whether it is in that sum ``[k]``; the entries as sent ``[k]``.
+    Boxes of ``cap`` (:func:`capacity_of`) carry values in ``wire``; sums travel in the values' dtype. Returns k pairs
+    of the sum, equal on all ranks to the bit, padded with index -1; for each of this rank's whether it is in it; and
+    they as sent.
     """
     k, ranks, sent = indices.numel(), state.size, to_wire(values, wire)
     if indices.device.type == "meta":  # shapes only

@@ -19,16 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Preset:
-    """A published method that is another method under certain options; a subclass is made from this row.
-
-    Attributes:
-        name: of the class.
-        home: of its base class.
-        does: its docstring's first line.
-        fixed: options that define it.
-        default: options with other defaults.
-        declares: attributes of :class:`~thinwire.program.Method` that differ.
-    """
+    """A published method: its ``home`` with ``fixed`` options, others by ``default``, and class attributes."""
 
     name: str
     home: str
@@ -150,11 +141,7 @@ def method(name: str, **options: Any) -> Method:
 
 
 def resolve(method_or_name: Method | str, **options: Any) -> Method:
-    """Return a method as it is, or made from its name.
-
-    Raises:
-        ValueError: as for ``method``; or options were given along with an instance, which has its own.
-    """
+    """Return a method as it is, or made from its name; an instance has options of its own, so others are refused."""
     from thinwire.core.program import Method  # here, so that the table can be read without torch
 
     if isinstance(method_or_name, Method):

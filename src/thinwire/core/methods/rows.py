@@ -19,8 +19,6 @@ from thinwire.core.program.bucket import deliver
 
 
 class Rows:
-    """The place of each tensor of a bucket in the matrix."""
-
     def __init__(self, slots: Sequence[Slot], width: int) -> None:
         self.slots = [slot for slot in slots if slot.numel]
         self.width = width
@@ -50,7 +48,6 @@ class Rows:
         return torch.repeat_interleave(rows, output_size=self.count)
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """Return each tensor's own part of ``x`` [.., whole rows of elements or packed codes]: views."""
         each = x.shape[-1] // self.count
         parts = x.split([rows * each for rows in self._rows], -1)
         return [part[..., : self._own(slot, each)] for slot, part in zip(self.slots, parts)]

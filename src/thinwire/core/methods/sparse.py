@@ -44,7 +44,6 @@ def stays_dense(shape: Sequence[int], embedding: bool) -> bool:
 
 
 def check_size(bucket: Bucket) -> None:
-    """Raise ``ValueError`` if an index does not fit into its 32 bits."""
     if bucket.numel > 2**31 - 1:
         raise ValueError(f"bucket {bucket.index} has {bucket.numel} elements; indices are int32: use smaller buckets")
 
@@ -60,11 +59,7 @@ def choose(a: Tensor, k: int, select: str, bucket: Bucket, state: State) -> tupl
 def all_gather_pairs(
     values: Tensor, indices: Tensor, wire: torch.dtype
 ) -> Generator[Any, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Send k pairs to all ranks.
-
-    Returns:
-        Values and indices of all ranks ``[P, k]``; the rounding errors of this rank's values as sent ``[k]``.
-    """
+    """Send k pairs to all ranks. Returns all ranks' ``[P, k]``, and this rank's rounding errors ``[k]``."""
     sent = to_wire(values, wire)
     parts = yield AllGather(pack(sent, indices))
     everyone, places = unpack(parts, indices.numel(), wire)
@@ -72,11 +67,9 @@ def all_gather_pairs(
 
 
 def deliver(bucket: Bucket, values: Tensor, indices: Tensor, finite: Tensor, ranks: int) -> None:
-    """Write the sum of pairs over ``ranks``, in the gradient's own memory if its dtype allows.
+    """Write the sum of pairs over ``ranks``, in the gradient's own memory if its dtype allows; NaN unless ``finite``.
 
-    Args:
-        values, indices: ``[rows, k]``, or ``[k]`` padded with index -1.
-        finite: the verdict; if it is False, everything becomes NaN.
+    Pairs are ``[rows, k]``, or ``[k]`` padded with index -1.
     """
     dtype = working_dtype(bucket.dtype)
     direct = bucket.dtype == dtype
@@ -113,7 +106,6 @@ _SORT, _FIND, _MERGE = 100.0, 200.0, 350.0  # relative to the memory's rate, for
 
 
 def messages(exchange: str, k: int, ranks: int, wire: str, capacity: float) -> list[tuple[str, int]]:
-    """Return (operation, bytes of one rank's message) of each exchange, in order."""
     pairs = message_bytes(k, WIRES[wire])
     if exchange == "allgather":
         return [("AllGather", pairs)]

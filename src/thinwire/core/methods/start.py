@@ -33,14 +33,10 @@ def exact_method(method: Method) -> Method:
 
 
 def start_method(method: Method, topology: Topology, asked: int | None) -> Method:
-    """Return the method for the steps before a method begins.
+    """Return the method for the ``asked`` steps (None: its default) before a method begins.
 
     It uses 8 bits if the method begins late by default and has residuals to make up for the rounding; else it is exact.
-
-    Args:
-        method: the method that will run.
-        topology: of the ranks; between machines of several ranks, sums go through each machine's first rank.
-        asked: the number of exact steps that the user wants; None: the method's default.
+    Between machines of several ranks, sums go through each machine's first rank.
     """
     plain = method.dense_method() is None and not schedule(method) and not method.deterministic
     if asked is None and plain and method.has_residual and not topology.two_levels:

@@ -91,7 +91,6 @@ class TernGrad(Method):
 
 
 def _largest(scales: Tensor) -> Tensor:
-    """Return the largest scales, [P, T] -> [T]; NaN stays NaN."""
     return scales.new_empty(scales.shape[1:]) if scales.device.type == "meta" else scales.amax(0)
 
 

@@ -22,13 +22,9 @@ from thinwire.core.program import AllGather, AllToAll, Bucket, Program, State
 
 @dataclass(frozen=True)
 class Code:
-    """The format of a chunk of a bucket as a message: scales, then means, then codes.
+    """The format of a chunk of ``blocks`` blocks as a message: scales, then means, then codes.
 
-    Attributes:
-        bits: 8 and 4: linear, with a scale for each block. 2: bins, with a scale for each block, and for each message
-            the mean of what fell into each bin.
-        blocks: number of blocks in a chunk.
-        size: elements of a block, which share a scale.
+    8 and 4 bits: linear, with a scale for each block of ``size``. 2: bins, and their means for each message.
     """
 
     bits: int
@@ -67,7 +63,6 @@ class Code:
         return decode_sum(out, *rows, self.bits, self.size, None if means is None else means[None]), all_finite(scales)
 
     def decode_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of decoded messages of one chunk, in their order."""
         codes, scales, means = self._split(messages, dtype)
         out = torch.empty(self.chunk, dtype=dtype, device=messages.device)
         return decode_sum(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])
@@ -100,9 +95,7 @@ def _padded(bucket: Bucket, size: int) -> Tensor:
 def scatter(a: Tensor, code: Code) -> Generator[Any, Tensor, Tensor]:
     """Do the first step, half of an all-reduce: each rank receives the sum of its own chunk.
 
-    Args:
-        a: fp32 or fp64, a chunk for each rank; the encoding error is left there.
-        code: the format of the messages.
+    ``a`` holds a chunk for each rank, fp32 or fp64; the encoding error is left there.
     """
     received = yield AllToAll(code.encode(a))
     return code.decode_sum(received, a.dtype)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeAlias, get_args
 
-from thinwire.core.checks import check_number
+from thinwire.core.checks import check_choice, check_number
 from thinwire.core.program.ops import Scope
 from thinwire.core.records import Record
 
@@ -23,7 +23,6 @@ KINDS = ("AllReduce", "ReduceScatter", "AllGather", "AllToAll", "Broadcast", "Ex
 
 
 def startups(kind: str, members: int) -> int:
-    """Return the number of messages that are sent one after the other."""
     others = members - 1
     if kind == "AllReduce":
         return 2 * others
@@ -37,14 +36,10 @@ def startups(kind: str, members: int) -> int:
 
 
 def copies(kind: str, members: int, sharing: int = 1) -> float:
-    """Return how many times the message's bytes cross the busiest link.
+    """Return how many times the message's bytes cross the busiest link, of a card that ``sharing`` ranks share.
 
-    Args:
-        kind: the operation.
-        members: ranks that take part.
-        sharing: ranks that share one network card. A ring has one edge that leaves each machine, however many ranks the
-            machine has. In an all-to-all, every pair of ranks on two machines sends across, and all pairs of one
-            machine use the same card.
+    One edge of a ring leaves each machine, however many ranks that has; in an all-to-all, every pair of ranks on two
+    machines sends across.
     """
     others = members - 1
     if kind == "AllReduce":
@@ -67,18 +62,12 @@ def copies(kind: str, members: int, sharing: int = 1) -> float:
 def tree(a: float, b: float, members: int) -> tuple[float, float]:
     """Return start-up seconds and seconds per byte of an all-reduce along trees that share the links: up, then down.
 
-    Every rank sends the message twice, once on the way up and once on the way down, cut into pieces that are pipelined
-    (:class:`~thinwire.core.pricing.costs.RingOrTree`).
+    Every rank sends the message twice, cut into pieces that are pipelined (:class:`RingOrTree`).
     """
     return 2 * math.ceil(math.log2(members)) * a, 2 * b
 
 
 Provenance: TypeAlias = Literal["measured here", "measured elsewhere", "assumed"]
-
-
-def check_provenance(provenance: str) -> None:
-    if provenance not in get_args(Provenance):
-        raise ValueError(f"provenance={provenance!r} is unknown; use one of {', '.join(get_args(Provenance))}")
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,6 @@ class Linear:
     Attributes:
         startup_seconds: time of a message of any size.
         seconds_per_byte: time of one byte. (Compute curves may count elements or FLOPs instead: ``Costs.compute``.)
-        provenance: where the numbers come from.
         source: provenance in free text.
     """
 
@@ -100,7 +88,7 @@ class Linear:
     def __post_init__(self) -> None:
         check_number("startup_seconds", self.startup_seconds, least=0)
         check_number("seconds_per_byte", self.seconds_per_byte, least=0)
-        check_provenance(self.provenance)
+        check_choice("provenance", self.provenance, get_args(Provenance))
 
     def __call__(self, size: float) -> float:
         return self.startup_seconds + self.seconds_per_byte * size
@@ -116,8 +104,6 @@ class Table:
 
     Attributes:
         points: (bytes, seconds), bytes ascending.
-        provenance: where the numbers come from.
-        source: provenance in free text.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -133,7 +119,7 @@ class Table:
             check_number(f"points[{i}] seconds", seconds, least=0)
             if i and size <= self.points[i - 1][0]:
                 raise ValueError(f"points[{i}]: bytes must ascend, {size:g} follows {self.points[i - 1][0]:g}")
-        check_provenance(self.provenance)
+        check_choice("provenance", self.provenance, get_args(Provenance))
 
     def __call__(self, size: float) -> float:
         points = self.points
@@ -154,14 +140,10 @@ class Table:
 
 @dataclass(frozen=True)
 class RingOrTree:
-    """The cheaper of ring and tree, between which NCCL chooses by size.
+    """The cheaper of ring and tree (as if nothing waited for a piece), between which NCCL chooses by size.
 
     A tree passes pieces on. With pieces of n bytes, S bytes to send and D steps from the leaves to the root and back,
     there are D + S / n steps, each with a start-up and a piece. With the best n they take (sqrt(D a) + sqrt(S b))^2.
-
-    Attributes:
-        ring: cost of the whole ring.
-        tree: start-ups along the tree and time per byte, as if nothing had to wait for a piece.
     """
 
     ring: Linear
@@ -236,7 +218,6 @@ class Costs(Record):
 
         Raises:
             LookupError: there is nothing to scale from.
-            ValueError: an unknown operation.
         """
         place = scope.value if isinstance(scope, Scope) else scope
         key = (kind, place, members)
@@ -279,11 +260,7 @@ class Costs(Record):
         return (curve if share == 1.0 else curve.stretched(1.0, share, curve.source))(message_bytes)
 
     def compute_seconds(self, name: str, amount: float) -> float:
-        """Return the time of a computation; the unit of ``amount`` is that of the curve.
-
-        Raises:
-            LookupError: there is no such curve.
-        """
+        """Return the time of a computation (``amount`` in the curve's unit), or raise ``LookupError``."""
         if name not in self.compute:
             raise LookupError(f"the costs hold no curve {name!r}, only {', '.join(self.compute) or 'none'}")
         return self.compute[name](amount)
@@ -313,14 +290,10 @@ class Costs(Record):
         Args:
             bits_per_second: line rate of one machine's network card; its ranks share it.
             latency_seconds: start-up of one message.
-            workers: total number of ranks.
-            ranks_per_node: ranks of each machine.
             efficiency: share of the line rate that the payload gets.
-            node_bits_per_second: rate between ranks of one machine.
-            node_latency_seconds: start-up inside one machine.
+            node_bits_per_second, node_latency_seconds: between ranks of one machine.
             trees: sums may also use trees where that is cheaper, as in NCCL; Gloo always uses rings.
             compute: compute curves; None means ``assumed_compute()``.
-            cpu_share: see the class.
 
         Raises:
             ValueError: a number out of range, or workers that do not fill the machines.

@@ -23,11 +23,7 @@ SMALLEST, LARGEST = 1 << 10, 1 << 28
 
 
 class CollectiveTable:
-    """Message bytes -> the cheapest sub-program.
-
-    ``entries``: (smallest message in bytes, sub-program), ascending, at powers of two, with the crossovers between them
-    to the byte.
-    """
+    """Message bytes -> the cheapest sub-program: (smallest message, sub-program), ascending, exact to the byte."""
 
     def __init__(self, costs: Costs, topology: Topology, smallest: int = SMALLEST, largest: int = LARGEST) -> None:
         def best(size: int) -> str:
@@ -49,7 +45,6 @@ class CollectiveTable:
 
 
 def ways(topology: Topology) -> tuple[str, ...]:
-    """Return the sub-programs that differ on this topology."""
     if topology.nodes == 1 or max(topology.layout) == 1:
         return ("flat",)
     return WAYS if topology.uniform else ("flat", "three_phase")
@@ -82,12 +77,9 @@ def _hops(way: str, topology: Topology) -> list[tuple[str, Scope, int, float, fl
 
 
 def crossing_shares(steps: Sequence[TracedExchange], beside: Sequence[TracedExchange], ranks: int) -> list[float]:
-    """Return, for each step of a node's first rank, the share of its ranks that issue it: all, or only the first.
+    """Return for each step of a node's first rank the share of its ranks that issue it: all, or only the first.
 
-    Args:
-        steps: steps of the first rank's program.
-        beside: steps of the second rank's program, which stands for the others.
-        ranks: ranks of the node.
+    ``beside``: the second rank's steps, which stand for the others.
     """
     others, own, shares = sum(step.scope is Scope.CROSS for step in beside), 0, []
     for step in steps:

@@ -23,7 +23,6 @@ class Merge(Record):
 
     Attributes:
         groups: indices; every index once, in order.
-        finish_seconds: end of the last message, see :func:`finish`.
         rule: how it was made: "optimal", "mgwfbp" or "omgs".
         exact: whether no other grouping can be faster under the same costs.
     """
@@ -48,23 +47,11 @@ def finish(
     *,
     side_stream: bool = False,
 ) -> float:
-    """Return when the last message has arrived, counted from the start of backward.
+    """Return when the last message has arrived, in seconds from the start of backward; 0 for no tensors.
 
-    Scatter and zero-fill after the exchange are the same for every grouping and are left out.
-
-    Args:
-        groups: consecutive indices, in backward order, each index once.
-        sizes: elements per tensor, in backward order.
-        backward_seconds: backward time of each tensor, from the previous gradient to this one.
-        exchange_seconds: exchange time of a group, as a function of its elements.
-        select_seconds: selection time of a group, as a function of its elements; None if nothing is selected (dense).
-        side_stream: the selection runs alongside backward and does not delay it. Has no effect if dense.
-
-    Returns:
-        Seconds; 0 for no tensors. The exposed time is what exceeds ``sum(backward_seconds)``.
-
-    Raises:
-        ValueError: invalid groups, sizes or times, or a callable that returns an invalid time.
+    ``groups`` are consecutive indices in backward order; prices are functions of a group's elements, without
+    ``select_seconds`` dense. ``side_stream``: selection delays no backward. Scatter and zero-fill after the exchange
+    are the same for every grouping and are left out.
 
     Example:
         >>> finish([[0], [1, 2]], [4, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.5 + d)
@@ -132,9 +119,6 @@ def fuse(
             then exceed the limit; if the last bucket is smaller than this, it joins the one before. Never across a
             break.
 
-    Returns:
-        Lists of indices.
-
     Example:
         >>> fuse([2, 2, 3, 9, 1], 4)
         [[0, 1], [2], [3], [4]]
@@ -180,9 +164,6 @@ def greedy_mgwfbp(sizes: Sequence[int], backward_seconds: Sequence[float], allre
         sizes: elements per tensor, in backward order.
         backward_seconds: backward time of each tensor, from the previous gradient to this one.
         allreduce_seconds: all-reduce time of a group, by its elements.
-
-    Raises:
-        ValueError: invalid sizes or times, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))
@@ -223,13 +204,9 @@ def greedy_omgs(
     Args:
         sizes: elements per tensor, in backward order.
         backward_seconds: backward time of each tensor, from the previous gradient to this one.
-        select_seconds: selection time of a group, by its elements.
-        exchange_seconds: exchange time of a group, by its elements.
+        select_seconds, exchange_seconds: of a group, by its elements.
         startup_seconds: saving of a merge, instead of the difference of exchange times: the rule of the authors'
             plotting script.
-
-    Raises:
-        ValueError: invalid sizes or times, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))

@@ -28,13 +28,9 @@ from thinwire.core.pricing.merge import Merge, Price, finish
 
 @dataclass(frozen=True)
 class Cuts:
-    """Allowed borders between groups, with the sums up to each border.
+    """Allowed borders between groups, with the elements and backward seconds before each.
 
-    Attributes:
-        at: tensor indices of the borders, from 0 to the number of tensors.
-        elements: elements before each border.
-        backward: backward seconds before each border.
-        earliest: for a group that ends at border j, the first border at which it may begin.
+    A group that ends at border j may begin at border ``earliest[j]`` and later.
     """
 
     at: list[int]
@@ -90,7 +86,6 @@ def cuts(
 
 
 def _join(sizes: list[int], breaks: set[int], max_elements: int | None, at_most: int) -> list[int]:
-    """Return the borders left after repeatedly joining the pair of neighbours with the fewest elements."""
     count = len(sizes)
     size, before, after = list(sizes), list(range(-1, count - 1)), list(range(1, count + 1))
     alive = [True] * count
@@ -136,9 +131,6 @@ def optimal_dense(
 
     Returns:
         The merge; among equal ones, the one whose last group is longest, at every step backwards.
-
-    Raises:
-        ValueError: invalid sizes, times, breaks or cap, or a callable that returns an invalid time.
 
     Example:
         >>> optimal_dense([8, 1, 1], [1.0, 1.0, 1.0], lambda d: 1.0 + d / 4).groups
@@ -206,9 +198,6 @@ def optimal_sparse(
 
     Returns:
         The merge. ``exact`` is False if tensors had to be joined beforehand (more than 512 of them).
-
-    Raises:
-        ValueError: invalid sizes, times, breaks or cap, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))
@@ -229,11 +218,9 @@ def optimal_sparse(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Prices of every allowed group, and bounds on the remaining time after each border.
+    """Prices of every allowed group by the border where it ends, and bounds on the time after each border.
 
-    ``select[j]`` and ``exchange[j]`` hold the prices of the groups that end at border j, indexed by where they begin.
-    ``link_left[i]``: least link time of any grouping from border i on. ``ready_left[i]``: least time from the
-    selection clock at i to the end of the last message.
+    ``link_left[i]``: least link time of any grouping from border i on; ``ready_left[i]``: from its selection clock.
     """
 
     table: Cuts
@@ -265,8 +252,8 @@ class _Problem:
     def sweep(self, bound: float, width: int) -> tuple[float, list[int], bool]:
         """Return the best end, its borders, and whether no state was dropped for lack of room.
 
-        States lie in four arrays, border by border: border, parent, selection clock, link clock. At most ``width``
-        states are kept per border, those with the lowest bounds.
+        States are arrays of border, parent, selection and link clock; the ``width`` with the lowest bounds stay per
+        border.
         """
         table, last = self.table, len(self.table.at) - 1
         backward = np.array(table.backward)

@@ -14,7 +14,6 @@ EVERY = (2, 4, 8, 16, 32, LONGEST)
 
 
 def up_to(most: int) -> tuple[int, ...]:
-    """The periods to choose from that have at most so many steps."""
     return tuple(every for every in EVERY if every <= max(EVERY[0], most))
 
 
@@ -29,10 +28,8 @@ def mean_step(
     """Of a period whose round travels while ``delay`` steps go on; ``compute_seconds`` of it no step hides.
 
     Example:
-        >>> mean_step(1.0, 3.0, 4, 0), mean_step(1.0, 3.0, 4, 2), mean_step(1.0, 3.0, 4, 3)
-        (1.75, 1.25, 1.0)
-        >>> [mean_step(1.0, 3.0, 4, delay, compute_seconds=2.0) for delay in (0, 1, 3)]
-        [1.75, 1.5, 1.5]
+        >>> mean_step(1.0, 3.0, 4, 0), mean_step(1.0, 3.0, 4, 2), mean_step(1.0, 3.0, 4, 3, compute_seconds=2.0)
+        (1.75, 1.25, 1.5)
     """
     travels = max(0.0, round_seconds - compute_seconds)
     return step_seconds + (round_seconds - travels + max(0.0, travels - delay * step_seconds)) / every
@@ -49,13 +46,9 @@ def best_period(
 ) -> tuple[int, int]:
     """Steps of a period, and how many of them go on while a round travels.
 
-    Args:
-        step_seconds: of a step that exchanges nothing.
-        round_seconds: of an exchange of the whole model.
-        steps: (period, delay) -> steps to a loss, over those of exact averaging; infinite: not known.
-        delay: a number of steps; "full": all but one of the period; "auto": any, up to what hides a round.
-        periods: to choose from.
-        compute_seconds: of the exchange, that it takes from the steps which go on: encoding on their processor.
+    ``steps`` of (period, delay): steps to a loss, over those of exact averaging; infinite: not known. ``delay``: a
+    number; "full": all but one; "auto": any, up to what hides a round. ``compute_seconds`` of the exchange are taken
+    from the steps which go on: encoding on their processor.
     """
     travels = max(0.0, round_seconds - compute_seconds)
     hides = math.ceil(travels / step_seconds) if step_seconds > 0 else LONGEST
@@ -111,12 +104,8 @@ def layers(names: Sequence[str], sizes: Sequence[int], every: int) -> list[range
 def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | None = None) -> list[list[int]]:
     """Assign every layer once, in consecutive runs, with the least exposed time; then again where a step has time left.
 
-    Among the assignments with the least exposed time, choose the most even load, by the sum of squares.
-
-    Args:
-        exchanges: exchange time of each layer.
-        windows: time of the work that runs meanwhile, for each step of the period.
-        apart: least number of steps between two exchanges of a layer; None: no layer is sent twice.
+    Of those, the most even load, by the sum of squares. ``windows``: time of the work that runs meanwhile, for each
+    step. ``apart``: least number of steps between two exchanges of a layer; None: no layer is sent twice.
 
     Example:
         >>> calendar([3, 1, 1, 3], [4, 6], apart=1)
@@ -128,7 +117,8 @@ def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | N
     turns = [[step for step, some in enumerate(steps) if layer in some] for layer in range(len(exchanges))]
     for step, window in enumerate(windows):
         room = window - sum(exchanges[layer] for layer in steps[step])
-        waits = [_waits(step, turn, len(windows)) for turn in turns]
+        # Steps since a layer's last turn and until its next one, around the period.
+        waits = [[min(way * (step - at) % len(windows) for at in turn) for way in (1, -1)] for turn in turns]
         # First the layer that is spared the most waiting, then the largest, which does not fit anywhere later.
         for layer in sorted(range(len(turns)), key=lambda i: (-waits[i][0] * waits[i][1], -exchanges[i])):
             if 0 < room >= exchanges[layer] and min(waits[layer]) >= apart:
@@ -139,7 +129,6 @@ def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | N
 
 
 def exposed(steps: Sequence[Sequence[int]], exchanges: Sequence[int], windows: Sequence[int]) -> int:
-    """Return the time of a calendar's exchanges that nothing hides, over the period."""
     loads = (sum(exchanges[layer] for layer in some) for some in steps)
     return sum(max(0, load - window) for load, window in zip(loads, windows, strict=True))
 
@@ -169,8 +158,3 @@ def _assigned(exchanges: Sequence[int], windows: Sequence[int]) -> list[list[int
         steps.append(list(range(begun[end], end)))
         end = begun[end]
     return steps[::-1]
-
-
-def _waits(step: int, turns: Sequence[int], every: int) -> tuple[int, int]:
-    """Return the steps since a layer's last turn and until its next one, around the period."""
-    return min((step - turn) % every for turn in turns), min((turn - step) % every for turn in turns)

@@ -38,11 +38,7 @@ def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[fl
 
     Args:
         costs: cost of each item; in seconds if ``communicate_seconds`` is given, otherwise in any unit.
-        workers: number of workers.
         communicate_seconds: time to send each item's result; None: no item is computed twice.
-
-    Raises:
-        ValueError: no worker, a cost that is negative or not finite, lists of different lengths.
 
     Example:
         >>> place([5.0, 3.0, 3.0, 1.0], 2)
@@ -69,17 +65,10 @@ def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[fl
 def place_threshold(
     dims: Sequence[int], workers: int, threshold: int = 1400, weights: Sequence[float] | None = None
 ) -> Placement:
-    """Place inversions like the code of SPD-KFAC (arXiv 2107.06533): every worker does all matrices below a threshold.
+    """Place like the code of SPD-KFAC (arXiv 2107.06533): every worker inverts all matrices of sides below a threshold.
 
-    Args:
-        dims: side of each matrix.
-        workers: how many there are.
-        threshold: matrices of this side and above go to one worker each, longest first; 1400 in their commits of
-            January 2021, 1024 in their present code.
-        weights: cost of each item, for "longest" and "least loaded"; None: the side, as published.
-
-    Raises:
-        ValueError: as in ``place``, or a negative threshold.
+    Others go to one worker each, longest first; 1400 in their commits of January 2021, 1024 in their present code.
+    ``weights``: cost of each, for "longest" and "least loaded"; None: the side, as published.
     """
     if threshold < 0:
         raise ValueError(f"threshold={threshold} must be the side of a matrix, at least 0")

@@ -29,10 +29,9 @@ _FEW = 4  # with fewer buckets than this, one more costs more than it gains
 def balanced(sizes: Sequence[float], seconds: float) -> float:
     """Return the bucket limit on Gloo for plain averages of which overlap can hide ``seconds``; unit as in ``sizes``.
 
-    n buckets cost n launches. Of the time that could be hidden, 1 / n is exposed, or the last bucket's share if that is
-    more. The sum is smallest at n = sqrt(seconds / launch). Layers are not split, so a limit of total / n can give up
-    to 2n buckets; the number of buckets is what counts (19 instead of the 11 wanted took 4 % of a step of 4 ranks on 2
-    cores).
+    n buckets cost n launches, and expose 1 / n of what could be hidden, or the last bucket's share: least at
+    n = sqrt(seconds / launch). Layers are not split, so a limit of total / n can give up to 2n buckets; their number
+    counts (19 instead of the 11 wanted took 4 % of a step of 4 ranks on 2 cores).
     """
     total, wanted = sum(sizes), max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS))
 
@@ -45,25 +44,17 @@ def balanced(sizes: Sequence[float], seconds: float) -> float:
 
 
 def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: float) -> Callable[[float], float]:
-    """Return a function: bytes -> seconds of an all-reduce that backward can hide, at most the backward time.
-
-    On a slow network, more buckets than this calls for gain nothing, and each of their ring steps waits in the queues.
-    """
+    """Return bytes -> seconds of an all-reduce that backward can hide, at most its time: more buckets only queue up."""
     return lambda size: min(all_reduce(size), backward_seconds)
 
 
 def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None) -> list[list[int]]:
     """Fuse like :func:`~thinwire.core.pricing.merge`, but put a small remainder into the bucket that follows.
 
-    If the last tensor of a bucket is a bias, the bucket would have to wait for it until the layer's weight arrives,
-    which belongs to the next bucket. A bias between two weights that each fill a bucket would be a message of its own,
-    which takes as many ring steps as a large one.
-
-    Args:
-        sizes: message sizes of the tensors, in order of arrival, in any unit.
-        limit: in the same unit; a small remainder (up to a sixteenth of it) may exceed it. 0 means one bucket per
-            tensor.
-        first: the limit of the first bucket.
+    A bucket whose last tensor is a bias would wait for it until its layer's weight arrives, which belongs to the next;
+    a bias between two weights that each fill a bucket would be a message of its own, of as many ring steps as a large
+    one. A remainder of up to a sixteenth may exceed the ``limit`` (``first``: of the first bucket; 0: a bucket per
+    tensor).
 
     Example:
         >>> by_size([32, 1, 40, 1, 40, 1, 40, 1], 42)
@@ -93,8 +84,6 @@ RULES = ("optimal", "mgwfbp", "omgs", "lags", "tune")
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements that such a rule uses."""
-
     profile: ModelProfile
     costs: Costs
     topology: Topology
@@ -110,12 +99,10 @@ class BucketIndices:
 
 
 def rule_of(method: Method) -> Any:
-    """Return the fusion rule of a method: a word, a number of MiB, or a ``Merge``."""
     return method.fusion_rule or method.fusion
 
 
 def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
-    """Return a function: bytes -> seconds of one all-reduce over all ranks."""
     return lambda size: costs.seconds("AllReduce", Scope.WORLD, topology.world_size, round(size))
 
 
@@ -125,7 +112,6 @@ def hidden_seconds(profile: ModelProfile, costs: Costs, topology: Topology) -> C
 
 
 def needs_measurement(method: Method) -> bool:
-    """Return whether the method's plan depends on measured times."""
     rule = rule_of(method)
     return (isinstance(rule, str) and rule in RULES) or method.collective == "auto"
 
@@ -140,7 +126,6 @@ def cut(
     measured: Measured,
     phase: int,
 ) -> list[BucketIndices]:
-    """Cut tensors into buckets."""
     if rule == "lags":
         return _layers(method, sizes, seconds, measured)
     if method.selects:
@@ -226,15 +211,7 @@ _LOW_RANK_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class PlanTensor:
-    """One gradient, as a plan sees it.
-
-    Attributes:
-        name: name of the parameter.
-        shape: logical shape.
-        dense: not handled by the method, but averaged in S-SGD buckets.
-        dtype: any text; tensors with the same text may share a bucket.
-        itemsize: bytes of one element.
-    """
+    """One gradient, as a plan sees it; ``dense``: averaged in S-SGD buckets. Those of one ``dtype`` may join."""
 
     name: str
     shape: tuple[int, ...]
@@ -282,9 +259,6 @@ def make_plan(
         all_reduce: for ``fusion="auto"``: bytes -> seconds of an all-reduce over all ranks that backward can hide
             (:func:`~thinwire.core.pricing.plans.gain_of_overlap`); None: derived from ``measured``, or fixed sizes if
             that is None too.
-
-    Raises:
-        ValueError: a ``Merge`` made for other tensors.
     """
     seconds = {} if measured is None else {t.name: t.backward_seconds for t in measured.profile.tensors}
     last = set(late)

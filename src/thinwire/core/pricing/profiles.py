@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, get_args
 
-from thinwire.core.checks import check_count, check_number
-from thinwire.core.pricing.costs import Provenance, check_provenance
+from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.pricing.costs import Provenance
 from thinwire.core.records import Record
 
 
@@ -51,13 +51,10 @@ class ModelProfile(Record):
     """A model as numbers, for one batch size and device.
 
     Attributes:
-        name: name of the model.
         tensors: in backward order: the gradient that is ready first comes first.
         forward_seconds: the whole forward pass; may exceed the sum over modules.
         modules: in forward order; a tensor belongs to the module whose name its own name begins with.
         dtype_bytes: bytes of one gradient element.
-        provenance: where the seconds come from.
-        source: provenance in free text.
     """
 
     called: ClassVar[str] = "a thinwire profile"
@@ -72,7 +69,7 @@ class ModelProfile(Record):
     source: str = ""
 
     def __post_init__(self) -> None:
-        check_provenance(self.provenance)
+        check_choice("provenance", self.provenance, get_args(Provenance))
         check_number("forward_seconds", self.forward_seconds, least=0)
         if self.dtype_bytes < 1:
             raise ValueError(f"dtype_bytes must be at least 1, not {self.dtype_bytes}")
@@ -104,25 +101,15 @@ class ModelProfile(Record):
         tensors = tuple(replace(t, backward_seconds=t.backward_seconds * factor) for t in self.tensors)
         modules = tuple(replace(m, forward_seconds=m.forward_seconds * factor) for m in self.modules)
         source = f"{self.source}, scaled by {factor:g}".lstrip(", ")
-        return replace(
-            self,
-            tensors=tensors,
-            modules=modules,
-            forward_seconds=self.forward_seconds * factor,
-            provenance="assumed",
-            source=source,
-        )
+        forward = self.forward_seconds * factor
+        return ModelProfile(self.name, tensors, forward, modules, self.dtype_bytes, "assumed", source)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One module in forward order.
+    """One module in forward order: FLOPs of one sample, and parameters (short name, shape) in order of registration.
 
-    Attributes:
-        name: name in the model.
-        flops: forward FLOPs of one sample.
-        parameters: (short name, shape) in order of registration; none for attention cores and tied heads.
-        kind: class of the module, if it matters to a method.
+    Attention cores and tied heads have no parameters. ``kind``: class of the module, if it matters to a method.
     """
 
     name: str
@@ -132,13 +119,11 @@ class Layer:
 
 
 def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
-    """Return a fully connected layer with bias, applied at that many positions of a sample."""
     parameters = (("weight", (outputs, inputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)
 
 
 def convolution(name: str, inputs: int, outputs: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
-    """Return a square convolution whose output is ``side`` x ``side``."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = (("weight", (outputs, inputs, kernel, kernel)),)
     if bias:
         parameters += (("bias", (outputs,)),)
@@ -196,13 +181,9 @@ def builtin(
     """Return the profile of a well-known model; its shapes are exact, its seconds are assumed.
 
     Args:
-        name: one of ``BUILTIN``.
         batch_size: samples per rank; None: a common one.
         device_flops: FLOP/s that the device sustains.
         sequence_length: positions per sample, for BERT (at most 512) and GPT-2 (at most 1,024).
-
-    Raises:
-        ValueError: an unknown name, or an option that does not apply.
 
     Example:
         >>> builtin("resnet50").elements
@@ -220,7 +201,6 @@ def builtin(
 
 
 def densenet(blocks: Sequence[int]) -> list[Layer]:
-    """Return the layers of DenseNet-121 (6, 12, 24, 16) or -201 (6, 12, 48, 32)."""
     channels, growth, side = 64, 32, 56
     layers = [convolution("features.conv0", 3, channels, 7, 112), norm("features.norm0", channels, 112**2)]
     for b, count in enumerate(blocks, 1):
@@ -253,7 +233,6 @@ def vgg16() -> list[Layer]:
 
 
 def bottleneck_resnet(blocks: Sequence[int]) -> list[Layer]:
-    """Return the layers of ResNet-50 (3, 4, 6, 3), -101 (3, 4, 23, 3) or -152 (3, 8, 36, 3)."""
     layers: list[Layer] = []
 
     def add(conv: str, bn: str, inputs: int, outputs: int, kernel: int, side: int) -> None:
@@ -335,7 +314,6 @@ def gpt2(hidden: int, depth: int, positions: int, *, vocabulary: int = 50257) ->
 
 
 def _product(name: str, inputs: int, outputs: int, positions: int) -> Layer:
-    """Return a fully connected layer that stores its matrix as inputs x outputs."""
     parameters = (("weight", (inputs, outputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)
 
@@ -343,8 +321,7 @@ def _product(name: str, inputs: int, outputs: int, positions: int) -> Layer:
 def kronecker_shapes(profile: ModelProfile) -> list[tuple[str, int, int]]:
     """Return (module, d_A, d_G) in order of registration: weights with two or four dimensions; not embeddings.
 
-    Args:
-        profile: its tensors are named ``<module>.weight`` and ``<module>.bias``; a bias adds a row to A.
+    Tensors are named ``<module>.weight`` and ``<module>.bias``; a bias adds a row to A.
     """
     biased = {tensor.module for tensor in profile.tensors if tensor.name.endswith(".bias")}
     found = []

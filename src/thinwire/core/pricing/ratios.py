@@ -13,12 +13,9 @@ from thinwire.core.records import Record
 
 @dataclass(frozen=True)
 class Ratios(Record):
-    """Kept elements per layer, in backward order. Part of the plan: a different count on one rank breaks the exchange.
+    """Kept elements per layer, in backward order, all of ``dense`` ones; ``finish_seconds`` from backward's start.
 
-    Attributes:
-        kept: elements sent; all of them if the layer is dense.
-        dense: whether the layer is all-reduced without selection.
-        finish_seconds: end of the last message, from the start of backward.
+    Part of the plan: a different count on one rank breaks the exchange.
     """
 
     called: ClassVar[str] = "thinwire ratios"
@@ -54,18 +51,14 @@ def lags(
     Args:
         sizes: elements per layer, in backward order.
         backward_seconds: backward time of each layer, from the previous gradient to this one.
-        select_seconds: selection time, as a function of a layer's elements.
-        exchange_seconds: exchange time, as a function of the *kept* elements; non-decreasing.
-        allreduce_seconds: all-reduce time, as a function of a layer's elements.
+        select_seconds, allreduce_seconds: as functions of a layer's elements.
+        exchange_seconds: as a function of the *kept* elements; non-decreasing.
         max_ratio: a layer of d elements sends at least d / max_ratio.
         exposed_seconds: time that the last layer's exchange may add to the step.
         side_stream: selection runs alongside backward.
 
     Returns:
         Kept counts; a layer without elements sends nothing and counts as dense.
-
-    Raises:
-        ValueError: invalid sizes, times or ratio, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))

@@ -27,10 +27,6 @@ LARGE = 1 << 12
 """Number of elements from which a tensor gets a call of its own."""
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.device.type != "meta" and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
-
-
 class Slot:
     """One parameter's gradient in a bucket.
 
@@ -115,7 +111,6 @@ class Bucket:
     """The gradients that share one message.
 
     Args:
-        index: its place in the plan.
         slots: one per parameter; all of one dtype and device.
         scale: the loss scale in the gradients, a 0-dim tensor; None for 1.
         buffer: memory for ``flat``, with at least ``numel`` elements; allocated when needed if None.
@@ -240,7 +235,7 @@ class Bucket:
     def write(self, x: Tensor) -> None:
         """Deliver all averaged gradients, raw units: the counterpart of ``flat``."""
         flat = self.flat
-        if not _same_memory(x, flat):
+        if x.device.type == "meta" or x.data_ptr() != flat.data_ptr() or x.dtype != flat.dtype:
             flat.copy_(x.reshape(-1))
 
     def gradient(self) -> Tensor:

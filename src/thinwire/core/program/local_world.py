@@ -32,10 +32,9 @@ class OrderError(RuntimeError):
 
 
 def run_lockstep(programs: Sequence[Program], topology: Topology, where: str = "") -> list[int]:
-    """Run one program per rank to its end. Return the bytes that each rank sent.
+    """Run one program per rank to its end; return the bytes that each sent.
 
-    Raises:
-        OrderError: no group instance has all its ranks at the same op; the message lists what each rank waits for.
+    ``OrderError``, if no group has all its ranks at the same op, lists what each rank waits for.
     """
     size = topology.world_size
     waiting: list[Collective | None] = [None] * size
@@ -79,7 +78,6 @@ def _signature(op: Collective) -> tuple[Any, ...]:
 
 
 def _find(waiting: Sequence[Collective | None], topology: Topology) -> list[int] | None:
-    """Return the ranks of an op that can complete now; None: there is none."""
     for rank, op in enumerate(waiting):
         if op is None:
             continue
@@ -105,7 +103,6 @@ def _find(waiting: Sequence[Collective | None], topology: Topology) -> list[int]
 
 
 def _ordered_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum in rank order, 16-bit floats in fp32; the result has the input's dtype."""
     first = tensors[0]
     floating = first.dtype.is_floating_point
     total = first.to(working_dtype(first.dtype)).clone() if floating else first.clone()
@@ -150,7 +147,6 @@ class LocalWorld:
     """Run a method's program for ``size`` ranks, deterministically: sums are added in rank order.
 
     Args:
-        size: number of ranks, any.
         ranks_per_node: one number, or one per node; None: one rank per node.
         plan: which tensors share a bucket; None: one bucket per tensor, in the order of the first rank's dict.
         seed: kept for callers that draw their gradients from it (``world.seed``); methods carry their own seeds.
@@ -192,7 +188,6 @@ class LocalWorld:
 
         Raises:
             OrderError: the ranks' programs do not match.
-            ValueError: the gradients do not match each other or the plan.
         """
         if len(gradients) != self.size:
             raise ValueError(f"{self.size} ranks need {self.size} dicts of gradients, not {len(gradients)}")

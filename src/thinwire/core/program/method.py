@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,6 @@ class Method(abc.ABC):
     The last five attributes are options of some methods, as fields of their dataclass; other methods keep the defaults.
 
     Attributes:
-        name: the registry name.
         phases: number of fusion plans; step % phases chooses (ACP has two).
         has_residual: whether something is held back for a later step.
         exact: whether the result is the plain average.
@@ -42,7 +42,6 @@ class Method(abc.ABC):
         candidates: options under which ``thinwire plan`` prices it if no method is named.
         auto: its place among what ``attach("auto", lossy=True)`` prices, and under which options; None: none.
         unfit: where it cannot be used, and why: "fsdp2", what it needs; "federated" and "local", a clause.
-        fusion: the fusion rule.
         deterministic: whether sums are made in rank order.
         collective: how sums go over nodes and ranks.
         decoupled: whether a part of the exchange is left to the next forward.
@@ -116,4 +115,6 @@ class Method(abc.ABC):
         """Return the options as plain data: compared over ranks at ``attach``, stored in checkpoints."""
         if not dataclasses.is_dataclass(self):
             return {}
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        counts = {n: int(v) for n, v in found.items() if type(v) is not bool and isinstance(v, Integral)}  # NumPy's too
+        return {**found, **counts}

@@ -132,7 +132,6 @@ class Paused:
 
 
 def drive(program: Program, answer: Callable[[Op], Any], *, pause: bool = False) -> Any:
-    """Run a program to its end, or with ``pause`` to its ``NextForward``."""
     value: Any = None
     with own_modes():
         while True:

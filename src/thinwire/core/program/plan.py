@@ -21,7 +21,6 @@ class PlanBucket:
     """One bucket.
 
     Attributes:
-        names: of its parameters.
         dense: whether it runs plain S-SGD whatever the method.
         kept: number of elements that a sparse method sends of it; 0: as the method's density says.
         collective: how its sum goes over the nodes, for methods with that option; "": as the method says.

@@ -38,8 +38,6 @@ def extend(part: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 
 @dataclass
 class _Kept:
-    """State in force, or new state that is not yet."""
-
     residuals: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     offsets: dict[str, int] = dataclasses.field(default_factory=dict)  # of residuals that are slices: where they begin
     fields: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
@@ -103,20 +101,18 @@ class State:
 
     def residual(self, slot: Slot) -> Tensor:
         """Return a parameter's residual: fp32 (fp64 for fp64), in its shape, unscaled; zeros at the start."""
-        if slot.name in self.held:
-            return _zeros(slot)
-        found = self.residuals.get(slot.name)
-        if found is None:
-            found = self.residuals[slot.name] = _zeros(slot)
-        return found
+        return self._own(self.residuals, slot.name, slot)
 
     def local(self, field: str, slot: Slot) -> Tensor:
         """Return a parameter's local field: this rank's own, of the residual's kind, zeros at the start."""
-        if slot.name in self.held:
-            return _zeros(slot)
-        found = self.locals.get((field, slot.name))
+        return self._own(self.locals, (field, slot.name), slot)
+
+    def _own(self, kept: dict[Any, Tensor], key: object, slot: Slot) -> Tensor:
+        found = None if slot.name in self.held else kept.get(key)
         if found is None:
-            found = self.locals[field, slot.name] = _zeros(slot)
+            found = torch.zeros(slot.shape, dtype=working_dtype(slot.dtype), device=slot.device)
+            if slot.name not in self.held:
+                kept[key] = found
         return found
 
     def shared(self, field: str, name: str) -> Tensor | None:
@@ -217,8 +213,9 @@ class State:
             return
         flag, staged = self.accepted(), self._staged
         if flag is not None:
-            own: list[tuple[dict[Any, Tensor], dict[Any, Tensor]]] = [(staged.residuals, self.residuals)]
-            for kind, held in [*own, (staged.locals, self.locals)]:
+            own: list[tuple[dict[Any, Tensor], dict[Any, Tensor]]]
+            own = [(staged.residuals, self.residuals), (staged.locals, self.locals)]
+            for kind, held in own:
                 for key, new in kind.items():
                     old = held.get(key)
                     kind[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
@@ -305,10 +302,6 @@ class State:
         found = _Kept(residuals, dict(snapshot.get("offset", {})), fields, own)
         self._kept.clear()
         self._kept.update(found)
-
-
-def _zeros(slot: Slot) -> Tensor:
-    return torch.zeros(slot.shape, dtype=working_dtype(slot.dtype), device=slot.device)
 
 
 def _by_field(fields: Mapping[Key, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -15,12 +15,8 @@ class Topology:
     """The assignment of ranks to machines.
 
     Args:
-        world_size: number of ranks.
         ranks_per_node: one number for all machines, or one per machine (they must add up to ``world_size``); None puts
             every rank on a machine of its own. Ranks are numbered machine by machine, as torchrun does.
-
-    Raises:
-        ValueError: the numbers do not add up.
     """
 
     world_size: int

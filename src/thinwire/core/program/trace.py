@@ -137,7 +137,6 @@ def with_rare_rounds(method: Method, programs: Sequence[Sequence[TracedExchange]
 
 
 def depths(programs: Iterable[Sequence[TracedExchange]]) -> Counter[Scope]:
-    """Return how many exchanges the deepest of these programs has within each scope."""
     deepest: Counter[Scope] = Counter()
     for exchanges in programs:
         deepest |= Counter(x.scope for x in exchanges if x.scope is not None)

@@ -26,13 +26,10 @@ class DeviceSpec:
     """One device.
 
     Attributes:
-        name: as given to ``--device``.
         training_peak: FLOP/s in training.
         product_peak: FLOP/s of fp32 products.
         memory_peak: bytes/s.
         node_bits_per_second: link rate between two of them in one machine.
-        node_latency_seconds: latency of a message inside the machine.
-        backend: "gloo" or "nccl".
         training_share: share of the peak that training sustains.
         thin: bytes/s of a matrix in its product with one of few columns; None: memory's.
     """

@@ -23,10 +23,8 @@ class ExplainedBucket:
         phase: phase of the method; ACP alternates between two.
         bucket: index in the plan.
         dense: not handled by the method.
-        names: names of the tensors, in order of arrival.
-        elements: elements of all tensors together.
+        names: of the tensors, in order of arrival.
         ready_seconds: when the last gradient is ready, from the start of backward.
-        sent_bytes: bytes sent by one rank.
         exchange_seconds: time of its exchanges, without waiting.
         kept: elements that a sparse method sends; None for others.
     """

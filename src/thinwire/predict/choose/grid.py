@@ -23,9 +23,8 @@ class Cell:
     """One cluster.
 
     Attributes:
-        winner: label of the recommendation.
-        winner_exact: label of the recommendation without lossy methods.
-        step_seconds: step time of the winner.
+        winner, winner_exact: label of the recommendation, with and without lossy methods.
+        step_seconds: of the winner.
         loss_seconds: the same, times the steps that it needs for one step of plain averaging.
         dense_seconds: step time of the fastest dense form.
         why: the sentence of ``choose``, and what bounds the dense form.
@@ -67,19 +66,9 @@ def map_of(
     """Return the recommendation of ``choose`` for every rate and number of workers.
 
     Args:
-        candidates: (label, method) pairs.
-        model_profile: profile of the model.
-        bits_per_second: link rates.
-        workers: total numbers of ranks.
         costs: returns the prices for a rate and a cluster, for example from ``Costs.of_link``.
-        ranks_per_node: ranks of each machine.
-        backend: see ``choose``.
-        shared_compute: see ``choose``.
-        lossy, worth: see ``choose``.
+        backend, shared_compute, lossy, worth: see ``choose``.
         on_cell: called after each cell with the number done and the total.
-
-    Raises:
-        ValueError: as in ``choose``, or workers that do not fill the machines.
     """
     where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
     clusters = [Topology(count, ranks_per_node) for count in workers]
@@ -125,21 +114,14 @@ def knee(
 
     Args:
         method: simulated at each number of workers, with its default buckets.
-        model_profile: of the model.
         costs: costs of exchanges and compute, or a function of the topology.
-        ranks_per_node: ranks of each machine.
-        backend: see ``simulate``.
-        shared_compute: see ``simulate``.
+        backend, shared_compute: see ``simulate``.
         efficiency: the limit, in (0, 1].
         most: largest number of workers to try.
         worth: see ``choose``; used to find a period for local steps without one.
 
     Returns:
         The number; None if efficiency stays above the limit up to ``most``.
-
-    Raises:
-        ValueError: a number out of range.
-        LookupError: a price is missing.
     """
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency must be in (0, 1], not {efficiency}")

@@ -29,8 +29,6 @@ TIE = 0.10
 
 
 class Rival(Protocol):
-    """A method, and when it reaches a loss."""
-
     @property
     def times(self) -> tuple[float, float, float]:
         """Seconds: minimum, median and maximum over seeds; infinite if a seed did not reach the loss."""
@@ -66,36 +64,28 @@ UNCERTAINTY: Mapping[Provenance, float] = {"measured here": 0.10, "measured else
 
 
 def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:
-    """Return all prices at one end of their uncertainty: -1 cheap, 1 expensive.
+    """Return prices at one end of their uncertainty: -1 cheap, 1 expensive; what is scaled counts as assumed."""
 
-    Curves are looked up first, so that curves scaled from another group size count as assumed.
-    """
-    exchanges = {}
-    for scope, members in Place(topology).members.items():
-        for kind in KINDS if members > 1 else ():
-            curve = costs.lookup(kind, scope, members)
-            factor = 1 + sign * UNCERTAINTY[curve.provenance]
-            exchanges[kind, scope.value, members] = curve.stretched(factor, factor, "end of a band")
-    compute = {}
-    for name, curve in costs.compute.items():
+    def end(curve: Any) -> Any:
         factor = 1 + sign * UNCERTAINTY[curve.provenance]
-        compute[name] = curve.stretched(factor, factor, "end of a band")
-    shares = {}
-    for kind, line in costs.cpu_share.items():
-        factor = 1 + sign * UNCERTAINTY[line.provenance]
-        shares[kind] = line.stretched(factor, factor, "end of a band")
-    return replace(costs, exchanges=exchanges, compute=compute, cpu_share=shares)
+        return curve.stretched(factor, factor, "end of a band")
 
-
-def spread_profile(profile: ModelProfile, sign: int) -> ModelProfile:
-    return profile.scaled(1 + sign * UNCERTAINTY[profile.provenance])
+    exchanges = {
+        (kind, scope.value, members): end(costs.lookup(kind, scope, members))
+        for scope, members in Place(topology).members.items()
+        for kind in (KINDS if members > 1 else ())
+    }
+    compute = {name: end(curve) for name, curve in costs.compute.items()}
+    return replace(
+        costs, exchanges=exchanges, compute=compute, cpu_share={k: end(c) for k, c in costs.cpu_share.items()}
+    )
 
 
 def measured_share(timeline: Timeline, profile: ModelProfile, topology: Topology, costs: Costs) -> float:
-    """Return the fraction of the step whose price was measured here.
+    """Return the fraction of the step whose price was measured here; method work if every compute curve was.
 
-    Each moment counts once: for forward and backward if they run, otherwise for the methods' own work, otherwise for
-    the exchange in flight. Method work counts as measured if every compute curve was measured.
+    Each moment counts once: for forward and backward if they run, else for methods' work, else for the exchange in
+    flight.
     """
     members = Place(topology).members
     method = bool(costs.compute) and all(c.provenance == "measured here" for c in costs.compute.values())
@@ -172,7 +162,6 @@ class SimulatedMethod:
 
     @property
     def most_loss_seconds(self) -> float:
-        """The same, with the most steps measured."""
         return self.seconds * self.worth.high
 
 
@@ -212,11 +201,7 @@ def choose(
 
     Args:
         candidates: (label, method) pairs; labels are unique.
-        model_profile: of the model.
-        topology: topology of the ranks.
-        costs: costs of exchanges and compute.
-        backend: "gloo" or "nccl", see ``simulate``.
-        shared_compute: see ``simulate``.
+        backend, shared_compute: see ``simulate``.
         lossy: if False, lossy candidates are listed as left out and never recommended.
         worth: steps that each method needs for one exact step; None: the table in the package.
 
@@ -230,7 +215,8 @@ def choose(
     where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
     points, left_out = price(candidates, model_profile, topology, costs, where, lossy=lossy, worth=worth)
     verdict = judge(points, topology, without_startups(model_profile, topology, costs, where), lossy=lossy)
-    ends = [(spread_profile(model_profile, s), spread_costs(costs, topology, s)) for s in (-1, 1)]
+    off = UNCERTAINTY[model_profile.provenance]
+    ends = [(model_profile.scaled(1 + s * off), spread_costs(costs, topology, s)) for s in (-1, 1)]
     reference = min(p.seconds for p in points if type(p.method) is SSGD)
     entries: dict[str, Entry] = {}
     for point in sorted(points, key=lambda p: (not p.exact, p.loss_seconds, p.seconds)):
@@ -252,19 +238,12 @@ def choose(
             steps=_finite(point.worth.middle),
             most_steps=_finite(point.worth.high),
             steps_source=point.worth.source,
-            speedup=_ratio(reference, point),
+            speedup=(reference / point.loss_seconds if point.loss_seconds else 1.0) if point.worth.known else None,
             measured_share=measured_share(point.timeline, model_profile, topology, costs),
         )
     best, best_exact = entries[verdict.best.label], entries[verdict.best_exact.label]
-    return Ranking(
-        model_profile.name,
-        topology.world_size,
-        tuple(entries.values()),
-        best,
-        best_exact,
-        verdict.sentence,
-        tuple(left_out),
-    )
+    found = tuple(entries.values())
+    return Ranking(model_profile.name, topology.world_size, found, best, best_exact, verdict.sentence, tuple(left_out))
 
 
 def price(
@@ -320,12 +299,9 @@ def judge(
     """Apply the rule of ``choose``; ``bytes_alone``: see ``without_startups``."""
     best_exact = _best_exact(points)
     if not lossy or topology.world_size == 1:
-        alone = "one worker: nothing is sent, nothing is compressed"
-        said = (
-            alone
-            if topology.world_size == 1
-            else f"{best_exact.label}: {milliseconds(best_exact.seconds)}, lossy methods not considered"
-        )
+        said = f"{best_exact.label}: {milliseconds(best_exact.seconds)}, lossy methods not considered"
+        if topology.world_size == 1:
+            said = "one worker: nothing is sent, nothing is compressed"
         return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
     kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
@@ -362,12 +338,6 @@ def judge(
 
 def _told(point: SimulatedMethod) -> str:
     return f"{milliseconds(point.seconds)} x {point.worth.middle:.2f} steps"
-
-
-def _ratio(reference: float, point: SimulatedMethod) -> float | None:
-    if not point.worth.known:
-        return None
-    return reference / point.loss_seconds if point.loss_seconds else 1.0
 
 
 def _finite(value: float) -> float | None:

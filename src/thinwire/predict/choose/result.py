@@ -16,20 +16,15 @@ class Entry:
     """One candidate, predicted.
 
     Attributes:
-        label: as given by the caller.
-        method: name in the registry.
         options: options of the method; values that JSON cannot hold are stored as text.
         exact: whether the result is the plain average.
         dense: S-SGD or its 16-bit form, which lossy methods have to beat.
         step_seconds: from one forward to the next.
         low_seconds, high_seconds: the band, see ``choose``.
         exposed_seconds: communication while nothing is computed.
-        bytes_sent: bytes sent by one rank per step.
         bound_by: the resource without which the step would be shortest.
-        every: steps between two exchanges.
         steps: steps to a loss, relative to plain averaging; None: not measured.
         most_steps: the most measured; None: not measured, or some seed did not reach the loss.
-        steps_source: source of the step counts.
         speedup: how many times sooner than dense fp32 it reaches that loss; None: unknown.
         measured_share: fraction of the step whose price was measured here.
     """
@@ -61,13 +56,9 @@ class Ranking(Record):
     """All candidates in order, and the conclusions.
 
     Attributes:
-        model: name of the profile.
-        workers: total number of ranks.
         entries: exact ones first, then lossy ones; within each, the soonest to reach a loss first and unknown ones
             last.
-        best: the recommendation.
-        best_exact: the recommendation without lossy methods.
-        sentence: the reason.
+        best, best_exact: the recommendation, with and without lossy methods.
         left_out: (label, reason) of candidates that cannot run on this cluster or have no price.
     """
 
@@ -94,11 +85,7 @@ class Ranking(Record):
         return self.best.measured_share
 
     def entry(self, label: str) -> Entry:
-        """Return the entry of a label.
-
-        Raises:
-            ValueError: there is no such label.
-        """
+        """Return the entry of a label; ``ValueError`` if there is none."""
         for entry in self.entries:
             if entry.label == label:
                 return entry
@@ -115,11 +102,7 @@ class Ranking(Record):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ranking:
-        """Read back what ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text holds no ranking.
-        """
+        """Read back what ``to_json`` wrote; ``ValueError`` for any other text."""
         try:
             data: Any = json.loads(text)
             del data["measured_share"]

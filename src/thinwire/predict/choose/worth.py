@@ -29,12 +29,7 @@ TABLE = Path(__file__).with_name("worth.json")
 
 @dataclass(frozen=True)
 class Worth:
-    """Steps to a loss, relative to plain averaging.
-
-    Attributes:
-        low, middle, high: minimum, median and maximum over seeds; infinite if a seed did not reach the loss.
-        source: where the numbers come from, in words.
-    """
+    """Steps to a loss over those of plain averaging: least, median, most over seeds; infinite if one failed."""
 
     low: float
     middle: float
@@ -43,7 +38,6 @@ class Worth:
 
     @property
     def known(self) -> bool:
-        """Whether half of the seeds reached the loss."""
         return math.isfinite(self.middle)
 
 
@@ -59,15 +53,10 @@ UNKNOWN = Worth(math.inf, math.inf, math.inf, "not measured")
 
 @dataclass(frozen=True)
 class MeasuredWorth:
-    """One row of the table.
+    """One row of the table, of a method or the codec of local steps; a factor per seed (None: it did not get there).
 
-    Attributes:
-        method: name of the method, or of the codec with local steps.
-        options: numbers are minimum values for which the row holds (more is sent); words must be equal.
-        every: steps between two exchanges; 1: every step is exchanged.
-        delay: largest number of steps that run while an exchange is in flight.
-        elements, workers: elements of the model and workers of the run.
-        factors: one per seed; None: that seed did not reach the loss.
+    ``options``: numbers are minimum values for which the row holds (more is sent); words must be equal. ``delay``: most
+    steps that run while an exchange is in flight.
     """
 
     method: str
@@ -151,11 +140,7 @@ def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> 
 
 
 def read_worth(path: Path) -> WorthOf:
-    """Read the table of a file that ``thinwire race`` wrote. Sources name the model that raced.
-
-    Raises:
-        ValueError: it cannot be read, or holds no table.
-    """
+    """Read a table that ``thinwire race`` wrote, or raise ``ValueError``. Sources name the model that raced."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         by = f"your race of {data['race']['model']}" if "race" in data else "your race"

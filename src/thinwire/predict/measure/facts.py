@@ -14,7 +14,6 @@ class Interface:
     """A network interface.
 
     Attributes:
-        name: as in ``ip link``.
         up: whether it is switched on and has a carrier.
         kind: "loopback", "ethernet", "wireless", "bridge", "virtual" or "tunnel".
         addresses: IPv4 first, each group in the kernel's order.
@@ -39,10 +38,8 @@ class Name:
     """The result of looking up a host name.
 
     Attributes:
-        name: the name.
         addresses: addresses that the resolver returns, in its order.
         bound: those to which a socket of this machine can be bound.
-        seconds: duration of the look-up.
         error: the resolver's message, if it failed.
     """
 
@@ -103,11 +100,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """Build facts from ``asdict`` or the output of ``thinwire doctor --json``; unknown fields are ignored.
-
-        Raises:
-            ValueError: it holds no facts.
-        """
+        """Build facts from ``asdict`` or the output of ``thinwire doctor --json``; unknown fields are ignored."""
         try:
             return made(cls, {field.name: data[field.name] for field in fields(cls) if field.name in data})
         except UNREADABLE as error:

@@ -30,11 +30,7 @@ _OVER = object()
 
 
 class GradualProbe:
-    """A probe during training. All ranks call every method together, between two steps.
-
-    Attributes:
-        checked: number of exchanges that ``check`` has timed.
-    """
+    """A probe during training. All ranks call every method together, between two steps."""
 
     def __init__(
         self, lanes: Lanes, topology: Topology, rank: int, device: torch.device, backend: str, *, mesh_only: bool
@@ -56,10 +52,7 @@ class GradualProbe:
         return self._run.exchanged
 
     def check(self, costs: Costs) -> float:
-        """Return how many times longer a short all-reduce takes than these costs say: the median of five.
-
-        The size is the largest of the probe's sizes that takes at most 10 ms by the costs.
-        """
+        """Return how many times longer an all-reduce of at most 10 ms takes than costs say: the median of five."""
         world = self._topology.world_size
         said, sizes = costs.lookup("AllReduce", Scope.WORLD, world), message_sizes()
         size = max((size for size in sizes if said(size) <= _CHECK_SECONDS), default=sizes[0])
@@ -80,7 +73,6 @@ class GradualProbe:
             self._kernels = self._run.kernels(0.0, self._source, names=compute, largest=_ELEMENTS, least=1)
 
     def advance(self) -> None:
-        """Run one piece: exchanges for its share of the time, then its compute curves."""
         end, count = self._run.elapsed + self._share, 0
         while (self._run.elapsed < end or count < self._least) and next(self._exchanges, _OVER) is not _OVER:
             count += 1
@@ -88,12 +80,10 @@ class GradualProbe:
             next(self._kernels, None)
 
     def costs(self, seen: Point | None, known: Costs) -> Costs:
-        """Return what was measured.
+        """Return what was measured, and ``known`` for what was not.
 
-        Args:
-            seen: bytes and seconds of an all-reduce in training steps. If it is larger than what was measured, it sets
-                the rate of large messages, and that of other operations by how often their bytes pass the busiest link.
-            known: used for what was not measured.
+        A ``seen`` all-reduce of training steps, if larger than what was measured, sets the rate of large messages, and
+        that of other operations by how often their bytes pass the busiest link.
         """
         found = self._run.result(self._backend, self._topology.layout, self._source).costs
         exchanges = found.exchanges or known.exchanges

@@ -38,7 +38,6 @@ class Stopwatch:
         self._events = device.type == "cuda" and clock is time.perf_counter
 
     def mark(self) -> Any:
-        """Mark this moment without waiting for the device."""
         if not self._events:
             return self._clock()
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
@@ -116,18 +115,11 @@ def kernel_cases(
     largest: int | None = None,
     least: int = LEAST_CALLS,
 ) -> Iterator[tuple[str, list[Point]]]:
-    """Yield (name, points), curve after curve: each is measured when it is requested. A point is (amount, seconds).
+    """Yield (name, points), curve after curve, each measured when it is requested. A point is (amount, seconds).
 
-    Amounts are fp32 elements for "select" and "thin", bytes for "memory", FLOPs for the others; equal on all ranks.
-
-    Args:
-        device: device that computes.
-        seconds: total time.
-        meet: called before each curve.
-        clock: returns seconds.
-        names: names of the curves.
-        largest: elements of the largest tensor, an eighth of the pool; None: as large as is useful.
-        least: number of timed calls of each, however long they take.
+    Amounts are fp32 elements for "select" and "thin", bytes for "memory", FLOPs for the others; equal on all ranks, who
+    ``meet`` before each curve. ``largest``: elements of the largest tensor, an eighth of the pool. ``least``: timed
+    calls of each, however long they take; ``seconds``: of all.
     """
     pool_size, random = (POOL, RANDOM) if largest is None else (8 * largest, largest)
     generator = torch.Generator(device).manual_seed(0)
@@ -186,13 +178,11 @@ def _memory(pool: Tensor, largest: int) -> Iterator[Case]:
 
 
 def _multiply(pool: Tensor, largest: int) -> Iterator[Case]:
-    """Measure a projection and a reconstruction, as in ``kernels.lowrank``."""
     for side in (side for side in SQUARES if side * side <= largest):
         yield multiply_flops(side, side, RANK), 2, _products(pool, side, RANK)
 
 
 def _thin(pool: Tensor, largest: int) -> Iterator[Case]:
-    """Measure the same with few columns, by the elements of the large matrix."""
     for side in (side for side in SQUARES if side * side <= largest):
         yield side * side, 2, _products(pool, side, THIN)
 
@@ -213,7 +203,6 @@ _BETWEEN = 4  # interpolation points in each doubling
 
 
 def sides(largest: int) -> list[int]:
-    """Return 64, 128, ... up to the first that is at least ``largest``."""
     if largest < 1:
         raise ValueError(f"largest={largest} must be the side of a matrix, at least 1")
     return [_SMALLEST << n for n in range(max(0, math.ceil(math.log2(largest / _SMALLEST))) + 1)]
@@ -228,14 +217,9 @@ def inversion_points(
     clock: Clock = time.perf_counter,
     on_point: Callable[[int], None] = lambda d: None,
 ) -> list[Point]:
-    """Return (side, seconds) at each of ``sides(largest)``, always the same sides however long they take.
+    """Return (side, seconds) at each of ``sides(largest)`` for "inverse" or "eigen", the same however long they take.
 
-    Args:
-        kind: "inverse" or "eigen".
-        device: device to measure.
-        largest: largest side to cover.
-        seconds: total time; a side that would not fit is estimated as the previous one times eight.
-        on_point: called with each side before it is measured.
+    A side that would not fit into ``seconds`` in all is estimated as the previous one times eight.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")

@@ -49,14 +49,10 @@ _THROTTLED = 0.05  # of the periods
 
 @dataclass(frozen=True)
 class Load:
-    """The load of this machine during a measurement.
+    """The machine's load during a measurement: mean runnable processes over a minute before, and after (with ours).
 
-    Attributes:
-        cores: cores of the machine.
-        before, after: mean number of processes over a minute that ran or waited for a core; ``after`` includes the
-            measured processes.
-        stolen: share of the CPU's time that the host of a virtual machine gave to others.
-        throttled, periods: of the control group: in how many periods its CPU share was used up, out of how many.
+    ``stolen``: share of the CPU's time that the host of a virtual machine gave to others. ``throttled``, ``periods``:
+    in how many of the control group's periods its CPU share was used up.
     """
 
     cores: int
@@ -81,8 +77,6 @@ class Load:
 
 
 class LoadWatch:
-    """Observes the load from its creation until ``load`` is called."""
-
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._before = self._average()

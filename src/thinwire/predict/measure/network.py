@@ -125,7 +125,6 @@ def _kind(folder: Path) -> str:
 
 
 def default_route() -> str | None:
-    """Return the interface of the default route: of IPv4, else of IPv6; None if there is none or it is unknown."""
     for line in _text(Path("/proc/net/route")).splitlines()[1:]:
         fields = line.split()
         if len(fields) > 7 and fields[1] == fields[7] == "00000000":
@@ -138,7 +137,6 @@ def default_route() -> str | None:
 
 
 def look_up(name: str) -> Name:
-    """Look up a name as Gloo does; gives up after some seconds."""
     began = time.perf_counter()
     answer: list[Name] = []
     thread = threading.Thread(target=lambda: answer.append(_resolved(name)), daemon=True)
@@ -171,7 +169,6 @@ def _binds(family: int, kind: int, protocol: int, address: tuple[object, ...]) -
 
 
 def tcp_settings() -> dict[str, str]:
-    """Return the kernel settings that matter for long transfers; empty if there is no /proc."""
     found = {path.rpartition("/")[2]: " ".join(_text(_SYSCTL / path).split()) for path in _SETTINGS}
     return {name: value for name, value in found.items() if value}
 
@@ -208,11 +205,9 @@ class Choice:
     """What a backend will use.
 
     Attributes:
-        backend: "gloo" or "nccl".
         interfaces: names; empty if there is none, and ``problem`` says why.
         address: address of the first interface, on which it listens.
         why: the rule that led to it.
-        problem: why it cannot start.
     """
 
     backend: str
@@ -237,7 +232,6 @@ def is_loopback(address: str) -> bool:
 
 
 def gloo_choice(facts: Facts) -> Choice:
-    """Return where Gloo will listen."""
     named = facts.environment.get("GLOO_SOCKET_IFNAME", "")
     if named:
         return _named(facts, named)
@@ -297,7 +291,6 @@ def _addresses(facts: Facts, one: Interface) -> list[str]:
 
 
 def _matching(interfaces: Sequence[Interface], listed: str) -> list[Interface]:
-    """Return the interfaces that a list in NCCL's syntax selects."""
     unwanted, exact = listed.startswith("^"), listed.lstrip("^").startswith("=")
     words = [word.split(":")[0] for word in listed.lstrip("^").lstrip("=").split(",") if word]
 

@@ -33,12 +33,7 @@ from thinwire.core.program.topology import Topology
 from thinwire.predict.measure.kernels import KERNELS, LEAST_CALLS, kernel_cases, settle
 from thinwire.predict.measure.result import Measurement, ProbeResult, never_falling
 
-_PLAIN = {
-    "AllReduce": AllReduce,
-    "ReduceScatter": ReduceScatter,
-    "AllGather": AllGather,
-    "Broadcast": Broadcast,
-}
+_PLAIN = {op.__name__: op for op in (AllReduce, ReduceScatter, AllGather, Broadcast)}
 _IDLE_SECONDS = 0.05
 
 
@@ -54,8 +49,6 @@ class Times:
 
 
 class ExchangeTimer:
-    """Times exchanges. All ranks call every method, in the same order."""
-
     def __init__(
         self,
         lanes: Lanes,
@@ -94,7 +87,6 @@ class ExchangeTimer:
         return rows
 
     def text(self, mine: str) -> str:
-        """Return the first rank's text."""
         raw = mine.encode()
         length = torch.tensor([len(raw)], device=self.device)
         dist.broadcast(length, self._control.ranks[0], group=self._control.group)
@@ -178,7 +170,6 @@ _MOST_BYTES = 1 << 30  # largest output of an all-gather
 
 
 def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]:
-    """Return sizes in bytes: powers of two times the smallest, and the largest."""
     if not 2 * smallest <= largest <= _MOST:
         raise ValueError(
             f"the largest message must be at least {2 * smallest} bytes and at most {_MOST}, not {largest}"
@@ -218,12 +209,7 @@ def repeats(first_seconds: float, share_seconds: float) -> int:
 
 
 class ProbeRun:
-    """One probe. All ranks call every method, and advance every generator, together.
-
-    Attributes:
-        elapsed: seconds spent on measuring exchanges so far, on the slowest rank.
-        exchanged: number of exchanges timed so far.
-    """
+    """One probe. All ranks call every method, and advance every generator, together; times are the slowest's."""
 
     def __init__(
         self,
@@ -245,7 +231,6 @@ class ProbeRun:
 
     @property
     def always(self) -> int:
-        """Number of the first exchange measurements, which are always made."""
         return _ALWAYS * len(KINDS) * len(self._wire.scopes)
 
     def exchanges(self, sizes: Sequence[int]) -> Iterator[None]:
@@ -303,10 +288,7 @@ class ProbeRun:
         largest: int | None = None,
         least: int = LEAST_CALLS,
     ) -> Iterator[None]:
-        """Measure compute on all ranks at once, counting the slowest; yields after each curve.
-
-        Arguments as in :func:`~thinwire.measure.kernels.kernel_cases`; ``source``: recorded in the curves.
-        """
+        """Measure compute on all ranks at once by ``kernel_cases``, counting the slowest; yields after each curve."""
         self._progress(0.9, "compute")
         for name, points in kernel_cases(
             self._wire.device, seconds=seconds, meet=self._wire.meet, names=names, largest=largest, least=least
@@ -339,11 +321,9 @@ def probe(
         process_group: a Gloo or NCCL group; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE. With several ranks on
             several machines the groups of a machine and across machines are measured too.
-        largest_bytes: largest message.
         seconds: time for the exchanges; what does not fit is left out, the largest messages first.
         kernel_seconds: time for compute, on all ranks at once; 0: leave it out.
         device: device of the messages; None: the current GPU for NCCL, else the CPU.
-        timeout: time-out of the collectives; None keeps torch's.
         on_progress: see ``Progress``; called on every rank.
 
     Raises:

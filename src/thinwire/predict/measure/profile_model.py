@@ -45,10 +45,8 @@ def numbered(batches: Batches) -> Callable[[int], Any]:
 class Watch:
     """Notes the marks of one training step; a context manager that removes its hooks.
 
-    Attributes:
-        started: mark of the first module that ran; None if none did.
-        arrivals: parameter -> mark of its gradient, the last one if it arrived in parts.
-        calls: (module, True on entry or False on return, mark), in order.
+    ``arrivals``: of each gradient, the last if it came in parts. ``calls``: (module, True on entry or False on return,
+    mark), in order.
     """
 
     def __init__(self, model: nn.Module, stopwatch: Stopwatch) -> None:
@@ -119,7 +117,6 @@ class Watch:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and torch's random number state on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -172,7 +169,6 @@ def profile_model(
         name: name of the profile; None: the model's class.
         batch: description of a batch, for the profile's source.
         seconds: time after which no further step begins, once three are timed; None: no limit.
-        clock: for tests.
         on_step: called after each step with the number done and the total.
 
     Raises:
@@ -251,7 +247,6 @@ def _apart(arrivals: list[dict[str, float]], names: list[str]) -> dict[str, floa
 
 
 def _element_bytes(parameters: list[nn.Parameter]) -> int:
-    """Return the bytes per element of most elements."""
     sizes: Counter[int] = Counter()
     for parameter in parameters:
         sizes[parameter.element_size()] += parameter.numel()

@@ -20,8 +20,6 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class LinearFit:
-    """A start-up time plus a rate, and how well they describe the points."""
-
     startup_seconds: float
     seconds_per_byte: float
     residuals: tuple[float, ...]
@@ -37,8 +35,8 @@ class LinearFit:
 def fit_line(points: Sequence[Point]) -> LinearFit:
     """Fit a line through measured points; neither its start-up nor its rate is negative.
 
-    Least squares weighted by 1 / seconds, a compromise between absolute errors (small messages would not count) and
-    relative ones (a kink among small messages would distort the rate of large ones).
+    Weights 1 / seconds: by absolute errors small messages would not count, by relative ones their kinks distort the
+    rate.
     """
     if not points:
         raise ValueError("a line needs at least one point")
@@ -59,10 +57,7 @@ def fit_line(points: Sequence[Point]) -> LinearFit:
 
 
 def never_falling(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the points in ascending order without falling costs: falling points are noise, replaced by their mean.
-
-    Upward kinks are kept.
-    """
+    """Return the points ascending, falling ones (noise) replaced by their mean; upward kinks are kept."""
     pools: list[tuple[float, float, int]] = []  # mean bytes, mean seconds, points
     for x, y in sorted(points):
         pools.append((x, y, 1))
@@ -95,12 +90,9 @@ class Measurement:
     """One operation at one size.
 
     Attributes:
-        kind: the operation.
         scope: "world", "node" or "cross".
-        members: ranks of the group.
         bytes: size of one rank's message, as ``core.pricing.costs`` counts it.
         seconds: median over repeats, on the slowest rank.
-        repeats: number of timed repeats.
         cpu_seconds: CPU time of the process, on the rank that used most; None if the device does the work.
     """
 
@@ -141,13 +133,11 @@ class ProbeResult:
 
     Attributes:
         source: host, date, backend, torch version.
-        backend: "gloo" or "nccl".
         layout: ranks of each machine.
         measurements: by operation, scope and size.
         dropped: (operation, scope, members, bytes) of sizes for which there was no time.
         flow_bits_per_second: rate of one pair of ranks that exchanges alone; None for a single rank.
         compute: curves of compute, measured on all ranks at once.
-        seconds: duration of the probe.
     """
 
     source: str
@@ -202,11 +192,7 @@ class ProbeResult:
 
     @classmethod
     def from_json(cls, text: str) -> ProbeResult:
-        """Read back what ``to_json`` wrote; lines and costs are derived from the rows.
-
-        Raises:
-            ValueError: the text holds no result.
-        """
+        """Read back what ``to_json`` wrote; lines and costs are derived from the rows."""
         try:
             data: Any = json.loads(text)
             rows = [{name: row[name] for name in _FIELDS} for row in data["rows"]]
@@ -260,7 +246,6 @@ def verdict(result: ProbeResult) -> list[str]:
 
 
 def _compute(result: ProbeResult) -> str:
-    """Return a few figures of the compute curves, each at the size of a bucket of a few MiB."""
     seconds = {name: result.compute[name](amount) for name, amount in _AMOUNTS.items()}
     rates = [_AMOUNTS[name] / 1e9 / seconds[name] for name in ("memory", "multiply", "orthogonalise")]
     return (
@@ -270,7 +255,6 @@ def _compute(result: ProbeResult) -> str:
 
 
 def line_error(result: ProbeResult, key: Key) -> float:
-    """Return the largest relative error of the straight line, from 64 KiB on."""
     pairs = zip(result.series[key], result.lines[key].residuals)
     return max((abs(off) for m, off in pairs if m.bytes >= _COUNTS), default=0.0)
 

@@ -20,7 +20,6 @@ _TIMEOUT = timedelta(seconds=120)
 def join_and_probe(
     *, backend: str, largest_bytes: int, seconds: float, on_progress: Progress = lambda done, text: None
 ) -> tuple[int, ProbeResult]:
-    """Join torchrun's ranks, probe, leave. Return this rank's number and the result."""
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if backend == "auto":
         ready = torch.cuda.device_count() >= here and torch.cuda.is_available() and dist.is_nccl_available()
@@ -37,7 +36,6 @@ def join_and_probe(
 
 
 def main() -> None:
-    """Probe; the first rank writes the result and reports progress."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--backend", default="gloo")

@@ -19,13 +19,8 @@ from thinwire.predict.timeline.result import Event, exposed_seconds
 class Periodic(Method):
     """Local steps (``thinwire.Local``) as the planner sees them: a codec's program every few steps, in one bucket.
 
-    Args:
-        codec: carries the weights, or their changes.
-        every: steps between two rounds; None: ``choose.resolved`` chooses.
-        delay: steps that run while a round is in flight; "full": all but one; "auto": chosen with ``every``.
-        most: largest number of steps between two rounds, if ``every`` is None.
-        outer: an outer optimizer is applied to the mean change.
-        schedule: "dream": layers are sent after the steps that hide them.
+    ``every`` None: ``choose.resolved`` chooses, up to ``most``. ``delay``: steps that run while a round is in flight;
+    "full": all but one; "auto": chosen with ``every``. ``schedule`` "dream": layers go after the steps that hide them.
     """
 
     name: ClassVar[str] = "local"
@@ -46,18 +41,13 @@ class Periodic(Method):
 
     @property
     def travelling(self) -> int:
-        """Number of steps that run while a round is in flight.
-
-        Raises:
-            ValueError: the period has not been chosen yet.
-        """
+        """Number of steps that run while a round is in flight; ``ValueError`` until the period has been chosen."""
         if self.every is None or self.delay == "auto":
             raise ValueError("local steps without a period: choose.resolved chooses one")
         return steps_late(self.delay, self.every)
 
     @property
     def carrier(self) -> Method:
-        """Return the codec, with the whole model in one bucket."""
         flat = {"collective": "flat"} if self.codec.collective == "auto" else {}
         return replace(self.codec, fusion="single", **flat)  # type: ignore[type-var]
 
@@ -103,8 +93,7 @@ def simulate_period(
 ) -> list[Period]:
     """Simulate one period in the steady state: its round starts at the beginning and is merged ``delay`` steps later.
 
-    With a calendar, what is sent after a step starts with the next one, and is priced as merged at the end of that
-    step.
+    With a calendar, what is sent after a step starts with the next, and is priced as merged at that one's end.
     """
     backward = sum(t.backward_seconds for t in profile.tensors)
     step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]

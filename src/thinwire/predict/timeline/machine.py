@@ -33,7 +33,6 @@ class Wave:
         self._begun = 0
 
     def ready(self, position: int) -> list[int]:
-        """Note that the gradients of a program are ready. Return the positions that may begin."""
         if self._streams is None:
             return [position]
         self._waiting.add(position)
@@ -97,13 +96,8 @@ class Wave:
 class ComputeTask:
     """A piece of forward, backward or optimizer; the tasks of a step run in order.
 
-    Attributes:
-        name: name of the event.
-        seconds: compute time.
-        bucket: the bucket it belongs to, for the event.
-        needs: position of the deferred program that must have ended before this task.
-        completes: position of the program that may start after this task.
-        last: whether it waits for all programs of the step.
+    ``needs``: the deferred program that must have ended before; ``completes``: the one that may start afterwards;
+    ``last``: it waits for all programs of the step.
     """
 
     name: str
@@ -125,14 +119,10 @@ class _Job:
 
 
 class Machine:
-    """Simulates one step.
+    """Simulates one step. Parts of the previous one (``deferred``) start at once; ``current`` ones after their tasks.
 
-    Args:
-        tasks: tasks of the compute stream, in order.
-        deferred: parts left over from the previous step; all of them start at once.
-        current: parts of this step; each starts when its task is done.
-        shared: the worker has no core of its own: while it works, the compute stream is paused.
-        streams: number of side streams on which programs alternate (NCCL); None: each program runs when it is ready.
+    ``shared``: the worker has no core of its own: while it works, the compute stream is paused. ``streams``: side
+    streams on which programs alternate (NCCL); None: each program runs when it is ready.
     """
 
     def __init__(
@@ -179,7 +169,6 @@ class Machine:
         heapq.heappush(self._heap, (self.now + seconds, self._count, then))
 
     def _dispatch(self) -> None:
-        """Start whatever can start, the worker first."""
         while True:
             while self._jobs and self._job is None:
                 self._work(heapq.heappop(self._jobs)[-1])

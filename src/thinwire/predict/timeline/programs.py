@@ -21,8 +21,6 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange: what it occupies and for how long."""
-
     name: str
     scope: Scope
     link: str
@@ -42,10 +40,7 @@ class ProgramPart:
 
 @dataclass(frozen=True)
 class _Short(Method):
-    """A program up to its last exchange. What follows sends nothing, and may loop over ranks.
-
-    ``strict=False``: it may end earlier.
-    """
+    """A program up to its last exchange (what follows may loop over ranks); not ``strict``: or ended earlier."""
 
     whole: Method
     yields: int
@@ -87,10 +82,7 @@ class Place:
 def _traced(
     method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
 ) -> list[tuple[TracedExchange, float]]:
-    """Return the exchanges of a bucket, and for each the share of the node's ranks that issue it.
-
-    A method knows shapes, not names, so equal shapes share one trace.
-    """
+    """Return a bucket's exchanges, each with the share of the node's ranks that issue it, traced once a shape."""
     try:
         hash(method)
     except TypeError:  # an option that is a list

@@ -26,9 +26,7 @@ class Event:
         name: the operation, the module, the parameter, ...
         lane: one of ``LANES``.
         start_seconds: time from the start of the recording.
-        duration_seconds: length.
         bucket: its index in the plan, if it belongs to a bucket.
-        bytes: bytes sent by this rank.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Timeline:
         exposed_seconds: communication while nothing is computed, method work included; mean over the phases.
         events: events of one step of each phase, one after the other.
         bytes_sent: bytes sent by this rank per step; mean over the phases, rounded.
-        plan: the buckets.
         every: steps between two exchanges; the means above cover that many steps.
     """
 
@@ -77,7 +74,6 @@ def exposed_seconds(events: Iterable[Event]) -> float:
 
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of (start, end) pairs."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(intervals):
         if last > end:

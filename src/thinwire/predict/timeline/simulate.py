@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from thinwire.core.checks import check_number
@@ -43,8 +43,6 @@ def simulate(
     Args:
         method: its own programs are run on shapes, once per distinct bucket.
         model_profile: tensors in backward order, with their times.
-        topology: topology of the ranks.
-        costs: prices of exchanges and of the methods' compute.
         plan: which tensors share a bucket; None: the plan that ``attach`` makes of this order.
         backend: "gloo" or "nccl", for the plan's defaults and the order of programs: on NCCL one after the other.
         dense: program of the plan's dense buckets; None: S-SGD.
@@ -53,9 +51,6 @@ def simulate(
         optimizer_seconds: time of the whole update; a deferred bucket's share comes before its first layer's forward.
         slowdown: factor on all compute, or one per rank, of which the largest counts.
         steps: number of steps (with phases: of rounds); the last is reported. With 1, nothing was deferred before it.
-
-    Returns:
-        The timeline.
 
     Raises:
         ValueError: arguments out of range, a plan that does not fit, or a method whose prices do not fit its program.
@@ -91,7 +86,7 @@ def simulate(
     events: list[Event] = []
     for step in range((steps - 1) * phases, steps * phases):
         current, before = parts[step % phases], parts[(step - 1) % phases] if step else []
-        work = tasks_of(
+        tasks, deferred = tasks_of(
             profile,
             plan.phases[step % phases],
             {now.bucket for now, later in current if later},
@@ -99,13 +94,8 @@ def simulate(
             [later for _, later in before if later],
             optimizer_seconds * factor,
         )
-        machine = Machine(
-            work.tasks,
-            work.deferred,
-            [now for now, _ in current],
-            shared=shared_compute,
-            streams=streams,
-        )
+        issued = [now for now, _ in current]
+        machine = Machine(tasks, deferred, issued, shared=shared_compute, streams=streams)
         seconds = machine.run()
         exposed += exposed_seconds(machine.events)
         sent += sum(event.bytes for event in machine.events)
@@ -135,7 +125,6 @@ def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _mean_of(periods: Sequence[Period], plan: Plan, every: int | None) -> Timeline:
-    """Combine periods that follow one another into the mean of their steps."""
     steps, start = sum(period.every for period in periods), 0.0
     events: list[Event] = []
     for period in periods:
@@ -163,14 +152,6 @@ def _slowed(part: ProgramPart, factor: float) -> ProgramPart:
     return ProgramPart(part.bucket, tuple(seconds * factor for seconds in part.segments), hops)
 
 
-@dataclass(frozen=True)
-class StepTasks:
-    """The compute stream's tasks, and the deferred parts in the order in which their layers are needed."""
-
-    tasks: list[ComputeTask]
-    deferred: list[ProgramPart]
-
-
 def tasks_of(
     profile: ModelProfile,
     buckets: Sequence[PlanBucket],
@@ -178,8 +159,8 @@ def tasks_of(
     buckets_before: Sequence[PlanBucket],
     deferred: Sequence[ProgramPart],
     optimizer_seconds: float,
-) -> StepTasks:
-    """Lay out one step."""
+) -> tuple[list[ComputeTask], list[ProgramPart]]:
+    """Return the compute stream's tasks, and the deferred parts in the order in which their layers are needed."""
     modules = _modules(profile)
     size_of = {tensor.name: tensor.size for tensor in profile.tensors}
     total = max(1, profile.elements)
@@ -203,7 +184,7 @@ def tasks_of(
     later = sum(update_seconds(buckets[b]) for b in deferring)
     owed = optimizer_seconds if not deferring else max(0.0, optimizer_seconds - later)
     tasks.append(ComputeTask("optimizer", owed, last=True))
-    return StepTasks(tasks, list(wanted))
+    return tasks, wanted
 
 
 def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[ComputeTask]:
@@ -222,8 +203,7 @@ def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[Comp
 def _modules(profile: ModelProfile) -> list[ModuleTime]:
     """Return the modules in forward order; their seconds add up to the profile's forward pass.
 
-    If the profile has no modules: the owners of the tensors, the last gradient's first, in proportion to their backward
-    seconds.
+    Without modules: the owners of the tensors, the last gradient's first, in proportion to their backward seconds.
     """
     modules = list(profile.modules)
     if not modules:
@@ -287,7 +267,6 @@ def bound_by(
 
 
 def network_free(costs: Costs, *, startup: int, rest: int) -> Costs:
-    """Return the same costs with the network's start-ups or rates made free."""
     return replace(
         costs,
         exchanges={key: curve.stretched(startup, rest, "made free") for key, curve in costs.exchanges.items()},

@@ -29,12 +29,7 @@ ALGORITHMS: dict[str, Selector] = {
 
 
 def keep_count(d: int, rho: float) -> int:
-    """Return how many of ``d`` elements are kept at density ``rho``: at least 1, 0 only for d = 0.
-
-    Example:
-        >>> keep_count(1000, 0.01), keep_count(5, 0.001), keep_count(0, 0.5)
-        (10, 1, 0)
-    """
+    """Return how many of ``d`` elements are kept at density ``rho``: at least 1, 0 only for d = 0."""
     return min(d, max(1, int(rho * d + 1e-6))) if d else 0
 
 

@@ -18,13 +18,7 @@ WINDOWS = ("circular", "line")
 
 
 class Band:
-    """The bounds on the k-th magnitude that are known so far.
-
-    Attributes:
-        k: number of entries wanted.
-        high: the lowest tried threshold that at most k entries reach; inf at first.
-        low: the highest tried threshold that more than k entries reach; 0 at first.
-    """
+    """Bounds on the k-th magnitude: at most k entries reach ``high`` (first inf), more than k ``low`` (first 0)."""
 
     def __init__(self, field: Magnitudes, k: int) -> None:
         self.k = k

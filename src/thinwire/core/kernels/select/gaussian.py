@@ -24,11 +24,7 @@ _DOWN, _UP = 0.5, 1.5
 def gaussian(
     x: Tensor, k: int, generator: torch.Generator | None = None, *, rounds: int = 3, window: str = "circular"
 ) -> Tensor:
-    """Return indices of k entries.
-
-    Args:
-        rounds: corrections of the threshold: halved if fewer than 2k/3 entries reach it, x1.5 if more than 4k/3 do.
-    """
+    """Return k indices; a round halves the threshold if below 2k/3 entries reach it, or x1.5 if above 4k/3 do."""
     if rounds < 0:
         raise ValueError(f"rounds={rounds} must not be negative")
     check_window(window)

@@ -33,11 +33,9 @@ def histogram(
     window: str = "circular",
     engine: str = "auto",
 ) -> Tensor:
-    """Return indices of k entries: exact except for the choice among equal magnitudes.
+    """Return k indices, exact except among equal magnitudes, if all digits are looked at (``passes`` None).
 
-    Args:
-        passes: number of digits to look at; None: all.
-        engine: what counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
+    ``engine`` counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
     """
     field = Magnitudes(x, k)
     digits = _DIGITS[field.dtype]
@@ -45,8 +43,8 @@ def histogram(
         raise ValueError(f"passes={passes} must be in 1..{len(digits)}")
     if engine not in ENGINES:
         raise ValueError(f'engine={engine!r} is unknown; use "auto", "torch" or "triton"')
-    if engine == "triton":
-        require_triton()
+    if engine == "triton" and find_spec("triton") is None:
+        raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')
     check_window(window)
     return take(field, search(field, digits[:passes], engine), generator, window)
 
@@ -78,7 +76,6 @@ def _edge(field: Magnitudes, prefix: Tensor, shift: int) -> Number:
 
 
 def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str) -> Tensor:
-    """Return how often each digit follows the prefix: int64 ``[2 ** bits]``."""
     keys = _KEYS[field.dtype]
     if not field.host:
         (a,) = field.pieces()
@@ -100,15 +97,9 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str
 
 
 def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
-    """Return a histogram of the ``bits`` bits below bit ``shift`` of the keys whose upper bits are ``prefix``.
+    """Count the digits, ``bits`` bits from bit ``shift``, of keys ``[d]`` whose upper bits are ``prefix``.
 
     It does without a host read.
-
-    Args:
-        keys: int32 or int64 ``[d]``, not negative.
-        prefix: 0-dim.
-        shift: number of bits below the prefix.
-        bits: number of bits in the digit.
     """
     bins = 1 << bits
     digit = torch.where((keys >> shift) == prefix, (keys >> (shift - bits)) & (bins - 1), bins)
@@ -124,8 +115,3 @@ def triton_installed() -> bool:
 def triton_serves(x: Tensor) -> bool:
     """Return whether to use the kernels for a tensor if the user has not chosen."""
     return x.is_cuda and triton_installed()
-
-
-def require_triton() -> None:
-    if find_spec("triton") is None:
-        raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')

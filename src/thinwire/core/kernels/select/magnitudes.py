@@ -67,7 +67,6 @@ class Magnitudes:
             self._few_values = magnitude(x).nan_to_num(nan=self.largest, posinf=self.largest)
 
     def number(self, value: float) -> Number:
-        """Return a constant that ``pick`` may replace."""
         return value if self.host else torch.full((), value, dtype=torch.float64, device=self.x.device)
 
     def rounded(self, t: Number) -> Number:
@@ -85,7 +84,6 @@ class Magnitudes:
             yield magnitude(piece)
 
     def count(self, threshold: Number) -> Number:
-        """Return how many entries are at least the threshold (inf: none)."""
         if not self.host:
             return (self._few_values >= threshold).sum()
         if threshold == math.inf:
@@ -124,7 +122,6 @@ class Magnitudes:
         return float(found.amin()) if self.host else found.amin().double()
 
     def rms(self) -> Number:
-        """Return the root mean square; the largest number if it overflows."""
         norms = [torch.linalg.vector_norm(a, dtype=torch.float64) for a in self.pieces()]
         rms = torch.linalg.vector_norm(torch.stack(norms)).nan_to_num(self.largest) / math.sqrt(self.size)
         return float(rms) if self.host else rms

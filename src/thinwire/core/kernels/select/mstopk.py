@@ -29,11 +29,9 @@ def mstopk(
     base: str = "auto",
     window: str = "circular",
 ) -> Tensor:
-    """Return indices of k entries.
+    """Return k indices after at most ``samplings`` counts; 30 can resolve one outlier of 1e9 times the rest.
 
-    Args:
-        samplings: the most counts; 30 can resolve one outlier of 1e9 times the rest.
-        base: where the search begins: "mean", "min" or "zero"; "auto": the mean, or zero if fewer than k reach it.
+    The search begins at ``base``: "mean", "min", "zero", or "auto": the mean, or zero if fewer than k reach it.
     """
     if samplings < 1:
         raise ValueError(f"samplings={samplings} must be at least 1")

@@ -26,13 +26,7 @@ _STRIDE = 32  # strides are 32j + 1: a row length, mostly a multiple of 32, woul
 def threshold(
     x: Tensor, k: int, generator: torch.Generator | None = None, *, sample: float = 0.01, rounds: int = 10
 ) -> Tensor:
-    """Return indices of k entries.
-
-    Args:
-        generator: for the sample's start and the window.
-        sample: share of the entries that is sampled; at least 2 d / k entries are.
-        rounds: the most changes of the threshold.
-    """
+    """Return k indices: from a share ``sample``, at least 2 d / k entries, and at most ``rounds`` changes."""
     if not 0 < sample <= 1:
         raise ValueError(f"sample={sample} must be above 0 and at most 1")
     if rounds < 0:
@@ -47,8 +41,10 @@ def threshold(
         band.tried(t, c)
         if turn == rounds or (field.host and k <= c <= room):
             break
-        lower = _larger(t * _STEP, (t + band.low) / 2)
-        higher = _smaller(t / _STEP, (t + band.high) / 2)
+        step, half = t * _STEP, (t + band.low) / 2
+        lower = pick(step > half, step, half)
+        step, half = t / _STEP, (t + band.high) / 2
+        higher = pick(step < half, step, half)
         t = field.rounded(pick(c < k, lower, pick(c > room, higher, t)))
     if field.host and k <= c <= room:
         draw(generator)  # so that both branches draw equally often
@@ -61,7 +57,6 @@ def threshold(
 
 
 def _best(field: Magnitudes, generator: torch.Generator | None) -> Tensor:
-    """Return the exact choice; a window decides between equals."""
     kth = torch.topk(_clean(field, field.x), field.k, sorted=False).values.amin()
     band = Band(field, field.k)
     band.low = float(kth) if field.host else kth.double()
@@ -70,7 +65,6 @@ def _best(field: Magnitudes, generator: torch.Generator | None) -> Tensor:
 
 
 def _sampled(field: Magnitudes, share: float, u: Number) -> Number:
-    """Return the threshold of a strided sample with a random start."""
     wanted = min(field.size, max(math.ceil(share * field.size), math.ceil(2 * field.size / field.k)))
     stride = max(1, (field.size // wanted - 1) // _STRIDE * _STRIDE + 1)
     n = field.size // stride
@@ -85,14 +79,6 @@ def _sampled(field: Magnitudes, share: float, u: Number) -> Number:
 
 def _clean(field: Magnitudes, x: Tensor) -> Tensor:
     return magnitude(x).nan_to_num(nan=field.largest, posinf=field.largest)
-
-
-def _larger(a: Number, b: Number) -> Number:
-    return pick(a > b, a, b)
-
-
-def _smaller(a: Number, b: Number) -> Number:
-    return pick(a < b, a, b)
 
 
 def _next(field: Magnitudes, t: Number) -> Number:
