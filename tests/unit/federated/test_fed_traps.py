@@ -242,5 +242,5 @@ def test_the_users_generators_and_model_are_left_alone():
         between()
         return torch.rand(1), np.random.rand(), random.random()
 
-    algorithm = fl.FedAvg(lr=0.1, epochs=3, batch_size=None)
-    assert drawn(lambda: p.train(algorithm, DATA, rounds=1)) == drawn(lambda: None)
+    algorithm, net = fl.FedAvg(lr=0.1, epochs=3, batch_size=None), p.model()  # to make it draws numbers
+    assert drawn(lambda: p.train(algorithm, DATA, rounds=1, net=net)) == drawn(lambda: None)
