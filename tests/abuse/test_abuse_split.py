@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_ends import batch_of, edge_end, halves, in_process, linked, parameters, serving
+from split_ends import assert_same, batch_of, edge_end, halves, in_process, linked, serving
 
 from thinwire.systems.split.errors import FrameError
 from thinwire.systems.split.frames import HEADER_BYTES, Message, MessageReader, encode
@@ -79,7 +79,5 @@ def test_an_edge_trains_as_if_nobody_else_had_come():
                     stranger.sendall(spoiled(draw))
             losses.append(float(edge.step(batch_of(step))))
         edge.bye()
-    expected = in_process()
-    assert losses == expected[0]
-    assert torch.equal(parameters(back), expected[2])
+    assert_same(losses, front, back, in_process())
     assert link.reconnects == 0

@@ -14,13 +14,9 @@ import torch
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed here: pip install 'thinwire[flower]' elsewhere")
 
-from thinwire.adapters import flower, flower_records, flower_strategy  # noqa: E402
 from thinwire.systems import federated as fl  # noqa: E402
-from thinwire.systems.federated.remote import (  # noqa: E402
-    NodeMessage,
-    RemoteNode,
-    RemoteServer,
-)
+from thinwire.systems.federated.flower import app as flower  # noqa: E402
+from thinwire.systems.federated.remote import NodeMessage, RemoteNode, RemoteServer  # noqa: E402
 from thinwire.systems.federated.state import unpack  # noqa: E402
 
 pytestmark = pytest.mark.dist
@@ -57,7 +53,7 @@ def test_messages_survive_records(dtype):
     content = NodeMessage(
         {"a": torch.arange(6).view(2, 3).to(dtype), "b": torch.zeros(0)}, {"x": [1, 2.5], "y": {"1": "z"}}
     )
-    found = flower_records.from_record(flower_records.to_record(content))
+    found = flower.from_record(flower.to_record(content))
     assert found.facts == content.facts
     assert all(
         torch.equal(found.tensors[k], x) and found.tensors[k].dtype == x.dtype for k, x in content.tensors.items()
@@ -81,7 +77,7 @@ def test_records_of_others():
         ),
     ):
         with pytest.raises(ValueError, match="not a thinwire message"):
-            flower_records.from_record(content)
+            flower.from_record(content)
 
 
 class Loopback:
@@ -101,9 +97,9 @@ class Loopback:
             node = message.metadata.dst_node_id
             clients = list(range(node - 1, 10, self.nodes))
             host = RemoteNode(federation(), clients, self.folder / str(node))
-            content = flower_records.from_record(message.content)
+            content = flower.from_record(message.content)
             answer = host.describe() if message.metadata.message_type == "query" else host.answer(content)
-            replies.append(Message(content=flower_records.to_record(answer), reply_to=message))
+            replies.append(Message(content=flower.to_record(answer), reply_to=message))
         return replies
 
 
@@ -117,7 +113,7 @@ def test_flowers_round_loop_gives_the_bits_of_the_simulation(tmp_path, monkeypat
     hosts = flower.ask_nodes(grid, flower.wait_for_nodes(grid, 3, 1.0), 1.0)
     assert sorted(hosts) == [1, 2, 3]
     server = RemoteServer(made, hosts)
-    strategy = flower_strategy.make_strategy(server)
+    strategy = flower.make_strategy(server)
     strategy.start(grid, strategy.arrays(), num_rounds=2)
     server.finish()
     straight = federation()

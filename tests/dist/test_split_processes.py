@@ -18,12 +18,8 @@ from thinwire.systems.split.models import preset
 from thinwire.systems.split.surgery import read_facts
 from thinwire.systems.split.tasks import stdlib_task
 
-CLI = [
-    sys.executable,
-    "-c",
-    "import torch; torch.set_num_threads(1); from thinwire.tools.cli.main import run; run()",
-    "split",
-]
+CODE = "import torch; torch.set_num_threads(1); from thinwire.tools.cli.main import run; run()"
+CLI = [sys.executable, "-c", CODE, "split"]
 WORDS = {"name": "stdlib", "model": "none", "pretrained": False, "length": 12, "lines": 50, "seed": 0}
 PLANS = [
     SplitPlan(1, rank=4),
@@ -49,16 +45,9 @@ def prepared(folder, plan, epochs=2):
 
 
 def start(role, folder, port, *more):
-    words = [
-        role,
-        str(folder),
-        "--keys",
-        str(folder / "keys" / role),
-        "--checkpoint-dir",
-        str(folder / f"{role}-kept"),
-        "--json",
-    ]
-    words += ["--listen" if role == "cloud" else "--cloud", f"127.0.0.1:{port}", "--out", str(folder / f"{role}.out")]
+    options = {"keys": folder / "keys" / role, "checkpoint-dir": folder / f"{role}-kept", "out": folder / f"{role}.out"}
+    options["listen" if role == "cloud" else "cloud"] = f"127.0.0.1:{port}"
+    words = [role, str(folder), "--json", *(f"--{name}={value}" for name, value in options.items())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*CLI, *words, *more], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -25,5 +25,7 @@ def raises():
 """
 
 
-def call(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+def call(*arguments, code=None):
+    done = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert code in (None, done.exit_code), done.output
+    return done

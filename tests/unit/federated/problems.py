@@ -93,11 +93,9 @@ def fedopt(data, plan, lr, steps, rule, *, server_lr, b1=0.9, b2=0.99, tau=1e-3)
         w = weights_of(data, chosen)
         d = sum(wi * (sgd(data[i], theta, lr, steps(i)) - theta) for wi, i in zip(w, chosen))
         m = b1 * m + (1 - b1) * d
-        v = {
-            "adagrad": v + d**2,
-            "adam": b2 * v + (1 - b2) * d**2,
-            "yogi": v - (1 - b2) * d**2 * np.sign(v - d**2),
-        }[rule]
+        v = {"adagrad": v + d**2, "adam": b2 * v + (1 - b2) * d**2, "yogi": v - (1 - b2) * d**2 * np.sign(v - d**2)}[
+            rule
+        ]
         theta = theta + server_lr * m / (np.sqrt(v) + tau)
     return theta
 

@@ -17,9 +17,8 @@ def test_a_run_with_everything(alone):
         *SMALL, "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress", "topk:density=0.1", "--devices", 2,
         "--schedule", "lpt", "--reduction", "exact", "--evaluate-every", 1, "--checkpoint-dir", "run",
         "--trace", "trace.json",
-        "--out", "weights.safetensors", "--plot", "curves.html", "--json",
+        "--out", "weights.safetensors", "--plot", "curves.html", "--json", code=0,
     )  # fmt: skip
-    assert done.exit_code == 0, done.output
     history = History.from_json(done.stdout)
     assert history.about["algorithm"] == "Compressed"
     assert [row.clients for row in history.rounds] == [4, 4]
@@ -57,8 +56,7 @@ def test_options_that_are_kept_and_do_not_go_together_are_named():
 
 
 def test_the_options_in_force_are_printed(alone):
-    done = call(*SMALL, "--algorithm", "fedprox:mu=0.25", "--compress", "topk:density=0.1")
-    assert done.exit_code == 0, done.output
+    done = call(*SMALL, "--algorithm", "fedprox:mu=0.25", "--compress", "topk:density=0.1", code=0)
     words = " ".join(done.stdout.split())
     assert words.startswith("FedProx with lr=0.2, epochs=5, batch_size=10, server_lr=1.0, weights=samples, mu=0.25;")
     assert "changes compressed by topk with density=0.1" in words
@@ -66,8 +64,7 @@ def test_the_options_in_force_are_printed(alone):
 
 
 def test_the_table(alone):
-    done = call(*SMALL, "--plot", "curves.png")
-    assert done.exit_code == 0, done.output
+    done = call(*SMALL, "--plot", "curves.png", code=0)
     assert "4 of 12 clients a round" in done.stdout
     assert "its clients, each on its own" in done.stdout
     assert (alone / "curves.png").stat().st_size > 1000
@@ -75,24 +72,21 @@ def test_the_table(alone):
 
 def test_a_federation_of_ones_own(alone):
     (alone / "mine_to_run.py").write_text(MINE)
-    done = call("federated", "run", "mine_to_run:build:lr=0.5", "--json", "--seed", 3)
-    assert done.exit_code == 0, done.output
+    done = call("federated", "run", "mine_to_run:build:lr=0.5", "--json", "--seed", 3, code=0)
     assert json.loads(done.stdout)["about"] | {"lr": 0.5, "seed": 3} == json.loads(done.stdout)["about"]
 
 
 def test_prediction(alone):
     (alone / "devices.json").write_text(json.dumps([{"seconds_per_sample": s} for s in (0.01, 0.01, 0.05)]))
-    done = call(
-        "federated", "predict", "--devices", "devices.json", "--clients", 60, "--clients-per-round", 24, "--json"
-    )
-    assert done.exit_code == 0, done.output
+    words = ["federated", "predict", "--clients", 60, "--clients-per-round", 24]
+    done = call(*words, "--devices", "devices.json", "--json", code=0)
     rows = {row["schedule"]: row for row in json.loads(done.stdout)}
     assert rows["pull"]["ratio"] < rows["equal"]["ratio"]
     assert min(row["ratio"] for row in rows.values()) >= 1
     bounds = [row["seconds"] / row["ratio"] for row in rows.values()]  # one bound for all: the columns agree
     assert bounds == pytest.approx([sum(rows["lpt"]["bound_seconds"]) / 50] * 4)
     assert rows["lpt"]["seconds"] == pytest.approx(sum(rows["lpt"]["round_seconds"]) / 50)
-    assert "to the bound" in call("federated", "predict", "--clients", 60, "--clients-per-round", 24).stdout
+    assert "to the bound" in call(*words).stdout
 
 
 @pytest.mark.parametrize(
@@ -124,15 +118,13 @@ def test_prediction(alone):
 def test_what_is_wrong_is_a_sentence(alone, arguments, words):
     (alone / "mine_that_is_wrong.py").write_text(MINE)
     (alone / "deep.json").write_text("[" * 100_000)
-    done = call("federated", *arguments)
-    assert done.exit_code == 2, done.output
+    done = call("federated", *arguments, code=2)
     assert words in done.output
     assert "Traceback" not in done.output
 
 
 def test_a_run_that_fails_is_a_sentence(alone):
     (alone / "mine_that_fails.py").write_text(MINE.replace("return x, (x.sum(1) > 0).long()", "raise OSError('gone')"))
-    done = call("federated", "run", "mine_that_fails:build")
-    assert done.exit_code == 1
+    done = call("federated", "run", "mine_that_fails:build", code=1)
     assert "all 3 clients of round 0 failed" in done.output
     assert torch.get_num_threads() == 1

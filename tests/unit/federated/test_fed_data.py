@@ -72,13 +72,14 @@ def test_array_clients():
     assert isinstance(clients, ClientData)
     assert (len(clients), clients.samples(1)) == (2, 2)
     assert clients.load(1)[1].tolist() == [5, 9]
-    for parts, words in [([[]], "client 0 has no samples"), ([[10]], "outside 0..9")]:
+    for words, make in (
+        ("client 0 has no samples", lambda: fl.ArrayClients((x, y), [[]])),
+        ("outside 0..9", lambda: fl.ArrayClients((x, y), [[10]])),
+        ("same first dimension", lambda: fl.ArrayClients((x, y[:5]), [[0]])),
+        ("count=0", lambda: fl.FunctionClients(0, lambda i: None, 1)),
+    ):
         with pytest.raises(ValueError, match=words):
-            fl.ArrayClients((x, y), parts)
-    with pytest.raises(ValueError, match="same first dimension"):
-        fl.ArrayClients((x, y[:5]), [[0]])
-    with pytest.raises(ValueError, match="count=0"):
-        fl.FunctionClients(0, lambda i: None, 1)
+            make()
 
 
 @given(st.integers(1, 30), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 40)), st.integers(0, 3))

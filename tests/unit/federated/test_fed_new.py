@@ -13,8 +13,7 @@ from thinwire.systems.federated import History
 
 @pytest.fixture
 def mine(alone, monkeypatch):
-    done = call("federated", "new", "mine")
-    assert done.exit_code == 0, done.output
+    done = call("federated", "new", "mine", code=0)
     assert done.stdout.splitlines()[-1] == "next: cd mine && thinwire federated run federation:build"
     monkeypatch.chdir(alone / "mine")
     monkeypatch.syspath_prepend(str(alone / "mine"))
@@ -27,8 +26,7 @@ def test_every_command_of_its_readme(mine):
     commands = re.findall(r"^    thinwire (federated run .*)$", (mine / "README.md").read_text(), re.MULTILINE)
     assert len(commands) == 4
     for command in commands:
-        done = call(*shlex.split(command), "--json")
-        assert done.exit_code == 0, done.output
+        done = call(*shlex.split(command), "--json", code=0)
         data = json.loads(done.stdout)
         for run in data.get("runs", {"": data}).values():
             history = History.from_json(json.dumps(run))
@@ -44,10 +42,8 @@ def test_it_is_not_written_over_what_is_there(alone):
     (alone / "full").mkdir()
     (alone / "full" / "notes").write_text("mine")
     for folder in ("full", "full/notes"):
-        done = call("federated", "new", folder)
-        assert done.exit_code == 2
+        done = call("federated", "new", folder, code=2)
         assert f"{folder} already exists and is not empty" in done.output
     assert [path.name for path in (alone / "full").iterdir()] == ["notes"]
-    done = call("federated", "new", "full/notes/below")
-    assert done.exit_code == 2
+    done = call("federated", "new", "full/notes/below", code=2)
     assert "full/notes/below cannot be written" in done.output

@@ -26,8 +26,7 @@ RANKS = next(words for words in SHOWN if words.startswith("torchrun"))
 
 
 def run(words, *more):
-    done = call(*shlex.split(words)[1:], *more)
-    assert done.exit_code == 0, done.output
+    done = call(*shlex.split(words)[1:], *more, code=0)
     return done.stdout
 
 

@@ -66,13 +66,11 @@ def test_held_out_samples_come_in_the_clients_own_mix():
 
 
 def test_the_verb(alone):
-    done = call(*SMALL, "--per-client", "--json")
-    assert done.exit_code == 0, done.output
+    done = call(*SMALL, "--per-client", "--json", code=0)
     data = json.loads(done.stdout)
     assert set(data["rounds"][-1]["evaluation"]) == {"accuracy", "held-out loss", "median client", "worst tenth"}
     panels = {panel["y"]: panel for panel in data["picture"]["panels"]}
     assert panels["worst tenth"]["y_range"] == [0, 1]
     (alone / "mine_without.py").write_text(MINE)
-    done = call("federated", "run", "mine_without:build", "--per-client")
-    assert done.exit_code == 2
+    done = call("federated", "run", "mine_without:build", "--per-client", code=2)
     assert "give mine_without:build a per_client=" in done.output

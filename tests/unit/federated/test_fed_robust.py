@@ -7,6 +7,7 @@ import torch
 from scipy import stats
 
 from thinwire.systems import federated as fl
+from thinwire.systems.federated.algorithms import middle_of
 
 RULES = {"median": lambda rows: np.median(rows, 0), "trimmed": lambda rows: stats.trim_mean(rows, 0.2, 0)}
 
@@ -35,6 +36,14 @@ def test_the_formula(rule, cohort):
     each = p.D * 8
     assert [row.client_bytes for row in history.rounds] == [cohort * each] * 4
     assert [row.bytes_up + row.control_bytes for row in history.rounds] == [cohort * each] * 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 31])
+def test_the_middle_of_rows_is_scipys(count):
+    rows = np.random.default_rng(count).standard_cauchy((count, 50))
+    for trim in (0.0, 0.1, 0.29, 0.49):
+        found = middle_of(torch.tensor(rows), int(trim * count))
+        np.testing.assert_allclose(found, stats.trim_mean(rows, trim, 0), rtol=1e-12)
 
 
 def lying(cls, share):

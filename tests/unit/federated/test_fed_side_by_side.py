@@ -32,8 +32,7 @@ def test_how_often_is_evaluated(rounds, every, due):
 
 def test_algorithms_side_by_side(alone):
     words = ["--algorithm", "fedavg,fedavg:lr=0.01,scaffold", "--checkpoint-dir", "runs"]
-    done = call(*SMALL, *words, "--plot", "curves.png")
-    assert done.exit_code == 0, done.output
+    done = call(*SMALL, *words, "--plot", "curves.png", code=0)
     lines = done.stdout.splitlines()
     rows = {line[1:15].strip(): line.split() for line in lines if line.startswith((" FedAvg", " Scaffold"))}
     assert list(rows) == ["FedAvg", "FedAvg lr=0.01", "Scaffold"]
@@ -104,8 +103,7 @@ def test_an_evaluation_that_fails_is_a_sentence(alone, name, evaluate, words):
     ],
 )
 def test_what_does_not_go_together_is_a_sentence(alone, arguments, words):
-    done = call("federated", "run", *arguments)
-    assert done.exit_code == 2
+    done = call("federated", "run", *arguments, code=2)
     assert words in done.output
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems import federated as fl
-from thinwire.systems.federated.state import ClientStateStore, StateUnavailable
+from thinwire.systems.federated.state import PAGE, ClientStateStore, Pages, StateUnavailable
 
 
 def vector(value, size=4):
@@ -73,6 +73,27 @@ def test_it_is_a_dictionary_with_commits(tmp_path_factory, actions, budget, thro
     store.close()
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * PAGE)), max_size=60), st.integers(0, 12_000))
+def test_pages_are_a_dictionary_of_bytes_within_a_budget(steps, budget):
+    pages, held = Pages(budget), []
+    for number, (free, length) in enumerate(steps):
+        if free and held:
+            stored, expected = held.pop(length % len(held))
+            assert pages.get(stored) == expected
+            pages.free(stored)
+        else:
+            data, before = bytes((number + i) % 256 for i in range(length)), pages.used
+            if pages.room_for(length):
+                held.append((pages.put(data), data))
+            else:
+                with pytest.raises(MemoryError):
+                    pages.put(data)
+                assert pages.used == before
+        assert pages.used == sum(stored.cost for stored, _ in held) <= budget
+        assert all(pages.get(stored) == expected for stored, expected in held)
+
+
 def test_memory_stays_within_the_budget_and_disk_holds_the_rest(tmp_path):
     """B11, smaller: 300 states of 40 kB with room for 10 in memory."""
     store = ClientStateStore(300, tmp_path, memory_bytes=400_000)
@@ -109,17 +130,17 @@ def test_what_cannot_be_read_is_an_error_with_the_clients_name(tmp_path):
     store.path(3, 0).write_bytes(b"not a state")
     with pytest.raises(StateUnavailable, match=r"client 3 has a state of round 0, and .* cannot be read"):
         store.get(3)
-    with pytest.raises(ValueError, match="has a state of round 0, later than 0"):
-        store.put(3, vector(2), 0)
-    with pytest.raises(ValueError, match="memory_bytes=-1 must be a whole number of at least 0"):
-        ClientStateStore(1, memory_bytes=-1)
-    with pytest.raises(ValueError, match="population=-1 must be a whole number of at least 1"):
-        ClientStateStore(-1)
-    for client in (-1, 10):
-        with pytest.raises(ValueError, match=f"client {client} is not one of the 10 clients, 0 to 9"):
-            store.get(client)
-        with pytest.raises(ValueError, match=f"client {client} is not one of the 10 clients"):
-            store.put(client, vector(1), 0)
+    for words, call in (
+        ("has a state of round 0, later than 0", lambda: store.put(3, vector(2), 0)),
+        ("memory_bytes=-1 must be a whole number of at least 0", lambda: ClientStateStore(1, memory_bytes=-1)),
+        ("population=-1 must be a whole number of at least 1", lambda: ClientStateStore(-1)),
+        ("client -1 is not one of the 10 clients, 0 to 9", lambda: store.get(-1)),
+        ("client 10 is not one of the 10 clients, 0 to 9", lambda: store.get(10)),
+        ("client -1 is not one of the 10 clients", lambda: store.put(-1, vector(1), 0)),
+        ("client 10 is not one of the 10 clients", lambda: store.put(10, vector(1), 0)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_other_peoples_files_are_left_alone(tmp_path):
@@ -178,23 +199,14 @@ RUN = textwrap.dedent(
 )
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, budget):
     """B10: kill -9 in the middle of a round; nothing of it is visible afterwards."""
-    wanted, straight = p.train(
-        fl.Scaffold(lr=0.1, batch_size=4), DATA, rounds=6, clients_per_round=4, reduction="exact"
-    )
+    options = {"rounds": 6, "clients_per_round": 4, "reduction": "exact"}
+    wanted, straight = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, **options)
     here = os.path.dirname(p.__file__)
     code = RUN.format(here=here, after=after, at_commit=at_commit, folder=str(tmp_path), every=every, budget=budget)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     store = ClientStateStore(len(DATA), tmp_path / "states", memory_bytes=0)
-    found, history = p.train(
-        fl.Scaffold(lr=0.1, batch_size=4),
-        DATA,
-        rounds=6,
-        clients_per_round=4,
-        reduction="exact",
-        checkpoint_dir=tmp_path,
-        state=store,
-    )
+    found, history = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, **options, checkpoint_dir=tmp_path, state=store)
     assert np.array_equal(found, wanted)
     assert [row.round for row in history.rounds] == list(range(6))
     assert [row.metrics for row in history.rounds] == [row.metrics for row in straight.rounds]
@@ -232,16 +244,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_history_survives_json():
-    _, history = p.train(
-        fl.FedAvg(),
-        DATA,
-        rounds=3,
-        clients_per_round=4,
-        devices=2,
-        evaluate=lambda net, round: {"norm": net.weight.norm()},
-        evaluate_every=2,
-        trace=fl.ClientTrace((fl.Speed(0.1, up_bits_per_second=1e3), fl.Speed(0.2))),
-    )
+    trace = fl.ClientTrace((fl.Speed(0.1, up_bits_per_second=1e3), fl.Speed(0.2)))
+    evaluated = {"evaluate": lambda net, round: {"norm": net.weight.norm()}, "evaluate_every": 2}
+    _, history = p.train(fl.FedAvg(), DATA, rounds=3, clients_per_round=4, devices=2, trace=trace, **evaluated)
     assert fl.History.from_json(history.to_json()) == history
     assert sorted(history.evaluations) == [1, 2]
     assert all(row.client_seconds > 0 for row in history.rounds)

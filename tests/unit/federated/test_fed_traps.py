@@ -3,6 +3,8 @@
 T1, T2, T4, T6 (fits, waiting) are in test_fed_schedule.py.
 """
 
+import random
+
 import numpy as np
 import problems as p
 import pytest
@@ -12,14 +14,11 @@ from torch import nn
 from thinwire.systems import federated as fl
 from thinwire.systems.federated import device
 from thinwire.systems.federated.data import sample
+from thinwire.systems.federated.state import ClientStateStore
 from thinwire.systems.federated.workspace import Workspace
 
 DATA = p.population()
 EVEN = p.population(sizes=[4, 6, 8, 6, 4, 8])  # no batch of one sample, which BatchNorm refuses
-
-
-def fedavg():
-    return fl.FedAvg(lr=0.1, epochs=3, batch_size=None)
 
 
 class Leaky(nn.Module):
@@ -41,29 +40,13 @@ class Leaky(nn.Module):
         return self.outer(hidden) * self.frozen + 0.1 * self.calls
 
 
-def leaky():
+def train_leaky(order, monkeypatch):
     torch.manual_seed(1)
-    return Leaky()
-
-
-def weights(net):
+    net = Leaky()
+    monkeypatch.setattr(fl.FedAvg, "select", lambda self, round, population, clients_per_round, seed: order[round])
+    algorithm, options = fl.FedAvg(lr=0.1, batch_size=4, epochs=2), {"rounds": 2, "clients_per_round": 4}
+    fl.simulate(algorithm, net, p.as_clients(EVEN), **options, loss=p.loss, reduction="exact")
     return torch.cat([x.detach().double().reshape(-1) for x in net.state_dict().values()]).numpy()
-
-
-def train_leaky(order=None, monkeypatch=None):
-    net = leaky()
-    if order is not None:
-        monkeypatch.setattr(fl.FedAvg, "select", lambda self, round, population, clients_per_round, seed: order[round])
-    fl.simulate(
-        fl.FedAvg(lr=0.1, batch_size=4, epochs=2),
-        net,
-        p.as_clients(EVEN),
-        rounds=2,
-        clients_per_round=4,
-        loss=p.loss,
-        reduction="exact",
-    )
-    return weights(net)
 
 
 MUTATIONS = {
@@ -154,6 +137,66 @@ def test_each_buffer_is_averaged_over_the_clients_where_it_is_finite(reduction):
     assert torch.equal(net.sparse.to_dense(), torch.eye(2))
 
 
+def chaining(m):
+    """T7: weights are not reloaded, so that each client goes on from the one before."""
+
+    def train(self, context, payload, state):
+        return fl.ClientResult({"delta": self.local_sgd(context, context.x.clone()).x - payload["theta"]})
+
+    m.setattr(fl.FedAvg, "train", train)
+    m.setattr(Workspace, "reset", lambda self, theta, buffers: None)
+
+
+def overwriting(m):
+    """T8a: deltas and variates are overwritten instead of added, so that only the last client counts."""
+
+    def add(self, name, x, weight):
+        self.sums[name], self.bounds[name] = x.detach().clone(), 0.0
+
+    m.setattr(device.Accumulator, "add", add)
+
+
+def forgetting(m):
+    """T8b: states stay zero."""
+    m.setattr(ClientStateStore, "put", lambda self, client, state, round: None)
+
+
+def sharing(m):
+    """T8c: a state belongs to the slot, not to the client."""
+    put, get = ClientStateStore.put, ClientStateStore.get
+    m.setattr(ClientStateStore, "put", lambda self, client, state, round: put(self, client % 2, state, round))
+    m.setattr(ClientStateStore, "get", lambda self, client: get(self, client % 2))
+
+
+def without_one_over_alpha(m):
+    """T9: FedDyn's server forgets that h is divided by alpha."""
+
+    def program(self, round):
+        found = yield fl.RoundRequest({"theta": self.theta})
+        self.h = self.h - (self.alpha / self.population) * found["change"]
+        self.theta = found["x"] - self.h
+
+    m.setattr(fl.FedDyn, "program", program)
+
+
+@pytest.mark.parametrize(
+    "cls, options, formula, defect, least",
+    [
+        (fl.FedAvg, {}, p.fedavg, chaining, 1e-3),
+        (fl.Scaffold, {}, p.scaffold, overwriting, 1e-3),
+        (fl.Scaffold, {}, p.scaffold, forgetting, 1e-6),
+        (fl.Scaffold, {}, p.scaffold, sharing, 1e-6),
+        (fl.FedDyn, {"alpha": 0.4}, p.feddyn, without_one_over_alpha, 1e-4),
+    ],
+)
+def test_a_defect_that_is_put_back_shows(cls, options, formula, defect, least, monkeypatch):
+    wanted = formula(DATA, p.cohorts(DATA, 5, 4), 0.1, lambda i: 3, **options)
+    make = lambda: cls(lr=0.1, epochs=3, batch_size=None, **options)  # noqa: E731
+    assert np.abs(p.train(make(), DATA, rounds=5, clients_per_round=4)[0] - wanted).max() < 1e-12
+    defect(monkeypatch)
+    assert np.abs(p.train(make(), DATA, rounds=5, clients_per_round=4)[0] - wanted).max() > least
+
+
 def test_t10_cohorts_depend_on_run_and_round_only():
     """B19: another run draws other clients, more devices do not."""
     draws = {(run, r): tuple(sample(run, r, 1_000_000, 50)) for run in range(3) for r in range(3)}
@@ -192,15 +235,12 @@ def test_the_first_failure_of_a_run_is_told_once(caplog):
 
 
 def test_the_users_generators_and_model_are_left_alone():
-    import random
+    def drawn(between):
+        torch.manual_seed(3)
+        np.random.seed(3)
+        random.seed(3)
+        between()
+        return torch.rand(1), np.random.rand(), random.random()
 
-    net = p.model()
-    torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    wanted = (torch.rand(1), np.random.rand(), random.random())
-    torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    p.train(fedavg(), DATA, rounds=1, net=net)
-    assert (torch.rand(1), np.random.rand(), random.random()) == wanted
+    algorithm, net = fl.FedAvg(lr=0.1, epochs=3, batch_size=None), p.model()  # to make it draws numbers
+    assert drawn(lambda: p.train(algorithm, DATA, rounds=1, net=net)) == drawn(lambda: None)

@@ -95,6 +95,26 @@ def linked(server, edge, credentials=None, port=None, kind=CloudClient, **option
         yield link, edge
 
 
+def trained(edge, steps):
+    """Losses of an edge's first steps, after which it says bye."""
+    losses = [float(edge.step(batch_of(step))) for step in range(steps)]
+    edge.bye()
+    return losses
+
+
+def visit(server, half, credentials=None, steps=0, port=None, **more):
+    """An edge comes, trains and says bye: its losses and its link."""
+    with linked(server, edge_end(half, **more), credentials, port) as (link, edge):
+        return trained(edge, steps), link
+
+
+def assert_same(losses, of_edge, of_cloud, expected):
+    """Bit for bit what ``in_process`` came to."""
+    assert losses == expected[0]
+    assert torch.equal(parameters(of_edge), expected[1])
+    assert torch.equal(parameters(of_cloud), expected[2])
+
+
 class Cable:
     """A proxy in front of a port: counts and keeps what crosses, and cuts when told.
 

@@ -44,8 +44,6 @@ def toy_model(seed=0, dropout=0.0):
 
 
 RECIPE = Recipe(learning_rate=3e-3, epochs=1, batch_size=16)
-
-
 CUTS = [
     SplitPlan(2),
     SplitPlan(1, "boundary"),
@@ -88,17 +86,16 @@ def test_another_surgery_is_another_pair(tmp_path):
 
 def test_files_that_are_no_halves(tmp_path):
     (tmp_path / "edge.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is not a half of a model"):
-        load_half(tmp_path, "edge")
-    with pytest.raises(ValueError, match="is not a half of a model"):
-        load_half(tmp_path / "nowhere.safetensors", "edge")
+    for path in (tmp_path, tmp_path / "nowhere.safetensors"):
+        with pytest.raises(ValueError, match="is not a half of a model"):
+            load_half(path, "edge")
     prepare(small.model(), SplitPlan(2), tmp_path)
     with pytest.raises(ValueError, match="is the half of the edge, not of the cloud"):
         load_half(tmp_path / "edge.safetensors", "cloud")
 
 
-@pytest.mark.parametrize("plan", [SplitPlan(1, up=("int8", "pack"), down=("int8", "pack"))])
-def test_it_learns_about_as_well_as_the_unsplit_model(plan):
+def test_it_learns_about_as_well_as_the_unsplit_model():
+    plan = SplitPlan(1, up=("int8", "pack"), down=("int8", "pack"))
     task, model = toy_task(), toy_model()
     seen = []
     recipe = Recipe(learning_rate=5e-3, epochs=5, batch_size=16)
@@ -147,15 +144,8 @@ def test_compare_rows():
     task = toy_task(64, 32)
     plans = {"boundary": SplitPlan(1, "boundary"), "thin": SplitPlan(1, rank=4, up=("int8",), down=("int8",))}
     names = []
-    rows = compare(
-        toy_model,
-        task,
-        plans,
-        RECIPE,
-        Link(1e7, 1e7),
-        seeds=(0, 1),
-        on_row=lambda name, seed: names.append((name, seed)),
-    )
+    noted = lambda name, seed: names.append((name, seed))  # noqa: E731
+    rows = compare(toy_model, task, plans, RECIPE, Link(1e7, 1e7), seeds=(0, 1), on_row=noted)
     assert [row.name for row in rows] == ["unsplit", "boundary", "thin"]
     assert len(names) == 6
     assert all(len(row.scores) == 2 and 0 <= row.score <= 1 for row in rows)

@@ -13,10 +13,7 @@ from thinwire.systems.split.frames import CHECKSUM, DTYPES, HEADER, KINDS, ByteL
 
 LIMIT = 1 << 20
 STEP = Message(
-    "z",
-    7,
-    3,
-    parts=(("z", torch.arange(24.0).view(2, 3, 4)), ("lengths", torch.tensor([3, 2]).to(torch.uint16))),
+    "z", 7, 3, parts=(("z", torch.arange(24.0).view(2, 3, 4)), ("lengths", torch.tensor([3, 2]).to(torch.uint16)))
 )
 HELLO = Message("hello", fields={"protocol": 1, "steps": [0, 5]})
 

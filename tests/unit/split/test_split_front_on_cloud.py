@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 import split_models as small
 import torch
-from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
+from split_ends import (
+    RECIPE,
+    Cable,
+    assert_same,
+    batch_of,
+    edge_end,
+    halves,
+    held,
+    in_process,
+    parameters,
+    serving,
+    visit,
+)
 
 from thinwire.systems.split import (
     Back,
@@ -103,10 +115,7 @@ def test_what_a_listener_on_the_wire_sees():
             edge.bye()
         assert len(seen) == 1
         cable.close()
-    expected = in_process(PLAN, steps=3)
-    assert losses == expected[0]
-    assert torch.equal(parameters(of_edge), expected[1])
-    assert torch.equal(parameters(of_cloud), expected[2])
+    assert_same(losses, of_edge, of_cloud, in_process(PLAN, steps=3))
     up, down = (MessageReader(1 << 20).feed(bytes(way)) for way in cable.crossed)
     assert [m.kind for m in up] == ["hello", *["ids", "dz"] * 3, "ids", "bye"]
     assert [m.kind for m in down] == ["ready", *["z", "done"] * 3, "z", "done"]
@@ -124,8 +133,7 @@ def test_only_then_it_warns():
     of_edge, of_cloud = held(SplitPlan(2))
     with warnings.catch_warnings(), serving(of_cloud) as server:
         warnings.simplefilter("error")
-        with linked(server, edge_end(of_edge)) as (_, edge):
-            edge.bye()
+        visit(server, of_edge)
 
 
 def test_halves_of_the_other_end_are_refused():

@@ -10,7 +10,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
+from split_ends import (
+    RECIPE,
+    Cable,
+    assert_same,
+    batch_of,
+    edge_end,
+    halves,
+    held,
+    in_process,
+    linked,
+    serving,
+    trained,
+    visit,
+)
 
 from descriptors import many_open
 from spawned import free_port, to_itself
@@ -41,14 +54,9 @@ def test_a_socket_changes_nothing_and_both_ledgers_count_what_crosses(keys, plan
     front, back = halves(plan)
     with serving(back, credentials=trust(keys, "cloud") if tls else None) as server:
         cable = Cable(server.port)
-        with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as (link, edge):
-            losses = [float(edge.step(batch_of(step))) for step in range(6)]
-            edge.bye()
+        losses, link = visit(server, front, trust(keys, "edge") if tls else None, 6, cable.port)
         cable.close()
-    expected = in_process(plan)
-    assert losses == expected[0]
-    assert torch.equal(parameters(front), expected[1])
-    assert torch.equal(parameters(back), expected[2])
+    assert_same(losses, front, back, in_process(plan))
     up, down = cable.crossed
     assert sum(link.ledger.sent.values()) == sum(server.ledger.received.values()) == len(up)
     assert sum(link.ledger.received.values()) == sum(server.ledger.sent.values()) == len(down)
@@ -63,10 +71,7 @@ def test_what_a_listener_on_the_wire_sees(keys):
         front, back = halves()
         with serving(back, credentials=trust(keys, "cloud") if tls else None) as server:
             cable = Cable(server.port)
-            with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as (_, edge):
-                for step in range(3):
-                    edge.step(batch_of(step))
-                edge.bye()
+            visit(server, front, trust(keys, "edge") if tls else None, 3, cable.port)
             cable.close()
         sent = bytes(cable.crossed[0])
         if tls:
@@ -88,8 +93,7 @@ def run_over(plan, credentials, cut_at=None, kind=CloudClient):
         cable = Cable(server.port, cut_at)
         with linked(server, edge_end(of_edge), credentials[0], cable.port, kind) as (link, edge):
             link.cable = cable
-            losses = [float(edge.step(batch_of(step))) for step in range(4)]
-            edge.bye()
+            losses = trained(edge, 4)
         cable.close()
     return losses, of_edge, of_cloud, cable, link.reconnects
 
@@ -125,9 +129,7 @@ def test_cut_after_every_message(keys, tls, plan, messages):
     for place in places:
         losses, of_edge, of_cloud, cable, reconnects = run_over(plan, credentials, place)
         assert (cable.cuts, reconnects) == (1, 1)
-        assert losses == expected[0]
-        assert torch.equal(parameters(of_edge), expected[1])
-        assert torch.equal(parameters(of_cloud), expected[2])
+        assert_same(losses, of_edge, of_cloud, expected)
 
 
 def refused(edge_keys, cloud_keys, says):
@@ -174,8 +176,7 @@ def test_a_pinned_certificate(keys):
     front, back = halves()
     with serving(back, credentials=trust(keys, "cloud")) as server:
         pinned = replace(trust(keys, "edge"), fingerprint=":".join(print_[i : i + 2] for i in range(0, 64, 2)).upper())
-        with linked(server, edge_end(front), pinned) as (_, edge):
-            edge.bye()
+        visit(server, front, pinned)
     refused(replace(trust(keys, "edge"), fingerprint="0" * 64), trust(keys, "cloud"), "not the pinned one")
     with pytest.raises(ValueError, match="64 hex digits"):
         replace(trust(keys, "edge"), fingerprint="ab")
@@ -187,8 +188,7 @@ def test_an_edge_without_tls_or_another_program_is_turned_away_and_the_next_is_s
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert stranger.recv(100) != b"HTTP"
-        with linked(server, edge_end(front), trust(keys, "edge")) as (_, edge):
-            edge.bye()
+        visit(server, front, trust(keys, "edge"))
     assert any("refused a connection" in words for words in server.said)
 
 
@@ -210,8 +210,7 @@ def test_wrong_pair_and_oversized_and_corrupt_frames():
                 raw.sendall(spoiled)
                 while raw.recv(1000):  # the cloud closes
                     pass
-        with linked(server, edge_end(front)) as (_, edge):
-            edge.bye()
+        visit(server, front)
     assert sum("is gone" in words for words in server.said) == 3
 
 
@@ -222,21 +221,15 @@ def test_a_second_edge_waits_for_the_first(keys):
             waiting = CloudClient("127.0.0.1", server.port, reconnect_seconds=0.5)
             with pytest.raises(LinkError, match="busy with edge 'a'"):
                 waiting.attach(edge_end(halves()[0], name="b"))
-            first.step(batch_of(0))
-            first.bye()
-        with linked(server, edge_end(halves()[0], name="b")) as (_, second):
-            second.step(batch_of(0))
-            second.bye()
+            trained(first, 1)
+        visit(server, halves()[0], steps=1, name="b")
     assert server.cloud.steps_of("a") == server.cloud.steps_of("b") == 1
 
 
 def test_names_are_those_of_the_certificates(keys):
     front, back = halves()
-    with (
-        serving(back, credentials=trust(keys, "cloud")) as server,
-        linked(server, edge_end(front, name="somebody"), trust(keys, "other")) as (_, edge),
-    ):
-        edge.bye()
+    with serving(back, credentials=trust(keys, "cloud")) as server:
+        visit(server, front, trust(keys, "other"), name="somebody")
     assert any("edge 'other' begins" in words for words in server.said)
 
 
@@ -244,13 +237,8 @@ def test_names_are_those_of_the_certificates(keys):
 @pytest.mark.parametrize("tls", [True, False])
 def test_a_process_with_many_files_open_serves(keys, tls):
     front, back = halves()
-    with (
-        many_open(),
-        serving(back, credentials=trust(keys, "cloud") if tls else None) as server,
-        linked(server, edge_end(front), trust(keys, "edge") if tls else None) as (_, edge),
-    ):
-        losses = [float(edge.step(batch_of(step))) for step in range(2)]
-        edge.bye()
+    with many_open(), serving(back, credentials=trust(keys, "cloud") if tls else None) as server:
+        losses, _ = visit(server, front, trust(keys, "edge") if tls else None, 2)
     assert losses == in_process(steps=2)[0]
 
 
@@ -318,11 +306,9 @@ def test_a_cloud_that_is_slow_for_once_is_waited_for():
             return handle(request)
 
         server.cloud.handle, link.receive_seconds = once_slow, 0.3
-        losses = [float(edge.step(batch_of(step))) for step in range(2)]
-        edge.bye()
+        losses = trained(edge, 2)
     assert link.reconnects >= 1  # a hello that was given up may be heard after the one that was not
-    assert losses == in_process(steps=2)[0]
-    assert torch.equal(parameters(back), in_process(steps=2)[2])
+    assert_same(losses, front, back, in_process(steps=2))
 
 
 def test_an_edge_that_falls_silent_within_a_message_does_not_keep_the_cloud_from_listening():
@@ -334,8 +320,7 @@ def test_an_edge_that_falls_silent_within_a_message_does_not_keep_the_cloud_from
             assert half.recv(1000)
             half.sendall(b"".join(encode(Message("z", 0, 1, parts=(("z", torch.zeros(9)),))))[:40])
             with linked(server, edge):  # the same session, over another connection
-                edge.step(batch_of(0))
-                edge.bye()
+                trained(edge, 1)
     assert any("is back" in words for words in server.said)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import split_models as small
 import torch
-from split_ends import RECIPE, batch_of, edge_end, halves, held, in_process, parameters
+from split_ends import RECIPE, assert_same, batch_of, edge_end, halves, held, in_process, parameters
 
 from thinwire.systems.split import Batch, CloudEnd, LocalPair, Recipe, SplitPlan
 from thinwire.systems.split.errors import SessionError
@@ -30,11 +30,7 @@ def test_a_repeated_request_is_answered_and_not_carried_out_again():
 
     front, back = halves()
     edge, _ = opened(front, back, call=twice)
-    losses = [float(edge.step(batch_of(step))) for step in range(6)]
-    expected = in_process()
-    assert losses == expected[0]
-    assert torch.equal(parameters(front), expected[1])
-    assert torch.equal(parameters(back), expected[2])
+    assert_same([float(edge.step(batch_of(step))) for step in range(6)], front, back, in_process())
 
 
 def test_dropout_is_drawn_apart_from_everything_else():
@@ -167,7 +163,6 @@ RESUMED = [
 @pytest.mark.parametrize("plan", RESUMED, ids=["plain", "coded", "front in the cloud"])
 @pytest.mark.parametrize("dies", ["edge", "cloud", "edge within a step"])
 def test_both_go_on_from_the_newest_common_checkpoint(dies, plan, tmp_path):
-    expected = in_process(plan, steps=8)
     died = []
 
     def call(cloud):
@@ -191,9 +186,7 @@ def test_both_go_on_from_the_newest_common_checkpoint(dies, plan, tmp_path):
     assert edge.steps == 4
     del losses[4:]
     losses += [float(edge.step(batch_of(step))) for step in range(4, 8)]
-    assert losses == expected[0]
-    assert torch.equal(parameters(edge.half), expected[1])
-    assert torch.equal(parameters(cloud.half), expected[2])
+    assert_same(losses, edge.half, cloud.half, in_process(plan, steps=8))
 
 
 def test_a_recipe_of_numpy_numbers_is_the_same_recipe():

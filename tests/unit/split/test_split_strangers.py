@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from split_ends import batch_of, edge_end, halves, in_process, linked, parameters, serving
+from split_ends import assert_same, batch_of, edge_end, halves, in_process, linked, serving, visit
 
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split import Credentials
@@ -51,9 +51,7 @@ def test_silent_strangers_do_not_keep_the_edge_out(keys, tls, says):
         with strangers(server, 20, says):
             losses += [float(edge.step(batch_of(step))) for step in range(1, 6)]
         edge.bye()
-    expected = in_process()
-    assert losses == expected[0]
-    assert torch.equal(parameters(back), expected[2])
+    assert_same(losses, front, back, in_process())
     assert link.reconnects == 0
 
 
@@ -86,10 +84,7 @@ def test_an_edge_that_has_just_been_taken_in_makes_no_room_for_strangers():
             say(words)
 
         server.say = saying
-        with linked(server, edge_end(front)) as (link, edge):
-            edge.step(batch_of(0))
-            edge.bye()
-            assert link.reconnects == 0
+        assert visit(server, front, steps=1)[1].reconnects == 0
 
 
 def test_handshake_and_hello_have_one_deadline(keys):
@@ -103,8 +98,7 @@ def test_handshake_and_hello_have_one_deadline(keys):
                         time.sleep(0.1)
                 assert not any(words.startswith("edge") for words in server.said)
                 assert any("did not finish within 2 s" in words for words in server.said)
-            with linked(server, edge_end(front), keys["edge"] if credentials else None) as (_, edge):
-                edge.bye()
+            visit(server, front, keys["edge"] if credentials else None)
 
 
 def test_before_hello_nothing_long_is_taken():
@@ -114,8 +108,7 @@ def test_before_hello_nothing_long_is_taken():
         with strangers(server, 1, whole[:100]) as (long,):
             assert long.recv(1) == b""
         assert any("over the limit of 65536 per message" in words for words in server.said)
-        with linked(server, edge_end(front)) as (_, edge):
-            edge.bye()
+        visit(server, front)
 
 
 def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
@@ -133,8 +126,7 @@ def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
                     time.sleep(0.1)
             else:
                 pytest.fail("the cloud still waits for the rest of the message")
-        with linked(server, edge_end(halves()[0], name="other")) as (_, edge):
-            edge.bye()
+        visit(server, halves()[0], name="other")
 
 
 def test_a_strangers_words_are_printable():

@@ -214,11 +214,7 @@ def test_gradients_through_the_link_by_finite_differences():
         ({"residual": "lowrank:33"}, {}, "more directions than the 32"),
         ({"init": "activation"}, {}, "needs sample batches"),
         ({"residual": "lowrank:2"}, {}, "needs sample batches"),
-        (
-            {},
-            {"architecture": "gpt2-lm", "tie_word_embeddings": True},
-            "lm_head.weight are one parameter",
-        ),
+        ({}, {"architecture": "gpt2-lm", "tie_word_embeddings": True}, "lm_head.weight are one parameter"),
         ({"up": ("pack",)}, {"architecture": "vit"}, "a vit has no padding"),
         ({}, None, "a Linear cannot be split: use one of BertFor"),
     ],

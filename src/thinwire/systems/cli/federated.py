@@ -150,12 +150,11 @@ def run(
     if plot is not None:
         write_picture(picture, plot)
         console.print(f"written: {plot}", markup=False)
-    for name, one in asked.items():
-        if (said := spent(one)) is not None:
-            console.print(said if len(runs) == 1 else f"{name}, {said}", markup=False, highlight=False)
-    for name, history in runs.items():
-        last = outcome(history, made.chance)
-        console.print(last if len(runs) == 1 else f"{name}, {last}", markup=False, highlight=False)
+    said = [(name, spent(one)) for name, one in asked.items()]
+    said += [(name, outcome(history, made.chance)) for name, history in runs.items()]
+    for name, words in said:
+        if words is not None:
+            console.print(words if len(runs) == 1 else f"{name}, {words}", markup=False, highlight=False)
 
 
 @app.command(epilog="Example: thinwire federated predict --fast 4 --slow 4")
@@ -253,15 +252,9 @@ def serve(
 
 
 def federations(
-    federation: str,
-    algorithms: str | None,
-    compress: str | None,
-    given: Mapping[str, Any],
-    checkpoint_every: int,
-    *,
+    federation: str, algorithms: str | None, compress: str | None, given: Mapping[str, Any], checkpoint_every: int, *,
     per_client: bool,
-) -> dict[str, Federation]:
-    """Return what each algorithm trains, by the name of its line, with the same initial weights and options."""
+) -> dict[str, Federation]:  # fmt: skip
     from thinwire.core.checks import check_choice
     from thinwire.systems.federated.builtin import build_algorithm, build_federation, compressed
     from thinwire.systems.federated.device import REDUCTIONS
@@ -273,10 +266,8 @@ def federations(
     found: dict[str, Federation] = {}
     for text in texts:
         made = build_federation(federation)
-        if text is None:
-            made.algorithm = compressed(made.algorithm, compress)
-        else:
-            made.algorithm = build_algorithm(text, made.algorithm, compress)
+        own = made.algorithm
+        made.algorithm = compressed(own, compress) if text is None else build_algorithm(text, own, compress)
         for option, value in given.items():
             if value is not None:
                 setattr(made, option, value)
@@ -310,10 +301,7 @@ def spent(made: Federation) -> str | None:
 
 
 def train(name: str, made: Federation, rank: int, **options: Any) -> History:
-    """Run one federation here, with a bar that follows its rounds; without a bar, print a line per evaluation.
-
-    ``RunFailed``: it was not finished, by an error of the machine's or of the user's own code.
-    """
+    """Run one federation here; ``RunFailed``: not to its end, by an error of the machine's or of the user's code."""
     from thinwire.tools.bench.words import in_words, is_users
 
     first: int | None = None
@@ -345,7 +333,6 @@ def train(name: str, made: Federation, rank: int, **options: Any) -> History:
 
 
 def in_force(algorithm: Any) -> str:
-    """Return the algorithm and its options, without those that are off."""
     from thinwire.systems.federated.aggregator import facts_of
 
     def words(options: Mapping[str, Any]) -> str:  # a constant learning rate is not worth a word
@@ -377,8 +364,7 @@ def rounds_table(history: History, width: int) -> Table:
     if len(shown) > _MOST_ROWS:
         shown = [row for row in rows if row.evaluation or row is rows[-1]]
         shown = shown[:: -(-len(shown) // _MOST_ROWS)]
-        if rows[-1] not in shown:
-            shown.append(rows[-1])
+        shown += [rows[-1]] * (shown[-1] is not rows[-1])
     numbers = _evaluated(history)
     columns = {"round": [str(row.round + 1) for row in shown]}
     columns |= {name: [_number(row.numbers.get(name)) for row in shown] for name in (TRAINING_LOSS, *numbers)}
@@ -419,7 +405,6 @@ def algorithms_table(runs: Mapping[str, History], title: str, width: int) -> Tab
 
 
 def _sent(row: RoundRecord) -> int:
-    """Return the bytes, including values that were collected one by one."""
     return row.bytes_up + row.control_bytes
 
 
@@ -444,18 +429,14 @@ def _fitting(title: str, columns: Mapping[str, Sequence[str]], width: int) -> Ta
 
 def traffic(history: History) -> str:
     row = history.rounds[-1]
-    return (
-        f"the devices sent {_sent(row) / 1e6:.3g} MB in the last round; its clients, each on its own, would have "
-        f"sent {row.client_bytes / 1e6:.3g} MB"
-    )
+    sent, alone = (f"{count / 1e6:.3g} MB" for count in (_sent(row), row.client_bytes))
+    return f"the devices sent {sent} in the last round; its clients, each on its own, would have sent {alone}"
 
 
 def failures(history: History, most: int = 5) -> list[str]:
-    found = [
-        f"round {row.round + 1}, client {client}: {why}" for row in history.rounds for client, why in row.failed.items()
-    ]
-    more = [f"... and {len(found) - most} more"] if len(found) > most else []
-    return found[:most] + more
+    failed = [(row.round + 1, *one) for row in history.rounds for one in row.failed.items()]
+    more = [f"... and {len(failed) - most} more"] if len(failed) > most else []
+    return [f"round {round}, client {client}: {why}" for round, client, why in failed[:most]] + more
 
 
 def schedules_table(found: Sequence[Prediction], title: str) -> Table:

@@ -42,28 +42,19 @@ def _help(text: str) -> Any:
 app = typer.Typer(help="Fine-tune a model across a cut between an edge and a cloud (SFT).", no_args_is_help=True)
 
 Model = Annotated[
-    str,
-    typer.Option(
-        help="bert-small, distilbert-base, bert:layers=2:hidden=128:heads=4 ..., or a pre-trained model's directory."
-    ),
+    str, _help("bert-small, distilbert-base, bert:layers=2:hidden=128:heads=4 ..., or a pre-trained model's directory.")
 ]
 TaskName = Annotated[str, typer.Option("--task", help="stdlib, or a GLUE task with --data: cola, sst2, mrpc, ...")]
 Data = Annotated[Path | None, _help("Directory with the task's train.tsv and dev.tsv.")]
 Length = Annotated[int, _help("Tokens per sample; longer samples are truncated.")]
 Most = Annotated[int, typer.Option("--lines", min=1, help="With stdlib: lines per package.")]
 Cut = Annotated[int, _help("The layer to cut, counted from 1.")]
-Kind = Annotated[str, _help("lowrank, ffn or boundary.")]
 Rank = Annotated[int, _help("With lowrank: numbers per token that cross the cut.")]
-Residual = Annotated[str, _help("drop, keep or lowrank:q.")]
-Labels = Annotated[str, _help("edge, or cloud, where labels leave the edge.")]
-Init = Annotated[str, _help("svd or activation.")]
 Up = Annotated[str, _help("Codecs for what goes up: none, fp16, bf16, int8, int4, delta:4; then optionally pack.")]
-Down = Annotated[str, _help("Codecs for what comes down; delta only if that is the activation.")]
 FrontOn = Annotated[str, _help("edge, or cloud as in the published code, where token ids leave the edge.")]
 Epochs = Annotated[int, _help("Passes over the data.")]
 Batch = Annotated[int, _help("Samples per step.")]
 Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate; from random weights lowrank needs a low one.")]
-Seed = Annotated[int, _help("Seed of weights, order and dropout.")]
 LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the cloud, such as 10mbit.")]
 LinkDown = Annotated[
     str | None, typer.Option("--link-down", help="Rate from the cloud to the edge; by default the same.")
@@ -86,18 +77,18 @@ def plan(
     length: Length = 32,
     lines: Most = 1200,
     cut: Cut = 1,
-    kind: Kind = "lowrank",
+    kind: Annotated[str, _help("lowrank, ffn or boundary.")] = "lowrank",
     rank: Rank = 8,
-    residual: Residual = "drop",
-    labels: Labels = "edge",
-    init: Init = "svd",
+    residual: Annotated[str, _help("drop, keep or lowrank:q.")] = "drop",
+    labels: Annotated[str, _help("edge, or cloud, where labels leave the edge.")] = "edge",
+    init: Annotated[str, _help("svd or activation.")] = "svd",
     up: Up = "none",
-    down: Down = "none",
+    down: Annotated[str, _help("Codecs for what comes down; delta only if that is the activation.")] = "none",
     front_on: FrontOn = "edge",
     epochs: Epochs = 3,
     batch: Batch = 32,
     lr: Rate = 1e-3,
-    seed: Seed = 0,
+    seed: Annotated[int, _help("Seed of weights, order and dropout.")] = 0,
     link: LinkUp = "10mbit",
     link_down: LinkDown = None,
     latency: Latency = "0",
@@ -200,9 +191,12 @@ def edge(
     facts = read_facts(half_file(half, "edge"), "edge")
     leaves = SplitPlan.from_json(facts["plan"]).leaves
     recipe = recipe_of(facts["notes"])
-    address, part = read_address(cloud), read_share(share)
+    address, (place, count) = read_address(cloud), read_share(share)
     trust = read_keys(keys, fingerprint, address[0], insecure)
-    task = part_of(task_of(facts["notes"], data, tokenizer), *part)
+    task = task_of(facts["notes"], data, tokenizer)
+    if count > len(task.train):
+        raise ValueError(f"share '{place}/{count}': there are only {len(task.train)} samples")
+    task = replace(task, train=task.train.part(range(place - 1, len(task.train), count)))
     typer.echo(task.describe, err=True)
     if leaves:
         typer.echo(leaves, err=True)
@@ -226,10 +220,7 @@ def compare(
     cut: Cut = 1,
     rank: Rank = 8,
     plans: Annotated[
-        str,
-        typer.Option(
-            help="Rows, separated by blanks: boundary, lowrank; codecs after a colon, as in lowrank:int8,pack."
-        ),
+        str, _help("Rows, separated by blanks: boundary, lowrank; codecs after a colon, as in lowrank:int8,pack.")
     ] = "boundary lowrank lowrank:int8,pack lowrank:int4,pack",
     front_on: FrontOn = "edge",
     epochs: Epochs = 3,
@@ -266,17 +257,15 @@ def compare(
     about = f"training {model} with and without cuts"
     with watched_load(torch.get_num_threads()) as load, _steps(about) as show:
 
-        def on_row(name: str, seed: int) -> None:
-            now.update(row=name, seed=seed)
-
         def on_step(done: int, total: int, loss: float) -> None:
             show(done, total, loss, f"{now['row']}, seed {now['seed']}")
             if now["seed"] == 0:
                 losses.setdefault(str(now["row"]), []).append(loss)
 
         made = compare_plans(
-            partial(build, found), found, rows, recipe, wire, range(seeds), on_step=on_step, on_row=on_row
-        )
+            partial(build, found), found, rows, recipe, wire, range(seeds), on_step,
+            lambda name, seed: now.update(row=name, seed=seed),
+        )  # fmt: skip
     title = f"{model}, {found.describe}, link {link}"
     picture = compare_picture(made, losses, found.metric, title)
     if plot is not None:
@@ -292,7 +281,6 @@ def compare(
 
 @contextmanager
 def _steps(begins: str) -> Iterator[Callable[..., None]]:
-    """Show a bar over the steps, with the loss; called with steps done, their total, the loss, and what is trained."""
     with progress(begins) as shown:
 
         def on_step(done: int, total: int, loss: float, what: str = "steps") -> None:
@@ -348,37 +336,27 @@ def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) ->
 
 def read_task(name: str, data: Path | None, model: str, length: int, most: int, seed: int) -> Task:
     """Return ``stdlib``, or a GLUE task with its files in ``data``; the tokeniser is the model's, or a trained one."""
-    from thinwire.systems.split.tasks import (
-        COLUMNS,
-        glue_task,
-        local_tokenizer,
-        read_tsv,
-        stdlib_task,
-        trained_tokenizer,
-    )
+    from thinwire.systems.split import tasks
 
-    if name != "stdlib" and name not in COLUMNS:
-        raise ValueError(f"task {name!r} is unknown: use stdlib, or one of GLUE's {', '.join(COLUMNS)} with --data")
+    columns = tasks.COLUMNS
+    if name != "stdlib" and name not in columns:
+        raise ValueError(f"task {name!r} is unknown: use stdlib, or one of GLUE's {', '.join(columns)} with --data")
     if name != "stdlib" and data is None:
         raise ValueError(f"task {name!r} needs --data, the directory with its train.tsv")
     if length < 3:
         raise ValueError(f"--length {length} must be at least 3: two tokens of each sample mark its ends")
     with progress(f"reading task {name}"):
-        tokenizer = local_tokenizer(Path(model)) if Path(model).is_dir() else None
+        tokenizer = tasks.local_tokenizer(Path(model)) if Path(model).is_dir() else None
         if data is None or name == "stdlib":
-            return stdlib_task(most, length, seed=seed, tokenizer=tokenizer)
+            return tasks.stdlib_task(most, length, seed=seed, tokenizer=tokenizer)
         if tokenizer is None:
-            first, second, _ = read_tsv(data / "train.tsv", COLUMNS[name])
-            tokenizer = trained_tokenizer([*first, *(second or [])], 8000)
-        return glue_task(name, data, tokenizer, length)
+            first, second, _ = tasks.read_tsv(data / "train.tsv", columns[name])
+            tokenizer = tasks.trained_tokenizer([*first, *(second or [])], 8000)
+        return tasks.glue_task(name, data, tokenizer, length)
 
 
 def model_builder(text: str, length: int, plans: Iterable[SplitPlan] = ()) -> Callable[[Task, int], nn.Module]:
-    """``bert-small``, ``bert:layers=2:hidden=128:heads=4``, or a directory: makes the model of a task and a seed.
-
-    Raises:
-        ValueError: there is no such model, or one of the plans cannot cut it.
-    """
+    """Return what makes the model of a task and a seed, which all of the plans must be able to cut."""
     from thinwire.systems.split.models import preset, pretrained, sizes_of
     from thinwire.tools.bench.words import split_options
 
@@ -429,15 +407,7 @@ def read_share(text: str) -> tuple[int, int]:
     return int(place), int(count)
 
 
-def part_of(task: Task, place: int, count: int) -> Task:
-    """Select the samples of edge ``place`` (from 1) of ``count``: every ``count``-th one."""
-    if count > len(task.train):
-        raise ValueError(f"share '{place}/{count}': there are only {len(task.train)} samples")
-    return replace(task, train=task.train.part(range(place - 1, len(task.train), count)))
-
-
 def read_link(up: str, down: str | None, latency: str) -> Link:
-    """Parse rates and a one-way delay in the syntax of ``tc``."""
     from thinwire.systems.split import Link
     from thinwire.tools.lab import parse_delay, parse_rate
 
@@ -481,16 +451,9 @@ def plan_table(rows: Mapping[str, Estimate], task: Task, link: str, link_down: s
     table = plain_table(f"{task.describe}; {_link(link, link_down)}", columns, close=True)
     base = rows["boundary"].wire
     for name, row in rows.items():
-        table.add_row(
-            name,
-            _kilo(row.bytes_up),
-            _kilo(row.bytes_down),
-            str(row.messages),
-            f"1/{base / row.wire:.1f}",
-            f"{row.link_seconds:.3f}",
-            "-" if row.compute_seconds is None else f"{row.compute_seconds:.3f}",
-            "-" if row.step_seconds is None else f"{row.step_seconds:.3f}",
-        )
+        seconds = [row.link_seconds, row.compute_seconds, row.step_seconds]
+        sizes = _kilo(row.bytes_up), _kilo(row.bytes_down), str(row.messages), f"1/{base / row.wire:.1f}"
+        table.add_row(name, *sizes, *("-" if value is None else f"{value:.3f}" for value in seconds))
     return table
 
 
@@ -505,10 +468,8 @@ def compare_table(rows: Sequence[ComparisonRow], task: Task, link: str, link_dow
         if row.wire_bytes is not None and row.state_bytes is not None:
             cells[0] = _kilo(row.wire_bytes)
             if plain is not None and plain.wire_bytes and plain.state_bytes:
-                cells[1:] = [
-                    f"1/{plain.state_bytes / row.state_bytes:.1f}",
-                    f"1/{plain.wire_bytes / row.wire_bytes:.1f}",
-                ]
+                ratios = plain.state_bytes / row.state_bytes, plain.wire_bytes / row.wire_bytes
+                cells[1:] = [f"1/{ratio:.1f}" for ratio in ratios]
         table.add_row(row.name, score, *cells, f"{row.compute_seconds:.3f}", f"{row.step_seconds:.3f}")
     return table
 

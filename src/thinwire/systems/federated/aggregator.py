@@ -52,7 +52,6 @@ class NotLinear(ValueError):
 
 
 def check_operators(operators: Mapping[str, Operator]) -> None:
-    """Raise ``NotLinear`` for a rule that sums cannot express, ``ValueError`` for what is no operator."""
     for name, operator in operators.items():
         if not isinstance(operator, Operator):
             raise ValueError(f"operators[{name!r}] must be WEIGHTED_MEAN, SUM or COLLECT, not {operator!r}")
@@ -129,17 +128,16 @@ class ServerAggregator(Protocol):
 
 def facts_of(algorithm: Any) -> dict[str, Any]:
     """Return an algorithm's name and options as plain data: compared across ranks, saved in checkpoints."""
-    plain = (int, float, str, bool, type(None))
     names = [f.name for f in dataclasses.fields(algorithm)] if dataclasses.is_dataclass(algorithm) else vars(algorithm)
-    options: dict[str, Any] = {name: getattr(algorithm, name) for name in names}
-    options = {name: value for name, value in options.items() if isinstance(value, plain)}
+    values = {name: getattr(algorithm, name) for name in names}
+    plain = (int, float, str, bool, type(None))
+    options: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, plain)}
     if inner := getattr(algorithm, "inner", None):
         options["inner"] = facts_of(inner)
     return {"algorithm": type(algorithm).__name__, **options}
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """Return the default loss: cross-entropy for batches ``(inputs, class numbers)``."""
     inputs, classes = batch
     return nn.functional.cross_entropy(model(inputs), classes)
 

@@ -1,14 +1,11 @@
-"""The algorithms: what a client does, what is summed, what the server does with the sum.
-
-Not here: who trains where and when, how sums are sent, and where states are kept (the other modules of this package).
-"""
+"""The algorithms: what a client does, what is summed, what the server does with the sum."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +24,10 @@ from thinwire.systems.federated.aggregator import (
 from thinwire.systems.federated.data import sample
 from thinwire.systems.federated.private import opacus, private_gradients
 
-__all__ = ["FedAvg", "FedDyn", "FedNova", "FedOpt", "FedProx", "FedRobust", "Mime", "Scaffold"]
+__all__ = ["FedAvg", "FedDyn", "FedNova", "FedOpt", "FedProx", "FedRobust", "Mime", "Scaffold"]  # what the verb knows
 
 Tensors = Mapping[str, Tensor]
-Adjust = Callable[[Tensor, Tensor], None]
+Adjust = Callable[[Tensor, Tensor], Any]
 """(gradient, x): modify the gradient [D] in place before the step."""
 
 
@@ -207,17 +204,12 @@ class FedAvg(Algorithm):
         self.theta = self.theta + self.server_lr * mean["delta"]
 
     def train(self, context: ClientContext, payload: Tensors, state: Tensors | None) -> ClientResult:
-        local = self.local_sgd(context, payload["theta"])
-        return ClientResult({"delta": local.x - payload["theta"]})
+        return ClientResult({"delta": self.local_sgd(context, payload["theta"]).x - payload["theta"]})
 
 
 def _proximal(mu: float, theta: Tensor) -> Adjust | None:
     """Return FedProx's proximal term, which adds mu * (x - theta) to each gradient; None if ``mu`` is 0."""
-
-    def pull(g: Tensor, x: Tensor) -> None:
-        g.add_(x, alpha=mu).sub_(theta, alpha=mu)
-
-    return pull if mu else None
+    return (lambda g, x: g.add_(x, alpha=mu).sub_(theta, alpha=mu)) if mu else None
 
 
 @dataclass(kw_only=True)
@@ -278,7 +270,6 @@ class FedNova(Algorithm):
             raise ValueError("FedNova has no norm for momentum and mu together: leave one of them out")
 
     def shape_of(self, name: str) -> Sequence[int]:
-        """Return the shape; ``a`` is one number."""
         return (1,) if name == "a" else super().shape_of(name)
 
     def norm(self, steps: int, lr: float) -> float:
@@ -335,7 +326,6 @@ class FedOpt(FedAvg):
         check_number("tau", self.tau, above=0)
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
-        """Begin a run: m = 0, v = tau^2."""
         super().setup(theta, population, clients_per_round)
         self.m: Tensor
         self.v: Tensor = torch.full_like(theta, self.tau**2)
@@ -403,7 +393,6 @@ class FedRobust(FedAvg):
         self.theta = self.theta + self.server_lr * middle.to(self.theta)
 
     def train(self, context: ClientContext, payload: Tensors, state: Tensors | None) -> ClientResult:
-        """Train as FedAvg does, but send the change to be collected, not summed."""
         return ClientResult(collect=super().train(context, payload, state).reduce)
 
 
@@ -447,11 +436,7 @@ class Scaffold(Algorithm):
         theta, c = payload["theta"], payload["c"]
         own = torch.zeros_like(theta) if state is None else state["c"]
         correction = c - own
-
-        def correct(g: Tensor, x: Tensor) -> None:
-            g.add_(correction)
-
-        local = self.local_sgd(context, theta, correct)
+        local = self.local_sgd(context, theta, lambda g, x: g.add_(correction))
         change = (theta - local.x) / (local.steps * local.lr) - c
         return ClientResult({"delta": local.x - theta, "variate": change}, state={"c": own + change})
 
@@ -494,11 +479,8 @@ class FedDyn(Algorithm):
     def train(self, context: ClientContext, payload: Tensors, state: Tensors | None) -> ClientResult:
         theta, alpha = payload["theta"], self.alpha
         own = torch.zeros_like(theta) if state is None else state["h"]
-
-        def regularise(g: Tensor, x: Tensor) -> None:
-            g.sub_(own).add_(x, alpha=alpha).sub_(theta, alpha=alpha)
-
-        local = self.local_sgd(context, theta, regularise)
+        pulled = lambda g, x: g.sub_(own).add_(x, alpha=alpha).sub_(theta, alpha=alpha)  # noqa: E731
+        local = self.local_sgd(context, theta, pulled)
         change = local.x - theta
         return ClientResult({"x": local.x, "change": change}, state={"h": own - alpha * change})
 
@@ -538,7 +520,6 @@ class Mime(Algorithm):
 
     @property
     def visits(self) -> int:
-        """Two, or one with ``lite``."""
         return 1 if self.lite else 2
 
     def program(self, round: int) -> RoundProgram:

@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 @dataclass
 class VisitReport:
-    """The result of one visit: the sums of the whole cohort, and numbers as in a ``RoundRecord``."""
-
     sums: Sums
     device_seconds: float
     predicted_seconds: float | None
@@ -52,17 +50,13 @@ class VisitReport:
 class InProcess:
     """The back end ``"inprocess"``: one model, which all devices use in turn.
 
-    ``speeds``: of the devices, for their clock; None: measured seconds. ``faults``: (round, device) -> seconds after
-    which the device is lost in that round; it is back in the next.
+    ``speeds``: for their clock; None: measured seconds. A device that ``faults`` names is back in the next round.
     """
 
     def __init__(
-        self,
-        device: Device,
-        planner: Planner,
-        speeds: Sequence[Speed] | None = None,
+        self, device: Device, planner: Planner, speeds: Sequence[Speed] | None = None,
         faults: Mapping[tuple[int, int], float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if speeds is not None and len(speeds) != planner.devices:
             raise ValueError(f"speeds has {len(speeds)} entries for {planner.devices} devices")
         self._device, self._planner, self._speeds, self._faults = device, planner, speeds, dict(faults or {})
@@ -218,7 +212,8 @@ def _packed(mine: Sums, busy: float) -> bytes:
     """Return what is not summed as tensors: JSON, followed by the collected values as safetensors."""
     names = ("samples", "clients", "seconds", "failed", "metrics", "sent_bytes")
     facts = {name: getattr(mine, name) for name in names}
-    facts |= {"shapes": mine.sums.shapes(), "bounds": mine.sums.bounds, "busy": busy}
+    shapes = {name: list(x.shape) for name, x in mine.sums.sums.items()}
+    facts |= {"shapes": shapes, "bounds": mine.sums.bounds, "busy": busy}
     collected = {f"{c}/{name}": x for c, row in mine.collected.items() for name, x in row.items()}
     head = json.dumps(facts).encode()
     return len(head).to_bytes(8, "little") + head + (pack(collected) if collected else b"")

@@ -1,7 +1,4 @@
-"""Federations that need no download: the digits split over clients, and the standard library with one file per client.
-
-Algorithms, partitions and readers belong to systems/federated/.
-"""
+"""Federations that need no download, and what the command line's words for federations and algorithms build."""
 
 from __future__ import annotations
 
@@ -142,8 +139,7 @@ an adaptive server with steps of 1 diverges, and so do control variates of dissi
 def build_algorithm(text: str, base: Any = None, compress: str | None = None) -> Any:
     """Build an algorithm from text such as ``"scaffold:lr=0.1"``; ``compress`` is like ``"topk:density=0.01"``.
 
-    Options that are not given are taken from ``base``, a federation's algorithm, where it sets more than the defaults;
-    options that another algorithm needs for itself (``TUNED``) are not taken over.
+    What is not given is as in ``base``, a federation's algorithm, except what another algorithm needs (``TUNED``).
     """
     name, options = split_options(text)
     known = {found.lower(): found for found in ALGORITHMS}
@@ -182,8 +178,7 @@ def _set_in(algorithm: Any) -> dict[str, Any]:
 
 
 def compressed(algorithm: Any, compress: str | None, base: Any = None) -> Any:
-    """Return the algorithm with its clients' changes compressed by a method such as ``"topk:density=0.01"``, or as in
-    ``base`` if ``compress`` is None."""
+    """Return the algorithm, compressed by a method such as ``"topk:density=0.01"``; None: as ``base`` is."""
     if compress is not None:
         method, options = split_options(compress)
         return Compressed(_inner(algorithm), method, **options)

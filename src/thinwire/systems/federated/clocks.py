@@ -38,17 +38,12 @@ class Speed:
             raise ValueError(f"{self} must have seconds of at least 0 and bits per second above 0")
 
     def train_seconds(self, samples: int) -> float:
-        """Return the training seconds for a client with that many samples."""
         return self.seconds_per_sample * samples + self.seconds_per_client
 
 
 @dataclass(frozen=True)
 class ClientTrace:
-    """The devices that clients would run on: client c has device c modulo their number.
-
-    Attributes:
-        devices: measured or assumed speeds.
-    """
+    """The devices that clients would run on: client c has device c modulo their number."""
 
     devices: tuple[Speed, ...]
 
@@ -57,11 +52,9 @@ class ClientTrace:
             raise ValueError("a trace needs at least one device")
 
     def round_seconds(self, clients: Iterable[tuple[int, int, int]], down_bytes: int) -> float:
-        """Return when the last client of a cohort has sent its answer, if all work at the same time.
+        """Return when the last of ``clients`` (client, samples, bytes that it sends) has answered, if all work at once.
 
-        Args:
-            clients: (client, samples, bytes that it sends).
-            down_bytes: bytes that each client receives first.
+        Each receives ``down_bytes`` first.
         """
         worst = 0.0
         for client, samples, up_bytes in clients:
@@ -81,7 +74,6 @@ class ClientTrace:
 
 
 def read_speeds(path: str | Path) -> Sequence[Speed]:
-    """Read speeds from a JSON list of objects with the fields of :class:`Speed`."""
     try:
         rows: Any = json.loads(Path(path).read_text())
         speeds = [Speed(**row) for row in rows]
@@ -114,7 +106,6 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of a round."""
         return statistics.fmean(self.round_seconds)
 
     @property
@@ -147,15 +138,10 @@ def predict(
     """Simulate the rounds of a run with the clock of the devices' speeds.
 
     Args:
-        schedule: "equal", "lpt", "pull" or "auto".
-        population: number of clients.
-        samples: client -> how many samples it has.
+        schedule, rounds, clients_per_round, seed, warmup_rounds, window_rounds: as for ``simulate``.
+        population, samples: number of clients, and client -> how many samples it has.
         speeds: of the devices.
-        rounds, clients_per_round, seed, warmup_rounds, window_rounds: as for ``simulate``.
         losses: (round, device) -> seconds after which the device is lost in that round.
-
-    Raises:
-        ValueError: an option is invalid.
     """
     check_cohort(clients_per_round, population)
     check_count("rounds", rounds)

@@ -16,18 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core import program
 from thinwire.core.methods.registry import resolve
-from thinwire.core.program import (
-    AllGather,
-    AllToAll,
-    Bucket,
-    Collective,
-    Method,
-    ReduceScatter,
-    Slot,
-    State,
-    Topology,
-)
+from thinwire.core.program import Bucket, Method, Slot, State
 from thinwire.core.program.ops import Op, drive
 from thinwire.engine.executors.alone import result_alone
 from thinwire.systems.federated.aggregator import ClientContext, ClientResult
@@ -69,7 +60,6 @@ class Compressed:
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """Do the inner algorithm's work, and compress its changes."""
         held = state or {}
         own = {name[len(_INNER) :]: x for name, x in held.items() if name.startswith(_INNER)}
         result: ClientResult = self.inner.train(context, payload, own if own else None)
@@ -90,7 +80,7 @@ class Compressed:
         self, context: ClientContext, x: Tensor, before: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], int]:
         """Return what the message decodes to, the new memory, and the message's bytes."""
-        state = State(0, Topology(1))
+        state = State(0, program.Topology(1))
         if before:
             state.restore(_snapshot(before))
         work = context.workspace
@@ -112,9 +102,9 @@ def _counting(size: list[int]) -> Callable[[Op], Tensor | None]:
 
     def answer(op: Op) -> Tensor | None:
         nonlocal scattered
-        if isinstance(op, Collective) and not (scattered and isinstance(op, AllGather)):
+        if isinstance(op, program.Collective) and not (scattered and isinstance(op, program.AllGather)):
             size[0] += op.tensor.numel() * op.tensor.element_size()
-        scattered = scattered or isinstance(op, (AllToAll, ReduceScatter))
+        scattered = scattered or isinstance(op, (program.AllToAll, program.ReduceScatter))
         return result_alone(op)
 
     return answer
@@ -130,7 +120,6 @@ def _plain(state: State) -> dict[str, Tensor]:
 
 
 def _snapshot(rows: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the snapshot that ``_plain`` flattened."""
     found: dict[str, Any] = {"step": int(rows["step"]), "residual": {}, "shared": {}, "local": {}}
     for key, x in rows.items():
         kind, _, rest = key.partition("/")

@@ -38,15 +38,13 @@ class DeviceWork:
 
 
 class Coordinator:
-    """One visit of one cohort of so many clients, which are named by index."""
-
     def __init__(self, cohort: int, assignment: Assignment, devices: Collection[int]) -> None:
         self._cohort = cohort
         self._lists = assignment.lists
         self._pulling = assignment.queue is not None
         self._queue: deque[int] = deque(assignment.queue or ())
         self._alive = sorted(devices)
-        self._holding: dict[int, list[int]] = {device: [] for device in self._alive}
+        self.holding: dict[int, list[int]] = {device: [] for device in self._alive}  # clients whose sums are not sent
         self._idle: set[int] = set()
         self.reported: list[int] = []
         self.lost_devices: list[int] = []
@@ -56,52 +54,40 @@ class Coordinator:
         return len(self.reported) == self._cohort
 
     def start(self) -> list[DeviceWork]:
-        """Return the first work of every device that has any."""
         works = []
         for place, device in enumerate(self._alive):
             if self._pulling:
                 works.append(self._next(device))
             else:
                 mine = self._lists[place] if place < len(self._lists) else ()
-                self._holding[device] = list(mine)
+                self.holding[device] = list(mine)
                 works.append(DeviceWork(device, tuple(mine), True))
         self._idle = {work.device for work in works if not work.clients}
         return [work for work in works if work.clients]
 
     def ask(self, device: int) -> DeviceWork:
-        """Return the next client for a free device, or the end. ``DeviceLost``: it was declared lost before."""
         self._check(device)
         return self._next(device)
 
     def result(self, device: int) -> list[DeviceWork]:
-        """Note that a device's sum has arrived. Return more work if a lost device has left some.
-
-        ``DeviceLost``: it was declared lost before: the sum must not be used, because others have its clients now.
-        """
+        """Note that a device's sum has arrived; it must not be used on ``DeviceLost``: others have its clients now."""
         self._check(device)
-        self.reported += self._holding[device]
-        self._holding[device] = []
+        self.reported += self.holding[device]
+        self.holding[device] = []
         self._idle.add(device)
         return self._wake()
 
     def lost(self, device: int) -> list[DeviceWork]:
-        """Note that a device is gone, with everything it has not sent. Return work for idle devices.
-
-        ``DeviceLost``: it was the last device.
-        """
+        """Note that a device is gone, with everything it has not sent. ``DeviceLost``: it was the last one."""
         if device not in self._alive:
             return []
         self._alive.remove(device)
         self._idle.discard(device)
         self.lost_devices.append(device)
-        self._queue.extend(self._holding.pop(device))
+        self._queue.extend(self.holding.pop(device))
         if not self._alive and not self.done:
             raise DeviceLost(f"device {device} was the last one; {self._cohort - len(self.reported)} clients are left")
         return self._wake()
-
-    def holders(self) -> dict[int, tuple[int, ...]]:
-        """Return the clients whose sums each device has not sent yet."""
-        return {device: tuple(held) for device, held in self._holding.items() if held}
 
     def _check(self, device: int) -> None:
         if device not in self._alive:
@@ -111,7 +97,7 @@ class Coordinator:
         if not self._queue:
             return DeviceWork(device, (), True)
         client = self._queue.popleft()
-        self._holding[device].append(client)
+        self.holding[device].append(client)
         return DeviceWork(device, (client,), False)
 
     def _wake(self) -> list[DeviceWork]:
@@ -122,8 +108,6 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class Outcome:
-    """When the last sum arrived, and what each device did until then."""
-
     seconds: float
     busy_seconds: tuple[float, ...]
     records: tuple[tuple[int, int, float], ...]
@@ -138,10 +122,9 @@ def drive(
     on_lost: Callable[[int, Sequence[int]], None] = lambda device, held: None,
     losses: Mapping[int, float] | None = None,
 ) -> Outcome:
-    """Run a coordinator, not yet started, until it is done.
+    """Run a coordinator, not yet started, until it is done; ``losses``: device -> seconds until it is lost.
 
-    ``train`` is called once for every client that a device starts, ``on_report`` when a device's sum has arrived, and
-    ``on_lost`` when a device is lost, with the clients whose sum it holds. ``losses``: device -> seconds until then.
+    ``on_lost`` is called with the clients whose sum the device holds.
     """
     events: list[tuple[float, int, int, int, DeviceWork | None]] = []
     order = itertools.count()
@@ -162,7 +145,7 @@ def drive(
             continue
         new: list[DeviceWork] = []
         if kind == _LOST:
-            on_lost(device, coordinator.holders().get(device, ()))
+            on_lost(device, tuple(coordinator.holding.get(device, ())))
             new = coordinator.lost(device)
         elif found is not None and kind == _WORK:
             end = now

@@ -1,8 +1,4 @@
-"""What clients hold: the protocol, ways to provide it, and batches in a seeded order.
-
-A population may be parts of tensors in memory, a function, text with one file per client, LEAF's JSON, or a data set of
-Hugging Face.
-"""
+"""What clients hold: the protocol, ways to provide it, and batches in a seeded order."""
 
 from __future__ import annotations
 
@@ -61,9 +57,7 @@ class ArrayClients:
         self.parts = [torch.as_tensor(np.asarray(part, dtype=np.int64)) for part in parts]
         for client, part in enumerate(self.parts):
             if part.numel() == 0:
-                raise ValueError(
-                    f"client {client} has no samples: leave it out, or use a larger least= in the partition"
-                )
+                raise ValueError(f"client {client} has no samples: leave it out, or partition with a larger least=")
             if int(part.min()) < 0 or int(part.max()) >= size:
                 raise ValueError(f"client {client} names samples outside 0..{size - 1}")
 
@@ -71,11 +65,9 @@ class ArrayClients:
         return len(self.parts)
 
     def samples(self, client: int) -> int:
-        """Return how many samples a client has."""
         return self.parts[client].numel()
 
     def load(self, client: int) -> tuple[Tensor, ...]:
-        """Return a client's part of each tensor."""
         part = self.parts[client]
         return tuple(x[part] for x in self.tensors)
 
@@ -96,11 +88,9 @@ class FunctionClients:
         return self._count
 
     def samples(self, client: int) -> int:
-        """Return how many samples a client has."""
         return self._samples if isinstance(self._samples, int) else self._samples(client)
 
     def load(self, client: int) -> Any:
-        """Return what the function makes for a client."""
         return self._load(client)
 
 
@@ -137,7 +127,6 @@ class TextClients:
         return len(self.paths)
 
     def samples(self, client: int) -> int:
-        """Return the number of pieces of a client's file."""
         return self._counts[client]
 
     def load(self, client: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +164,10 @@ def read_leaf(
             for user, row in rows:
                 if not row["y"]:
                     continue
-                x, y = (_numbers if convert is None else convert)(row["x"], row["y"])
+                if convert is None:
+                    x, y = (torch.tensor(np.asarray(row[k], d)) for k, d in (("x", np.float32), ("y", np.int64)))
+                else:
+                    x, y = convert(row["x"], row["y"])
                 if len(x) != len(y):
                     raise ValueError(f"user {user} has {len(x)} inputs and {len(y)} labels")
                 inputs.append(x)
@@ -185,10 +177,6 @@ def read_leaf(
             raise ValueError(f"{path} is not in LEAF's format: {error}") from error
     parts, users = by_key(keys)
     return ArrayClients((torch.cat(inputs), torch.cat(labels)), parts), users
-
-
-def _numbers(x: Any, y: Any) -> tuple[Tensor, Tensor]:
-    return torch.tensor(np.asarray(x, dtype=np.float32)), torch.tensor(np.asarray(y, dtype=np.int64))
 
 
 def read_hugging_face(
@@ -226,8 +214,7 @@ def client_seed(run: int, round: int, purpose: str, client: int) -> int:
 
 def sample(run: int, round: int, population: int, clients_per_round: int) -> list[int]:
     """Return that many of ``population`` clients, uniform without replacement, ascending; the run's seed is ``run``."""
-    chosen = random.Random(client_seed(run, round, "cohort", 0)).sample(range(population), clients_per_round)
-    return sorted(chosen)
+    return sorted(random.Random(client_seed(run, round, "cohort", 0)).sample(range(population), clients_per_round))
 
 
 def over_clients(right: Callable[[nn.Module, Any], float], clients: ClientData, most: int = 1000) -> Evaluate:

@@ -24,20 +24,12 @@ from torch import Tensor
 
 from thinwire.core.checks import check_choice
 from thinwire.core.methods import base
-from thinwire.systems.federated.aggregator import (
-    WEIGHTED_MEAN,
-    ClientContext,
-    ClientResult,
-    Loss,
-    Operator,
-    RoundRequest,
-)
+from thinwire.systems.federated.aggregator import WEIGHTED_MEAN, ClientContext, ClientResult, Loss, RoundRequest
 from thinwire.systems.federated.data import ClientData, client_seed, to_device
 from thinwire.systems.federated.state import ClientStateStore
 from thinwire.systems.federated.workspace import Workspace
 
-BUFFERS = "buffers"
-"""The name under which floating-point buffers are sent; they are averaged like weights."""
+BUFFERS = "buffers"  # the name under which floating-point buffers are sent; they are averaged like weights
 REDUCTIONS = {"fp32": torch.float32, "fp64": torch.float64, "exact": torch.int64}
 _SCALE = 2.0**40
 _LIMIT = 2.0**22
@@ -75,9 +67,6 @@ class Accumulator:
                 self.bounds[name] += other.bounds[name]
             else:
                 self.sums[name], self.bounds[name] = x.clone(), other.bounds[name]
-
-    def shapes(self) -> dict[str, list[int]]:
-        return {name: list(x.shape) for name, x in self.sums.items()}
 
     def flat(self, shapes: Mapping[str, list[int]], device: torch.device) -> Tensor:
         """Return all sums as one vector, in order of the names; zeros for sums that this device does not have."""
@@ -120,7 +109,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of torch, numpy and Python: for dropout, augmentation, and the user's code."""
     if torch.cuda.is_initialized():
         torch.manual_seed(seed)
     else:  # the same on a CPU, without touching other device types
@@ -184,7 +172,7 @@ class Device:
         seed: int, reduction: str,
     ) -> None:  # fmt: skip
         self.algorithm, self.workspace, self.clients, self.loss = algorithm, workspace, clients, loss
-        self.operators: Mapping[str, Operator] = algorithm.operators
+        self.operators = algorithm.operators
         self.store, self.seed, self.reduction = store, seed, reduction
 
     def empty(self) -> Sums:
@@ -199,8 +187,7 @@ class Device:
     def train(self, task: RoundTask, client: int, into: Sums, following: int | None = None) -> float:
         """Train one client and add its answer to the sums. Return the seconds it took.
 
-        A client that raises an error, or whose answer is not finite or not what was requested, is recorded as failed:
-        nothing of it is added, and it keeps its old state. The state of the client ``following`` is read meanwhile.
+        Of a client that fails nothing is added, and it keeps its state. The state of ``following`` is read meanwhile.
         """
         began = time.perf_counter()
         samples = self.clients.samples(client)
@@ -245,8 +232,7 @@ class Device:
                 return f"the result names {name!r} under reduce, which is not a summed operator of the algorithm"
             if not isinstance(value, Tensor):
                 return f"{name!r} is a {type(value).__name__}: reduce accepts only tensors"
-            if tuple(value.shape) != tuple(self.algorithm.shape_of(name)):
-                wanted = tuple(self.algorithm.shape_of(name))
+            if tuple(value.shape) != (wanted := tuple(self.algorithm.shape_of(name))):
                 return f"{name!r} has the shape {tuple(value.shape)}, but {wanted} was expected"
         if result.samples is not None and result.samples < 1:
             return f"it claims {result.samples} samples"
@@ -256,10 +242,8 @@ class Device:
             operator = self.operators.get(name)
             if operator is None or operator.summed:
                 return f"the result names {name!r} under collect, which is not a COLLECT of the algorithm"
-        for kind in (result.reduce, result.collect, result.state or {}):
-            if not all_finite(kind):
-                return "its result is not finite"
-        return ""
+        finite = all(all_finite(kind) for kind in (result.reduce, result.collect, result.state or {}))
+        return "" if finite else "its result is not finite"
 
     @torch.no_grad()
     def _add(self, task: RoundTask, context: ClientContext, result: ClientResult, into: Sums) -> None:

@@ -7,26 +7,25 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire.core.durable import CheckpointDirectory, write_file
-from thinwire.core.records import UNREADABLE, made, plain
+from thinwire.core.records import UNREADABLE, Record, made
 from thinwire.systems.federated.data import MEDIAN, WORST
 from thinwire.systems.federated.state import pack, unpack
 from thinwire.tools.pictures import Level, Panel, Picture, Series
 
 logger = logging.getLogger("thinwire")
 
-TRAINING_LOSS = "training loss"
-"""The name of the clients' "loss" next to evaluated losses."""
+TRAINING_LOSS = "training loss"  # the name of the clients' "loss" next to evaluated losses
 _VERSIONS = "client versions"
 _SHARES = ("accuracy", MEDIAN, WORST)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundRecord:
     """One round.
 
@@ -56,13 +55,13 @@ class RoundRecord:
     evaluation: Mapping[str, float]
     seconds: float
     device_seconds: float
-    predicted_seconds: float | None
+    predicted_seconds: float | None = None
     schedule: str
-    busy_seconds: tuple[float, ...]
-    client_seconds: float | None
+    busy_seconds: tuple[float, ...] = ()
+    client_seconds: float | None = None
     bytes_up: int
     bytes_down: int
-    control_bytes: int
+    control_bytes: int = 0
     client_bytes: int
     lost_devices: tuple[int, ...] = ()
 
@@ -74,7 +73,7 @@ class RoundRecord:
 
 
 @dataclass
-class History:
+class History(Record):
     """A run.
 
     Attributes:
@@ -82,6 +81,8 @@ class History:
         start: what ``evaluate`` returned before the first round, for the untrained model.
         about: algorithm, devices, seed and so on, for display.
     """
+
+    called: ClassVar[str] = "a history of a federated run"
 
     rounds: list[RoundRecord] = field(default_factory=list)
     start: Mapping[str, float] = field(default_factory=dict)
@@ -105,22 +106,14 @@ class History:
         """The evaluations by round, for rounds that have one."""
         return {row.round: row.evaluation for row in self.rounds if row.evaluation}
 
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps(plain(self))
-
     @classmethod
     def from_json(cls, text: str | bytes) -> History:
-        """Read what :meth:`to_json` wrote, or ``thinwire federated run --json``, which prints more than the history.
-
-        Raises:
-            ValueError: the text is something else.
-        """
+        """Read what ``to_json`` wrote, or ``thinwire federated run --json``, which prints more; else ``ValueError``."""
         try:
             found = json.loads(text)
             return made(cls, {name: found[name] for name in ("rounds", "start", "about")})
         except UNREADABLE as error:
-            raise ValueError(f"this is not a history of a federated run: {error}") from error
+            raise ValueError(f"this is not {cls.called}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -161,10 +154,7 @@ class Checkpoint:
 
 
 def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str, float] | None = None) -> Picture:
-    """Draw a panel for each evaluated number and the training loss, against rounds; the first also against seconds.
-
-    ``chance``: what guessing reaches, by number: a horizontal line in its panels.
-    """
+    """Draw a panel for each evaluated number and the training loss, against rounds; the first also against seconds."""
     evaluated = sorted({number for history in runs.values() for row in history.rounds for number in row.evaluation})
     traced = any(row.client_seconds is not None for history in runs.values() for row in history.rounds)
     clock = "seconds on the clients' devices (trace)" if traced else "seconds"
@@ -182,8 +172,7 @@ def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str
     return Picture(title, tuple(panels))
 
 
-def _points(history: History, number: str) -> Iterator[tuple[float, float, float]]:
-    """Yield (rounds, seconds, value)."""
+def _points(history: History, number: str) -> Iterator[tuple[float, float, float]]:  # rounds, seconds, value
     if number in history.start:
         yield 0.0, 0.0, history.start[number]
     clock = 0.0

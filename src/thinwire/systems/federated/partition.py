@@ -32,12 +32,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, least: int = 1, 
     Small ``alpha``: few classes per client, and very different sizes; large: nearly even (Hsu, Qi, Brown 2019 draw the
     other way round, a distribution over classes for each client).
 
-    Args:
-        labels: of each sample.
-        clients: how many.
-        alpha: above 0.
-        least: samples of the smallest client; a client with fewer gets some from the largest.
-        seed: for the draws.
+    A client with fewer than ``least`` samples gets some from the largest.
 
     Raises:
         ValueError: ``alpha`` is not positive, or there are too few samples.
@@ -77,10 +72,7 @@ def shards(labels: ArrayLike, clients: int, per_client: int = 2, seed: int = 0) 
 
 
 def by_key(keys: Sequence[Hashable]) -> tuple[Parts, list[Any]]:
-    """Make one client for each key, such as an author or a document.
-
-    Return the parts and their keys, in order of first use.
-    """
+    """Make one client for each key, such as an author: the parts and their keys, in order of first use."""
     found: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):
         found.setdefault(key, []).append(i)
@@ -95,11 +87,9 @@ def alike(labels: ArrayLike, parts: Sequence[ArrayLike], others: ArrayLike, samp
     Clients may share samples.
 
     Args:
-        labels: of the samples that ``parts`` refer to.
-        parts: for each client the indices of its samples.
+        labels, parts: of the samples of ``parts``, which holds indices for each client.
         others: the labels of the other samples.
-        samples: how many each client gets.
-        seed: for the draws.
+        samples, seed: how many each client gets, drawn by which seed.
 
     Raises:
         ValueError: a client has a class that no other sample has.

@@ -1,8 +1,7 @@
 """DP-SGD on a client: per-sample clipping, noise on the sum, Poisson-sampled batches; and its privacy cost.
 
-Abadi et al. 2016, with Opacus' per-sample gradients and its accountant. It shows what privacy costs in accuracy. It
-gives none by itself: the noise is a function of the run's seed, so that runs can be repeated, and the training loss is
-reported as it is. A deployment therefore refuses it.
+Abadi et al. 2016, with Opacus' per-sample gradients and its accountant. It shows what privacy costs in accuracy, and
+gives none: the noise is a function of the run's seed, and the training loss is reported. So a deployment refuses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Clients on other machines: a server and its nodes, the messages between them, and which of those are refused.
 
-A node hosts some clients, trains the requested ones one after another, and answers with one sum, as a device does. A
-message consists of tensors and JSON. How messages are transported is decided elsewhere (flower/).
+A node hosts some clients, trains the requested ones one after another, and answers with one sum, as a device does.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ _VERSIONS, _PENDING = "versions.safetensors", "pending.json"
 
 @dataclass(frozen=True)
 class NodeMessage:
-    """A message between server and node: tensors by name, and a JSON object."""
-
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,10 +63,9 @@ def run_facts(federation: Federation) -> dict[str, Any]:
 
 
 class RemoteServer:
-    """The server of a deployment, without I/O: messages out, messages in, one visit after another.
+    """The server of a deployment, without I/O; ``hosts``: node -> {client: samples}, as the nodes describe themselves.
 
-    Its clients' data are not read, only the clients counted; ``hosts``: node -> {client: samples}, as the nodes
-    describe themselves.
+    Of its own federation's clients only the number is used.
     """
 
     def __init__(self, federation: Federation, hosts: Mapping[int, Mapping[int, int]]) -> None:
@@ -101,7 +97,6 @@ class RemoteServer:
         return self.round >= self.federation.rounds
 
     def outgoing(self) -> dict[int, NodeMessage]:
-        """Return the current visit's messages, one for every node that has clients in the cohort."""
         assert self.server.request is not None
         request, self._sent_at = self.server.request, time.perf_counter()
         self._asked: dict[int, list[int]] = {}
@@ -159,13 +154,9 @@ class RemoteServer:
             evaluation=self._evaluated(),
             seconds=self._seconds,
             device_seconds=self._seconds,
-            predicted_seconds=None,
             schedule="hosts",
-            busy_seconds=(),
-            client_seconds=None,
             bytes_up=self._up,
             bytes_down=self._down,
-            control_bytes=0,
             client_bytes=self._client_bytes,
         )
         self.history.add(record)
@@ -241,10 +232,7 @@ class RemoteServer:
 
 
 class RemoteNode:
-    """Trains the clients that it hosts. All lasting state is on disk: the next message may reach a new process.
-
-    ``folder``: for their states; used only by this node and this run.
-    """
+    """Trains the clients that it hosts. All state is in its ``folder``: the next message may reach a new process."""
 
     def __init__(self, federation: Federation, clients: Sequence[int], folder: str | Path) -> None:
         self._run = run_facts(federation)

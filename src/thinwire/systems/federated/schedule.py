@@ -20,6 +20,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,10 +43,7 @@ class Fit:
         return self.a * samples + self.b
 
 
-@dataclass(frozen=True)
-class ClientTime:
-    """How long one client took on one device."""
-
+class ClientTime(NamedTuple):
     device: int
     client: int
     samples: int
@@ -53,10 +51,9 @@ class ClientTime:
 
 
 def fit(samples: Iterable[int], seconds: Iterable[float]) -> Fit:
-    """Fit by least squares, with bounds: the slope is positive and the intercept is not negative.
+    """Fit by least squares, with a positive slope and an intercept that is not negative.
 
-    If there is only one size, or the intercept would be negative, the line goes through the origin; if the slope would
-    not be positive, the line is flat.
+    With one size, or else a negative intercept, the line goes through the origin; with no positive slope it is flat.
     """
     n, t = np.asarray(list(samples), dtype=np.float64), np.asarray(list(seconds), dtype=np.float64)
     if n.size == 0:
@@ -106,8 +103,6 @@ class Estimates:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A cohort, distributed over devices."""
-
     lists: tuple[tuple[int, ...], ...]  # per device, indices into the cohort, in order; empty if devices pull
     queue: tuple[int, ...] | None = None  # if devices pull, the order of the clients
     predicted_seconds: float | None = None  # the makespan by the fits; None without fits
@@ -141,7 +136,6 @@ def by_size(sizes: Sequence[int]) -> list[int]:
 
 
 def equal(sizes: Sequence[int], devices: int, seed: int) -> Assignment:
-    """Distribute at random, in equal numbers. With one device: in order."""
     order = list(range(len(sizes)))
     if devices > 1:
         random.Random(seed_of("federated", "equal", seed)).shuffle(order)
@@ -162,7 +156,6 @@ def lpt(sizes: Sequence[int], fits: Sequence[Fit]) -> Assignment:
 
 
 def pull(sizes: Sequence[int], fits: Sequence[Fit] | None = None) -> Assignment:
-    """Return the queue, and how long it takes by the fits."""
     order = by_size(sizes)
     predicted = None
     if fits is not None:
@@ -175,7 +168,6 @@ def pull(sizes: Sequence[int], fits: Sequence[Fit] | None = None) -> Assignment:
 
 
 def makespan(lists: Sequence[Sequence[int]], sizes: Sequence[int], fits: Sequence[Fit]) -> float:
-    """Return when the last device has finished its list, in seconds."""
     return max((sum(f.seconds(sizes[i]) for i in mine) for mine, f in zip(lists, fits)), default=0.0)
 
 
@@ -200,10 +192,7 @@ def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: i
 
 
 class Planner:
-    """Distributes cohorts over devices, and learns from their times.
-
-    The first ``warmup_rounds`` are distributed equally, to time every device.
-    """
+    """Distributes cohorts over devices, and learns from their times; the first rounds equally, to time every device."""
 
     def __init__(
         self, schedule: str, devices: int, seed: int, warmup_rounds: int = 2, window_rounds: int | None = 5

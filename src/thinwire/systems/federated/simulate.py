@@ -67,8 +67,7 @@ def simulate(
         rounds: in total; a resumed run continues up to this number.
         clients_per_round: drawn uniformly, without replacement.
         loss: (model, batch) -> mean loss; by default the cross-entropy of ``(inputs, classes)``.
-        devices: how many the in-process back end emulates, each with its own clock; with ``"ranks"`` the number of
-            ranks.
+        devices: how many the in-process back end emulates, each with its own clock; else the number of ranks.
         backend: "inprocess", "ranks" (one device per rank of the default process group), or "auto": ranks if there is a
             process group.
         schedule: "equal", "lpt", "pull" or "auto"; see :mod:`~thinwire.federated.schedule`.
@@ -189,21 +188,14 @@ def use_ranks(backend: str, devices: int | None, speeds: Any, faults: Any) -> bo
 def _make_store(
     state: ClientStateStore | str | os.PathLike[str] | None, folder: Path | None, population: int, *, shared: bool
 ) -> ClientStateStore:
-    """Return the store of a run: the user's, or one next to the checkpoint, or a temporary one."""
-    if isinstance(state, ClientStateStore):
-        if state.population != population:
-            raise ValueError(f"the state store is for {state.population} clients, but the population has {population}")
-        store = state
-    else:
-        place = Path(state) if state is not None else None if folder is None else folder / "states"
-        store = ClientStateStore(population, place)
-    if shared:
-        if store.temporary:
-            raise ValueError(
-                "several ranks need a shared folder for the clients' states: give state= or checkpoint_dir="
-            )
-        store.write_through = True
-    return store
+    if not isinstance(state, ClientStateStore):
+        state = ClientStateStore(population, (folder and folder / "states") if state is None else state)
+    if state.population != population:
+        raise ValueError(f"the state store is for {state.population} clients, but the population has {population}")
+    if shared and state.temporary:
+        raise ValueError("several ranks need a shared folder for the clients' states: give state= or checkpoint_dir=")
+    state.write_through |= shared
+    return state
 
 
 class _Run:

@@ -7,6 +7,7 @@ are valid, and it is part of the checkpoint, so server and clients are restored 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +73,9 @@ class Stored:
 
 
 class Pages:
-    """A block of memory cut into pages of 512 bytes; a byte string may use any of them.
+    """A block of memory cut into pages; a byte string may use any of them, and only used ones take memory.
 
-    With separate tensors, states of clients took up to 1.6 times their bytes, because memory that one thread allocates
-    and another frees leaves holes. A block has no holes, and only pages that were used take memory.
+    Separate tensors took up to 1.6 times their bytes: memory that one thread allocates and another frees leaves holes.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -116,7 +117,7 @@ class Pages:
         self.used -= stored.cost
 
 
-class ClientStateStore:
+class ClientStateStore(AbstractContextManager["ClientStateStore"]):
     """The states of a population.
 
     Args:
@@ -135,7 +136,7 @@ class ClientStateStore:
     def __init__(
         self,
         population: int,
-        folder: str | Path | None = None,
+        folder: str | os.PathLike[str] | None = None,
         memory_bytes: int = 1 << 30,
         *,
         write_through: bool = False,
@@ -326,9 +327,6 @@ class ClientStateStore:
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
             self._reader = None
-
-    def __enter__(self) -> ClientStateStore:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

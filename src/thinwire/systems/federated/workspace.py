@@ -1,7 +1,6 @@
 """A model whose trainable parameters are in one vector and their gradients in another.
 
-So loading weights is one copy and a local step one addition, however many tensors the model has. With the small models
-and short epochs of federated learning, these operations are most of the overhead.
+So loading weights is one copy and a local step one addition: with small models these are most of the overhead.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 class Workspace:
     """One device's copy of a model. ``reset`` restores everything in it. Shared and frozen parameters are allowed.
 
-    Attributes:
-        x: the trainable parameters, ``[D]``, in order of ``named_parameters``.
-        names, shapes: of these parameters.
-        buffer_sizes: elements of each dense floating-point buffer.
+    ``x`` ``[D]``: the trainable parameters, in order of ``named_parameters``; ``buffer_sizes``: of those averaged.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:

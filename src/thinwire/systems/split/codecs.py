@@ -6,7 +6,6 @@ direction: at most one value codec, then optionally "pack", which sends only rea
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.quantise import levels, pack_codes, packed_bytes, unpack_codes
-
-__all__ = ["Chain", "Codec", "Visit", "check_chain"]
 
 WORDS = ("fp16", "bf16", "int8", "int4", "delta:2", "delta:4", "delta:8", "pack")
 _16_BITS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -38,13 +35,9 @@ class Visit:
 
 
 class Codec:
-    """Encodes rows ``[n, w]`` as parts whose first dimension is n. The base class sends them unchanged.
+    """Encodes rows ``[n, w]`` as parts whose first dimension is n. The base class sends them unchanged."""
 
-    Attributes:
-        name: the word for it in a plan.
-    """
-
-    name: ClassVar[str] = "none"
+    name: ClassVar[str] = "none"  # the word for it in a plan
 
     def encode(self, rows: Tensor) -> list[Tensor]:
         """Return the parts to send."""
@@ -72,10 +65,7 @@ class Codec:
 
 
 class CastCodec(Codec):
-    """Round each number to fp16 (relative error 2^-11 in its normal range) or bf16 (2^-8, and fp32's range).
-
-    Numbers beyond 65504 become the largest fp16 number.
-    """
+    """Round each number to fp16 (relative error 2^-11; at most 65504, where it saturates) or bf16 (2^-8)."""
 
     def __init__(self, word: str) -> None:
         self.name = word  # type: ignore[misc]
@@ -142,7 +132,7 @@ class Delta(Codec):
     def __init__(self, bits: int) -> None:
         self.name = f"delta:{bits}"  # type: ignore[misc]
         self._change = Quantised(bits)
-        self.cache: dict[int, Tensor] = {}
+        self.cache: dict[int, Tensor] = {}  # equal at both ends after every message
 
     def encode_visits(self, rows: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor]:
         """Return fresh rows, codes and scales for the samples' rows ``[length, w]``; update the cache."""
@@ -177,8 +167,7 @@ class Delta(Codec):
         self._update(slots, fresh, known, lengths, first, [codes, scales], width)
         return _joined([self.cache[slot] for slot in slots], width)
 
-    def bytes_per_row(self, width: int, itemsize: int) -> int:
-        """Return the bytes of a known sample's row; a fresh row takes 4 w."""
+    def bytes_per_row(self, width: int, itemsize: int) -> int:  # of a known sample's row; a fresh one takes 4 w
         return self._change.bytes_per_row(width, itemsize)
 
     def state(self) -> dict[str, Any]:
@@ -186,14 +175,6 @@ class Delta(Codec):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.cache = dict(state["cache"])
-
-    @property
-    def digest(self) -> str:
-        """A hash of the cache, equal at both ends after every message."""
-        made = hashlib.blake2b(digest_size=8)
-        for slot in sorted(self.cache):
-            made.update(str(slot).encode() + self.cache[slot].cpu().contiguous().numpy().tobytes())
-        return made.hexdigest()
 
     def _sort(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         if len(set(slots)) != len(slots):
@@ -215,9 +196,7 @@ class Delta(Codec):
 class Chain:
     """The codecs of one direction, with their state.
 
-    Attributes:
-        packs: whether only real tokens are sent.
-        values: the value codec.
+    ``values`` is the value codec; ``packs``: only real tokens are sent.
     """
 
     def __init__(self, words: Sequence[str], direction: str = "up", carries: str | None = None) -> None:
@@ -248,10 +227,8 @@ class Chain:
         """Return the numbers ``[B, L, width]`` of ``dtype``; padding is zero if only real tokens were sent.
 
         Args:
-            parts: as received.
-            visit: of the batch.
-            width: numbers per token.
-            dtype: of the model.
+            parts, visit: as received, of which batch.
+            width, dtype: numbers per token, of the model's type.
             length: L, if only real tokens were sent; 0: that of the longest sample.
 
         Raises:
@@ -297,10 +274,7 @@ class Chain:
 def check_chain(words: Sequence[str], direction: str, carries: str | None = None) -> None:
     """Raise ``ValueError`` for an unknown codec or a wrong order.
 
-    Args:
-        words: of the chain.
-        direction: "up" or "down", for the error message.
-        carries: "activation" or "gradient"; None: what goes that way if the front is at the edge.
+    ``carries``: "activation" or "gradient"; None: what goes ``direction``, "up" or "down", if the front is at the edge.
     """
     for word in words:
         if word not in WORDS:
@@ -342,7 +316,6 @@ def _joined(rows: Sequence[Tensor], width: int) -> Tensor:
 
 
 def _real_rows(x: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """Return the real tokens of ``[B, L, w]`` as ``[n, w]``, sample by sample."""
     if lengths is None:
         return x.reshape(-1, x.shape[-1])
     return torch.cat([sample[:count] for sample, count in zip(x, lengths)])

@@ -45,22 +45,16 @@ def check_plain(host: str, insecure: bool) -> None:
 
 
 class FrameConnection:
-    """One end of a connection: messages as frames, blocking, with a deadline for every operation.
+    """Messages as frames, blocking, with a deadline for every operation.
 
     Without a ``host`` this end is the cloud. Until `admit` it accepts at most 64 KiB, within ``seconds`` together with
     the TLS handshake.
     """
 
     def __init__(
-        self,
-        duplex: Duplex,
-        credentials: Credentials | None,
-        *,
-        host: str | None = None,
-        ledger: ByteLedger,
-        limit: int,
-        seconds: float,
-    ) -> None:
+        self, duplex: Duplex, credentials: Credentials | None, *, host: str | None = None, ledger: ByteLedger,
+        limit: int, seconds: float,
+    ) -> None:  # fmt: skip
         self._duplex, self._ledger, self._limit, self._seconds = duplex, ledger, limit, seconds
         self._reader = MessageReader(limit if host else min(limit, _HELLO_BYTES), ledger)
         self._end = end_of(seconds)
@@ -128,7 +122,6 @@ class FrameConnection:
         self._ready.extend(self._reader.feed(plain))
 
     def _count_tls(self, sent: int, received: int) -> None:
-        """Count the bytes that crossed the socket beyond that many of ours."""
         self._ledger.sent["tls"] += self._duplex.sent - self._sent - sent
         self._ledger.received["tls"] += self._duplex.received - self._received - received
         self._sent, self._received = self._duplex.sent, self._duplex.received
@@ -148,12 +141,11 @@ class FrameConnection:
 
 
 @dataclass
-class CloudClient:
+class CloudClient(contextlib.AbstractContextManager["CloudClient"]):
     """A connection from an edge to its cloud, with alternating requests and replies.
 
     Attributes:
-        host: of the cloud.
-        port: of the cloud.
+        host, port: of the cloud.
         credentials: for TLS; None: unencrypted, only on loopback or with ``insecure=True``.
         insecure: allow an unencrypted connection to another machine.
         receive_seconds: how long the cloud may be silent before the connection counts as lost; the second time in a row
@@ -161,7 +153,7 @@ class CloudClient:
         reconnect_seconds: how long to try again after the connection was lost.
         limit: most bytes of a received message.
         ledger: bytes of all connections.
-        reconnects: how often it was lost and re-established.
+        reconnects: how often the connection was lost and re-established.
     """
 
     host: str
@@ -224,7 +216,6 @@ class CloudClient:
                 raise
 
     def _come_back(self, lost: LinkError | None, deadline: float) -> FrameConnection:
-        """Reconnect after `lost`; if that fails, report both errors."""
         assert self._edge is not None
         try:
             self._connect(self._edge, deadline, known=True)
@@ -237,7 +228,6 @@ class CloudClient:
         return self._wire
 
     def _connect(self, edge: EdgeEnd, deadline: float, known: bool = False) -> Fields:
-        """Connect and say hello, repeatedly until the deadline; raise errors that trying again cannot fix."""
         while True:
             duplex: Duplex | None = None
             try:
@@ -281,9 +271,6 @@ class CloudClient:
             self._wire.close()
             self._wire = None
 
-    def __enter__(self) -> CloudClient:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -299,13 +286,12 @@ class _Newcomer:
 
 
 @dataclass
-class CloudServer:
+class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
     """Listens for edges and answers one at a time, the next one after bye; one that reconnects gets its place back.
 
     Attributes:
         cloud: the state machine behind it.
-        host: to listen at.
-        port: to listen on; 0: a free one is chosen, and ``port`` is set to it.
+        host, port: to listen at; 0: a free port is chosen, and ``port`` is set to it.
         credentials: for TLS; None: unencrypted, only on loopback or with ``insecure=True``.
         insecure: allow unencrypted connections from other machines.
         hold_seconds: how long an edge whose connection was lost keeps its place against other edges.
@@ -404,7 +390,6 @@ class CloudServer:
             pass
 
     def _admit(self, newcomer: _Newcomer) -> None:
-        """Answer a newcomer's hello, and accept it if it may come."""
         self._door.forget(newcomer.duplex)  # from here on it is not closed to make room
         wire = newcomer.wire
         if wire is None or newcomer.hello is None:
@@ -464,7 +449,6 @@ class CloudServer:
         return True
 
     def _lose(self, why: str) -> None:
-        """Note that the current edge's connection has ended; the edge keeps its place for a while."""
         self._say(f"edge {self.cloud.edge!r} is gone: {why}")
         self._drop()
         self._lost_at = time.monotonic()
@@ -475,8 +459,7 @@ class CloudServer:
             self._wire = None
 
     def _say(self, sentence: str) -> None:
-        """Pass a sentence on; it may contain text from a stranger."""
-        self.say(printable(sentence))
+        self.say(printable(sentence))  # it may contain text from a stranger
 
     def close(self) -> None:
         """Close all connections. From another thread, first wait until the request being served is answered."""
@@ -487,9 +470,6 @@ class CloudServer:
             while not self._heard.empty():
                 self._heard.get().duplex.close()
             self._bell.close()
-
-    def __enter__(self) -> CloudServer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

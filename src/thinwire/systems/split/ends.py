@@ -39,11 +39,7 @@ Call = Callable[[Message], Message]
 
 
 class Checkpoints:
-    """Checkpoints of one end: one directory per step, complete or absent, read without unpickling.
-
-    Two are kept, because the other end may have died before writing its newest. Without a directory there are none, and
-    none is written. ``pair``: id of the files that the halves came from.
-    """
+    """Checkpoints of one end. Two are kept: the other end may have died before writing its newest."""
 
     def __init__(self, directory: Path | None, pair: str) -> None:
         self._kept = None if directory is None else CheckpointDirectory(directory, "step", 2, holds="state.pt")
@@ -53,14 +49,12 @@ class Checkpoints:
         return [] if self._kept is None else list(self._kept.found())
 
     def save(self, step: int, half: Front | Back, optimizer: torch.optim.Optimizer, **content: Any) -> None:
-        """Write half, optimizer and what else the end keeps, completely or not at all."""
         if self._kept is not None:
             content |= {"half": half.state_dict(), "optimizer": optimizer.state_dict(), "pair": self._pair}
             with self._kept.write(step) as partial:
                 write_file(partial / "state.pt", content)
 
     def read(self, step: int) -> dict[str, Any]:
-        """Return the content of a checkpoint; refuse one that is damaged, or of other halves."""
         assert self._kept is not None
         try:
             content = read_file(self._kept.found().get(step, self._kept.path(step)) / "state.pt")
@@ -80,15 +74,12 @@ class Checkpoints:
         return content
 
     def drop_after(self, step: int) -> None:
-        """Remove checkpoints of later steps: training continues from this step and will differ from theirs."""
         if self._kept is not None:
             self._kept.drop_after(step)
 
 
 @dataclass
 class _Edge:
-    """What the cloud keeps for one edge: the number of steps trained with it, and the codecs' state."""
-
     context: StepContext
     steps: int = 0
 
@@ -101,9 +92,8 @@ class CloudEnd:
 
     Attributes:
         half: the back, or with ``front_on="cloud"`` the front; trained in place.
-        pair: id of the files that the halves came from; both ends must have the same.
-        recipe: must be the edge's.
-        checkpoint_dir: for checkpoints; None: none are written.
+        pair, recipe: must be the edge's; the pair is the id of the files that the halves came from.
+        checkpoint_dir: None: none are written.
         edge: the edge that has the session; "" between sessions.
         trained: called with (edge, steps) after each training step.
     """
@@ -147,8 +137,7 @@ class CloudEnd:
             edge: its name from its certificate; None: the name that it gives itself.
 
         Returns:
-            Fields of the answer: ``resume``, the step to continue from; ``known``, whether the session continues
-            unchanged.
+            ``resume``, the step to continue from; ``known``, whether the session continues unchanged.
 
         Raises:
             SessionError: the ends do not match, or have no step in common.
@@ -170,7 +159,6 @@ class CloudEnd:
         return {"resume": resume, "known": False}
 
     def _agree(self, name: str, theirs: list[int]) -> int:
-        """Return the newest step that both ends have, and bring the cloud to it."""
         if not self.training and self.steps_of(name) in theirs:
             self._edges.setdefault(name, self._new_edge())
             return self.steps_of(name)
@@ -285,11 +273,10 @@ class EdgeEnd:
 
     Attributes:
         half: the front, or with ``front_on="cloud"`` the back; trained in place.
-        pair: id of the files that the halves came from.
-        recipe: must be the cloud's.
+        pair, recipe: must be the cloud's; the pair is the id of the files that the halves came from.
         total: steps of the whole training, for the learning rate.
         name: by which the cloud tells edges apart if there are no certificates.
-        checkpoint_dir: for checkpoints; None: none are written.
+        checkpoint_dir: None: none are written.
         steps: trained so far.
     """
 
@@ -310,11 +297,6 @@ class EdgeEnd:
         self._optimizer = self.recipe.optimizer(self.half)
         self._context = StepContext.of(self.half, self.recipe, self._optimizer)
         self._saved = Checkpoints(self.checkpoint_dir, self.pair)
-
-    @property
-    def halves(self) -> tuple[Front | Back, ...]:
-        """What is trained in this process."""
-        return (self.half,)
 
     def hello(self) -> Fields:
         """Return the fields of hello, the first message of every connection."""
@@ -372,11 +354,6 @@ class EdgeEnd:
         """End the session: the cloud saves and accepts the next edge."""
         self._request(Message("bye", self.steps, fields={}))
 
-    @property
-    def caches(self) -> Any:
-        """The value codec of the activation, for tests of its state."""
-        return (self._context.up if self._context.plan.carries("up") == "activation" else self._context.down).values
-
     def _run(self, batch: Batch, step: int | None) -> Any:
         program = edge_program(self.half, batch.to(self._context.device), self._context, step)
         said = next(program)
@@ -418,21 +395,15 @@ class LocalPair(EdgeEnd):
     """An edge with its cloud in the same process. Codecs, sessions and checkpoints work as on two machines.
 
     Attributes:
-        front: one half, whichever end has it.
-        back: the other half.
+        front, back: the halves, whichever end has them.
         cloud: the cloud's end.
         ledger: what would have been sent, with frame headers but without TLS.
     """
 
     def __init__(
-        self,
-        front: Front,
-        back: Back,
-        recipe: Recipe,
-        total: int,
-        checkpoint_dir: Path | None = None,
+        self, front: Front, back: Back, recipe: Recipe, total: int, checkpoint_dir: Path | None = None,
         pair: str = "local",
-    ) -> None:
+    ) -> None:  # fmt: skip
         folders = (None, None) if checkpoint_dir is None else (checkpoint_dir / "edge", checkpoint_dir / "cloud")
         self.front, self.back = front, back
         held = by_role(front, back)
@@ -440,10 +411,6 @@ class LocalPair(EdgeEnd):
         self.cloud = CloudEnd(held["cloud"], pair, recipe, folders[1])
         self.ledger = ByteLedger()
         self.open(counted(self.cloud.handle, self.ledger), self.cloud.hello(self.hello()))
-
-    @property
-    def halves(self) -> tuple[Front | Back, ...]:
-        return self.front, self.back
 
 
 def counted(call: Call, ledger: ByteLedger) -> Call:

@@ -31,12 +31,10 @@ class Shape:
     """The properties of a model that determine the bytes.
 
     Attributes:
-        hidden: h.
-        intermediate: f.
+        hidden, intermediate: h and f.
         classes: outputs per sample (per token with ``every_token``).
         uses_lengths: whether padding is masked, so that lengths are sent.
         every_token: a language model: logits of all tokens.
-        itemsize: bytes of a number.
         types: whether token types are among its inputs (with ``front_on="cloud"`` they are sent).
         pixels: numbers per picture; 0 if the inputs are tokens.
     """
@@ -53,8 +51,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One message; ``kind`` is that of its first frame, ``parts`` are payload bytes by the ledger's kinds."""
-
     kind: str
     up: bool
     parts: tuple[tuple[str, int], ...]
@@ -67,24 +63,15 @@ class Crossing:
 
 
 def crossings(
-    plan: SplitPlan,
-    shape: Shape,
-    lengths: Sequence[int] | None,
-    batch: int,
-    length: int,
-    *,
-    training: bool = True,
-    fresh_tokens: int = 0,
-    tls: bool = True,
-) -> list[Crossing]:
+    plan: SplitPlan, shape: Shape, lengths: Sequence[int] | None, batch: int, length: int, *,
+    training: bool = True, fresh_tokens: int = 0, tls: bool = True,
+) -> list[Crossing]:  # fmt: skip
     """Return the messages of one step, exactly as they are sent.
 
     Args:
-        plan: what crosses the cut.
-        shape: of the model.
+        plan, shape: what crosses the cut of which model.
         lengths: real tokens per sample; None: no padding.
-        batch: number of samples.
-        length: tokens per sample of the padded batch.
+        batch, length: samples, and tokens per sample of the padded batch.
         training: False: an evaluation.
         fresh_tokens: real tokens of samples on their first visit, for delta.
         tls: whether the connection uses TLS.
@@ -97,7 +84,6 @@ def crossings(
     made = []
 
     def message(kind: str, up: bool, parts: Sequence[tuple[str, int, Sequence[int]]]) -> None:
-        """Add a message; parts are (ledger's kind, bytes, dimensions of each frame)."""
         header = sum(HEADER_BYTES + 4 * dims for _, _, frames in parts for dims in frames)
         total = header + sum(count for _, count, _ in parts)
         more = _RECORD_OVERHEAD * math.ceil(total / _RECORD) if tls else 0
@@ -123,24 +109,19 @@ def crossings(
     logits = tokens * shape.classes * shape.itemsize
     dims = [3 if shape.every_token else 2]
     parts = [state("up"), *facts]
-    if not training:
-        message("z", True, parts)
-        message("logits", False, [("logits", logits, dims)])
-        return made
-    down = state("down")
-    if plan.labels == "cloud":
-        message("z", True, [*parts, ("labels", 4 * tokens, [2 if shape.every_token else 1])])
-        message("dz", False, [down, ("loss", shape.itemsize, [0])])
+    if training and plan.labels == "cloud":
+        message("z", True, [*parts, ("labels", 4 * tokens, [dims[0] - 1])])
+        message("dz", False, [state("down"), ("loss", shape.itemsize, [0])])
         return made
     message("z", True, parts)
     message("logits", False, [("logits", logits, dims)])
-    message("dlogits", True, [("dlogits", logits, dims)])
-    message("dz", False, [down])
+    if training:
+        message("dlogits", True, [("dlogits", logits, dims)])
+        message("dz", False, [state("down")])
     return made
 
 
 def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, list[int]]]:
-    """Return the frames of a front's inputs; padding is sent too."""
     if shape.pixels:
         return [("pixels", shape.itemsize * shape.pixels * batch, [4])]
     if not shape.uses_lengths:
@@ -154,8 +135,7 @@ class Link:
     """A link between edge and cloud.
 
     Attributes:
-        up: bits per second from the edge.
-        down: bits per second to the edge.
+        up, down: bits per second from the edge and to it.
         latency_seconds: one way.
         burst_bytes: what a token bucket lets through at once after a pause (the lab's ``LinkSpec.burst_bytes``).
     """
@@ -192,7 +172,6 @@ class Estimate:
 
     @property
     def wire(self) -> int:
-        """Bytes through the socket, both directions."""
         return self.bytes_up + self.bytes_down
 
     @property
@@ -201,7 +180,6 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float | None:
-        """Predicted seconds; None if the computation was not measured."""
         return None if self.compute_seconds is None else self.compute_seconds + self.link_seconds
 
     def to_data(self) -> dict[str, Any]:
@@ -209,7 +187,7 @@ class Estimate:
 
 
 def estimate(messages: Sequence[Crossing], link: Link, compute_seconds: float | None = None) -> Estimate:
-    """Add up the messages of a step. They follow one another without overlap."""
+    """Add up the messages of a step; they follow one another without overlap."""
     payload: Counter[str] = Counter()
     for message in messages:
         payload.update(dict(message.parts))
@@ -255,7 +233,16 @@ def advise(
     found = {}
     for name, row in rows.items():
         seconds = _compute_seconds(model, task, row, recipe, measured_steps) if measured_steps else None
-        found[name] = _mean([estimate(step, link, seconds) for step in steps_of(row, shape, task.train, recipe)])
+        steps = steps_of(row, shape, task.train, recipe)
+        whole, count = estimate([message for step in steps for message in step], link, seconds), len(steps)
+        found[name] = replace(
+            whole,
+            bytes_up=round(whole.bytes_up / count),
+            bytes_down=round(whole.bytes_down / count),
+            payload={kind: round(total / count) for kind, total in whole.payload.items()},
+            messages=len(steps[0]),
+            link_seconds=whole.link_seconds / count,
+        )
     return found
 
 
@@ -280,17 +267,3 @@ def _compute_seconds(model: nn.Module, task: Task, plan: SplitPlan, recipe: Reci
         spent.append(time.perf_counter() - start)
     timed = sorted(spent[1:] or spent)
     return timed[len(timed) // 2]
-
-
-def _mean(steps: Sequence[Estimate]) -> Estimate:
-    count = len(steps)
-    payload: Counter[str] = Counter()
-    for step in steps:
-        payload.update(step.payload)
-    return replace(
-        steps[0],
-        bytes_up=round(sum(step.bytes_up for step in steps) / count),
-        bytes_down=round(sum(step.bytes_down for step in steps) / count),
-        payload={kind: round(total / count) for kind, total in payload.items()},
-        link_seconds=sum(step.link_seconds for step in steps) / count,
-    )

@@ -57,7 +57,6 @@ class SplitReport:
     half: tuple[nn.Module, ...] = field(repr=False, default=())
 
     def to_data(self) -> dict[str, Any]:
-        """Return the result as plain data."""
         kept = {"training": self.training.to_data(), "evaluation": self.evaluation.to_data()}
         names = ("steps", "losses", "score", "baseline_score", "seconds", "tokens")
         return {name: getattr(self, name) for name in names} | kept
@@ -92,9 +91,7 @@ def split_finetune(
         task: the edge's data; the cloud has none.
         role: "local" (both ends in this process), "edge" or "cloud".
         recipe: the same at both ends.
-        address: of the cloud.
-        tls: this end's certificate and whom it trusts; None: unencrypted, on loopback or with ``insecure``.
-        insecure: allow unencrypted connections with other machines.
+        address, tls, insecure: as for :class:`~thinwire.split.CloudClient` and ``CloudServer``.
         checkpoint_dir: of this end; an interrupted training continues from the newest step that both ends have.
         checkpoint_every: in steps.
         baseline: role "local": also train the unsplit model.
@@ -140,7 +137,6 @@ def split_finetune(
 
 
 def sample_inputs(plan: SplitPlan, task: Task, recipe: Recipe, count: int) -> list[Sample] | None:
-    """Return the inputs of a training's first batches, if the surgery needs them."""
     if not plan.calibrated:
         return None
     batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[:count]]
@@ -164,7 +160,8 @@ def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, 
     trained = copy.deepcopy(ledger)
     score = task.score(evaluate(edge, task.held_out, edge.recipe.batch_size))
     bytes_of = trained.since(before), ledger.since(trained)
-    return SplitReport(edge.steps - begun, losses, score, None, seconds, *bytes_of, tokens, edge.halves)
+    halves = (edge.front, edge.back) if isinstance(edge, LocalPair) else (edge.half,)
+    return SplitReport(edge.steps - begun, losses, score, None, seconds, *bytes_of, tokens, halves)
 
 
 def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
@@ -193,7 +190,6 @@ def evaluate(edge: EdgeEnd, data: TextData, batch_size: int) -> Tensor:
 
 
 def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None) -> SplitReport:
-    """Run the cloud's part: answer until that many edges have said bye, then close."""
     done = 0
 
     def trained(edge: str, steps: int) -> None:
@@ -211,10 +207,7 @@ def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None)
 
 
 def train_unsplit(model: nn.Module, task: Task, recipe: Recipe, on_step: OnStep | None = None) -> tuple[float, float]:
-    """Train a copy of the whole model in one process with its own ``forward``, on the same samples in the same order.
-
-    Return the held-out score and the seconds of training.
-    """
+    """Train a copy with the model's own ``forward``, on the same samples in order: held-out score, training seconds."""
     model = copy.deepcopy(model)
     optimizer, total, step = recipe.optimizer(model), recipe.steps(len(task.train)), 0
     start = time.perf_counter()
@@ -257,8 +250,6 @@ UNSPLIT = "unsplit"
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """The results of one way of training: "unsplit", or by the plan's name."""
-
     name: str
     scores: tuple[float, ...]  # the task's metric, one per seed
     state_bytes: float | None  # mean of activations and gradients per step; None: unsplit
@@ -295,9 +286,6 @@ def compare(
         seeds: for weights, order and dropout.
         on_step: called for progress within a row.
         on_row: called with the row's name and the seed when a training begins.
-
-    Returns:
-        The unsplit row, and one per plan.
     """
     scores: dict[str, list[float]] = {name: [] for name in (UNSPLIT, *plans)}
     seconds: dict[str, list[float]] = {name: [] for name in (UNSPLIT, *plans)}

@@ -62,9 +62,8 @@ class ByteLedger:
     """Counts at one end, in both directions; bytes sent again after a lost connection count again.
 
     Attributes:
-        sent: bytes by kind: activation, gradient, logits, dlogits, labels, lengths, slots, loss, ids, types, pixels,
-            control, header, tls.
-        received: the same.
+        sent, received: bytes by kind: activation, gradient, logits, dlogits, labels, lengths, slots, loss, ids, types,
+            pixels, control, header, tls.
         messages: how many, by the kind of their first frame; both directions.
     """
 
@@ -108,8 +107,6 @@ class ByteLedger:
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one end to the other."""
-
     kind: str  # of its first frame
     step: int = 0  # of the edge's training, from 0
     sequence: int = 0  # of this request, or of the request that it answers
@@ -192,10 +189,7 @@ class _Header(NamedTuple):
 
 
 class MessageReader:
-    """Turns bytes into messages. After an error it accepts nothing more.
-
-    It never holds more than ``limit`` bytes of one message, apart from headers and the piece that it was fed.
-    """
+    """Turns bytes into messages, of at most ``limit`` bytes apart from headers; accepts nothing after an error."""
 
     def __init__(self, limit: int, ledger: ByteLedger | None = None) -> None:
         _check_byteorder()

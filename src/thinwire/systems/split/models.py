@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Parts", "View", "build", "dense_bias", "dense_weight", "preset", "pretrained", "view_of"]
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -26,7 +24,6 @@ class Parts:
     Attributes:
         attend: ``(hidden, mask) -> a``: the attention with its own residual connection and norm.
         first: dense, h to f.
-        activation: between the two.
         second: dense, f to h.
         dropout: after the second dense layer.
         before: the norm before the feed-forward block (ViT, GPT-2); None if there is none.
@@ -47,11 +44,10 @@ class View(ABC):
 
     Attributes:
         model_type: as in the configuration.
-        classes: names of the classes of transformers that can be cut.
+        classes: of transformers that can be cut, by name.
         inputs: names of its embedding inputs; every batch has the first.
         uses_lengths: whether padding is masked.
-        embeddings_at: path in a model to the embeddings.
-        layers_at: path in a model to the list of layers.
+        embeddings_at, layers_at: paths in a model to the embeddings and the list of layers.
         parts_at: paths in a layer, by the names of :class:`Parts`, for the parts that it has.
     """
 
@@ -153,8 +149,6 @@ class _FirstToken(nn.Module):
 
 
 class BertView(View):
-    """BERT with a classifier on the first token: norms after the residual connections."""
-
     model_type = "bert"
     classes = ("BertForSequenceClassification",)
     inputs = ("input_ids", "token_type_ids")
@@ -173,8 +167,6 @@ class BertView(View):
 
 
 class RobertaView(BertView):
-    """RoBERTa with its two-layer classifier on the first token."""
-
     model_type = "roberta"
     classes = ("RobertaForSequenceClassification",)
     embeddings_at = "roberta.embeddings"
@@ -270,10 +262,7 @@ class _GPT2Head(nn.Module):
 
 
 class GPT2View(View):
-    """GPT-2 as a classifier, or as a language model with an output layer of its own.
-
-    Norms before the blocks, causal attention, dense layers stored transposed (Conv1D).
-    """
+    """GPT-2, a classifier or a language model with an untied output layer; its dense layers are stored transposed."""
 
     model_type = "gpt2"
     classes = ("GPT2ForSequenceClassification", "GPT2LMHeadModel")
@@ -297,7 +286,6 @@ class GPT2View(View):
         return _GPT2Head(model)
 
     def mask(self, hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
-        """Return the causal mask, which also excludes padding."""
         from transformers.masking_utils import create_causal_mask
 
         valid = _valid_tokens(hidden, lengths)
@@ -306,7 +294,6 @@ class GPT2View(View):
 
 
 VIEWS: tuple[type[View], ...] = (BertView, RobertaView, DistilBertView, ViTView, GPT2View)
-"""The kinds of models that can be cut."""
 _KNOWN = {name: view for view in VIEWS for name in view.classes}
 
 
@@ -386,13 +373,9 @@ _DROPOUTS = {
 
 
 def sizes_of(
-    name: str,
-    layers: int | None = None,
-    hidden: int | None = None,
-    heads: int | None = None,
+    name: str, layers: int | None = None, hidden: int | None = None, heads: int | None = None,
     intermediate: int | None = None,
-) -> tuple[str, tuple[int, int, int, int]]:
-    """Return the architecture of a name, and its layers, width, heads and inner width; see :func:`preset`."""
+) -> tuple[str, tuple[int, int, int, int]]:  # fmt: skip
     kind, dash, size = name.partition("-")
     size = size if dash else "small"
     if kind not in _BY_TYPE or size not in _SIZES:
@@ -409,22 +392,14 @@ def sizes_of(
 
 
 def preset(
-    name: str,
-    *,
-    classes: int,
-    vocabulary: int,
-    length: int = 512,
-    pad: int = 0,
-    seed: int = 0,
-    dropout: float = 0.1,
+    name: str, *, classes: int, vocabulary: int, length: int = 512, pad: int = 0, seed: int = 0, dropout: float = 0.1,
     **sizes: int | None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Build ``"bert"``, ``"bert-base"``, ``"distilbert-small"``, ...: an architecture and a size, with random weights.
 
     Args:
         name: bert, roberta, distilbert, vit or gpt2; -small (4 layers, width 256; the default), -base or -large.
-        classes: number of outputs.
-        vocabulary: number of token ids.
+        classes, vocabulary: numbers of outputs and of token ids.
         length: of the longest sequence.
         pad: id of the padding token.
         seed: for the weights.
@@ -447,17 +422,9 @@ def preset(
 
 
 def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
-    """Load a pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a new head.
+    """Load a pre-trained encoder from a directory, with a new head, for which the seed is.
 
     Nothing is downloaded; no code from the directory is run; weights are read only from safetensors.
-
-    Args:
-        directory: as transformers saves it.
-        classes: number of outputs.
-        seed: for weights that the directory does not hold, such as those of the head.
-
-    Raises:
-        ValueError: the directory holds no such model, or one without a view.
     """
     transformers = require("transformers")
     try:

@@ -186,17 +186,13 @@ class Recipe(Record):
         return _LOSSES[self.loss]
 
 
-def _classification(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits, labels.long())
-
-
-def _regression(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.mse_loss(logits.squeeze(-1), labels.to(logits.dtype))
-
-
 def _next_token(logits: Tensor, labels: Tensor) -> Tensor:
     wanted = labels[:, 1:].flatten().long()
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted, ignore_index=IGNORED)
 
 
-_LOSSES = {"classification": _classification, "regression": _regression, "next_token": _next_token}
+_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "classification": lambda logits, labels: nn.functional.cross_entropy(logits, labels.long()),
+    "regression": lambda logits, labels: nn.functional.mse_loss(logits.squeeze(-1), labels.to(logits.dtype)),
+    "next_token": _next_token,
+}

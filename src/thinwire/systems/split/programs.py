@@ -36,17 +36,11 @@ _MOST_BYTES = 1 << 30  # of an activation: a few bytes could ask for any amount
 _FRONT_RNG, _BACK_RNG = "edge", "cloud"  # a half draws the same dropout at either end
 
 
-@dataclass(frozen=True)
-class Send:
-    """Send tensors to the other end, with the kinds of their frames; the first kind is the message's."""
-
-    parts: tuple[tuple[str, Tensor], ...]
+class Send(NamedTuple):
+    parts: tuple[tuple[str, Tensor], ...]  # with the kinds of their frames; the first is the message's
 
 
-@dataclass(frozen=True)
-class Receive:
-    """Wait for a message of this kind."""
-
+class Receive(NamedTuple):
     kind: str
 
 
@@ -90,7 +84,6 @@ def edge_program(half: Front | Back, batch: Batch, context: StepContext, step: i
 
 
 def cloud_program(half: Front | Back, context: StepContext, step: int | None) -> Program:
-    """Return the cloud's program of the same training step; None: of the same evaluation."""
     return _cloud_front(half, context, step) if isinstance(half, Front) else _cloud_back(half, context, step)
 
 
@@ -276,7 +269,6 @@ _FRAMES = {
 
 
 def _input_parts(batch: Batch, view: View) -> list[tuple[str, Tensor]]:
-    """Return the frames of those of a batch's inputs that the model takes. Padding is sent too."""
     sent = inputs_of(batch.inputs, *view.inputs)
     return [(_FRAMES[name].kind, tensor.to(_FRAMES[name].dtype or tensor.dtype)) for name, tensor in sent.items()]
 

@@ -42,16 +42,10 @@ class Factors:
 
 
 def factorise(weight: Tensor, rank: int, moment: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best factors of a given rank.
+    """Return the best ``u [f, r], s [r, r], v [r, h]`` of a weight ``[f, h]``; computed in fp64.
 
-    Args:
-        weight: ``[f, h]``, as ``Linear.weight``.
-        rank: r, 1 to ``min(f, h)``.
-        moment: ``[h, h]``, the mean of x^T x over input rows x: the factors then minimise the mean squared error of the
-            output instead of the weight. With C = G G^T (Cholesky), that is the SVD of ``weight @ G``.
-
-    Returns:
-        ``u [f, r], s [r, r], v [r, h]`` in the dtype of the weight; computed in fp64.
+    With the ``moment`` ``[h, h]``, the mean of x^T x over input rows x, they minimise the mean squared error of the
+    output instead of the weight's: with C = G G^T (Cholesky), that is the SVD of ``weight @ G``.
     """
     w = weight.detach().double()
     if moment is None:
@@ -91,14 +85,9 @@ class Front(nn.Module):
     """
 
     def __init__(
-        self,
-        view: View,
-        plan: SplitPlan,
-        embed: nn.Module,
-        layers: Sequence[nn.Module],
-        parts: Parts | None,
+        self, view: View, plan: SplitPlan, embed: nn.Module, layers: Sequence[nn.Module], parts: Parts | None,
         f: Factors,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.view, self.plan = view, plan
         self.embeddings = embed
@@ -284,19 +273,14 @@ class Half:
 
 
 def prepare(
-    model: nn.Module,
-    plan: SplitPlan,
-    directory: str | Path,
-    samples: Iterable[Sample] | None = None,
+    model: nn.Module, plan: SplitPlan, directory: str | Path, samples: Iterable[Sample] | None = None,
     notes: dict[str, Any] | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Cut a model once and write ``edge.safetensors`` and ``cloud.safetensors``, each end's half by the plan.
 
     Args:
-        model: see ``split_model``.
-        plan: where and how to cut.
+        model, plan, samples: as for ``split_model``.
         directory: created if needed.
-        samples: see ``split_model``.
         notes: small JSON values to store in both files.
 
     Returns:
@@ -321,7 +305,6 @@ def prepare(
 
 
 def write_half(half: nn.Module, facts: dict[str, Any], path: Path) -> None:
-    """Write one file: parameters and buffers, and the facts as JSON."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in _tensors(half).items()}
@@ -329,7 +312,7 @@ def write_half(half: nn.Module, facts: dict[str, Any], path: Path) -> None:
 
 
 def half_file(path: str | Path, role: str) -> Path:
-    """Return the file of a half: the path itself, or the half's file in a directory written by ``prepare``."""
+    """Return the path itself, or the half's file in a directory written by ``prepare``."""
     return Path(path) / f"{role}.safetensors" if Path(path).is_dir() else Path(path)
 
 

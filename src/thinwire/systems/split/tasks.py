@@ -1,7 +1,4 @@
-"""Data of an edge to fine-tune on: batches, tokenisers, GLUE's files, lines of the standard library, metrics.
-
-Not here: models and training.
-"""
+"""Data of an edge to fine-tune on: batches, tokenisers, GLUE's files, lines of the standard library, metrics."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ from torch import Tensor
 
 from thinwire.systems.split.codecs import Visit
 from thinwire.systems.split.models import require
-
-__all__ = ["COLUMNS", "Batch", "Task", "TextData", "glue_task", "local_tokenizer", "stdlib_task", "trained_tokenizer"]
 
 PACKAGES = ("asyncio", "email", "unittest", "json", "http", "multiprocessing", "importlib", "logging")
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -111,13 +106,10 @@ class Task:
     """What is to be learned.
 
     Attributes:
-        name: for display.
-        train: samples to learn from.
-        held_out: samples for the score; never trained on.
-        classes: number of outputs.
-        vocabulary: number of token ids.
+        name, describe: for display; one line.
+        train, held_out: samples to learn from, and for the score.
+        classes, vocabulary: numbers of outputs and of token ids.
         metric: "accuracy", "matthews" or "spearman".
-        describe: one line for display.
     """
 
     name: str
@@ -146,9 +138,7 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int = 2000) -> Any:
 
     It is byte-level because WordPiece training numbers its pieces in hash-table order, which differs from run to run.
 
-    Args:
-        lines: of text.
-        vocabulary: number of token ids, at least 261: the special ones, the bytes and the merged pieces.
+    The ``vocabulary`` is at least 261 token ids: the special ones, the bytes and the merged pieces.
     """
     require("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -225,11 +215,6 @@ COLUMNS = {
 
 
 def read_tsv(path: Path, columns: _Columns) -> tuple[list[str], list[str] | None, list[int | float]]:
-    """Read sentences and labels from one file.
-
-    Raises:
-        ValueError: the file is missing or empty, or a line lacks the task's columns; names file and line.
-    """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a GLUE task is a directory with train.tsv and {columns.held_out}")
     first: list[str] = []
@@ -282,11 +267,7 @@ def glue_task(name: str, directory: str | Path, tokenizer: Any, length: int = 12
 
 
 def lines_of(packages: tuple[str, ...] = PACKAGES) -> dict[str, list[str]]:
-    """Return each package's distinct source lines, without tests and without lines that two packages share.
-
-    Raises:
-        ValueError: this Python was installed without its sources.
-    """
+    """Return each package's distinct source lines, without tests and without lines that two packages share."""
     root = Path(sysconfig.get_paths()["stdlib"])
     owners: dict[str, set[str]] = defaultdict(set)
     for package in packages:
@@ -305,19 +286,13 @@ def lines_of(packages: tuple[str, ...] = PACKAGES) -> dict[str, list[str]]:
 
 
 def stdlib_task(
-    most: int = 1200,
-    length: int = 32,
-    vocabulary: int = 2000,
-    seed: int = 0,
-    tokenizer: Any | None = None,
-    every: int = 10,
-    packages: tuple[str, ...] = PACKAGES,
-) -> Task:
+    most: int = 1200, length: int = 32, vocabulary: int = 2000, seed: int = 0, tokenizer: Any | None = None,
+    every: int = 10, packages: tuple[str, ...] = PACKAGES,
+) -> Task:  # fmt: skip
     """Return a real task without a download: which package of the standard library does a source line come from?
 
     Args:
-        most: lines per package.
-        length: tokens per line; longer lines are cut.
+        most, length: lines per package, and tokens per line; longer lines are cut.
         vocabulary: of the tokeniser trained on the training lines; not used with ``tokenizer``.
         seed: for the choice of lines.
         tokenizer: of transformers, from a pre-trained model; None: one is trained.

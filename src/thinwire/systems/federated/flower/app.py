@@ -99,7 +99,6 @@ def server_app(build: Build) -> Any:
 
 
 def make_strategy(server: RemoteServer) -> Any:
-    """Return a ``flwr.serverapp.strategy.Strategy`` around the server, for Flower's own round loop."""
     from flwr.app import Message, MessageType, MetricRecord
     from flwr.serverapp.strategy import Strategy
 
@@ -164,25 +163,17 @@ def from_record(record: Any) -> NodeMessage:
 
 def hosted(config: Any, population: int) -> list[int]:
     if text := config.get("clients"):
-        return parse_clients(str(text))
+        try:
+            parts = [part.strip().partition("-") for part in str(text).split(",")]
+            return [i for first, dash, last in parts for i in range(int(first), int(last if dash else first) + 1)]
+        except ValueError:
+            raise ValueError(f'clients={text!r} cannot be read; use ranges and numbers, such as "0-499,700"') from None
     if "partition-id" in config and "num-partitions" in config:
         return list(range(int(config["partition-id"]), population, int(config["num-partitions"])))
     raise ValueError(
         "this node hosts no clients: start it with --node-config 'clients=\"0-9\"', or with partition-id and "
         "num-partitions"
     )
-
-
-def parse_clients(text: str) -> list[int]:
-    """Parse ``"0-3,7"`` as ``[0, 1, 2, 3, 7]``."""
-    found: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dash, last = part.strip().partition("-")
-            found += range(int(first), int(last if dash else first) + 1)
-    except ValueError:
-        raise ValueError(f'clients={text!r} cannot be read; use ranges and numbers, such as "0-499,700"') from None
-    return found
 
 
 def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
@@ -195,7 +186,6 @@ def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
 
 
 def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int, int]]:
-    """Ask which clients each node hosts, and how many samples each client has."""
     from flwr.app import Message, MessageType
 
     record = to_record(NodeMessage())

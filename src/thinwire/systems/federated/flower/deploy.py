@@ -26,10 +26,7 @@ _DAYS = 365
 
 
 def ensure_certificates(folder: Path, host: str) -> None:
-    """Make the three files unless they exist. The authority's private key is not kept: it signs only once.
-
-    SuperNodes connect to ``host``; "localhost" and 127.0.0.1 are included too.
-    """
+    """Make the three files unless they exist. The authority's private key is not kept: it signs only once."""
     there = [name for name in (CA, CERTIFICATE, KEY) if (folder / name).exists()]
     if len(there) == 3:
         return
@@ -48,9 +45,8 @@ def ensure_certificates(folder: Path, host: str) -> None:
     def begun(subject: Any, issuer: Any, key: Any) -> Any:
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
         builder = builder.serial_number(x509.random_serial_number())
-        return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
-            now + datetime.timedelta(days=_DAYS)
-        )
+        builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
+        return builder.not_valid_after(now + datetime.timedelta(days=_DAYS))
 
     authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     name = named("thinwire federation")
