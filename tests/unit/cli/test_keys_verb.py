@@ -50,10 +50,7 @@ def test_more_of_them_are_signed_by_the_same_authority(tmp_path):
     new_keys("keys", ["server"])
     before = (tmp_path / "keys" / "ca.crt").read_bytes()
     made = json.loads(call("new", "keys", "--names", "b,c", "--days", "3", "--json").stdout)
-    assert [(one["directory"], one["name"], one["hosts"]) for one in made] == [
-        ("keys/b", "b", []),
-        ("keys/c", "c", []),
-    ]
+    assert [(one["directory"], one["name"], one["hosts"]) for one in made] == [("keys/b", "b", []), ("keys/c", "c", [])]
     assert (tmp_path / "keys" / "ca.crt").read_bytes() == before == (tmp_path / "keys" / "c" / "ca.crt").read_bytes()
     shown = {one["name"]: one for one in json.loads(call("show", "keys", "--json").stdout)}
     assert sorted(shown) == ["b", "c", "server"]
