@@ -4,31 +4,16 @@ import random
 import struct
 
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.parameter_server.messages import (
-    CODEC,
-    Buffers,
-    Bye,
-    Grad,
-    Hello,
-    IterationNumber,
-    MemberLeft,
-    Piece,
-    PieceArrived,
-    Ping,
-    Result,
-    ShardSaved,
-    ShardUpdated,
-    encode,
-)
+from thinwire.systems.parameter_server import messages as msg
 
 EDGES = (0, 1, 2, 3, 7, -1, 44, 45, 255, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
 REAL = tuple(struct.unpack("<q", struct.pack("<d", x))[0] for x in (0.0, 1.0, -1.0, 1e308, float("nan"), float("inf")))
 ONE = REAL[1]
-OF_A_MEMBER = (IterationNumber, IterationNumber, Grad, Grad, Grad, Bye)
-OF_A_SHARD = (ShardUpdated, ShardSaved, PieceArrived, MemberLeft, Ping)
-OF_A_VISITOR = (Piece, Piece, Ping)
-OF_A_WORKER = (Result, Result, Buffers, Ping)
-WITH_TENSORS = (Grad, ShardUpdated, Piece, Result)
+OF_A_MEMBER = (msg.IterationNumber, msg.IterationNumber, msg.Grad, msg.Grad, msg.Grad, msg.Bye)
+OF_A_SHARD = (msg.ShardUpdated, msg.ShardSaved, msg.PieceArrived, msg.MemberLeft, msg.Ping)
+OF_A_VISITOR = (msg.Piece, msg.Piece, msg.Ping)
+OF_A_WORKER = (msg.Result, msg.Result, msg.Buffers, msg.Ping)
+WITH_TENSORS = (msg.Grad, msg.ShardUpdated, msg.Piece, msg.Result)
 
 
 def number(draw, near, wild):
@@ -47,15 +32,15 @@ def frame(draw, near, wild, likely):
     """
     if draw.random() < wild / 4:
         return draw.randbytes(FRAME.size)
-    kind = draw.choice(CODEC.kinds) if draw.random() < wild else draw.choice(likely)
-    rows = draw.choice((0, 1, 2)) if kind is Grad else 0
+    kind = draw.choice(msg.CODEC.kinds) if draw.random() < wild else draw.choice(likely)
+    rows = draw.choice((0, 1, 2)) if kind is msg.Grad else 0
     tensor = draw.choice((176, 88, 8, 7)) if rows or (kind in WITH_TENSORS and draw.random() < 0.5) else 0
     if draw.random() < wild / 2:
         rows, tensor = draw.choice((0, 1, 2, 2**16, 2**40)), draw.choice((0, 8, 176, 352, 2**40))
     values = [number(draw, near, wild) for _ in range(13)]
     if draw.random() >= wild:
         values[0] = near[0]
-    head = FRAME.pack(CODEC.kinds.index(kind), rows, tensor, *values)
+    head = FRAME.pack(msg.CODEC.kinds.index(kind), rows, tensor, *values)
     if 0 < rows < 3:
         head += struct.pack(f"<{4 * rows}q", *(number(draw, near, wild) for _ in range(4 * rows)))
     return head if draw.random() >= wild / 4 else head[: draw.randrange(len(head))]
@@ -74,4 +59,4 @@ def stream(seed, near, likely=OF_A_MEMBER, most=40):
 
 
 def hello(node, layout, instance):
-    return encode(Hello(node, 1, layout, instance=instance))
+    return msg.encode(msg.Hello(node, 1, layout, instance=instance))

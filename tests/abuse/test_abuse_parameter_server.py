@@ -1,7 +1,6 @@
 """Members, workers and shards that send anything: the server goes on, and an honest node trains to the end."""
 
 import contextlib
-import threading
 import time
 
 import pytest
@@ -9,25 +8,14 @@ import torch
 from abuse_frames import OF_A_SHARD, OF_A_VISITOR, OF_A_WORKER, hello, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, started, wait_until
+from parameter_cluster import Cluster, flat, in_thread, memory, model, part_of, sgd, started, wait_until
 
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.errors import PairError
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker, preset
-from thinwire.systems.parameter_server.messages import (
-    PROTOCOL,
-    Enter,
-    RegisterShard,
-    Result,
-    ShardAccepted,
-    Ticket,
-    Welcome,
-    Work,
-    decode,
-    encode,
-)
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.outer import fingerprint
 from thinwire.systems.parameter_server.presets import bsp
 
@@ -54,19 +42,12 @@ class Attacked:
     def __init__(self, name):
         self.service = Service(model(), preset(f"{name}:lease_seconds=5"), outer=sgd(), updates=10**9)
         self.address, self.frames, self.failures = f"127.0.0.1:{self.service.port}", 0, []
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self):
-        try:
-            self.service.run()
-        except BaseException as error:
-            self.failures.append(error)
+        self.thread = in_thread(self.failures, self.service.run)
 
     def by_a_member(self, seed):
         pair = Caller(self.address, PeerIdentity("node", 1)).connect(hello(1, LAYOUT, seed + 1))
-        welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
-        if isinstance(welcome, Welcome):
+        welcome = msg.decode(pair.receive_frame(FRAME.size, 60.0))[0]
+        if isinstance(welcome, msg.Welcome):
             near = (welcome.member, 0, 1, 2, self.service.machine.version)
             self.frames += send(pair, stream(seed, near))
         pair.close()
@@ -120,7 +101,7 @@ def test_whatever_a_visitor_sends_to_a_shard():
     @given(seeds)
     def go(seed):
         (member,) = cluster.service.machine.members or (0,)
-        pair = connect("127.0.0.1", port, encode(Ticket(1 + seed)), PeerIdentity("node", 9))
+        pair = connect("127.0.0.1", port, msg.encode(msg.Ticket(1 + seed)), PeerIdentity("node", 9))
         send(pair, stream(seed, (member, 0, 1), OF_A_VISITOR))
 
     go()
@@ -133,15 +114,8 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     """Before all shards are there, one that sends anything only leaves its place to another."""
     service = Service(model(), bsp(), outer=sgd(), updates=3, shards=2)
     failures = []
-
-    def serve():
-        try:
-            service.run()
-        except BaseException as error:
-            failures.append(error)
-
-    serving = started(serve)
-    first = RegisterShard(0, 1, PROTOCOL, False, fingerprint(sgd(), torch.float32))
+    serving = in_thread(failures, service.run)
+    first = msg.RegisterShard(0, 1, msg.PROTOCOL, False, fingerprint(sgd(), torch.float32))
     taken = []
 
     @settings(max_examples=60, database=None)
@@ -149,8 +123,8 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     def go(seed):
         while service.shards.shards:  # one that comes before its place is free again is refused
             time.sleep(0.001)
-        pair = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(encode(first))
-        if isinstance(decode(pair.receive_frame(FRAME.size, 60.0))[0], ShardAccepted):
+        pair = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(msg.encode(first))
+        if isinstance(msg.decode(pair.receive_frame(FRAME.size, 60.0))[0], msg.ShardAccepted):
             taken.append(send(pair, stream(seed, (0, 1, 2), OF_A_SHARD)))
         pair.close()
         assert not failures
@@ -161,10 +135,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     shards = [Shard(f"127.0.0.1:{service.port}", index, outer=sgd()) for index in range(2)]
     node = Node(f"127.0.0.1:{service.port}", 0, 1)
     worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
-    threads = [serving, *(threading.Thread(target=one.run, daemon=True) for one in (*shards, worker))]
-    for thread in threads[1:]:
-        thread.start()
-    ended(threads)
+    ended([serving, *(started(one.run) for one in (*shards, worker))])
     node.close()
     assert not failures
     assert service.machine.version == 3
@@ -190,10 +161,10 @@ def ended(threads):
 def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(method, numel, caplog):
     service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd())
     node, threads = with_an_honest_worker(service, 0.02)
-    pair = Caller(node.address, PeerIdentity("worker", 1)).connect(encode(Enter(1)))
-    while not isinstance(work := decode(pair.receive_frame(FRAME.size, 60.0))[0], Work):
+    pair = Caller(node.address, PeerIdentity("worker", 1)).connect(msg.encode(msg.Enter(1)))
+    while not isinstance(work := msg.decode(pair.receive_frame(FRAME.size, 60.0))[0], msg.Work):
         pass
-    pair.send_frame(encode(Result(work.token, 8, 1.0, 0.01), 0, 4 * numel))
+    pair.send_frame(msg.encode(msg.Result(work.token, 8, 1.0, 0.01), 0, 4 * numel))
     pair.send_tensor(torch.rand(numel), 60.0)
     with contextlib.suppress(PairError):  # who lives is pinged
         while True:
@@ -216,7 +187,7 @@ def test_whatever_a_worker_sends_to_its_leader():
     @settings(max_examples=60, database=None)
     @given(seeds)
     def go(seed):
-        pair = Caller(node.address, PeerIdentity("worker", 1)).connect(encode(Enter(1)))
+        pair = Caller(node.address, PeerIdentity("worker", 1)).connect(msg.encode(msg.Enter(1)))
         send(pair, stream(seed, (1, 0, 2), OF_A_WORKER))
 
     with contextlib.suppress(PairError):

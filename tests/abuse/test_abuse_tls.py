@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import ssl
-import threading
 import time
 
 import pytest
@@ -135,8 +134,7 @@ def test_a_split_cloud_among_them(keys, handshake):
 
 def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
     service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5, keys=keys / "ours" / "server")
-    address, serving_thread = f"127.0.0.1:{service.port}", threading.Thread(target=service.run, daemon=True)
-    serving_thread.start()
+    address, serving_thread = f"127.0.0.1:{service.port}", started(service.run)
     node = Node(address, 0, 1, keys=keys / "ours" / "node0")
     mine = Credentials.of(keys / "ours" / "node0")
     for trust in (

@@ -196,9 +196,6 @@ def test_a_service_that_has_run_is_closed_and_saves_nothing_again(tmp_path):
     assert not checkpoints.kept_in(tmp_path).found()
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_another_model_is_refused_by_name():
     cluster = Cluster(inhad(start_nodes=2), 1, updates=5)
     worker = Worker(model(width=7), *part_of(0, 0), cluster.nodes[0].address, 0)
@@ -281,8 +278,7 @@ def test_a_node_that_is_closed_while_it_joins_leaves_no_member_behind(monkeypatc
     monkeypatch.setattr(node_module, "reach", reach_slowly)
     cluster.add(0)
     assert joined.wait(60.0)
-    closer = threading.Thread(target=cluster.nodes[0].close)
-    closer.start()
+    closer = started(cluster.nodes[0].close)
     assert cluster.nodes[0].wait(60.0)  # it is over; close waits for the thread that joins
     closed.set()
     closer.join(60.0)

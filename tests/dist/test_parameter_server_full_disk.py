@@ -3,11 +3,10 @@
 import contextlib
 import json
 import re
-import threading
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, gradient_of, model, sgd
+from parameter_cluster import Cluster, flat, gradient_of, model, sgd, started
 
 from spawned import free_port
 from thinwire.systems.cli.ps_work import run_node
@@ -92,10 +91,7 @@ def test_at_the_end_an_unsaved_version_is_said(tmp_path):
 def test_the_verb_ends_with_a_sentence_and_exit_code_1(tmp_path):
     folder, port = tmp_path / "c", free_port()
     obstruct(folder, "", range(1, 5))
-    node = threading.Thread(
-        target=run_node, args=(f"127.0.0.1:{port}", "mlp:width=16:layers=1", 1, 1), kwargs={"seed": 0}, daemon=True
-    )
-    node.start()
+    node = started(run_node, f"127.0.0.1:{port}", "mlp:width=16:layers=1", 1, 1)
     words = ["--model", "mlp:width=16:layers=1", "--updates", 4, "--checkpoint-every", 2, "--checkpoint-dir", folder]
     result = CliRunner().invoke(app, ["ps", "server", "--port", str(port), "--json", *map(str, words)])
     node.join(60)

@@ -31,22 +31,9 @@ from thinwire.systems.link.listener import Caller, Listener, connect
 from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
 from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server import shard as shard_module
 from thinwire.systems.parameter_server.layout import slices
-from thinwire.systems.parameter_server.messages import (
-    PROTOCOL,
-    Grad,
-    Hello,
-    Piece,
-    Ping,
-    RegisterShard,
-    ShardAccepted,
-    ShardUpdated,
-    ShowWeights,
-    Ticket,
-    decode,
-    encode,
-)
 from thinwire.systems.parameter_server.node import Uplink
 from thinwire.systems.parameter_server.outer import fingerprint
 from thinwire.systems.parameter_server.presets import asp, bsp, fedbuff, inhad
@@ -76,7 +63,7 @@ def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch
     journal = Journal.read(tmp_path / "j")
     again = replay(journal, layout.flat(model()), gradient_of(model(), layout), sgd(momentum=0.9), full=2)
     assert torch.equal(again, theta)
-    servers = [pair for first, pair in made if isinstance(first, Hello)]
+    servers = [pair for first, pair in made if isinstance(first, msg.Hello)]
     assert len(servers) == 4  # both ends of two
     assert not [x for pair, x in through if any(pair is other for other in servers)]  # frames alone
     for shard, piece in zip(status.shards, slices(layout.numel, 2)):
@@ -125,24 +112,24 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
     post, send_frame, send_tensor = Uplink.post, Peer.send_frame, Peer.send_tensor
 
     def posting(line, message):
-        if isinstance(message, Grad) and message.tensor is not None and message.member == breaks:
+        if isinstance(message, msg.Grad) and message.tensor is not None and message.member == breaks:
             sums.append(message)
             if len(sums) == 4:
                 lines.append(line)
         post(line, message)
 
     def is_of_the_sum(frame, kind):
-        message = decode(frame[: FRAME.size])[0]
-        return isinstance(message, kind) and sums[3].seq == (message.seq if kind is Grad else message.number)
+        message = msg.decode(frame[: FRAME.size])[0]
+        return isinstance(message, kind) and sums[3].seq == (message.seq if kind is msg.Grad else message.number)
 
     def sending_frame(pair, frame):
-        if lines and pair is lines[0].shards[1] and is_of_the_sum(frame, Piece):
+        if lines and pair is lines[0].shards[1] and is_of_the_sum(frame, msg.Piece):
             assert header.wait(10.0)
             assert piece.wait(10.0)
             pair.close()
             raise PairError("broken by the test")
         send_frame(pair, frame)
-        if lines and pair is lines[0].server and is_of_the_sum(frame, Grad):
+        if lines and pair is lines[0].server and is_of_the_sum(frame, msg.Grad):
             header.set()
 
     def sending_tensor(pair, x, seconds):
@@ -169,6 +156,14 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
     again = replay(Journal.read(tmp_path / "j"), layout.flat(model()), gradient_of(model(), layout), sgd(), full=2)
     assert torch.equal(again, flat(cluster.model))
     assert not any(held(cluster))
+
+
+def pretended(service):
+    """The connection of somebody who comes as shard 0 with this optimizer, and is taken in."""
+    hello = msg.RegisterShard(0, free_port(), msg.PROTOCOL, True, fingerprint(sgd(), Layout.of(model()).dtype))
+    pair = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(msg.encode(hello))
+    assert isinstance(msg.decode(pair.receive_frame(FRAME.size, 60.0))[0], msg.ShardAccepted)
+    return pair
 
 
 def end(cluster):
@@ -230,9 +225,6 @@ def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited
     end(first)
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
     cluster = Cluster(bsp(start_nodes=1, lease_seconds=3.0), 1, shards=2, delays=[0.01],
                       checkpoint_dir=tmp_path / "c", shard_folder=tmp_path / "c")  # fmt: skip
@@ -247,10 +239,10 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
             Shard(address, index, host="127.0.0.1", **options).run()
     # a leader that sends pieces before the server has admitted it, or somebody else's
     (host, port, _), _ = json.loads(Caller(address, PeerIdentity("node", 7)).note("shards"))["places"]
-    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), PeerIdentity("node", 7))
+    stranger = connect(host or "127.0.0.1", port, msg.encode(msg.Ticket(5)), PeerIdentity("node", 7))
     stranger.receive_frame(FRAME.size, 60.0)
     (member,) = cluster.service.machine.members
-    stranger.send_frame(encode(Piece(member, 1), tensor_bytes=8))
+    stranger.send_frame(msg.encode(msg.Piece(member, 1), tensor_bytes=8))
     stranger.send_tensor(torch.zeros(2), 5.0)
     with pytest.raises(PairError):
         stranger.receive_frame(FRAME.size, 60.0)
@@ -269,11 +261,7 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     ):
         with pytest.raises(ShardRefused, match=sentence):
             Shard(address, 0, host="127.0.0.1", **options).run()
-    number = fingerprint(sgd(), Layout.of(model()).dtype)
-    gone = Caller(address, PeerIdentity("shard", 0)).connect(
-        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
-    )
-    assert isinstance(decode(gone.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
+    gone = pretended(service)
     gone.close()  # it dies before it has its weights
     early = Node(address, 0, 1)  # nodes wait as well
     working = started(Worker(model(), *part_of(0, 0), early.address, 0).run)
@@ -295,12 +283,8 @@ def test_a_shard_that_comes_again_waits_until_the_server_knows_that_it_was_dead(
     """Its machine broke down: nobody has told the server, which takes it for one that is there until its lease ends."""
     service = Service(model(), bsp(lease_seconds=3.0), host="127.0.0.1", outer=sgd(), shards=1)
     serving = started(service.run)
-    address, number = f"127.0.0.1:{service.port}", fingerprint(sgd(), Layout.of(model()).dtype)
-    dead = Caller(address, PeerIdentity("shard", 0)).connect(
-        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
-    )
-    assert isinstance(decode(dead.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
-    again, ended = Shard(address, 0, host="127.0.0.1", outer=sgd()), []
+    dead = pretended(service)
+    again, ended = Shard(f"127.0.0.1:{service.port}", 0, host="127.0.0.1", outer=sgd()), []
     running = started(lambda: ended.append(again.run()))
     wait_until(lambda: service.shards.ready or not running.is_alive())
     service.stop()
@@ -326,8 +310,8 @@ def test_a_shard_with_a_slice_of_another_length_ends_the_server_with_what_it_did
     of_a_shard = WeightSlice.on
 
     def short(own, message):
-        answers = of_a_shard(own, message)
-        return [ShardUpdated(own.version, own.weights.snapshot[1:])] if isinstance(message, ShowWeights) else answers
+        shown = isinstance(message, msg.ShowWeights)
+        return [msg.ShardUpdated(own.version, own.weights.snapshot[1:])] if shown else of_a_shard(own, message)
 
     monkeypatch.setattr(WeightSlice, "on", short)
     cluster = Cluster(bsp(start_nodes=1, lease_seconds=20.0), 1, shards=1, updates=3,
@@ -350,16 +334,12 @@ def test_a_server_that_is_long_about_something_lives_on_for_its_shards():
     service = Service(model(), bsp(lease_seconds=3.0), host="127.0.0.1", outer=sgd(), shards=2, on_status=on_status)
     failures = []
     serving = in_thread(failures, service.run)
-    number = fingerprint(sgd(), Layout.of(model()).dtype)
-    shard = Caller(f"127.0.0.1:{service.port}", PeerIdentity("shard", 0)).connect(
-        encode(RegisterShard(0, free_port(), PROTOCOL, True, number))
-    )
-    assert isinstance(decode(shard.receive_frame(FRAME.size, 60.0))[0], ShardAccepted)
+    shard = pretended(service)
     there.set()
     assert busy.wait(60.0)
     for _ in range(4):  # one or two may have been on their way
-        assert isinstance(decode(shard.receive_frame(FRAME.size, 3.0))[0], Ping)
-        shard.send_frame(encode(Ping()))
+        assert isinstance(msg.decode(shard.receive_frame(FRAME.size, 3.0))[0], msg.Ping)
+        shard.send_frame(msg.encode(msg.Ping()))
     done.set()
     service.stop()
     serving.join(60)

@@ -23,17 +23,7 @@ from thinwire.systems.parameter_server import (
     serve,
     serve_shard,
 )
-from thinwire.systems.parameter_server.messages import (
-    PROTOCOL,
-    Grad,
-    Hello,
-    Ping,
-    RegisterShard,
-    Ticket,
-    Welcome,
-    decode,
-    encode,
-)
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.presets import bsp
 
 pytestmark = pytest.mark.dist
@@ -50,7 +40,7 @@ def secret(tmp_path, monkeypatch):
 
 def talk(address, identity, hello):
     """Come in, say the first word, and read an answer; whether there was one."""
-    pair = Caller(address, identity).connect(encode(hello))
+    pair = Caller(address, identity).connect(msg.encode(hello))
     try:
         pair.receive_frame(FRAME.size, 60.0)
     except PairError:
@@ -85,12 +75,12 @@ def test_strangers_change_nothing(secret, caplog, shards):
     wait_until(lambda: any(f"turned away 127.0.0.1: {why}" in caplog.messages for why in said))
     # who knows the secret, and speaks as another node or in another role than it came in
     for identity, hello in (
-        (PeerIdentity("node", 9, secret), Hello(0, 1, layout, instance=5)),
-        (PeerIdentity("shard", 0, secret), Hello(0, 1, layout, instance=5)),
-        (PeerIdentity("node", 0, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
-        (PeerIdentity("shard", 1, secret), RegisterShard(0, 1, PROTOCOL, False, 0)),
-        (PeerIdentity("node", 9, secret), Hello(9, 2**62, layout)),
-        (PeerIdentity("node", 9, secret), Ping()),
+        (PeerIdentity("node", 9, secret), msg.Hello(0, 1, layout, instance=5)),
+        (PeerIdentity("shard", 0, secret), msg.Hello(0, 1, layout, instance=5)),
+        (PeerIdentity("node", 0, secret), msg.RegisterShard(0, 1, msg.PROTOCOL, False, 0)),
+        (PeerIdentity("shard", 1, secret), msg.RegisterShard(0, 1, msg.PROTOCOL, False, 0)),
+        (PeerIdentity("node", 9, secret), msg.Hello(9, 2**62, layout)),
+        (PeerIdentity("node", 9, secret), msg.Ping()),
     ):
         assert not talk(cluster.address, identity, hello)
     ports = [cluster.service.port, *(place.port for place in shards_of(cluster, shards))]
@@ -118,7 +108,7 @@ def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
     wait_until(lambda: shards_of(cluster, 1))
     port = shards_of(cluster, 1)[0].port
     with pytest.raises(NotAdmitted, match=f"does not accept {role}s"):
-        talk(f"127.0.0.1:{port}", PeerIdentity(role, 0, secret), Ticket(7))
+        talk(f"127.0.0.1:{port}", PeerIdentity(role, 0, secret), msg.Ticket(7))
     cluster.stop_after(20)
     assert cluster.join().counters["joined"] == 1
 
@@ -128,11 +118,13 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
     layout, before = Layout.of(model()).number, memory()
     for tensor, rows in ((10**12, 0), (10**12, 1), (0, 10**6), (44 * 4 + 1, 1), (0, 1)):
         pair = Caller(cluster.address, PeerIdentity("node", 9, secret)).connect(
-            encode(Hello(9, 1, layout, instance=tensor))
+            msg.encode(msg.Hello(9, 1, layout, instance=tensor))
         )
-        welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
-        assert isinstance(welcome, Welcome)
-        pair.send_frame(encode(Grad(welcome.member, 0, 1, 1, 0, 0, 1.0), rows, tensor) + bytes(32 * min(rows, 1)))
+        welcome = msg.decode(pair.receive_frame(FRAME.size, 60.0))[0]
+        assert isinstance(welcome, msg.Welcome)
+        pair.send_frame(
+            msg.encode(msg.Grad(welcome.member, 0, 1, 1, 0, 0, 1.0), rows, tensor) + bytes(32 * min(rows, 1))
+        )
         assert ends(pair)
     assert memory() - before < 100e6
     cluster.stop_after(20)
@@ -173,7 +165,7 @@ def test_a_worker_needs_its_leaders_secret(secret, monkeypatch):
     with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a secret"):
         Worker(model(), *part_of(0, 0), node.address, 0).run()
     layout = Layout.of(model())
-    assert not talk(node.address, PeerIdentity("worker", 1, secret), Hello(0, 1, layout.number))
+    assert not talk(node.address, PeerIdentity("worker", 1, secret), msg.Hello(0, 1, layout.number))
     node.close()
     service.close()
 

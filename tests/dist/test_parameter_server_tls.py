@@ -5,11 +5,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, model, part_of, sgd, wait_until
+from parameter_cluster import Cluster, flat, model, part_of, sgd, started, wait_until
 
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
@@ -143,8 +142,7 @@ def test_keys_go_before_the_secret_of_the_environment_and_not_beside_another(key
 def test_serve_and_run_take_keys(keys):
     port, served, trained = free_port(), model(), model()
     options = {"settings": bsp(), "port": port, "outer": sgd(), "updates": 5, "keys": keys / "ours" / "server"}
-    serving = threading.Thread(target=serve, args=(served,), kwargs=options, daemon=True)
-    serving.start()
+    serving = started(lambda: serve(served, **options))
     run(trained, *part_of(0, 0), server=f"127.0.0.1:{port}", node_id=0, keys=keys / "ours" / "node0")
     serving.join(60)
     assert torch.equal(flat(trained), flat(served))

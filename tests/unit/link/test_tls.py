@@ -37,10 +37,8 @@ def expire(folder, name):
     old = x509.load_pem_x509_certificate(path.read_bytes())
     signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     now = datetime.datetime.now(datetime.timezone.utc)
-    made = x509.CertificateBuilder().subject_name(old.subject).issuer_name(old.issuer).public_key(old.public_key())
-    made = (
-        made.serial_number(7).not_valid_before(now - datetime.timedelta(2)).not_valid_after(now - datetime.timedelta(1))
-    )
+    before, after = now - datetime.timedelta(2), now - datetime.timedelta(1)
+    made = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), 7, before, after)
     path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
 
@@ -144,22 +142,18 @@ def refused(there, identity, sentence):
 def test_strangers_are_told_why_not(of, inn):
     there = inn(of("server"))
     theirs = inn(of("server", "theirs"))
-    refused(
-        there, PeerIdentity("node", 3, of("a", "theirs")), "127.0.0.1: the other end's certificate .* another authority"
-    )
-    refused(theirs, PeerIdentity("node", 3, of("a")), "another authority")
-    refused(there, PeerIdentity("node", 3, of("late")), r"refused this end's certificate \(.*expired\)")
+    cases = [
+        (there, of("a", "theirs"), "127.0.0.1: the other end's certificate .* another authority"),
+        (theirs, of("a"), "another authority"),
+        (there, of("late"), r"refused this end's certificate \(.*expired\)"),
+        (inn(of("a")), of("b"), "not valid for '127.0.0.1'.*--host"),  # no server's certificate
+        (inn(of("late")), of("a").pinned("0" * 64), "has expired"),
+    ]
     for secret in (None, SECRET):
-        refused(there, PeerIdentity("node", 3, secret), "asks for a certificate: give --keys, or keys=")
-        refused(
-            inn(secret),
-            PeerIdentity("node", 3, of("a")),
-            "does not speak TLS .*: give keys to both ends, or to neither",
-        )
-    refused(
-        inn(of("a")), PeerIdentity("node", 3, of("b")), "not valid for '127.0.0.1'.*--host"
-    )  # no server's certificate
-    refused(inn(of("late")), PeerIdentity("node", 3, of("a").pinned("0" * 64)), "has expired")
+        cases.append((there, secret, "asks for a certificate: give --keys, or keys="))
+        cases.append((inn(secret), of("a"), "does not speak TLS .*: give keys to both ends, or to neither"))
+    for listener, trust, sentence in cases:
+        refused(listener, PeerIdentity("node", 3, trust), sentence)
     refused(there, PeerIdentity("worker", 3, of("a")), "does not accept workers")
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE

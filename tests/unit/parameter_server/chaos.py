@@ -36,23 +36,18 @@ class Chaos:
         instances: a leader that comes after a dead one is known to be another process.
     """
 
-    def __init__(self, settings, nodes, workers, seed, *, server=Server, far=None, slow=None,
-                 kill=0.0, bad=0.0, payload=None, instances=False):  # fmt: skip
+    def __init__(self, settings, nodes, workers, seed, *, far=None, slow=None, kill=0.0, bad=0.0, instances=False):
         self.random = random.Random(seed)
-        self.settings, self.workers, self.kill, self.bad, self.payload = settings, workers, kill, bad, payload
+        self.settings, self.workers, self.kill, self.bad = settings, workers, kill, bad
         self.far, self.slow, self.instances = far, slow, instances
-        self.server = server(settings)
+        self.server = Server(settings)
         self.now, self.events = 0.0, 0
         self.times_applied = Counter()
-        self.staleness = Counter()
         self.updates = []
         self.node_of = {}
-        self.dead = []
         self.nodes = {n: Node(Leader(settings, n, workers)) for n in range(nodes)}
         for n in self.nodes:
             self.do_leader(n, self.nodes[n].leader.join(0.0))
-
-    # --- carrying out effects
 
     def do_server(self, effects):
         for effect in effects:
@@ -86,8 +81,6 @@ class Chaos:
         two = self.settings.channels == 2
         return "data" if two and isinstance(message, (Grad, Weights)) else "control"
 
-    # --- the oracle
-
     def check(self, effect):
         version = effect.version
         if self.updates and version != self.updates[-1][0] + 1:
@@ -99,12 +92,9 @@ class Chaos:
                 if self.times_applied[key] > 1:
                     raise Violation(f"{key} was applied twice")
                 tau = version - row.base
-                self.staleness[tau] += 1
                 if not 0 <= tau <= self.settings.bound:
                     raise Violation(f"a gradient {tau} versions old was applied, limit {self.settings.max_staleness}")
         self.updates.append((version, effect.contributions))
-
-    # --- events
 
     def choices(self):
         found = []
@@ -172,8 +162,7 @@ class Chaos:
         node = self.nodes[n]
         start = node.work.pop(worker)
         finite = self.random.random() >= self.bad
-        tensor = self.payload(n, worker, start.step) if self.payload and finite else None
-        self.do_leader(n, node.leader.done(worker, start.token, tensor, self.now, finite=finite))
+        self.do_leader(n, node.leader.done(worker, start.token, None, self.now, finite=finite))
 
     def applied(self):
         self.do_server(self.server.applied(self.now))
@@ -199,7 +188,6 @@ class Chaos:
             queue.clear()  # a broken connection takes what is on it along
         member = node.leader.member
         if kind == "leader":
-            self.retire(node)
             instance = self.random.getrandbits(60) if self.instances else 0
             self.nodes[n] = Node(Leader(self.settings, n, self.workers, instance=instance))
             effects = self.nodes[n].leader.join(self.now)
@@ -209,6 +197,3 @@ class Chaos:
         if member and self.random.random() < 0.7:  # else the server learns of it from the next HELLO
             self.do_server(self.server.gone(member, self.now))
         self.do_leader(n, effects)
-
-    def retire(self, node):
-        self.dead.append(node.leader)

@@ -13,19 +13,10 @@ from hypothesis import strategies as st
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.parameter_server import Service, serve, serve_shard
 from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import Difference, Feedback, VectorCodec
 from thinwire.systems.parameter_server.layout import Layout, LayoutMismatch
 from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.messages import (
-    CODEC,
-    Buffers,
-    Grad,
-    IterationNumber,
-    ShardAccepted,
-    Welcome,
-    decode,
-    encode,
-)
 from thinwire.systems.parameter_server.outer import DelayedNesterov, FlatWeights
 from thinwire.systems.parameter_server.presets import PRESETS, preset
 from thinwire.systems.parameter_server.settings import LocalSteps, Settings
@@ -36,18 +27,18 @@ numbers = st.integers(-(2**62), 2**62)
 
 @given(numbers, numbers, numbers, st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**40))
 def test_a_frame_says_what_the_message_said(member, low, grant, loss, size):
-    message = IterationNumber(member, 1, 2, low, low, grant, loss_sum=loss)
-    assert decode(encode(message)) == (message, 0, 0)
-    assert len(encode(message)) == FRAME.size == 128
-    grad = Grad(member, 1, 2, 3, low, grant, weight=loss)
-    assert decode(encode(grad, 5, size)) == (grad, 5, size)
+    message = msg.IterationNumber(member, 1, 2, low, low, grant, loss_sum=loss)
+    assert msg.decode(msg.encode(message)) == (message, 0, 0)
+    assert len(msg.encode(message)) == FRAME.size == 128
+    grad = msg.Grad(member, 1, 2, 3, low, grant, weight=loss)
+    assert msg.decode(msg.encode(grad, 5, size)) == (grad, 5, size)
 
 
 @given(st.binary(min_size=128, max_size=128))
 def test_any_128_bytes_are_a_message_or_refused(frame):
     with contextlib.suppress(ValueError):
-        message, rows, size = decode(frame)
-        assert isinstance(message, CODEC.kinds)
+        message, rows, size = msg.decode(frame)
+        assert isinstance(message, msg.CODEC.kinds)
         assert min(rows, size) >= 0
 
 
@@ -142,9 +133,6 @@ def test_what_makes_an_update():
     ]  # fmt: skip
 
 
-# --- compression -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["topk", "int8"])
 @pytest.mark.parametrize("size", [1, 255, 1000])
 def test_what_is_not_sent_is_owed(kind, size):
@@ -183,9 +171,6 @@ def test_messages_that_do_not_fit_the_model_are_refused():
     message[-1] = 64
     with pytest.raises(ValueError, match="outside"):
         codec.decode(message, 100, torch.float32)
-
-
-# --- layout, checkpoint, server -----------------------------------------------------------------------------------
 
 
 def test_a_layout_is_flat_once_per_shared_parameter_and_back():
@@ -298,7 +283,7 @@ def test_a_shards_checkpoint_with_wrong_content_is_named(tmp_path):
         with pytest.raises(
             ValueError, match=r"shard-0-version-000000005\.pt is not a checkpoint of a parameter server"
         ):
-            shard.on(ShardAccepted(5, 7))
+            shard.on(msg.ShardAccepted(5, 7))
 
 
 @pytest.mark.parametrize("port", [70000, -1, "x", None, 2.5])
@@ -313,14 +298,14 @@ def test_a_port_that_cannot_be_is_refused_with_a_sentence(port):
 @pytest.mark.parametrize(
     ("kind", "rows", "tensor", "values", "sentence"),
     [
-        (Welcome, 0, 8, (1, 0, 0), "a Welcome with a tensor"),
-        (Buffers, 0, 0, (1,), "Buffers without a tensor"),
-        (IterationNumber, 1, 0, (1,), "IterationNumber with rows"),
-        (Grad, 0, 0, (1, 0, 2**62 + 1), "larger than anything"),
-        (Grad, 0, 0, (1, 0, 0, 0, 0, 0, 0x7FF8 << 48), "weight=nan"),
+        (msg.Welcome, 0, 8, (1, 0, 0), "a Welcome with a tensor"),
+        (msg.Buffers, 0, 0, (1,), "Buffers without a tensor"),
+        (msg.IterationNumber, 1, 0, (1,), "IterationNumber with rows"),
+        (msg.Grad, 0, 0, (1, 0, 2**62 + 1), "larger than anything"),
+        (msg.Grad, 0, 0, (1, 0, 0, 0, 0, 0, 0x7FF8 << 48), "weight=nan"),
     ],
 )
 def test_a_frame_that_cannot_be_is_refused(kind, rows, tensor, values, sentence):
-    frame = FRAME.pack(CODEC.kinds.index(kind), rows, tensor, *values, *[0] * (13 - len(values)))
+    frame = FRAME.pack(msg.CODEC.kinds.index(kind), rows, tensor, *values, *[0] * (13 - len(values)))
     with pytest.raises(ValueError, match=sentence):
-        decode(frame)
+        msg.decode(frame)

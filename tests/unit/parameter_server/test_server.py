@@ -7,26 +7,9 @@ import pytest
 import torch
 
 from thinwire.systems.link.codec import FRAME
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Apply, Drop, GiveUp, Refuse, Send, Start
 from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.messages import (
-    CODEC,
-    OTHER_PROTOCOL,
-    TAKEN,
-    Bye,
-    Fence,
-    Grad,
-    Hello,
-    Nack,
-    Pull,
-    Refused,
-    Row,
-    Stop,
-    Weights,
-    Welcome,
-    decode,
-    encode,
-)
 from thinwire.systems.parameter_server.presets import asp, bsp, fedbuff
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
@@ -41,7 +24,7 @@ def pair():
     """A server with one member, node 7, whose leader is at work."""
     server, leader = Server(Settings(lease_seconds=9.0)), Leader(Settings(lease_seconds=9.0), 7, 1, instance=11)
     effects = server.on(leader.hello(), 0.0)
-    for message in (*sent(effects, Welcome), *sent(effects, Weights)):
+    for message in (*sent(effects, msg.Welcome), *sent(effects, msg.Weights)):
         leader.on(message, 0.0)
     server.on(leader.report(0.1), 0.1)
     return server, leader
@@ -50,60 +33,62 @@ def pair():
 def test_a_second_process_is_refused_as_soon_as_the_first_answers(pair):
     server, leader = pair
     under_way = leader.report(0.9)
-    effects = server.on(Hello(7, 1, instance=22), 1.0)
-    (question,) = sent(effects, Fence)
-    assert decode(encode(question))[0] == question
+    effects = server.on(msg.Hello(7, 1, instance=22), 1.0)
+    (question,) = sent(effects, msg.Fence)
+    assert msg.decode(msg.encode(question))[0] == question
     assert not any(isinstance(effect, Refuse) for effect in server.on(under_way, 1.1))  # proves nothing
     leader.on(question, 1.2)
-    assert Refuse(7, 22, TAKEN) in server.on(leader.report(1.2), 1.3)
+    assert Refuse(7, 22, msg.TAKEN) in server.on(leader.report(1.2), 1.3)
     assert list(server.members) == [leader.member]
     assert server.counters["refused"] == 1
 
-    (end,) = Leader(Settings(), 7, 1, instance=22).on(Refused(7, TAKEN), 1.4)
+    (end,) = Leader(Settings(), 7, 1, instance=22).on(msg.Refused(7, msg.TAKEN), 1.4)
     assert isinstance(end, GiveUp)
     assert "its own number" in end.reason
 
 
 def test_a_second_process_takes_the_place_of_a_silent_one_after_its_lease(pair):
     server, _ = pair
-    server.on(Hello(7, 1, instance=22), 5.0)
-    assert not sent(server.tick(9.0), Welcome)
-    (welcome,) = sent(server.tick(9.2), Welcome)
+    server.on(msg.Hello(7, 1, instance=22), 5.0)
+    assert not sent(server.tick(9.0), msg.Welcome)
+    (welcome,) = sent(server.tick(9.2), msg.Welcome)
     assert server.members[welcome.member].instance == 22
 
 
 def test_the_newest_of_several_waits(pair):
     server, leader = pair
-    server.on(Hello(7, 1, instance=22), 5.0)
-    assert Refuse(7, 22, TAKEN) in server.on(Hello(7, 1, instance=33), 5.1)
-    (welcome,) = sent(server.gone(leader.member, 5.2), Welcome)  # its connection breaks: no need to wait
+    server.on(msg.Hello(7, 1, instance=22), 5.0)
+    assert Refuse(7, 22, msg.TAKEN) in server.on(msg.Hello(7, 1, instance=33), 5.1)
+    (welcome,) = sent(server.gone(leader.member, 5.2), msg.Welcome)  # its connection breaks: no need to wait
     assert server.members[welcome.member].instance == 33
 
 
 def test_a_process_that_comes_again_replaces_itself_and_whoever_waits_goes_on_waiting(pair):
     server, leader = pair
-    server.on(Hello(7, 1, instance=22), 5.0)
+    server.on(msg.Hello(7, 1, instance=22), 5.0)
     effects = server.on(leader.hello(), 5.1)
-    (welcome,) = sent(effects, Welcome)
+    (welcome,) = sent(effects, msg.Welcome)
     assert server.members[welcome.member].instance == 11
-    for message in (welcome, *sent(effects, Weights), *sent(effects, Fence)):
+    for message in (welcome, *sent(effects, msg.Weights), *sent(effects, msg.Fence)):
         leader.on(message, 5.2)
-    assert Refuse(7, 22, TAKEN) in server.on(leader.report(5.3), 5.3)
+    assert Refuse(7, 22, msg.TAKEN) in server.on(leader.report(5.3), 5.3)
 
 
 def test_another_version_of_the_protocol_is_refused():
-    assert Server(Settings()).on(Hello(1, 1, protocol=1), 0.0) == [Refuse(1, 0, OTHER_PROTOCOL)]
+    assert Server(Settings()).on(msg.Hello(1, 1, protocol=1), 0.0) == [Refuse(1, 0, msg.OTHER_PROTOCOL)]
 
 
 def test_an_update_that_waits_for_sums_when_training_ends_is_not_made():
     server, leader = Server(Settings()), Leader(Settings(), 0, 1)
     effects = server.on(leader.hello(), 0.0)
-    started = [x for message in (*sent(effects, Welcome), *sent(effects, Weights)) for x in leader.on(message, 0.0)]
+    started = [
+        x for message in (*sent(effects, msg.Welcome), *sent(effects, msg.Weights)) for x in leader.on(message, 0.0)
+    ]
     (start,) = [effect for effect in started if isinstance(effect, Start)]
     leader.done(start.worker, start.token, torch.ones(2), 0.1)
-    (pull,) = sent(server.on(leader.report(0.1), 0.1), Pull)
-    (grad,) = sent(leader.on(pull, 0.2), Grad)
-    (stop,) = sent(server.finish(0.2), Stop)
+    (pull,) = sent(server.on(leader.report(0.1), 0.1), msg.Pull)
+    (grad,) = sent(leader.on(pull, 0.2), msg.Grad)
+    (stop,) = sent(server.finish(0.2), msg.Stop)
     assert stop.version == 0
     for effects in (server.on(grad, 0.3), server.gone(leader.member, 0.4)):
         assert not any(isinstance(effect, Apply) for effect in effects)
@@ -112,42 +97,42 @@ def test_an_update_that_waits_for_sums_when_training_ends_is_not_made():
 
 def test_sums_for_a_member_that_has_gone_are_refused_and_counted():
     server = Server(Settings())
-    effects = server.on(Grad(77, 1, 1, 1, 0, 1, 1.0, (Row(0, 0, 0, 1), Row(0, 1, 0, 1))), 0.0)
-    assert effects == [Send(Nack(77), 77)]
+    effects = server.on(msg.Grad(77, 1, 1, 1, 0, 1, 1.0, (msg.Row(0, 0, 0, 1), msg.Row(0, 1, 0, 1))), 0.0)
+    assert effects == [Send(msg.Nack(77), 77)]
     assert server.counters["late"] == 2
 
 
 @pytest.mark.parametrize("step", [2**62 - 1, 2**62])
 def test_a_node_that_names_the_largest_step_can_come_again(step):
     server = Server(asp())
-    server.on(Hello(0, 1), 0.0)
+    server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
-    grad = Grad(member, 0, 1, 1, 0, 1, 1.0, tensor=torch.zeros(1))
+    grad = msg.Grad(member, 0, 1, 1, 0, 1, 1.0, tensor=torch.zeros(1))
     with contextlib.suppress(ValueError):  # refused is as good
-        table = encode(replace(grad, rows=(Row(0, 0, step, 8),)))[FRAME.size :]
-        server.on(CODEC.with_rows(grad, table), 0.0)
+        table = msg.encode(replace(grad, rows=(msg.Row(0, 0, step, 8),)))[FRAME.size :]
+        server.on(msg.CODEC.with_rows(grad, table), 0.0)
         server.applied(0.0)
-    server.on(Bye(member), 1.0)
-    (welcome,) = [x.message for x in server.on(Hello(0, 1), 2.0) if isinstance(getattr(x, "message", None), Welcome)]
-    assert decode(encode(welcome))[0] == welcome
+    server.on(msg.Bye(member), 1.0)
+    (welcome,) = sent(server.on(msg.Hello(0, 1), 2.0), msg.Welcome)
+    assert msg.decode(msg.encode(welcome))[0] == welcome
 
 
 def test_who_sends_gradients_of_weights_to_come_is_dropped():
     server = Server(asp())
-    server.on(Hello(0, 1), 0.0)
+    server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
-    server.on(Grad(member, 0, 1, 1, 0, 1, 1.0, (Row(1, 0, 0, 8),), torch.zeros(1)), 0.0)
+    server.on(msg.Grad(member, 0, 1, 1, 0, 1, 1.0, (msg.Row(1, 0, 0, 8),), torch.zeros(1)), 0.0)
     assert not server.members
     assert server.version == 0
 
 
 def test_every_sum_that_is_not_used_is_dropped_by_name():
     server = Server(fedbuff(size=1, max_staleness=0, steps=1))
-    server.on(Hello(0, 1), 0.0)
+    server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
 
     def push(seq, base, tensor="x", who=member):
-        return server.on(Grad(who, 0, seq, seq, base, 1, 1.0, (Row(base, 0, seq, 1),), tensor), 0.0)
+        return server.on(msg.Grad(who, 0, seq, seq, base, 1, 1.0, (msg.Row(base, 0, seq, 1),), tensor), 0.0)
 
     def dropped(effects):
         return [effect.tensor for effect in effects if isinstance(effect, Drop)]
@@ -162,11 +147,11 @@ def test_every_sum_that_is_not_used_is_dropped_by_name():
 
 def test_an_update_that_takes_long_is_no_silence_and_nobody_is_dropped_meanwhile():
     server = Server(asp(lease_seconds=9.0))
-    server.on(Hello(0, 1), 0.0)
+    server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
-    server.on(Grad(member, 0, 1, 1, 0, 1, 1.0, (Row(0, 0, 0, 1),), "x"), 1.0)
+    server.on(msg.Grad(member, 0, 1, 1, 0, 1, 1.0, (msg.Row(0, 0, 0, 1),), "x"), 1.0)
     assert server.applying
-    assert [effect.message for effect in server.tick(20.0)] == [Fence(member, 0)]
+    assert [effect.message for effect in server.tick(20.0)] == [msg.Fence(member, 0)]
     assert member in server.members
 
 

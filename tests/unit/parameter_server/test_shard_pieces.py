@@ -9,41 +9,16 @@ from hypothesis import strategies as st
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.parameter_server import Fault, Link, replay, simulate
 from thinwire.systems.parameter_server import checkpoint as checkpoints
+from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd, SumsOut
 from thinwire.systems.parameter_server.effects import Contribution
 from thinwire.systems.parameter_server.layout import Layout
-from thinwire.systems.parameter_server.messages import (
-    CODEC,
-    LAST,
-    NO_DIRECTORY,
-    NO_INDEX,
-    OTHER_OUTER,
-    PROTOCOL,
-    SHARD_PROTOCOL,
-    SHARD_REASONS,
-    DropSum,
-    Hello,
-    RegisterShard,
-    RemoveMember,
-    Row,
-    SaveShard,
-    ShardAccepted,
-    ShardSaved,
-    ShardUpdated,
-    ShowWeights,
-    SumOf,
-    UpdateShard,
-    decode,
-    encode,
-)
 from thinwire.systems.parameter_server.outer import DelayedNesterov, FlatWeights, fingerprint
 from thinwire.systems.parameter_server.presets import asp, bsp, diloco, inhad, ssp
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import LocalSteps, Settings
 from thinwire.systems.parameter_server.shard import WeightSlice
 from thinwire.systems.parameter_server.shards import Assembly, ShardedWeights, slices
-
-# --- slices ------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 10_000), st.data())
@@ -54,15 +29,9 @@ def test_slices_cover_all_once_and_are_of_equal_size_up_to_one(numel, data):
     sizes = [piece.stop - piece.start for piece in found]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 1
-
-
-@pytest.mark.parametrize("count", [0, -1, 8])
-def test_a_number_of_slices_that_cannot_be(count):
-    with pytest.raises(ValueError, match="at least 1 and at most the model's 7"):
-        slices(7, count)
-
-
-# --- messages in pieces ------------------------------------------------------------------------------------------
+    for wrong in (0, -1, numel + 1):
+        with pytest.raises(ValueError, match=f"at least 1 and at most the model's {numel}"):
+            slices(numel, wrong)
 
 
 @given(st.integers(1, 3), st.booleans(), st.lists(st.booleans(), max_size=12), st.randoms(use_true_random=False))
@@ -128,30 +97,21 @@ def test_a_piece_that_comes_twice_is_refused():
         assembly.piece(3, 0, None, 0.0)
 
 
-# --- frames --------------------------------------------------------------------------------------------------------
-
 numbers = st.integers(1 - 2**62, 2**62 - 1)
 factors = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
 
 @given(numbers, numbers, factors, factors, st.booleans(), st.lists(st.tuples(numbers, numbers, factors), max_size=5))
 def test_frames_and_rows_say_what_the_message_said(version, port, divisor, factor, flag, rows):
-    terms = tuple(SumOf(*row) for row in rows)
-    for message in (UpdateShard(version, divisor, factor, flag, terms), RemoveMember(version, terms)):
-        frame = encode(message)
-        bare, count, _ = decode(frame[: FRAME.size])
+    terms = tuple(msg.SumOf(*row) for row in rows)
+    for message in (msg.UpdateShard(version, divisor, factor, flag, terms), msg.RemoveMember(version, terms)):
+        frame = msg.encode(message)
+        bare, count, _ = msg.decode(frame[: FRAME.size])
         assert count == len(terms)
-        assert CODEC.with_rows(bare, frame[FRAME.size :]) == message
-    enlist = RegisterShard(3, port, PROTOCOL, flag, version)
-    assert decode(encode(enlist))[0] == enlist
+        assert msg.CODEC.with_rows(bare, frame[FRAME.size :]) == message
+    enlist = msg.RegisterShard(3, port, msg.PROTOCOL, flag, version)
+    assert msg.decode(msg.encode(enlist))[0] == enlist
 
-
-def test_rows_where_there_are_none_are_refused():
-    with pytest.raises(ValueError, match="Hello with rows"):
-        decode(encode(Hello(1, 1), rows=3))
-
-
-# --- arithmetic ----------------------------------------------------------------------------------------------------
 
 OUTERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -175,7 +135,7 @@ def test_slices_of_an_update_are_those_of_the_whole_bit_for_bit(name, numel, cou
     parts = [FlatWeights(theta[piece], outer, options, full=4) for piece in pieces]
     for _ in range(5):
         sums = [
-            Contribution(node, node, (Row(0, 0, 0, 1),) * 2, scale, 1.5, torch.randn(numel, generator=draw))
+            Contribution(node, node, (msg.Row(0, 0, 0, 1),) * 2, scale, 1.5, torch.randn(numel, generator=draw))
             for node, scale in ((1, 0.5), (0, 1.0), (2, 1 / 3))
         ]
         assert whole.apply(sums)
@@ -210,13 +170,9 @@ def test_optimizers_differ_by_kind_and_options():
     assert found[0] == number(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0))
 
 
-# --- what a shard keeps --------------------------------------------------------------------------------------------
-
-
 def keeper(folder=None, run=7, index=0):
     layout = Layout.of(torch.nn.Linear(4, 2))  # 10 elements
-    made = WeightSlice(Settings(), layout, OUTERS["sgd"], index, 2, 1, folder)
-    return made
+    return WeightSlice(Settings(), layout, OUTERS["sgd"], index, 2, 1, folder)
 
 
 def as_bytes(x):
@@ -225,44 +181,44 @@ def as_bytes(x):
 
 def test_a_shard_adds_what_it_is_told_and_keeps_nothing_else():
     shard = keeper()
-    assert shard.on(ShardAccepted(3, 7, as_bytes(torch.arange(5.0)))) == [ShardUpdated(3)]
+    assert shard.on(msg.ShardAccepted(3, 7, as_bytes(torch.arange(5.0)))) == [msg.ShardUpdated(3)]
     for member, seq in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 5), (3, 1)):
         shard.add(member, seq, as_bytes(torch.full((5,), float(10 * member + seq))))
     with pytest.raises(ValueError, match="does not fit"):
         shard.add(1, 9, as_bytes(torch.zeros(4)))
-    shard.on(DropSum(1, 1))
-    shard.on(RemoveMember(2, (SumOf(2, 5),)))
+    shard.on(msg.DropSum(1, 1))
+    shard.on(msg.RemoveMember(2, (msg.SumOf(2, 5),)))
     assert sorted(shard.held) == [(1, 2), (1, 4), (2, 5), (3, 1)]
-    (made,) = shard.on(UpdateShard(3, 2.0, 1.0, True, (SumOf(2, 5, 0.5), SumOf(1, 2, 1.0))))
+    (made,) = shard.on(msg.UpdateShard(3, 2.0, 1.0, True, (msg.SumOf(2, 5, 0.5), msg.SumOf(1, 2, 1.0))))
     assert made.version == shard.version == 4
     oracle = FlatWeights(torch.arange(5.0), OUTERS["sgd"], Settings())
     oracle.step([(torch.full((5,), 25.0), 0.5), (torch.full((5,), 12.0), 1.0)], 2.0, 1.0)
     assert torch.equal(made.tensor, oracle.theta)
     assert sorted(shard.held) == [(1, 4), (3, 1)]
-    shard.on(RemoveMember(1))
-    shard.on(RemoveMember(3))
+    shard.on(msg.RemoveMember(1))
+    shard.on(msg.RemoveMember(3))
     assert not shard.held
-    assert shard.on(UpdateShard(4, 1.0, 1.0)) == [ShardUpdated(5)]  # nothing usable came
-    assert torch.equal(shard.on(ShowWeights(5))[0].tensor, oracle.theta)
-    assert shard.piece(1, LAST).tensor is shard.weights.snapshot
+    assert shard.on(msg.UpdateShard(4, 1.0, 1.0)) == [msg.ShardUpdated(5)]  # nothing usable came
+    assert torch.equal(shard.on(msg.ShowWeights(5))[0].tensor, oracle.theta)
+    assert shard.piece(1, msg.LAST).tensor is shard.weights.snapshot
 
 
 def test_a_shard_goes_on_from_exactly_the_servers_version_and_drops_newer_ones(tmp_path):
     shard = keeper(tmp_path)
-    shard.on(ShardAccepted(0, 7, as_bytes(torch.arange(5.0))))
+    shard.on(msg.ShardAccepted(0, 7, as_bytes(torch.arange(5.0))))
     states = {}
     for version in range(3):
-        assert shard.on(SaveShard(version)) == [ShardSaved(version)]
+        assert shard.on(msg.SaveShard(version)) == [msg.ShardSaved(version)]
         states[version] = shard.weights.snapshot
         shard.add(1, version, as_bytes(torch.ones(5)))
-        shard.on(UpdateShard(version, 1.0, 1.0, False, (SumOf(1, version),)))
+        shard.on(msg.UpdateShard(version, 1.0, 1.0, False, (msg.SumOf(1, version),)))
     names = ["shard-0-version-000000001.pt", "shard-0-version-000000002.pt"]
     assert [path.name for path in checkpoints.kept_in(tmp_path, 0).found().values()] == names
     again = keeper(tmp_path)
-    assert again.on(ShardAccepted(1, 7)) == [ShardUpdated(1)]
+    assert again.on(msg.ShardAccepted(1, 7)) == [msg.ShardUpdated(1)]
     assert torch.equal(again.weights.snapshot, states[1])
     again.add(1, 1, as_bytes(torch.ones(5)))
-    again.on(UpdateShard(1, 1.0, 1.0, False, (SumOf(1, 1),)))
+    again.on(msg.UpdateShard(1, 1.0, 1.0, False, (msg.SumOf(1, 1),)))
     assert torch.equal(again.weights.snapshot, states[2])  # the momentum too is that of version 1
     assert [path.name for path in checkpoints.kept_in(tmp_path, 0).found().values()] == names[:1]
     assert checkpoints.load(tmp_path) is None  # the server's would be others
@@ -271,42 +227,35 @@ def test_a_shard_goes_on_from_exactly_the_servers_version_and_drops_newer_ones(t
 @pytest.mark.parametrize(
     ("message", "index", "sentence"),
     [
-        (
-            ShardAccepted(9, 7),
-            0,
-            r"no checkpoint of shard 0 at version 9, from which the server continues \(found: 0\)",
-        ),
-        (ShardAccepted(0, 8), 0, "from another training"),
-        (ShardAccepted(0, 7), 1, "no checkpoint of shard 1"),
-        (ShardAccepted(0, 8, as_bytes(torch.zeros(5))), 0, "the server starts over"),
+        (msg.ShardAccepted(9, 7), 0, r"no checkpoint of shard 0 at version 9, from .* server continues \(found: 0\)"),
+        (msg.ShardAccepted(0, 8), 0, "from another training"),
+        (msg.ShardAccepted(0, 7), 1, "no checkpoint of shard 1"),
+        (msg.ShardAccepted(0, 8, as_bytes(torch.zeros(5))), 0, "the server starts over"),
     ],
 )
 def test_checkpoints_that_are_not_the_servers_are_refused(tmp_path, message, index, sentence):
     first = keeper(tmp_path)
-    first.on(ShardAccepted(0, 7, as_bytes(torch.arange(5.0))))
-    first.on(SaveShard(0))
+    first.on(msg.ShardAccepted(0, 7, as_bytes(torch.arange(5.0))))
+    first.on(msg.SaveShard(0))
     with pytest.raises(ValueError, match=sentence):
         keeper(tmp_path, index=index).on(message)
     assert len(checkpoints.kept_in(tmp_path, 0).found()) == 1
-
-
-def test_a_shard_without_a_directory_cannot_go_on():
     with pytest.raises(ValueError, match="give shard 0 its --checkpoint-dir"):
-        keeper().on(ShardAccepted(3, 7))
+        keeper().on(msg.ShardAccepted(3, 7))
 
 
-FITS = {"index": 1, "port": 9, "protocol": PROTOCOL, "keeps": True, "outer": 5}
+FITS = {"index": 1, "port": 9, "protocol": msg.PROTOCOL, "keeps": True, "outer": 5}
 
 
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
         ({}, 0),
-        ({"protocol": PROTOCOL - 1}, SHARD_PROTOCOL),
-        ({"index": 2}, NO_INDEX),
-        ({"index": -1}, NO_INDEX),
-        ({"outer": 6}, OTHER_OUTER),
-        ({"keeps": False}, NO_DIRECTORY),
+        ({"protocol": msg.PROTOCOL - 1}, msg.SHARD_PROTOCOL),
+        ({"index": 2}, msg.NO_INDEX),
+        ({"index": -1}, msg.NO_INDEX),
+        ({"outer": 6}, msg.OTHER_OUTER),
+        ({"keeps": False}, msg.NO_DIRECTORY),
     ],
 )
 def test_why_a_shard_is_not_taken_in(other, reason):
@@ -315,11 +264,9 @@ def test_why_a_shard_is_not_taken_in(other, reason):
         2, layout, settings, Server(settings), None, outer=5, keeps=True, run=0, full=1, tell=print, on_ready=print,
         on_failed=print,
     )  # fmt: skip
-    assert weights.objection(RegisterShard(**{**FITS, **other})) == reason
-    assert reason == 0 or "{" not in SHARD_REASONS[reason].format(index=1)
+    assert weights.objection(msg.RegisterShard(**{**FITS, **other})) == reason
+    assert reason == 0 or "{" not in msg.SHARD_REASONS[reason].format(index=1)
 
-
-# --- virtual time --------------------------------------------------------------------------------------------------
 
 D = 11
 
@@ -350,21 +297,13 @@ def test_in_virtual_time_shards_change_no_bit_at_s_0_and_a_replay_none_at_all():
 @given(
     seed=st.integers(0, 2**32),
     options=st.sampled_from(
-        [
-            inhad(0),
-            inhad(1),
-            inhad(4),
-            bsp(start_nodes=3),
-            asp(),
-            ssp(1),
-            diloco(2, local_update=LocalSteps(2, "sgd", 0.1)),
-            Settings(transfer="push", update_every=3, max_staleness=2),
-        ]
+        [*map(inhad, (0, 1, 4)), bsp(start_nodes=3), asp(), ssp(1), diloco(2, local_update=LocalSteps(2, "sgd", 0.1)),
+         Settings(transfer="push", update_every=3, max_staleness=2)]
     ),
     shards=st.integers(1, 3),
     rate=st.sampled_from([None, 1e6]),
     faults=st.booleans(),
-)
+)  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_in_virtual_time_the_bound_holds_with_shards_and_nothing_stalls(seed, options, shards, rate, faults):
     def link(node):

@@ -78,9 +78,6 @@ def test_a_worker_that_comes_late_does_not_start_on_weights_that_the_server_take
     assert started == [0, 1]
 
 
-# --- each part of the bound is needed ------------------------------------------------------------------------------
-
-
 class NoRunningBases(Membership):
     def low(self, alive):
         return self.version if any(self.is_open(w) for w in alive) else UNBOUNDED
@@ -131,29 +128,19 @@ def test_nothing_is_found_where_nothing_is_left_out(monkeypatch, limit):
     assert not caught(monkeypatch, limit, runs=3)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 4])
-def test_running_bases_are_needed(monkeypatch, limit):
-    assert caught(monkeypatch, limit, membership=NoRunningBases)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 4])
-def test_grants_in_flight_are_needed(monkeypatch, limit):
-    assert caught(monkeypatch, limit, member=NoGrantsInFlight)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 4])
-def test_the_oldest_grant_is_needed(monkeypatch, limit):
-    assert caught(monkeypatch, limit, member=NewestGrantOnly)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 4])
-def test_the_sequence_number_is_needed(monkeypatch, limit):
-    assert caught(monkeypatch, limit, member=NoSequence)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2])
-def test_late_pulls_are_needed(monkeypatch, limit):
-    assert caught(monkeypatch, limit, member=NoOldBuffers)
+@pytest.mark.parametrize(
+    ("part", "limits"),
+    [
+        (NoRunningBases, [0, 1, 2, 4]),
+        (NoGrantsInFlight, [0, 1, 2, 4]),
+        (NewestGrantOnly, [1, 2, 4]),
+        (NoSequence, [1, 2, 4]),
+        (NoOldBuffers, [0, 1, 2]),
+    ],
+)
+def test_each_part_of_the_bound_is_needed(monkeypatch, part, limits):
+    kind = "membership" if issubclass(part, Membership) else "member"
+    assert all(caught(monkeypatch, limit, **{kind: part}) for limit in limits)
 
 
 def test_counting_iteration_numbers_alone_does_not_bound_staleness(monkeypatch):

@@ -50,6 +50,26 @@ def start(dtype=torch.float32):
     return torch.linspace(2, 3, D, dtype=dtype)
 
 
+def written(path, settings, trace):
+    """The file of a run's journal."""
+    writer = JournalWriter(path, settings, {"a": 1})
+    for update in trace.journal.updates:
+        writer.write(update)
+    writer.close()
+    return path
+
+
+def by_hand(trace, mean):
+    """Plain SGD with what each update of a run took: ``mean``: (weights by version, version, rows) -> gradient."""
+    history = [start()]
+    for version, _, rows in trace.updates:
+        theta = history[-1].clone()
+        theta.grad = mean(history, version, rows)
+        torch.optim.SGD([theta], lr=0.1).step()
+        history.append(theta.detach())
+    return history[-1]
+
+
 OPTIONS = [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}]
 
 
@@ -93,9 +113,8 @@ def test_one_worker_above_s_0_is_delayed_sgd_as_the_journal_says(limit):
     settings = inhad(limit, "nodes")
     trace = simulate(settings, nodes=1, updates=80, step_seconds=equal, link=Link(0.7), parameters=start(),
                      gradient=gradient, outer=sgd())  # fmt: skip
-    history, batched = [start()], 0
-    for version, _, rows in trace.updates:
-        batched = max(batched, len(rows))
+
+    def mean(history, version, rows):
         total = None
         for base in sorted({row[3] for row in rows}):
             part = None
@@ -105,12 +124,10 @@ def test_one_worker_above_s_0_is_delayed_sgd_as_the_journal_says(limit):
             weight = 1.0 / max(version - base, 1)
             part = part if weight == 1.0 else part * weight
             total = part if total is None else total + part
-        theta = history[-1].clone()
-        theta.grad = total / len(rows)
-        torch.optim.SGD([theta], lr=0.1).step()
-        history.append(theta.detach())
-    torch.testing.assert_close(trace.parameters, history[-1], rtol=1e-6, atol=1e-7)
-    assert batched > 1
+        return total / len(rows)
+
+    torch.testing.assert_close(trace.parameters, by_hand(trace, mean), rtol=1e-6, atol=1e-7)
+    assert max(len(rows) for _, _, rows in trace.updates) > 1
     assert max(trace.staleness()) <= limit
 
 
@@ -118,14 +135,12 @@ def test_asp_with_one_worker_each_is_plain_asp_bit_for_bit():
     trace = simulate(
         asp(), nodes=4, updates=200, step_seconds=uneven, parameters=start(), gradient=gradient, outer=sgd()
     )
-    history = [start()]
-    for _, _, rows in trace.updates:
+
+    def alone(history, version, rows):
         ((node, worker, step, base),) = rows
-        theta = history[-1].clone()
-        theta.grad = gradient(history[base], node, worker, step)
-        torch.optim.SGD([theta], lr=0.1).step()
-        history.append(theta.detach())
-    assert torch.equal(trace.parameters, history[-1])
+        return gradient(history[base], node, worker, step)
+
+    assert torch.equal(trace.parameters, by_hand(trace, alone))
     assert max(trace.staleness()) > 2
 
 
@@ -324,11 +339,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, settings):
     nodes, workers = (3, 2) if settings.deterministic else (2, 1)
     trace = simulate(settings, nodes=nodes, workers=workers, updates=60, step_seconds=uneven, parameters=start(),
                      gradient=gradient, outer=sgd(momentum=0.5))  # fmt: skip
-    writer = JournalWriter(tmp_path / "journal", settings, {})
-    for update in trace.journal.updates:
-        writer.write(update)
-    writer.close()
-    journal = Journal.read(tmp_path / "journal")
+    journal = Journal.read(written(tmp_path / "journal", settings, trace))
     assert journal.updates == trace.journal.updates
     assert journal.settings == settings
     again = replay(journal, start(), gradient, sgd(momentum=0.5), full=nodes * workers)
@@ -337,15 +348,10 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, settings):
 
 def test_a_journal_that_a_kill_cut_off_keeps_its_whole_lines_and_a_foreign_file_is_refused(tmp_path):
     trace = simulate(bsp(), nodes=2, updates=5, step_seconds=equal)
-    path = tmp_path / "journal"
-    writer = JournalWriter(path, bsp(), {"a": 1})
-    for update in trace.journal.updates:
-        writer.write(update)
-    writer.close()
+    path = written(tmp_path / "journal", bsp(), trace)
     path.write_text(path.read_text()[:-9])
     assert len(Journal.read(path).updates) == 4
-    again = JournalWriter(path, bsp(), {"a": 1}, version=3)
-    again.close()
+    JournalWriter(path, bsp(), {"a": 1}, version=3).close()
     assert [update.version for update in Journal.read(path).updates] == [0, 1, 2]
     assert [file.name for file in tmp_path.iterdir()] == ["journal"]
     whole = path.read_bytes()
@@ -358,24 +364,14 @@ def test_a_journal_that_a_kill_cut_off_keeps_its_whole_lines_and_a_foreign_file_
 SPOILED = [b"what?\n", b"", b"\xff\xfe\n", b"[]\n", b"5\n", b"[" * 100_000 + b"\n", b'{"settings": 5, "facts": {}}\n']
 
 
-@pytest.mark.parametrize("content", SPOILED, ids=[str(content[:12]) for content in SPOILED])
-def test_a_file_that_is_no_journal_is_named(tmp_path, content):
-    path = tmp_path / "journal"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="/journal is not a journal"):
-        Journal.read(path)
-
-
-def test_a_line_of_a_journal_that_cannot_be_is_refused_by_the_files_name(tmp_path):
-    path = tmp_path / "journal"
-    trace = simulate(bsp(), nodes=1, updates=2, step_seconds=equal)
-    writer = JournalWriter(path, bsp(), {})
-    for update in trace.journal.updates:
-        writer.write(update)
-    writer.close()
+def test_a_file_that_is_no_journal_is_named(tmp_path):
+    path = written(tmp_path / "journal", bsp(), simulate(bsp(), nodes=1, updates=2, step_seconds=equal))
+    contents = [*SPOILED]
     head, first, second = path.read_text().splitlines()
     for line in ("5", "{}", '{"version": 1e999, "at": 0, "parts": []}', first.replace("[[", "[", 1)):
-        path.write_text(f"{head}\n{line}\n{second}\n")
+        contents.append(f"{head}\n{line}\n{second}\n".encode())
+    for content in contents:
+        path.write_bytes(content)
         with pytest.raises(ValueError, match="/journal is not a journal"):
             Journal.read(path)
 

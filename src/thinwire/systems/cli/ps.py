@@ -38,6 +38,7 @@ SecretFile = Annotated[
 Insecure = Annotated[bool, _Option("--insecure", help="Without keys or a secret: admit anyone who reaches the port.")]
 Updates = Annotated[int | None, _Option(help="Stop after this many updates.")]
 Gradients = Annotated[int | None, _Option(help="Stop after this many applied gradients.")]
+Shards = Annotated[int, _Option(help="Shards of the model, each with its own link; 0: the server holds the model.")]
 Seed = Annotated[int, _Option(help="Seed of the initial weights.")]
 Slow = Annotated[list[str] | None, _Option(help="NODE:FACTOR, to make that node this many times slower.")]
 Delay = Annotated[str, _Option(help="One-way delay between nodes, such as 1ms.")]
@@ -156,9 +157,7 @@ def run(
     outer: OuterText = "auto",
     nodes: Annotated[int, _Option(help="Nodes besides the server's.")] = 4,
     workers: Annotated[int, _Option(min=1, help="Workers per node.")] = 1,
-    shards: Annotated[
-        int, _Option(help="Shards of the model, each on its own machine; 0: the server holds the model.")
-    ] = 0,
+    shards: Shards = 0,
     link: Annotated[
         str, _Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
     ] = "unlimited",
@@ -168,8 +167,7 @@ def run(
         float, _Option(min=0, max=1e6, help="Minimum seconds per step: shared cores then act like separate machines.")
     ] = 0.0,
     kill: Annotated[
-        list[str] | None,
-        _Option(help="NODE:SECONDS, to kill that node (kill -9) at that time; it then comes back."),
+        list[str] | None, _Option(help="NODE:SECONDS, to kill that node (kill -9) at that time; it then comes back.")
     ] = None,
     updates: Updates = None,
     gradients: Gradients = None,
@@ -234,9 +232,7 @@ def simulate(
     spread: Annotated[float, _Option(max=10, help="Log-normal spread of a step; 0: none.")] = 0.1,
     slow: Slow = None,
     parameters: Annotated[float, _Option(help="Parameters of the model, in millions.")] = 10.0,
-    shards: Annotated[
-        int, _Option(help="Shards of the model, each with its own link; 0: the server holds the model.")
-    ] = 0,
+    shards: Shards = 0,
     link: Annotated[str, _Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
     delay: Delay = "0.5ms",
     seconds: Annotated[float, _Option(max=1e6, help="Virtual seconds to simulate.")] = 300.0,

@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_number
+from thinwire.core.checks import check_count, check_number
 from thinwire.core.events import LastWords, event_in, python, tell_event
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.hello import find_trust, is_loopback, read_secret
@@ -60,9 +60,6 @@ BACKWARD_SHARE = 2 / 3
 """Share of a step that a good all-reduce can hide behind (assumed)."""
 _RESTARTS = 20
 _AWAY_SECONDS = 1.0  # between a node's death and its return
-
-
-# --- words of the command line ----------------------------------------------------------------------------------------
 
 
 def read_outer(text: str) -> Outer | None:
@@ -100,15 +97,10 @@ def read_settings(text: str, nodes: int) -> Settings:
 
 def check_words(model: str, settings: str, outer: str, nodes: int, shards: int) -> None:
     """Refuse impossible settings before any output or process."""
-    check_shards(shards)
+    check_count("--shards", shards, 0)
     check_model(model)
     read_settings(settings, nodes)
     read_outer(outer)
-
-
-def check_shards(shards: int) -> None:
-    if shards < 0:
-        raise ValueError(f"--shards {shards} must be at least 0")
 
 
 def check_server(address: str) -> None:
@@ -123,9 +115,6 @@ def check_server(address: str) -> None:
 
 def read_secret_file(path: Path | None) -> bytes | None:
     return None if path is None else read_secret(path)
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def build(model: str, seed: int) -> Workload:
@@ -146,8 +135,7 @@ def run_shard(
 ) -> dict[str, Any]:
     """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect."""
     torch.set_num_threads(1)
-    if index < 0:
-        raise ValueError(f"--index {index} must be at least 0")
+    check_count("--index", index, 0)
     check_server(server)
     made, words = (None, _published) if outer is None else (read_outer(outer), None)
     shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
@@ -162,14 +150,12 @@ def _published(words: str) -> Outer | None:
 
 
 def rank_of(node: int, worker: int) -> int:
-    """Return which part of the data a worker draws."""
     return 64 * node + worker
 
 
 def make_worker(
     leader: Node | str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int, **trust: Any
 ) -> Worker:
-    """Build a worker on a model of the bench; ``trust``: its secret or keys."""
     workload = build(model, seed)
 
     def loss(network: nn.Module, step: int) -> Tensor:
@@ -185,8 +171,7 @@ def run_node(
     seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run a leader with its workers: one in this process, or several in their own processes."""
-    if workers < 1:
-        raise ValueError(f"--workers {workers} must be at least 1")
+    check_count("--workers", workers)
     if number is None:
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
     check_server(server)
@@ -262,15 +247,10 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
 
 
 def weights_hash(theta: Tensor) -> str:
-    """Return a short hash of the bits of the weights."""
     return hashlib.blake2b(theta.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
-
-
 def status_table(status: dict[str, Any]) -> Table:
-    """Return a table with one line per node, in 80 columns."""
     table = plain_table(_head(status), ("node", "workers", "rounds seen", "behind", "step", "MB up", "MB down"))
     for node in status["nodes"]:
         table.add_row(
@@ -297,10 +277,7 @@ def _head(status: dict[str, Any]) -> str:
 
 
 class Screen:
-    """The output of a server's run on stderr: a table that follows its status, and lines that stay above it.
-
-    Without a terminal there is no table, but a status line from time to time.
-    """
+    """A server's output on stderr: its status as a table below lines or, without a terminal, now and then a line."""
 
     def __init__(self, table: Live | None, console: Console) -> None:
         self._table, self._console = table, console
@@ -329,9 +306,6 @@ def live(quiet: bool = False) -> Iterator[Screen]:
         yield Screen(table, console)
 
 
-# --- predictions ------------------------------------------------------------------------------------------------------
-
-
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
     columns = ("scheme", "gradients/s", "updates/s", "staleness, max", "MB a gradient")
     table = plain_table("predicted in virtual time, not measured", columns, close=True)
@@ -348,7 +322,7 @@ def predict(
     link: str, delay: str, seconds: float, seed: int, shards: int = 0,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
-    check_shards(shards)
+    check_count("--shards", shards, 0)
     for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
         if not value > 0:
             raise ValueError(f"{name} must be above 0, not {value:g}")
@@ -360,7 +334,7 @@ def predict(
     def step_seconds(node: int, worker: int, number: int, rng: random.Random) -> float:
         return step * slow.get(node, 1.0) * rng.lognormvariate(0.0, spread)
 
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for text in dict.fromkeys([settings, "asp", "bsp"]):
         chosen = replace(preset(text), start_nodes=nodes)
         trace = simulate(
@@ -371,33 +345,15 @@ def predict(
         batches = trace.gradients * chosen.local_update.steps
         mean = sum(age * n for age, n in ages.items()) / max(1, sum(ages.values()))
         traffic = (trace.bytes_up + trace.bytes_down) / max(1, batches)
-        rates = batches / trace.seconds, len(trace.updates) / trace.seconds
-        rows.append(_row(text, *rates, mean, max(ages, default=0), traffic))
+        speed = batches / trace.seconds, len(trace.updates) / trace.seconds
+        rows.append((text, *speed, mean, max(ages, default=0), traffic))
     exchange = hierarchical_seconds(payload, nodes, bits, latency)
     period = synchronous_step_seconds(step_seconds, nodes, workers, exchange, seed=seed)
-    traffic = hierarchical_bytes(payload, nodes, workers)
-    return [*rows, _row("hierarchical all-reduce", nodes * workers / period, 1 / period, 0.0, 0, traffic)]
-
-
-def _row(scheme: str, gradients: float, updates: float, mean: float, most: int, traffic: float) -> dict[str, Any]:
-    return {
-        "scheme": scheme,
-        "gradients_per_second": gradients,
-        "updates_per_second": updates,
-        "mean_staleness": mean,
-        "max_staleness": most,
-        "bytes_per_gradient": traffic,
-    }
-
-
-def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
-    """Return bytes per gradient, sent and received by all cards together, for a ring over nodes after a sum in each.
-
-    Example:
-        >>> hierarchical_bytes(4e6, 4, 4)
-        1500000.0
-    """
-    return 2 * model_bytes * (nodes - 1) / (nodes * workers)
+    traffic = 2 * payload * (nodes - 1) / (nodes * workers)  # of all cards, for a ring over nodes after a sum in each
+    rows.append(("hierarchical all-reduce", nodes * workers / period, 1 / period, 0.0, 0, traffic))
+    rates = "gradients_per_second", "updates_per_second"
+    names = "scheme", *rates, "mean_staleness", "max_staleness", "bytes_per_gradient"
+    return [dict(zip(names, row)) for row in rows]
 
 
 def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
@@ -418,13 +374,8 @@ def synchronous_step_seconds(
     return total / draws
 
 
-# --- the lab ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LabSpec:
-    """What to run; see the options of the verb."""
-
     model: str
     settings: str
     outer: str

@@ -25,10 +25,8 @@ class Codec:
     A kind is a frozen dataclass of up to thirteen numbers, told apart by their annotations: ``int`` (at most 2**62),
     ``Digest`` (any 64 bits), ``bool``, ``float``, ``Finite``. After the frame follow ``rows``, if the kind has a field
     of that name, a tuple of records with up to four numbers, and ``tensor``, bytes of which the frame tells the number;
-    a ``tensor`` without a default must come.
-
-    ``of``: what the messages belong to, for errors, such as "a parameter server". ``kinds``: in an order that both
-    sides share.
+    a ``tensor`` without a default must come. ``of``: what the messages belong to, for errors. ``kinds``: in an
+    order that both sides share.
     """
 
     def __init__(self, of: str, kinds: Sequence[type]) -> None:
@@ -82,13 +80,16 @@ class Codec:
 
     def _numbers(self, record: Any) -> list[int]:
         values = [(getattr(record, name), hint) for name, hint in self._fields[type(record)]]
-        return [_bits(value) if hint in (float, Finite) else int(value) for value, hint in values]
+        return [
+            struct.unpack("<q", struct.pack("<d", value))[0] if hint in (float, Finite) else int(value)
+            for value, hint in values
+        ]
 
     def _read(self, kind: type, values: Sequence[int], most: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for (name, hint), number in zip(self._fields[kind], values):
             if hint in (float, Finite):
-                found[name] = _float(number)
+                (found[name],) = struct.unpack("<d", struct.pack("<q", number))
                 if hint is Finite and not math.isfinite(found[name]):
                     raise ValueError(f"a {kind.__name__} with {name}={found[name]} is not a message of {self.of}")
                 continue
@@ -101,13 +102,3 @@ class Codec:
 def _numbers_of(kind: type) -> _Fields:
     hints = get_type_hints(kind, include_extras=True)
     return tuple((field.name, hints[field.name]) for field in fields(kind) if field.name not in ("rows", "tensor"))
-
-
-def _bits(value: float) -> int:
-    (number,) = struct.unpack("<q", struct.pack("<d", value))
-    return int(number)
-
-
-def _float(bits: int) -> float:
-    (number,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(number)

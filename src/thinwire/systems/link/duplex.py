@@ -52,10 +52,7 @@ class Duplex:
             self.host = str(connection.getpeername()[0])
 
     def secure(self, credentials: Credentials, end: float, host: str | None = None) -> None:
-        """Use TLS from now on; the handshake must end in time. ``host``: that was called; None: this side listens.
-
-        ``NotAdmitted``: one side does not trust the other, or the other does not speak TLS.
-        """
+        """Use TLS from now on. ``host``: that was called; None: this side listens."""
         cipher, nothing = Cipher(credentials, host), memoryview(b"")
         self._room = memoryview(bytearray(_ROOM))
         with self._in_use():
@@ -71,7 +68,6 @@ class Duplex:
         self._cipher, self.shown = cipher, cipher.shown()
 
     def peek(self, end: float) -> bytes:
-        """Return the first received byte without consuming it."""
         with self._in_use():
             return self._when_ready(self._in, end, partial(self._socket.recv, 1, socket.MSG_PEEK))
 
@@ -187,11 +183,7 @@ class Duplex:
 
 
 def dial(host: str, port: int, seconds: float, source: tuple[str, int] | None = None) -> Duplex:
-    """Connect to a listener. Raise ``OSError`` if nobody listens.
-
-    If nobody listens at the port and the kernel happens to choose the same port for the caller, TCP connects the caller
-    to itself. It would take its own bytes for those of a listener that must not be called again.
-    """
+    """Connect. Where nobody listens, the kernel may choose that port for the caller, and TCP connect it to itself."""
     connection = socket.create_connection((host, port), seconds, source)
     if connection.getsockname() == connection.getpeername():
         connection.close()

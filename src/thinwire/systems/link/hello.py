@@ -31,7 +31,6 @@ _LEAST = 16
 
 
 def read_secret(path: str | Path) -> bytes:
-    """Return the secret in a file, without surrounding whitespace."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -73,7 +72,6 @@ def _checked(secret: bytes, where: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach that address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -116,7 +114,6 @@ class PeerIdentity:
 
 
 def check_identity(identity: PeerIdentity, role: str, number: int) -> None:
-    """Raise ``ValueError`` if a process claims another role or number than in its hello."""
     if (identity.role, identity.number) != (role, number):
         raise ValueError(f"it connected as {identity.role} {identity.number} but speaks as {role} {number}")
 
@@ -132,10 +129,7 @@ class Introduction:
 
 
 def introduce(duplex: Duplex, identity: PeerIdentity, channel: int, token: bytes, end: float, host: str = "") -> None:
-    """The caller's side of the hello, on a connection for a channel of the peer named ``token``.
-
-    ``NotAdmitted``: the listener has another version, requires another secret or certificate, or cannot be trusted.
-    """
+    """The caller's side of the hello, for a channel of the peer named ``token``. ``NotAdmitted``: it is no use."""
     if isinstance(identity.trust, Credentials):
         try:
             duplex.secure(identity.trust, end, host)
@@ -210,12 +204,10 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> In
 
 
 def admit(duplex: Duplex, heard: Introduction, trust: Trust, end: float) -> None:
-    """Tell the caller that it is accepted, and prove that this side knows the secret too."""
     duplex.write(_VERDICT.pack(_IN, _proof(_secret_of(trust), b"listener", heard.words)), end)
 
 
 def refuse(duplex: Duplex, end: float) -> NoReturn:
-    """Tell the caller that its number belongs to another name. ``NotAdmitted``: always."""
     duplex.write(_VERDICT.pack(_NOT_ITS_NUMBER, bytes(32)), end)
     raise NotAdmitted("it uses a number that belongs to another name")
 

@@ -43,13 +43,7 @@ logger = logging.getLogger("thinwire")
 
 
 class ListeningPort:
-    """Handles new connections concurrently, one thread each, so that a silent one delays nobody.
-
-    Args:
-        hear: called in a new thread for each new connection, with the connection and its deadline; must not raise.
-        seconds: for a whole hello.
-        most: if more hellos than this are unfinished, the oldest connection is closed.
-    """
+    """Lets ``hear`` (must not raise) meet each connection in a thread; of over ``most`` unknown, the oldest goes."""
 
     def __init__(
         self,
@@ -84,7 +78,6 @@ class ListeningPort:
         return self._server is None
 
     def close(self) -> None:
-        """Give the port back, and close all unidentified connections."""
         with self._lock:
             server, self._server = self._server, None
             unknown = list(self._unknown)
@@ -144,15 +137,8 @@ class _Half:
 class Listener:
     """Accepts callers with a certificate of its authority, or with its secret; a :class:`ListeningPort` bounds others.
 
-    With certificates, a number in a role belongs to the name that first came with it.
-
-    Args:
-        port: 0 chooses a free one.
-        notes: what :class:`Caller` reads on the other side.
-        roles: which may connect.
-        trust: None: everybody who reaches the port may connect.
-        insecure: allow that even at an address that others can reach.
-        seconds: for a whole hello.
+    With certificates, a number in a role belongs to the name that first came with it. ``notes``: for :class:`Caller`.
+    ``trust`` None: everybody may connect; ``insecure`` allows that at an address that others reach.
     """
 
     def __init__(
@@ -179,29 +165,19 @@ class Listener:
         self._listening.open()
 
     def note(self, key: str, value: str) -> None:
-        """Set a note, replacing an earlier one with the same key."""
         with self._changed:
             self._notes[key] = value
 
     def serve(self, came: Callable[[Peer, bytes], None], hello_bytes: int) -> None:
-        """Accept all callers, those that wait already and those to come, each in its own thread.
-
-        Args:
-            came: called with each peer and its first frame; if it raises ``ValueError`` or ``RuntimeError``, the peer
-                is sent away.
-            hello_bytes: size of that frame.
-        """
+        """Accept callers, waiting and to come, in a thread each; ``came`` turns one away by Value- or RuntimeError."""
         with self._changed:
             self._came, self._hello_bytes = came, hello_bytes
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Accept nobody any more, and give the port back."""
         self._listening.close()
         with self._changed:
             self._changed.notify_all()
-
-    # --- threads --------------------------------------------------------------------------------------------------
 
     def _meet(self, duplex: Duplex, end: float) -> None:
         try:
@@ -238,7 +214,6 @@ class Listener:
             return self._owners.setdefault(place, name) == name
 
     def _hold(self, duplex: Duplex, heard: Introduction, end: float) -> None:
-        """Read the first frame, and keep the connection until the one for tensors comes."""
         with self._changed:
             self._wait(lambda: self._came is not None, end)
         admit(duplex, heard, self._trust, end)
@@ -256,7 +231,6 @@ class Listener:
                     raise
 
     def _join(self, duplex: Duplex, heard: Introduction, end: float) -> None:
-        """Handle the second connection of a peer, which is then complete."""
         with self._changed:
             self._wait(lambda: heard.token in self._halves, end)
             half = self._halves[heard.token]
@@ -292,22 +266,10 @@ class Listener:
         logger.warning("%s%s", words, f" (and {others} more before it)" if others else "")
 
 
-# --- the calling side -------------------------------------------------------------------------------------------------
-
-
 class Caller:
-    """A listener's address ``host:port``, and its notes when last read.
+    """A listener's address ``host:port``, and its notes when last read. ``found_at``: the IP address reached.
 
-    Args:
-        seconds: the time each connection may take.
-        source: the address of this machine to connect from, if it has several; None: the system chooses.
-
-    Attributes:
-        found_at: the IP address that the connection reached.
-
-    Raises:
-        NotAdmitted: it does not let this process in.
-        PairError: nobody listens there now.
+    ``source``: this machine's address to connect from. ``NotAdmitted``: not let in. ``PairError``: nobody listens now.
     """
 
     def __init__(
@@ -357,11 +319,7 @@ def connect(
     seconds: float = HELLO_SECONDS,
     source: str | None = None,
 ) -> Peer:
-    """Connect to a listener, with ``hello`` as the first frame.
-
-    ``NotAdmitted``: the listener does not let this process in. ``PairError``: nobody listens, or the listener does not
-    accept the connection.
-    """
+    """Connect, with ``hello`` as the first frame. ``PairError``: nobody listens; ``NotAdmitted``: it is no use."""
     end, token = time.monotonic() + seconds, secrets.token_bytes(TOKEN_BYTES)
     opened: list[Duplex] = []
     try:

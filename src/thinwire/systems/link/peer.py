@@ -29,8 +29,7 @@ logger = logging.getLogger("thinwire")
 class Peer:
     """Another process. Frames and tensors use one socket each, so frames never wait behind tensors.
 
-    At first both sides read and write directly. After :meth:`start`, messages are sent from an outbox, in order, and
-    received ones delivered, each by threads of their own. Of a listener at the other end, only the role is known.
+    Before :meth:`start` both sides read and write directly; then threads send an outbox, and deliver messages.
     """
 
     def __init__(self, frames: Duplex, tensors: Duplex, other: PeerIdentity) -> None:
@@ -68,10 +67,7 @@ class Peer:
         self._tensors.write(memory_of(x), end_of(seconds))
 
     def receive_tensor(self, x: Tensor, seconds: float) -> Tensor:
-        """Receive into ``x``, and return it.
-
-        ``PairError``: it did not arrive completely in time; no further tensor can be received.
-        """
+        """Receive into ``x``, and return it. ``PairError``: incomplete in time; no further one can be received."""
         try:
             self._tensors.read_into(memory_of(x), end_of(seconds))
         except PairError as error:
@@ -94,16 +90,10 @@ class Peer:
     ) -> None:
         """Begin to send what is posted and to deliver what arrives.
 
-        Args:
-            seconds: how long the other side may be silent, and how long a tensor may take beyond its bytes.
-            most_bytes: the largest tensor to accept; checked before memory is allocated.
-            deliver: called with every message; a tensor arrives as bytes, ``uint8 [n]``.
-            closed: called once with the reason if the connection ends without a call of ``close``.
-            channels: 1: strict order. 2: messages without a tensor overtake those with one, in both directions, never
-                the reverse.
-            announced: called with the seconds that a tensor on its way may take.
-            compose: makes the report that ``report_due`` asks for, when nothing else waits.
-            silent: the other side may be silent for any length of time; another connection shows whether it lives.
+        ``seconds``: how long the other side may be silent (``silent``: for ever), and a tensor take beyond its bytes.
+        ``deliver``: gets tensors as ``uint8 [n]``. ``closed``: called once with the reason, not after ``close``.
+        ``channels`` 2: messages without a tensor overtake those with one, never the reverse. ``announced``: gets the
+        seconds that a tensor may take. ``compose``: makes the report that ``report_due`` asks for.
         """
         self._codec, self._seconds, self._most_bytes, self._channels = codec, seconds, most_bytes, channels
         self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
@@ -127,7 +117,6 @@ class Peer:
             self._lock.notify_all()
 
     def report_due(self) -> None:
-        """Ask for a report as soon as nothing else waits."""
         with self._lock:
             self._due = True
             self._lock.notify_all()

@@ -86,10 +86,7 @@ class Credentials:
 
 
 class Cipher:
-    """TLS over memory, without a socket. One thread may encrypt while another decrypts.
-
-    ``host``: that was called, which the other side's certificate must name; None: this side listens.
-    """
+    """TLS over memory: one thread may encrypt while another decrypts. ``host``: that was called; None: this listens."""
 
     def __init__(self, credentials: Credentials, host: str | None) -> None:
         self._credentials = credentials
@@ -100,7 +97,6 @@ class Cipher:
         self._lock = threading.Lock()  # OpenSSL's object must not be used by two threads at once
 
     def handshake_step(self) -> bool:
-        """Continue the handshake; return whether it is complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -116,7 +112,6 @@ class Cipher:
         return True
 
     def shown(self) -> Certificate:
-        """Return the other side's certificate, after the handshake."""
         subject = (self._tls.getpeercert() or {}).get("subject", ())
         names = [value for part in subject for name, value in part if name == "commonName"]  # type: ignore[str-unpack]
         fingerprint = _fingerprint(self._tls.getpeercert(True) or b"")

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from thinwire.core.checks import check_choice
 from thinwire.core.collectives.groups import backends_to_ask_for
 from thinwire.core.program import AllReduce, Broadcast, Program
 from thinwire.engine.attach import attach
+from thinwire.engine.services import Services
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.link.tls import Credentials
@@ -30,9 +31,6 @@ from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shard import Shard
 from thinwire.systems.parameter_server.status import Status
 from thinwire.systems.parameter_server.worker import Worker, WorkerStats, local_gradient
-
-if TYPE_CHECKING:
-    from thinwire.engine.services import Services
 
 DEFAULT_PORT = 29400
 _LATE_SECONDS = 60.0
@@ -101,7 +99,7 @@ def serve_shard(
     keys: str | Path | Credentials | None = None,
     insecure: bool = False,
 ) -> int:
-    """Hold one slice of the weights of a model that :func:`serve` serves with ``shards``, until training ends.
+    """Hold one slice of the weights of a model that :func:`serve` serves; return the version of the final ones.
 
     Args:
         server: ``host:port``.
@@ -110,9 +108,6 @@ def serve_shard(
         checkpoint_dir: directory; needed if the server has one.
         port: where nodes find this shard; 0 chooses a free one.
         host, secret, keys, insecure: as for :func:`serve`; the same secret, or keys of the same authority.
-
-    Returns:
-        The version of the final weights.
 
     Raises:
         ValueError: the server has no such shard, or the checkpoint is not the one that the server continues from.
@@ -225,14 +220,10 @@ def _together(
 
 
 class NodeMean:
-    """One rank of a node whose ranks compute each gradient together: the mean over its ranks is one submission.
+    """One rank of a node whose ranks compute each gradient together; the mean over them is one submission.
 
-    The node's leader knows only rank 0 as a worker; the other ranks do what rank 0 announces. The weights reach the
-    node once and are then broadcast; each gradient leaves it once. On GPUs both stay on the machine's own links. With
-    local steps, each inner step is a synchronous step of the whole node.
-
-    Args:
-        ranks: of the node: a GradientSync's services; its own exchange during backward must be off (``no_sync``).
+    The leader knows only rank 0 as a worker; the others do what it announces. ``ranks``: of a GradientSync whose own
+    exchange during backward is off (``no_sync``).
 
     Differences from InHAD's local aggregator, of which only the abstract is public: the ranks of a node work in step,
     and the mean is taken over the whole gradient after backward.
@@ -275,7 +266,6 @@ class NodeMean:
         return weights, batch, version
 
     def mean(self, flat: Tensor, loss: float, samples: int) -> Program:
-        """All-reduce: the mean gradient, the mean loss and the sum of samples."""
         total = yield AllReduce(torch.cat([flat, flat.new_tensor([loss, samples])]))
         gradient, (loss_sum, all_samples) = total[:-2] / self._size, total[-2:].tolist()
         return gradient, loss_sum / self._size, round(all_samples)

@@ -1,7 +1,6 @@
 """The server's checkpoint: weights, optimizer, version, data positions, counters. One file, complete or absent.
 
-If the model is in shards, each shard saves its slice and its optimizer, and the server everything else; shards write
-first.
+If the model is in shards, each first saves its slice and its optimizer, then the server everything else.
 """
 
 from __future__ import annotations
@@ -23,17 +22,10 @@ logger = logging.getLogger("thinwire")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a server needs to continue.
+    """What a server or shard needs to continue. ``theta``: a shard's slice; empty for a server with shards.
 
-    Attributes:
-        theta: weights, ``[D]``; in a shard's checkpoint: its slice; in the checkpoint of a server with shards: empty.
-        optimizer: its ``state_dict``.
-        next_member: higher than every member number given out so far.
-        positions: node -> next step of its workers' data.
-        layout: JSON of the model's layout.
-        buffers: moving averages of the model's buffers, ``[B]``, if it has any.
-        shards: k, 0 if the weights are not in shards; index: of the shard, -1 for the server.
-        run: number of this training, the same for the server and its shards.
+    ``next_member``: above all member numbers given out. ``positions``: node -> next step of its workers' data.
+    ``layout``: JSON. ``shards``: 0 if the weights are whole; ``index``: -1 for the server; ``run``: of the training.
     """
 
     theta: Tensor
@@ -56,7 +48,7 @@ def prepare(directory: str | Path) -> None:
         raise ValueError(f"{directory} cannot hold checkpoints ({error.strerror}): give a directory") from error
 
 
-def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
+def save(directory: str | Path, saved: Saved, whole: int | None = None) -> None:
     """Write a complete checkpoint or none; if that fails, existing ones are unchanged. One older checkpoint is kept.
 
     ``whole``: its version, because other processes' checkpoints belong to it; None: the newest.
@@ -68,11 +60,9 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
     except OSError as error:
         why = f"[Errno {error.errno}] {error.strerror}"  # the error's own text also names the partial file
         raise OSError(f"the checkpoint {kept.path(saved.version)} could not be written ({why})") from error
-    return kept.path(saved.version)
 
 
 def load(directory: str | Path) -> Saved | None:
-    """Return the newest checkpoint; None if there is none."""
     paths = list(kept_in(directory).found().values())
     return _read(paths[-1]) if paths else None
 
@@ -108,7 +98,6 @@ def _read(path: Path) -> Saved:
 
 
 def _check(saved: Saved) -> None:
-    """Raise ``ValueError`` unless all values have the right types and match each other."""
     for name in ("version", "next_member", "shards", "index", "run"):
         check_count(name, getattr(saved, name), -1 if name == "index" else 0)
     for name in ("positions", "counters"):
@@ -139,13 +128,7 @@ def kept_in(directory: str | Path, index: int = -1) -> CheckpointDirectory:
 
 
 class Saves:
-    """Checkpoints of a server in a directory; None: nothing is saved, and the server starts over.
-
-    Attributes:
-        resumed: version that the server continues from, 0 if it starts over.
-        fresh: whether it starts over, for lack of a checkpoint.
-        unsaved: the reason why the final weights are in no checkpoint although they should be.
-    """
+    """Checkpoints of a server, if it has a directory. ``unsaved``: why the final weights are in none."""
 
     def __init__(self, directory: str | Path | None, every: int) -> None:
         check_count("checkpoint_every", every)
@@ -156,7 +139,6 @@ class Saves:
         self.unsaved: str | None = None
 
     def load(self, layout: Layout, shards: int) -> Saved | None:
-        """Return what the server continues from; None if it starts over."""
         saved = load(self.directory) if self.directory is not None else None
         if saved is None:
             return None
@@ -174,7 +156,6 @@ class Saves:
         return self.directory is not None and version % self._every == 0
 
     def failed(self, why: str) -> None:
-        """Warn that a checkpoint could not be written; training goes on."""
         logger.warning("%s; %s", why, self._next_start())
 
     def check_last(self, version: int) -> None:

@@ -28,7 +28,6 @@ class VectorCodec:
         self.kind, self.density = kind, density
 
     def encode(self, x: Tensor) -> Tensor:
-        """Encode a vector: ``[D]`` -> ``uint8 [n]``."""
         if self.kind == "topk":
             return pack(*top_k(x, keep_count(x.numel(), self.density)))
         codes, scales = encode(x, BITS, BLOCK)
@@ -85,7 +84,6 @@ class Difference:
         return message, True
 
     def receive(self, message: Tensor) -> Tensor:
-        """Add a received difference and return the leader's weights."""
         if self.held is None:
             raise ValueError("a difference of weights arrived before the weights")
         self.held = self.held + self.codec.decode(message, self.held.numel(), self.held.dtype)
@@ -103,10 +101,7 @@ def most_bytes(settings: Settings, layout: Layout) -> int:
 
 
 class SumsOut:
-    """Packs a leader's sums, in ``pieces``: slices of the flat vector, one per process that holds weights.
-
-    What compression leaves out is kept as a residual, also across memberships.
-    """
+    """Packs a leader's sums by ``pieces`` of the flat vector; residuals of compression outlive memberships."""
 
     def __init__(self, settings: Settings, dtype: torch.dtype, pieces: Sequence[slice]) -> None:
         self.settings, self.dtype, self.pieces = settings, dtype, tuple(pieces)
@@ -114,7 +109,6 @@ class SumsOut:
         self._feedback = [Feedback(codec) for _ in self.pieces] if codec else None
 
     def pack(self, total: Tensor) -> list[Tensor]:
-        """Return what is sent of a sum ``[D]``, one tensor per piece."""
         parts = [total[piece] for piece in self.pieces]
         if self._feedback is not None:
             return [feedback.encode(part) for feedback, part in zip(self._feedback, parts)]
@@ -151,7 +145,6 @@ class ServerEnd:
         self._held: dict[int, Difference] = {}
 
     def sum(self, message: Tensor) -> Tensor:
-        """Return a sum, decoded from bytes. ``ValueError``: the length is wrong."""
         if self._up is not None:
             return self._up.decode(message, self._numel, self._dtype)
         if message.numel() != self._numel * self._sums.itemsize:

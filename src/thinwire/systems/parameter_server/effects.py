@@ -64,10 +64,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A sum that goes into an update: ``scale`` times its tensor, which adds ``weight`` to the divisor.
-
-    The tensor is None if all gradients were dropped, or if the state machines run without tensors.
-    """
+    """A sum in an update: ``scale`` times its tensor, if it has one, which adds ``weight`` to the divisor."""
 
     node: int
     member: int

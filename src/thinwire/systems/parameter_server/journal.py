@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,7 @@ class Journal:
 
     @classmethod
     def read(cls, path: str | Path) -> Journal:
-        """Read a file; ignore a last line that is incomplete because the process was killed.
-
-        Raises:
-            ValueError: it is not a journal.
-        """
+        """Read a file, but not a last line that a kill has cut. ``ValueError``: it is not a journal."""
         try:
             lines = Path(path).read_text().splitlines()
             head = json.loads(lines[0])
@@ -81,11 +77,7 @@ class Journal:
 
 
 class JournalWriter:
-    """Appends updates to a file.
-
-    ``path``: an existing file keeps its updates below ``version``, and a restarted server appends to it. ``facts``:
-    model, seeds and the like. ``ValueError``: the file cannot be written, or exists and is not a journal.
-    """
+    """Appends updates to a file, whose updates below ``version`` stay. ``ValueError``: not writable, or no journal."""
 
     def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
         self._path = Path(path)
@@ -104,10 +96,7 @@ class JournalWriter:
             raise ValueError(f"the journal {path} cannot be written: {error}") from error
 
     def write(self, update: Update) -> None:
-        """Append one update immediately.
-
-        ``OSError``: it could not be written. The file is cut after the last complete update, and closed.
-        """
+        """Append one update at once. ``OSError``: the file is cut after the last complete one, and closed."""
         try:
             self._line(update.to_json())
         except OSError as error:
@@ -136,16 +125,15 @@ def replay(
     full: int = 1,
     on_update: Callable[[int], None] = lambda version: None,
 ) -> Tensor:
-    """Repeat a run. The bits are the same if its settings say ``deterministic``, or if it had one worker.
+    """Repeat a run, and return the final weights.
+
+    The bits are the same if its settings say ``deterministic``, or if it had one worker.
 
     Args:
         parameters: the weights at version 0, ``[D]``.
         gradient: (flat parameters, node, worker, number of the batch) -> flat gradient.
         outer: as in the run; full: nodes times workers of the run.
         on_update: called with the version after each update.
-
-    Returns:
-        The final weights.
 
     Raises:
         ValueError: updates are missing; or the run was compressed or balanced its local steps, and the journal does not
@@ -163,7 +151,7 @@ def replay(
         raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
     weights = FlatWeights(parameters, outer, settings, full)
     history = {0: weights.snapshot}
-    last_use = _last_use(journal.updates)
+    last_use = {row.base: update.version for update in journal.updates for part in update.parts for row in part.rows}
     work: dict[tuple[int, int], LocalWork] = {}
 
     def compute(part: Contribution, row: Row) -> Tensor:
@@ -172,33 +160,19 @@ def replay(
             history[row.base], row.step, settings.local_update.steps, lambda x, i: gradient(x, part.node, row.worker, i)
         )
 
+    def total(part: Contribution, version: int) -> Any:
+        if settings.transfer == "push":
+            return compute(part, part.rows[0]) if part.rows else None
+        buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
+        for row in part.rows:
+            buffer.add(row, compute(part, row))
+        return buffer.take(version)[2]
+
     for update in journal.updates:
-        weights.apply([replace(part, tensor=_again(part, update.version, settings, compute)) for part in update.parts])
+        weights.apply([replace(part, tensor=total(part, update.version)) for part in update.parts])
         version = update.version + 1
         history[version] = weights.snapshot
         for old in [base for base in history if last_use.get(base, -1) < version and base != version]:
             del history[old]
         on_update(version)
     return weights.theta
-
-
-def _again(
-    part: Contribution, version: int, settings: Settings, compute: Callable[[Contribution, Row], Tensor]
-) -> Tensor | None:
-    if settings.transfer == "push":
-        return compute(part, part.rows[0]) if part.rows else None
-    buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
-    for row in part.rows:
-        buffer.add(row, compute(part, row))
-    total: Tensor | None = buffer.take(version)[2]
-    return total
-
-
-def _last_use(updates: Iterable[Update]) -> dict[int, int]:
-    """Return, for each base version, the last update that uses a gradient of it."""
-    uses: dict[int, int] = {}
-    for update in updates:
-        for part in update.parts:
-            for row in part.rows:
-                uses[row.base] = update.version
-    return uses

@@ -20,15 +20,7 @@ _KEPT = 0.9
 
 
 def slices(numel: int, shards: int) -> tuple[slice, ...]:
-    """Cut ``[D]`` into contiguous slices, one per shard, in order, of equal size up to one element; none is empty.
-
-    Raises:
-        ValueError: there are fewer elements than shards, or no shards.
-
-    Example:
-        >>> slices(7, 2)
-        (slice(0, 3, None), slice(3, 7, None))
-    """
+    """Cut ``[D]`` into contiguous slices, one per shard, of equal size up to one element; none is empty."""
     if not 1 <= shards <= numel:
         raise ValueError(f"shards={shards!r} must be at least 1 and at most the model's {numel} elements")
     ends = [numel * i // shards for i in range(shards + 1)]
@@ -45,10 +37,7 @@ class BufferLayout:
 
     @classmethod
     def of(cls, model: nn.Module) -> BufferLayout:
-        """Return a model's layout, maybe empty.
-
-        Left out are constants (bool masks, buffers not in ``state_dict``), and complex, sparse and empty buffers.
-        """
+        """Leave out constants (bool masks, buffers not in ``state_dict``), and complex, sparse and empty buffers."""
         saved = model.state_dict()
         found = [(n, b) for n, b in model.named_buffers() if n in saved and b.numel() and b.dtype != torch.bool]
         found = [(n, b) for n, b in found if not b.is_complex() and b.layout is torch.strided]
@@ -62,21 +51,15 @@ class BufferLayout:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
     def flat(self, model: nn.Module) -> Tensor:
-        """Return a copy of the model's buffers, ``[B]`` fp64."""
         buffers = dict(model.named_buffers())
         return torch.cat([buffers[name].detach().reshape(-1).double() for name in self.names])
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Return a vector, or rows of them, as views of one buffer each."""
         return list(flat.split([torch.Size(shape).numel() for shape in self.shapes], dim=-1))
 
     @torch.no_grad()
     def write(self, flat: Tensor, model: nn.Module) -> None:
-        """Copy a flat vector into the model.
-
-        A buffer stays as it is if its new value is not finite, as a mask's, or is the old one in fp64, which does not
-        hold every large integer.
-        """
+        """Copy into the model, but keep a buffer whose new value is not finite, or the old one as fp64 holds it."""
         buffers = dict(model.named_buffers())
         for name, shape, piece in zip(self.names, self.shapes, self.split(flat)):
             held = buffers[name]
@@ -131,7 +114,6 @@ class RunningBuffers:
         self.value = value
 
     def write(self, model: nn.Module) -> None:
-        """Copy the average into a model; leave the model alone if no buffers have come yet."""
         if self.value is not None:
             self.layout.write(self.value, model)
 
@@ -207,11 +189,7 @@ class Layout(Record):
         return torch.cat([part.detach().reshape(-1) for part in parts])
 
     def read(self, message: Tensor) -> Tensor:
-        """View received bytes as a flat vector ``[D]``.
-
-        Raises:
-            ValueError: the length does not fit.
-        """
+        """View received bytes as a flat vector ``[D]``. ``ValueError``: the length does not fit."""
         if message.nbytes != self.numel * self.dtype.itemsize:
             raise ValueError(f"{message.nbytes} bytes arrived, but this model has {self.numel} elements")
         return message.view(self.dtype)

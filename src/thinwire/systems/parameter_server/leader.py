@@ -7,16 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from thinwire.core.checks import check_count
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
 from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alpha, norm
 
 
 class Aggregator:
-    """Gradients waiting to be pulled. Tensors are only added and scaled; without tensors, None stands for each.
-
-    If ``deterministic``, every gradient is kept, and they are added in fp64, in order of (worker, step).
-    """
+    """Gradients waiting to be pulled (None: without tensors); ``deterministic``: added in fp64, by (worker, step)."""
 
     def __init__(self, alpha_rule: str, norm_rule: str, deterministic: bool = False) -> None:
         self._alpha, self._norm, self._deterministic = alpha_rule, norm_rule, deterministic
@@ -41,11 +39,7 @@ class Aggregator:
             self._sums[row.base] = tensor if held is None else held.add_(tensor)
 
     def take(self, now: int) -> tuple[tuple[msg.Row, ...], float, Any]:
-        """Empty the aggregator for an update of version ``now``.
-
-        Returns the gradients, their share of the divisor (the sum of the norms), the sum of alpha times gradient or
-        None.
-        """
+        """Empty it for an update of version ``now``: rows, their part of the divisor, the sum of alpha * gradient."""
         rows = tuple(sorted(self._rows, key=lambda row: (row.worker, row.step)))
         weight = float(sum(norm(self._norm, self._alpha, now - row.base) for row in rows))
         if self._deterministic:
@@ -74,17 +68,10 @@ def _total(parts: list[tuple[float, Any]], wide: bool) -> Any:
 class Membership:
     """From a WELCOME until the leader leaves, is dropped, or loses the server; then a new one is made.
 
-    Attributes:
-        number: given by the server; 0: not a member.
-        version: of the weights held; -1 before the first. grant: number under which they were sent.
-        allowed: the last start that is permitted (SSP).
-        floor: the oldest version on which workers may still start.
-        seq: of the newest message sent; probe: the newest of the server's, to be echoed.
-        in_total: submissions handed in so far; acked: how many of them the server has; started: workers' starts.
-        computing: base version of what each busy worker computes; begun: its step.
-        round: with ``local="sync"``, what workers have handed in since all started.
-        made: starts of each worker on the weights held.
-        buffer: sums waiting for a PULL.
+    ``number`` 0: not a member. ``version``: of the weights held (-1: none), sent as ``grant``. ``allowed``: the last
+    permitted start (SSP). ``floor``: the oldest version to start on. ``probe``: to be echoed. ``in_total``: submitted,
+    of which the server has ``acked``. ``computing``: base of each busy worker, ``begun`` its step. ``round``: handed in
+    with ``local="sync"``. ``made``: starts of each worker on these weights.
     """
 
     settings: Settings
@@ -120,7 +107,6 @@ class Membership:
         return fresh and self.made[worker] < self.settings.starts_per_version and self.started <= self.allowed
 
     def has_room(self, workers: int) -> bool:
-        """Return whether one more of this number of workers may start, by what already waits to be sent."""
         if self.settings.transfer == "push":  # at most as many pushed sums may wait for the link, unanswered
             return self.in_total - self.acked + len(self.computing) < workers
         return len(self.buffer) + len(self.computing) < max(self.settings.buffer, workers)
@@ -146,11 +132,6 @@ class Membership:
         self.started -= computed
         return computed
 
-    def take_weights(self, message: msg.Weights) -> None:
-        self.version, self.grant, self.allowed = message.version, message.grant, message.allowed
-        self.steps, self.acked = message.steps, message.ack
-        self.made.clear()
-
     def raise_floor(self, next_version: int) -> None:
         """Note the version of the next update: results on too old weights would miss the bound."""
         self.floor = max(self.floor, next_version - self.settings.bound)
@@ -165,7 +146,6 @@ class Membership:
     def grad(
         self, alive: Collection[int], pull: int, weight: float, rows: tuple[msg.Row, ...], tensor: Any
     ) -> msg.Grad:
-        """Compose a message with a gradient sum; ``pull``: number of the PULL that it answers, 0: pushed."""
         self.seq += 1
         return msg.Grad(
             self.number, pull, self.seq, self.in_total, self.low(alive), self.grant, weight, rows, tensor
@@ -173,26 +153,15 @@ class Membership:
 
 
 class Leader:
-    """One node's side of the protocol.
+    """One node's side of the protocol, without thread, clock or socket.
 
-    It has no thread, clock or socket: ``join``, ``on``, ``done``, ``lost``, ``returned`` and ``tick`` are told what
-    happened and when (seconds of any monotonic clock), and return what the driver has to do.
-
-    Args:
-        node: number of the node.
-        workers: W, the number of workers; they are numbered from 0.
-        layout: hash of the parameters.
-        instance: a number for this process, different from that of any other process with the same node number.
-
-    Attributes:
-        alive: its living workers; running: token of what each computes, in whatever membership that began.
-        counters: finished, dropped (not finite), stale (results that began before a WELCOME).
+    It is told what happened and when (seconds of any monotonic clock), and returns what the driver has to do.
+    ``instance``: tells processes with the same node number apart. ``running``: token of what each worker computes, in
+    whatever membership that began. ``counters``: finished, dropped (not finite), stale (begun before a WELCOME).
     """
 
     def __init__(self, settings: Settings, node: int, workers: int, *, layout: int = 0, instance: int = 0) -> None:
-        if workers < 1:
-            raise ValueError(f"workers={workers!r} must be at least 1")
-        self.settings, self.node, self.workers, self.layout = settings, node, workers, layout
+        self.settings, self.node, self.workers, self.layout = settings, node, check_count("workers", workers), layout
         self.instance = instance
         self.alive = set(range(workers))
         self.running: dict[int, int] = {}
@@ -207,15 +176,11 @@ class Leader:
 
     @property
     def member(self) -> int:
-        """Number of the membership; 0: none."""
         return self._membership.number
 
     @property
     def version(self) -> int:
-        """Version of the weights it holds; -1 before the first."""
         return self._membership.version
-
-    # --- what workers may do ----------------------------------------------------------------------------------------
 
     def _start(self) -> list[Effect]:
         out: list[Effect] = []
@@ -233,14 +198,10 @@ class Leader:
                 out.append(Start(worker, own.version, step, own.steps, self._tokens))
         return out
 
-    # --- events inside the node -------------------------------------------------------------------------------------
-
     def hello(self) -> msg.Hello:
-        """Return the message that introduces this leader to the server."""
         return msg.Hello(self.node, self.workers, self.layout, instance=self.instance)
 
     def join(self, now: float) -> list[Effect]:
-        """Ask to become a member."""
         self._heard, self._joining = now, True
         return [Send(self.hello())]
 
@@ -256,11 +217,7 @@ class Leader:
         finite: bool = True,
         seconds: float = 0.0,
     ) -> list[Effect]:
-        """Take what a worker hands in for the ``Start`` with this ``token``.
-
-        ``tensor``: flat; this leader may change it from now on. ``finite``: whether it may be used; if not, it is
-        dropped but still counted. ``seconds``: of one step, for balancing the local steps.
-        """
+        """Take the result of a ``Start``; ``tensor`` may be changed. If not ``finite``, it is dropped but counted."""
         if self.running.get(worker) != token:
             self.counters["stale"] += 1
             return []
@@ -282,7 +239,8 @@ class Leader:
             self.counters["dropped"] += 1
         if self.settings.transfer == "push":
             own.in_total += 1
-            return [self._grad(0, 1.0, (row,) if finite else (), tensor if finite else None), *self._start()]
+            grad = own.grad(self.alive, 0, 1.0, (row,) if finite else (), tensor if finite else None)
+            return [Send(grad), *self._start()]
         if self.settings.local == "sync":
             if finite:
                 own.round.append((row, tensor))
@@ -318,10 +276,7 @@ class Leader:
         return [Report(), *self._start()]
 
     def returned(self, worker: int, now: float) -> list[Effect]:
-        """Note that a worker is there (again).
-
-        If the server may already assume that nothing more starts on these weights, the worker waits for the next ones.
-        """
+        """Let a worker in. If the server may assume that nothing more starts on these weights, it waits."""
         if self._membership.low(self.alive) == UNBOUNDED:
             self._membership.made[worker] = self.settings.starts_per_version
         self.alive.add(worker)
@@ -331,18 +286,12 @@ class Leader:
             return [Report(), *self._start()]
         return [] if self._joining else self.join(now)
 
-    # --- messages -------------------------------------------------------------------------------------------------
-
     def report(self, now: float) -> msg.IterationNumber:
         """Compose the IN for this moment. The driver sends it at once."""
         self._reported = now
         return self._membership.report(self.alive, self._step_us)
 
-    def _grad(self, pull: int, weight: float, rows: tuple[msg.Row, ...], tensor: Any) -> Send:
-        return Send(self._membership.grad(self.alive, pull, weight, rows, tensor))
-
     def on(self, message: msg.Message, now: float) -> list[Effect]:
-        """Handle a message from the server."""
         own = self._membership
         if isinstance(message, msg.Welcome):
             self._heard, self._joining = now, False
@@ -351,21 +300,20 @@ class Leader:
             self._membership = self._new(message.member, message.next_step)
             return []
         if isinstance(message, msg.Refused):
-            return (
-                []
-                if own.number
-                else [GiveUp(msg.REASONS.get(message.reason, msg.REASONS[msg.TAKEN]).format(node=self.node))]
-            )
+            reason = msg.REASONS.get(message.reason, msg.REASONS[msg.TAKEN])
+            return [] if own.number else [GiveUp(reason.format(node=self.node))]
         if message.member != own.number or not own.number:  # type: ignore[union-attr]
             return []  # it belongs to an earlier membership
         self._heard = now
         if isinstance(message, msg.Weights):
-            own.take_weights(message)
+            own.version, own.grant, own.allowed = message.version, message.grant, message.allowed
+            own.steps, own.acked = message.steps, message.ack
+            own.made.clear()
             return [Report(), *self._start()]
         if isinstance(message, msg.Pull):
             own.raise_floor(message.next_version)
             rows, weight, total = own.buffer.take(message.next_version - 1)
-            return [self._grad(message.pull, weight, rows, total), *self._start()]
+            return [Send(own.grad(self.alive, message.pull, weight, rows, total)), *self._start()]
         if isinstance(message, msg.Fence):
             own.raise_floor(message.next_version)
             own.probe = max(own.probe, message.probe)
@@ -378,10 +326,10 @@ class Leader:
         return []
 
     def ended(self, reason: str, now: float) -> list[Effect]:
-        """End the membership after a broken connection or a silent server: start nothing more, and join again.
+        """End the membership after a broken connection or a silent server, and join again if there is a worker.
 
-        Without a worker it does not join: the server would take the node for one that has done its work on the weights
-        that it gets, and a worker that comes then would wait for the next ones, which may depend on it.
+        Without one the server would take the node for done with its weights, and a worker that comes then would wait
+        for the next ones, which may depend on it.
         """
         was_member = bool(self.member)
         self._heard, self._joining = now, bool(self.alive)

@@ -11,8 +11,7 @@ from typing import Any
 from thinwire.systems.link.codec import Codec, Digest, Finite
 
 PROTOCOL = 6
-MOST_WORKERS = 1 << 12
-"""The most workers of one node."""
+MOST_WORKERS = 1 << 12  # of one node
 LAST = 1 << 62
 """Number of the pieces that a STOP announces; larger than all others."""
 
@@ -35,11 +34,7 @@ SHARD_REASONS = {
 
 @dataclass(frozen=True)
 class Hello:
-    """A leader asks to become a member.
-
-    ``instance``: of its process, to tell a leader that returns from another process with the same number. ``ticket``:
-    the number shown to every shard; 0 without shards.
-    """
+    """A leader asks to become a member. ``instance``: of its process. ``ticket``: shown to shards; 0 without shards."""
 
     node: int
     workers: int
@@ -60,11 +55,9 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a version.
+    """Weights of a version. ``same``: as sent before, so no tensor. ``delta``: the tensor is a compressed difference.
 
-    ``same``: as sent before, so no tensor. ``delta``: the tensor is a compressed difference from those sent before.
-    ``allowed``: the last start that the leader may make (SSP). ``steps``: batches per submission. ``ack``: iteration
-    number of the newest sum that has arrived.
+    ``allowed``: the last start (SSP). ``steps``: batches per submission. ``ack``: the newest sum that has arrived.
     """
 
     member: int
@@ -82,14 +75,9 @@ class Weights:
 class IterationNumber:
     """IN: what a node has finished, and bounds on what it still holds; it also serves as a sign of life.
 
-    Attributes:
-        seq: increases with every message of the member.
-        in_total: submissions finished, of which ``dropped`` were not finite; these, loss and samples since WELCOME.
-        low: no gradient that is not yet buffered has, or will have, an older base.
-        buf_low: the oldest base in the buffer.
-        grant: number of the newest WEIGHTS received.
-        step_us: microseconds of a worker's step, smoothed.
-        probe: number of the newest FENCE that asked for a sign of life.
+    ``in_total``: submissions, of which ``dropped`` were not finite; these, loss and samples since WELCOME. ``low``: no
+    gradient not yet buffered has, or will have, an older base; ``buf_low``: the oldest base in the buffer. ``step_us``:
+    smoothed. ``probe``: of the newest FENCE that asked for a sign of life.
     """
 
     member: int
@@ -117,10 +105,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Fence:
-    """Start nothing on a base older than ``next_version`` - S. With the current version: only a sign of life.
-
-    ``probe``: if not 0, the answer must contain it.
-    """
+    """Start on no base older than ``next_version`` - S (the current: a sign of life); the answer repeats ``probe``."""
 
     member: int
     next_version: int
@@ -154,10 +139,7 @@ class Grad:
 
 @dataclass(frozen=True)
 class Stop:
-    """Training has ended at ``version``; the tensor, if any, holds the final weights.
-
-    From leader to worker, ``version`` -1 means that the node gives up.
-    """
+    """Training has ended; the tensor holds the final weights. To a worker, ``version`` -1: its node gives up."""
 
     member: int
     version: int
@@ -166,8 +148,6 @@ class Stop:
 
 @dataclass(frozen=True)
 class Bye:
-    """The leader leaves."""
-
     member: int
 
 
@@ -230,10 +210,7 @@ class Ping:
 
 @dataclass(frozen=True)
 class RegisterShard:
-    """A shard's first message.
-
-    ``port``: where leaders find it. ``keeps``: it has a directory for checkpoints. ``outer``: hash of its optimizer.
-    """
+    """A shard's first message. ``port``: for leaders. ``keeps``: it writes checkpoints. ``outer``: of its optimizer."""
 
     index: int
     port: int
@@ -244,10 +221,7 @@ class RegisterShard:
 
 @dataclass(frozen=True)
 class ShardAccepted:
-    """The server's answer: begin with this slice of the weights or, without one, with the checkpoint of ``version``.
-
-    ``run``: number of the training, to recognise checkpoints of another training.
-    """
+    """Begin with this slice or, without one, with the checkpoint of ``version`` of the training numbered ``run``."""
 
     version: int
     run: int
@@ -281,18 +255,13 @@ class RemoveMember:
 
 @dataclass(frozen=True)
 class DropSum:
-    """A sum will not be used."""
-
     member: int
     seq: int
 
 
 @dataclass(frozen=True)
 class UpdateShard:
-    """Make version + 1 from ``version``: add ``rows`` in order, divide, step with ``factor`` times the learning rate.
-
-    With ``show`` the answer carries the new slice.
-    """
+    """Make version + 1: add ``rows`` in order, divide, step with ``factor`` times the rate, ``show`` the slice."""
 
     version: int
     divisor: Finite
@@ -311,10 +280,7 @@ class SendWeights:
 
 @dataclass(frozen=True)
 class SaveShard:
-    """Write a checkpoint of this version, the current one.
-
-    ``whole``: the version that all processes have written last, which must be kept; -1: none.
-    """
+    """Write a checkpoint of the current ``version``; keep ``whole``, the last that all have written (-1: none)."""
 
     version: int
     whole: int = -1
@@ -322,8 +288,6 @@ class SaveShard:
 
 @dataclass(frozen=True)
 class ShowWeights:
-    """Send the server the current slice."""
-
     version: int
 
 
@@ -371,10 +335,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of the sum ``number`` (GRAD's ``seq``) or of the weights ``number`` (WEIGHTS' ``grant``, or ``LAST``).
-
-    ``delta``: it is a compressed difference from the slice sent before.
-    """
+    """A slice of a sum (``number``: GRAD's ``seq``) or of weights (WEIGHTS' ``grant``, or ``LAST``)."""
 
     member: int
     number: int

@@ -43,10 +43,7 @@ logger = logging.getLogger("thinwire")
 class Uplink:
     """A leader's connection to the server and, if the model is in shards, one more to each shard, used as one.
 
-    Frames go to the server. A sum follows its frame or, in pieces, goes to the shards; weights come in the same way.
-
-    ``server``, ``shards``: the peers, not started. ``sums``: packs the sums that are posted. ``lock``: held in every
-    call of ``deliver``.
+    Frames go to the server; tensors follow them or, in pieces, go to the shards. ``lock``: held in every ``deliver``.
     """
 
     def __init__(self, server: Peer, shards: list[Peer], sums: SumsOut, lock: threading.RLock) -> None:
@@ -237,8 +234,6 @@ class Node(AbstractContextManager["Node"]):
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    # --- the server's side ----------------------------------------------------------------------------------------
-
     def _call(self, seconds: float) -> Caller:
         end = time.monotonic() + seconds
         while True:
@@ -328,19 +323,10 @@ class Node(AbstractContextManager["Node"]):
             return
         self._do(self.leader.on(message, time.monotonic()))
 
-    # --- the workers' side ----------------------------------------------------------------------------------------
-
     def enter(self, number: int, deliver: Callable[[Any], None]) -> LocalPeer:
-        """Let in a worker of this process.
+        """Let in a worker of this process; return where it posts its messages. ``ServerLost``: this node was closed.
 
-        Args:
-            deliver: called with every message to the worker and, at the end, with the reason.
-
-        Returns:
-            Where the worker posts its messages.
-
-        Raises:
-            ServerLost: this node was closed.
+        ``deliver``: called with every message to the worker and, at the end, with the reason.
         """
         if self._closed:
             raise ServerLost(f"worker {number}: its node was closed")
@@ -398,7 +384,6 @@ class Node(AbstractContextManager["Node"]):
                 self._do(effects)
 
     def _give(self, start: Start, theta: Tensor) -> None:
-        """Let a worker begin; the weights are sent only if it does not have them already."""
         worker = self._workers.get(start.worker)
         if worker is None:
             return
@@ -415,8 +400,6 @@ class Node(AbstractContextManager["Node"]):
                 worker.late_at, late = math.inf, True
                 logger.warning("worker %d is alive but has handed in nothing for %g s", number, self._long)
         self._long *= 2.0 if late else 1.0  # it may always take as long: say so a few times only
-
-    # --- effects --------------------------------------------------------------------------------------------------
 
     def _do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -484,17 +467,7 @@ class ShardsToCome(RuntimeError):
 
 
 def reach(server: str, hello: msg.Hello, identity: PeerIdentity, seconds: float) -> tuple[Peer, list[Peer]]:
-    """Say HELLO to a server; if it has shards, first show a ticket to each of them.
-
-    Args:
-        server: ``host:port``.
-        seconds: the time each connection may take.
-
-    Raises:
-        NotAdmitted: the server or a shard does not let this node in.
-        PairError: the server or a shard cannot be reached.
-        ShardsToCome: the server still waits for shards; try again later.
-    """
+    """Say HELLO to a server; if it has shards, first show a ticket to each. ``ShardsToCome``: try again later."""
     caller = Caller(server, identity, seconds)
     end = time.monotonic() + _POLL_SECONDS
     while len((notes := json.loads(caller.note("shards")))["places"]) < notes["count"]:
@@ -517,13 +490,12 @@ def reach(server: str, hello: msg.Hello, identity: PeerIdentity, seconds: float)
 
 
 def _show(host: str, port: int, ticket: int, index: int, identity: PeerIdentity, seconds: float) -> Peer:
+    peer = None
     try:
         peer = connect(host, port, msg.encode(msg.Ticket(ticket)), identity, seconds)
-        try:
-            peer.receive_frame(FRAME.size, seconds)  # the shard answers once it knows the ticket
-        except PairError:
-            peer.close()
-            raise
+        peer.receive_frame(FRAME.size, seconds)  # the shard answers once it knows the ticket
         return peer
     except PairError as error:
+        if peer is not None:
+            peer.close()
         raise type(error)(f"shard {index} at {host}:{port}: {error}") from error

@@ -104,20 +104,6 @@ def recipe(contributions: Iterable[Contribution], settings: Settings, full: int)
     return Recipe(tuple(parts), sum(part.weight for part in parts), factor)
 
 
-def mean_gradient(terms: Iterable[tuple[Tensor, float]], divisor: float, deterministic: bool) -> Tensor:
-    """Return sum(scale * tensor) / divisor over (tensor, scale), at least one, in order; ``deterministic``: in fp64.
-
-    Each element is computed separately, so slices of the tensors give slices of the result, bit for bit.
-    """
-    total: Tensor | None = None
-    for tensor, scale in terms:
-        x = tensor.double() if deterministic else tensor
-        x = x * scale if scale != 1.0 else x
-        total = x if total is None else total + x
-    assert total is not None
-    return total if divisor == 1.0 else total / divisor
-
-
 def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
     """Return 63 bits of a hash of an optimizer's type and options."""
     optimizer = outer([torch.zeros(1, dtype=dtype)])
@@ -128,11 +114,7 @@ def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
 
 
 class FlatWeights:
-    """Flat weights ``[D]`` and their optimizer: those of the server, or a shard's slice.
-
-    ``full``: gradients of a whole round (nodes times workers), for ``lr_scale``. ``snapshot``: the weights of the
-    current version; this tensor is never modified.
-    """
+    """Flat weights, or a slice, and their optimizer. ``full``: gradients of a round. ``snapshot``: never modified."""
 
     def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
         self.theta = parameters.detach().clone()
@@ -161,8 +143,17 @@ class FlatWeights:
             ) from error
 
     def step(self, terms: Iterable[tuple[Tensor, float]], divisor: float, factor: float) -> None:
-        """Make one update of these sums, see :func:`mean_gradient`; ``factor`` scales its learning rate."""
-        gradient = mean_gradient(terms, divisor, self._settings.deterministic)
+        """Step with sum(scale * tensor) / divisor over (tensor, scale), at least one, in order.
+
+        Each element is computed separately, so slices of the tensors give slices of the result, bit for bit.
+        """
+        total: Tensor | None = None
+        for tensor, scale in terms:
+            x = tensor.double() if self._settings.deterministic else tensor
+            x = x * scale if scale != 1.0 else x
+            total = x if total is None else total + x
+        assert total is not None
+        gradient = total if divisor == 1.0 else total / divisor
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate * factor
@@ -187,7 +178,6 @@ class LocalWeights:
         return message if message.tensor is None else replace(message, tensor=self._end.sum(message.tensor))
 
     def attach_payload(self, member: int, message: Message) -> Message:
-        """Return a message to a member with its tensor, if it carries one."""
         if isinstance(message, Weights) and not message.same:
             tensor, delta = self._end.weights(member, self.weights.snapshot)
             return replace(message, tensor=tensor, delta=delta)
@@ -197,11 +187,9 @@ class LocalWeights:
         self._end.forget(member)
 
     def apply(self, effect: Apply, show: bool, done: Callable[[Tensor | None], None]) -> None:
-        """Make an update, then call ``done``, with the weights if ``show``."""
         self.weights.apply(effect.contributions)
         done(self.weights.snapshot if show else None)
 
     def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
-        """Complete a checkpoint and write it. ``OSError``: it could not be written."""
         state = self.weights.optimizer.state_dict()
         checkpoints.save(directory, replace(saved, theta=self.weights.theta.detach(), optimizer=state))

@@ -12,17 +12,11 @@ from thinwire.systems.parameter_server.settings import UNBOUNDED, LocalSteps, Se
 
 @dataclass
 class Member:
-    """A row of the server's table.
+    """A row of the server's table. ``seen``: newest iteration number; ``ack``: that of the newest sum that arrived.
 
-    Attributes:
-        seen: newest iteration number; ack: iteration number of the newest gradient sum that has arrived.
-        low, buf_low: lower bounds on the bases of what it computes, and of what it has buffered.
-        sent: version of the newest weights sent; granted: their number.
-        grants: (number, version) of the weights that it has not yet reported as received.
-        allowed: the last start that was permitted (SSP); offset: of its clock relative to its own count.
-        heard, told: when the last message was received and sent, seconds.
-        dropped: how many of its submissions were not finite.
-        instance: of its process.
+    ``low``, ``buf_low``: lower bounds on the bases of what it computes and has buffered. ``grants``: (number, version)
+    of weights not yet reported as received; ``granted``: of all; ``sent``: the newest. ``allowed``: the last permitted
+    start (SSP); ``offset``: of its clock. ``heard``, ``told``: seconds. ``dropped``: submissions that were not finite.
     """
 
     number: int
@@ -57,10 +51,7 @@ class Member:
         return self.ack + self.offset
 
     def note(self, message: msg.IterationNumber | msg.Grad) -> None:
-        """Copy what a message reports, unless a newer one came first.
-
-        Weights in flight count as work on their version, so the oldest of the unconfirmed grants bounds ``low``.
-        """
+        """Copy what a message reports, unless a newer one came first; weights in flight count as work on them."""
         if message.seq < self.seq:
             return
         self.seq = message.seq
@@ -107,12 +98,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        version: int = 0,
-        first_member: int = 1,
-        positions: dict[int, int] | None = None,
+        self, settings: Settings, *, version: int = 0, first_member: int = 1, positions: dict[int, int] | None = None
     ) -> None:
         self.settings, self.version = settings, version
         self.members: dict[int, Member] = {}
@@ -129,16 +115,13 @@ class Server:
         self.updating = self.applying = self.finished = False
         self._started = version > 0
         self.next_member, self._next_pull = first_member, 1
-        self._claims: dict[
-            int, tuple[msg.Hello, int]
-        ] = {}  # node -> who wants its number, and the question asked for it
+        # node -> who wants its number, and the question asked for it
+        self._claims: dict[int, tuple[msg.Hello, int]] = {}
         self._asked = 0
         self._inbox: list[msg.Message] = []
         self._grace_until: float | None = None
         self._out: list[Effect] = []
         self._now = 0.0
-
-    # --- inputs ---------------------------------------------------------------------------------------------------
 
     def on(self, message: msg.Message, now: float) -> list[Effect]:
         """Handle a message from a leader."""
@@ -196,8 +179,6 @@ class Server:
         for member in self.members.values():
             self._send(msg.Stop(member.number, self.version))
         return self._flush()
-
-    # --- messages -------------------------------------------------------------------------------------------------
 
     def _handle(self, message: msg.Message) -> None:
         if isinstance(message, msg.Hello):
@@ -260,11 +241,7 @@ class Server:
         self._ask(member)
 
     def _claim(self, member: Member, newcomer: msg.Hello) -> None:
-        """Let another process with a member's number wait.
-
-        The member may be dead without the server knowing it, so it is asked for a sign of life: if it answers, the
-        newcomer is refused; if its lease ends first, the newcomer takes its place.
-        """
+        """Let another process with a member's number wait: until that answers (then refuse it) or its lease ends."""
         self._asked += 1
         before, _ = self._claims.get(member.node, (newcomer, 0))
         self._claims[member.node] = newcomer, self._asked
@@ -316,10 +293,7 @@ class Server:
         self._permits()
 
     def _accept(self, member: Member, message: msg.Grad) -> None:
-        """Add a sum to the current update, unless it is older than the settings allow.
-
-        A pulled sum brings its weight along; a pushed one gets it here: v cannot change between arrival and update.
-        """
+        """Add a sum, unless it is too old. A pushed one gets its weight here: v cannot change before the update."""
         if not message.rows:
             return
         settings, scale, weight = self.settings, 1.0, message.weight
@@ -335,8 +309,6 @@ class Server:
         self.counters[reason] += len(message.rows)
         if message.tensor is not None:
             self._out.append(Drop(message.tensor))
-
-    # --- an update ------------------------------------------------------------------------------------------------
 
     @property
     def need(self) -> int:
@@ -377,10 +349,7 @@ class Server:
         self._advance()
 
     def _all_stand(self) -> bool:
-        """Return whether all members wait for a pushed update at S = 0.
-
-        Pushes at S = 0 are answered after the update, so if nobody can send more, what has arrived must be enough.
-        """
+        """Whether nobody can send more: pushes at S = 0 are answered after the update, so these must be enough."""
         held = self.settings.transfer == "push" and self.settings.max_staleness == 0
         return held and bool(self.came) and all(m.low == UNBOUNDED for m in self.members.values())
 
@@ -411,10 +380,7 @@ class Server:
         self._next_pull += 1
 
     def _advance(self, changed: Member | None = None) -> None:
-        """Apply the update once nothing too old is left out.
-
-        ``changed``: the only member that has changed since the last call.
-        """
+        """Apply the update once nothing too old is left out. ``changed``: the only member changed since last time."""
         if not self.updating or self.applying or self.pending:
             return
         need = self.need
@@ -441,17 +407,12 @@ class Server:
             chosen = [number for number in self.waiting if number in self.members]
         else:
             need = self.need
-            chosen = [
-                m.number
-                for m in self.members.values()
-                if m.number in self.pulled or m.number in self.waiting or m.sent < need or m.low == UNBOUNDED
-            ]
-            chosen = [number for number in chosen if self.members[number].sent != self.version]
+            there = [m for m in self.members.values() if m.sent != self.version]
+            asked = self.pulled.union(self.waiting)
+            chosen = [m.number for m in there if m.number in asked or m.sent < need or m.low == UNBOUNDED]
         self.waiting, self.pulled = [], set()
         for number in dict.fromkeys(chosen):
             self._grant(self.members[number])
-
-    # --- weights and permits --------------------------------------------------------------------------------------
 
     def _grant(self, member: Member) -> None:
         if self.finished:
@@ -486,24 +447,18 @@ class Server:
         if self.settings.clock_limit is None or self.applying:
             return
         for member in self.members.values():
-            stands = member.low == UNBOUNDED and not member.grants
-            if not (stands and self._started):
-                continue
-            if self._allowed(member) > member.allowed:
+            stands = self._started and member.low == UNBOUNDED and not member.grants
+            if stands and self._allowed(member) > member.allowed:
                 self._grant(member)
-
-    # --- members --------------------------------------------------------------------------------------------------
 
     def _drop(self, number: int, admit: bool = True) -> None:
         member = self.members.pop(number, None)
         if member is None:
             return
         self.pending.pop(number, None)
-        self.came.discard(number)
-        self._fresh.discard(number)
-        self._blocking.discard(number)
+        for numbers in (self.came, self._fresh, self._blocking, self.pulled):
+            numbers.discard(number)
         self._workers -= member.workers
-        self.pulled.discard(number)
         self.waiting = [other for other in self.waiting if other != number]
         self.counters["left"] += 1
         self.counters["lost"] += max(0, member.seen - member.ack)

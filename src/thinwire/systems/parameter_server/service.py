@@ -48,23 +48,14 @@ class Service(AbstractContextManager["Service"]):
         model: its trainable parameters are the initial weights, and hold the result at the end.
         settings: sent to every node.
         port: to listen on; 0 chooses a free one.
-        host, secret, keys, insecure: who may connect, see :func:`serve`.
-        outer: makes the optimizer of the flat weights; by default that of the settings.
         outer_text: sent to shards that are started from a command line.
         nodes: the expected number; it sets ``c`` of the default optimizer and does not limit who may join.
-        shards: k processes that hold one slice of the weights each, see :class:`Shard`; 0: the server holds all
-            weights.
-        updates, gradients: when to end; None: when ``stop`` is called.
-        checkpoint_dir: where checkpoints are written, and read to continue from.
         checkpoint_every: updates between checkpoints.
-        journal: file for the log of updates. facts: for its first line.
+        facts: for the journal's first line.
         on_update: called with the version and the weights after the first update and then after every
             ``on_update_every``; it must not modify the weights. Shards send theirs to the server for this.
-        on_status: called about twice a second.
-
-    Attributes:
-        saves: its checkpoints.
-        weights: the model's; shards: the same object if the model is in shards, else None.
+        host, secret, keys, insecure, outer, shards, updates, gradients, checkpoint_dir, journal, on_status: as for
+            :func:`serve`; without an end, until ``stop`` is called.
 
     Raises:
         ValueError: the checkpoint is of another model or another number of shards, or checkpoint_dir or journal cannot
@@ -170,8 +161,6 @@ class Service(AbstractContextManager["Service"]):
         """The port that the server listens on."""
         return self._listener.port
 
-    # --- the loop -------------------------------------------------------------------------------------------------
-
     def run(self) -> Status:
         """Serve until the end. Return the last status; the model then holds the final weights.
 
@@ -192,7 +181,6 @@ class Service(AbstractContextManager["Service"]):
 
     @property
     def _ready(self) -> bool:
-        """Whether the weights are there, so that nodes may join and training may end."""
         return self.shards is None or self.shards.ready
 
     def _loop(self) -> None:
@@ -263,7 +251,6 @@ class Service(AbstractContextManager["Service"]):
         self.close()
 
     def _reached(self, updates: int = 0, gradients: int = 0) -> bool:
-        """Return whether the end is reached, or will be after that many more updates and gradients."""
         version, applied = self.machine.version + updates, self.machine.counters["applied"] + gradients
         enough = self._updates is not None and version >= self._updates
         return enough or (self._gradients is not None and applied >= self._gradients)
@@ -293,8 +280,6 @@ class Service(AbstractContextManager["Service"]):
             for message in self.shards.on_event(event, now):
                 self._do(self.machine.on(message, now))
 
-    # --- connections ----------------------------------------------------------------------------------------------
-
     def _came(self, peer: Peer, hello: bytes) -> None:
         """Take whoever has connected; called in a thread of its own."""
         message, _, _ = msg.decode(hello)
@@ -319,7 +304,6 @@ class Service(AbstractContextManager["Service"]):
             self._reject(hello.node, hello.instance)
 
     def _reject(self, node: int, instance: int, reason: int = 0) -> None:
-        """Close the connection of a waiting leader, after sending the reason if there is one."""
         peer, _ = self._coming.pop((node, instance), (None, 0))
         if peer is None:
             return
@@ -362,8 +346,6 @@ class Service(AbstractContextManager["Service"]):
             self._old = unended(self._old, peer)
             self._past = [self._past[0] + peer.received_bytes, self._past[1] + peer.sent_bytes]
             peer.close()
-
-    # --- effects --------------------------------------------------------------------------------------------------
 
     def _do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

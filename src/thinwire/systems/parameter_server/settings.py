@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 from thinwire.core.checks import check_count, check_number
 from thinwire.core.records import Record
@@ -33,16 +33,11 @@ _EVERY = re.compile(r"(?P<number>[1-9]\d*) nodes|(?P<unit>nodes|workers)(/(?P<di
 def alpha(rule: str, tau: int) -> float:
     """Return the factor of a gradient that is ``tau`` versions old.
 
-    Args:
-        rule: "none": 1; "inverse": 1 / max(tau, 1) (arXiv 1511.05950); "reciprocal": 1 / (1 + tau); "invsqrt":
-            1 / sqrt(1 + tau) (FedBuff).
-        tau: version at which it is applied minus version on which it was computed; at least 0.
+    "inverse" is that of arXiv 1511.05950, "invsqrt" that of FedBuff.
 
     Example:
-        >>> [alpha("inverse", tau) for tau in (0, 1, 2, 4)]
-        [1.0, 1.0, 0.5, 0.25]
-        >>> [alpha("reciprocal", tau) for tau in (0, 1, 3)]
-        [1.0, 0.5, 0.25]
+        >>> [alpha("inverse", tau) for tau in (0, 1, 2, 4)], [alpha("reciprocal", tau) for tau in (0, 1, 3)]
+        ([1.0, 1.0, 0.5, 0.25], [1.0, 0.5, 0.25])
     """
     if rule == "inverse":
         return 1.0 / max(tau, 1)
@@ -52,10 +47,7 @@ def alpha(rule: str, tau: int) -> float:
 
 
 def norm(rule: str, alpha_rule: str, tau: int) -> float:
-    """Return what a gradient adds to the divisor.
-
-    "one": 1, so stale steps are shorter; "alpha": the factor, so staleness affects only the direction.
-    """
+    """What a gradient adds to the divisor: "one": 1, so stale steps are shorter; "alpha": its factor."""
     return alpha(alpha_rule, tau) if rule == "alpha" else 1.0
 
 
@@ -81,10 +73,7 @@ def _check_choice(name: str, value: Any) -> None:
 class Gradient:
     """The gradient of one batch at the weights that the worker received."""
 
-    @property
-    def steps(self) -> int:
-        """Batches per submission."""
-        return 1
+    steps: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -108,14 +97,6 @@ class LocalSteps:
         check_count("steps", self.steps)
         _check_choice("inner", self.inner)
         check_number("lr", self.lr, above=0)
-
-
-class Every(NamedTuple):
-    """The parts of ``update_every``: are nodes counted, or gradients; how many, None: those alive / ``divisor``."""
-
-    nodes: bool
-    number: int | None
-    divisor: float
 
 
 @dataclass(frozen=True)
@@ -190,9 +171,6 @@ class Settings(Record):
         check_number("density", self.density, above=0, most=1)
         if not isinstance(self.local_update, (Gradient, LocalSteps)):
             raise ValueError(f"local_update={self.local_update!r} must be Gradient() or LocalSteps()")
-        self._check_together()
-
-    def _check_together(self) -> None:
         if self.pull == "stalest" and self.transfer == "push":
             raise ValueError('pull="stalest" needs transfer="pull": what is pushed has already arrived')
         if self.enforce == "drop" and self.transfer == "pull":
@@ -230,7 +208,7 @@ class Settings(Record):
     @property
     def counts_nodes(self) -> bool:
         """Whether nodes are counted towards an update; otherwise gradients."""
-        return _every(self.update_every).nodes
+        return _every(self.update_every)[0]
 
     def needed(self, alive: int) -> int:
         """Return how many make an update, given how many are ``alive`` (nodes if nodes are counted, else workers)."""
@@ -240,10 +218,10 @@ class Settings(Record):
 
 
 @cache
-def _every(words: int | str) -> Every:
-    """Parse ``update_every``. ``ValueError``: it has none of the valid forms, or divides by less than 1."""
+def _every(words: int | str) -> tuple[bool, int | None, float]:
+    """Parse ``update_every``: are nodes counted, or gradients; how many, None: those alive / the divisor, >= 1."""
     if not isinstance(words, str):
-        return Every(False, words, 1.0)
+        return False, words, 1.0
     found = _EVERY.fullmatch(words)
     divisor = float(found["divisor"] or 1) if found else 0.0
     if found is None or not 1 <= divisor < math.inf:
@@ -251,4 +229,4 @@ def _every(words: int | str) -> Every:
             f'update_every={words!r} must be a number of gradients, "nodes", "workers", one of these divided by a '
             'number of at least 1 as in "nodes/2", or a number of nodes as in "3 nodes"'
         )
-    return Every(found["unit"] != "workers", int(found["number"]) if found["number"] else None, divisor)
+    return found["unit"] != "workers", int(found["number"]) if found["number"] else None, divisor

@@ -43,13 +43,7 @@ class ShardRefused(RuntimeError):
 
 
 class WeightSlice:
-    """The state of shard ``index`` of ``count``, without sockets: takes the server's messages and returns the answers.
-
-    Attributes:
-        version: of the weights; -1: it has none yet.
-        weights: the slice and its optimizer, once the server has said what to begin with.
-        held: sums that wait for an update, by (member, seq).
-    """
+    """Shard ``index`` of ``count`` without sockets. ``version`` -1: no weights yet. ``held``: sums by (member, seq)."""
 
     weights: FlatWeights
 
@@ -65,7 +59,6 @@ class WeightSlice:
         self.held: dict[tuple[int, int], Tensor] = {}
 
     def on(self, message: Any) -> list[Any]:
-        """Handle a message from the server and return the answers."""
         if isinstance(message, msg.ShardAccepted):
             self._begin(message)
             return [msg.ShardUpdated(self.version)]
@@ -122,10 +115,7 @@ class WeightSlice:
             return False
         return True
 
-    # --- leaders --------------------------------------------------------------------------------------------------
-
     def add(self, member: int, seq: int, message: Tensor) -> None:
-        """Store a piece of a sum that has arrived as bytes. ``ValueError``: its length is wrong."""
         self.held[member, seq] = self._end.sum(message)
 
     def piece(self, member: int, number: int) -> msg.Piece:
@@ -150,11 +140,7 @@ class _Leader:
 
 
 class Leaders:
-    """The leaders at a shard: each shows a ticket, becomes a member through the server, sends pieces and gets pieces.
-
-    ``came`` may be called from any thread, everything else from the shard's thread. ``tell`` puts an event into its
-    queue, for :meth:`on`. ``seconds`` and ``most_bytes`` apply to new connections, see :meth:`Peer.start`.
-    """
+    """The leaders at a shard. ``came`` may be called from any thread, all else from the shard's."""
 
     def __init__(self, tell: Callable[[str, Any, Any], None]) -> None:
         self._tell = tell
@@ -187,7 +173,6 @@ class Leaders:
         self._tell("piece", leader, message)
 
     def on(self, what: str, leader: _Leader, message: Any, weights: WeightSlice) -> list[Any]:
-        """Handle an event of ``tell``. Return the messages to the server."""
         if what == "came":
             self._waiting[leader.ticket] = leader
         elif what == "left":
@@ -204,7 +189,6 @@ class Leaders:
         return []
 
     def on_server_message(self, message: Any, weights: WeightSlice) -> list[Any]:
-        """Handle what the server says about members. Return the messages to the server."""
         if isinstance(message, msg.AddMember):
             leader = self._waiting.pop(message.ticket, None)
             if leader is None:  # it has already gone
@@ -242,16 +226,10 @@ class Shard(AbstractContextManager["Shard"]):
     If the server dies, a shard waits for the next server at the same address, as nodes do.
 
     Args:
-        server: ``host:port`` of the server, which was started with ``shards``.
-        index: number of the slice, from 0.
-        outer: makes the optimizer, as the server's; by default that of the settings. It must treat each element
-            separately, as SGD and Adam do: a shard cannot compute norms over all weights.
         read_outer: makes ``outer``, if that is not given, from the text that the server publishes (``outer_text``).
-        checkpoint_dir: for checkpoints; needed if the server has one.
-        port: where leaders find this shard; 0 chooses a free one.
-        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``. Connections
-            to the server also start from it, because leaders are sent to the address from which the shard connected.
-        secret, keys, insecure: as for :func:`serve_shard`.
+        host: as for :func:`serve_shard`. Connections to the server also start from it, because leaders are sent to the
+            address from which the shard connected.
+        server, index, outer, checkpoint_dir, port, secret, keys, insecure: as for :func:`serve_shard`.
         leases: give up after that many leases without a server.
 
     Raises:
@@ -329,8 +307,6 @@ class Shard(AbstractContextManager["Shard"]):
     def _tell(self, what: str, who: Any, value: Any) -> None:
         self._inbox.put((what, who, value))
 
-    # --- the server -----------------------------------------------------------------------------------------------
-
     def _register(self, known: bool) -> Peer | None:
         """Connect to the server, waiting for it if necessary; None: this shard was closed meanwhile."""
         since = time.monotonic()
@@ -366,7 +342,6 @@ class Shard(AbstractContextManager["Shard"]):
         return up
 
     def _slice_for(self, caller: Caller) -> WeightSlice:
-        """Return the slice that the server's notes ask for, still without weights."""
         if is_loopback(self._host) and not is_loopback(caller.found_at):
             raise ValueError(
                 f"nodes of the server at {self.server} could not reach this shard at {self._host}: give it --host, or "
@@ -389,13 +364,8 @@ class Shard(AbstractContextManager["Shard"]):
             if self._up is not None:
                 self._up.post(msg.Ping())
 
-    # --- the loop -------------------------------------------------------------------------------------------------
-
     def _serve(self, up: Peer) -> int | None:
-        """Serve one connection.
-
-        Return the version when training has ended or this shard was closed, None when the server has gone.
-        """
+        """Serve one connection until training or this shard has ended (the version), or the server has gone (None)."""
         assert self.slice is not None
         own, leaders = self.slice, self.leaders
         while True:
@@ -414,10 +384,8 @@ class Shard(AbstractContextManager["Shard"]):
                 up.join(2.0)
                 return own.version
             elif isinstance(value, msg.Refused):
-                text, lease = (
-                    msg.SHARD_REASONS.get(value.reason, msg.SHARD_REASONS[msg.NO_INDEX]),
-                    own.settings.lease_seconds,
-                )
+                text = msg.SHARD_REASONS.get(value.reason, msg.SHARD_REASONS[msg.NO_INDEX])
+                lease = own.settings.lease_seconds
                 self._taken_at = self._taken_at or time.monotonic()
                 if value.reason != msg.SHARD_TAKEN or time.monotonic() - self._taken_at > lease + _LATE_SECONDS:
                     raise ShardRefused(text.format(index=self.index))

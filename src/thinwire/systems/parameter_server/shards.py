@@ -1,7 +1,6 @@
 """Weights held by shard processes, as server and leaders use them: pieces of messages, who the shards are, updates.
 
-The shard process itself is in ``shard``. Every vector is cut into the same slices, one per shard. The server's process
-keeps the state machine and sends only frames; a leader sends one piece of each sum to each shard.
+Every vector is cut into the same slices, one per ``shard``. The server sends only frames; leaders send the pieces.
 """
 
 from __future__ import annotations
@@ -48,18 +47,10 @@ class ShardLost(RuntimeError):
 
 
 class Assembly:
-    """Holds a message, and those behind it, until all of its pieces have come; pieces may come before the message.
+    """Holds a message, and those behind it, until all of its ``pieces`` have come, which may be before it.
 
-    Used on both sides: by the server for one member's sums, by a leader for the weights. It has no threads and no
-    clock.
-
-    Args:
-        pieces: k, the pieces of a message.
-        ordered: True: no message overtakes another (one channel). False: messages without pieces overtake those that
-            wait for pieces, as control messages overtake tensors on two channels.
-
-    Attributes:
-        until: when the first waiting message must be complete, on the clock of ``now`` (seconds); None: none waits.
+    For one member's sums at the server, and for the weights at a leader. Unless ``ordered`` (one channel), messages
+    without pieces overtake those that wait. ``until``: when the first waiting one must be complete; None: none waits.
     """
 
     def __init__(self, pieces: int, ordered: bool) -> None:
@@ -70,14 +61,9 @@ class Assembly:
         self.until: float | None = None
 
     def message(self, message: Any, number: int | None, seconds: float, now: float) -> _Whole:
-        """Note a message that has come.
+        """Note a message; return those that can be delivered now, each with its pieces in order, or None.
 
-        Args:
-            number: of its pieces, higher than that of earlier messages; None: it has no pieces.
-            seconds: the time its pieces may take once no message is before it.
-
-        Returns:
-            The messages that can be delivered now, each with its pieces in order, or with None if it has none.
+        ``number``: of its pieces, rising; None: it has none. ``seconds``: for them once no message is before it.
         """
         if number is None and not self._ordered:
             return [(message, None)]
@@ -116,14 +102,9 @@ class Assembly:
 
 @dataclass(eq=False)
 class ShardState:
-    """What the server knows of a shard.
+    """What the server knows of a shard; ``host`` empty: the server's machine. ``traffic``: member -> bytes from, to it.
 
-    Attributes:
-        host, port: where leaders find it; an empty host means the server's own machine.
-        ready: whether it has its weights.
-        made, kept: the newest version that it holds, and the newest that it has written.
-        slice: the weights that it was asked to show.
-        traffic: member -> bytes from it and to it; past: the same for members that have gone.
+    ``made``, ``kept``: newest version that it holds, and has written. ``past``: bytes of members that have gone.
     """
 
     index: int
@@ -141,22 +122,10 @@ class ShardState:
 class ShardedWeights:
     """As :class:`outer.LocalWeights`, for weights held by ``count`` shard processes.
 
-    Shards are accepted until all are there; from then on, losing one ends the training. A sum counts as arrived when
-    its header and all pieces are there; an update is made when all shards have made it.
-
-    Args:
-        theta: initial weights, ``[D]``; None: each shard continues from its checkpoint.
-        outer: hash of the optimizer that every shard must have.
-        keeps: whether every shard must have a directory for checkpoints.
-        run: number of the training.
-        tell: puts an event into the server's queue: what ("shard" or "shard lost"), who, value.
-        on_ready: called with the shards' addresses when all are there.
-        on_failed: called with the reason when a checkpoint could not be written.
-
-    Attributes:
-        ready: whether all weights are there, so that nodes may join and training may end.
-        saved_version: of the last checkpoint that all shards and the server have written.
-        lost: whether a shard has gone.
+    Shards are accepted until all are there (``ready``); from then on, losing one ends the training. A sum counts as
+    arrived when its header and all pieces are there; an update is made when all shards have made it. ``theta`` None:
+    each shard continues from its checkpoint. ``outer``: hash of the optimizer. ``keeps``: each needs a checkpoint
+    directory. ``saved_version``: of the last checkpoint that all have written.
     """
 
     def __init__(
@@ -180,10 +149,7 @@ class ShardedWeights:
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="thinwire-server-beat", daemon=True)
 
-    # --- who the shards are -----------------------------------------------------------------------------------------
-
     def _register(self, peer: Peer, message: msg.RegisterShard) -> None:
-        """Accept a shard that has connected, or send it the reason for the refusal."""
         reason = self.objection(message)
         if reason:
             with contextlib.suppress(PairError):
@@ -206,7 +172,6 @@ class ShardedWeights:
             self._beating.start()
 
     def objection(self, message: msg.RegisterShard) -> int:
-        """Return the reason for refusing this shard; 0 if it is accepted."""
         if message.protocol != msg.PROTOCOL:
             return msg.SHARD_PROTOCOL
         if not 0 <= message.index < len(self.pieces):
@@ -273,10 +238,7 @@ class ShardedWeights:
             f"start the server and its shards again; {again}"
         )
 
-    # --- messages from shards -------------------------------------------------------------------------------------
-
     def on_event(self, event: Event, now: float) -> Iterable[msg.Message]:
-        """Handle a shard that has come, sends a message, or has gone; return messages for the state machine."""
         what, who, value = event
         if what == "shard":
             return self._on(who, value, now)
@@ -332,7 +294,6 @@ class ShardedWeights:
         return self._named(message.member, ready, now)
 
     def _whole(self) -> Tensor | None:
-        """Return the weights, or None until all shards have sent their slices."""
         parts = [self.shards[index].slice for index in range(len(self.pieces))]
         return None if any(part is None for part in parts) else torch.cat([part for part in parts if part is not None])
 
@@ -361,18 +322,13 @@ class ShardedWeights:
             shard.slice = None
         self._post(message)
 
-    # --- members --------------------------------------------------------------------------------------------------
-
     def read(self, message: msg.Grad) -> msg.Grad:
         if message.tensor is not None:
             raise ValueError("a sum was sent to the server instead of its shards: its connection is closed")
         return message
 
     def on_message(self, member: int, message: msg.Message, now: float) -> Iterable[msg.Message]:
-        """Take a member's message; return the messages that are now complete, it or earlier ones.
-
-        The tensor of a sum becomes its name on the shards, (member, seq).
-        """
+        """Return the messages now complete, this or earlier ones. A sum's tensor becomes its name, (member, seq)."""
         assembly = self._assemblies.get(member)
         if assembly is None:
             return (message,)
@@ -406,10 +362,7 @@ class ShardedWeights:
         self._post(msg.RemoveMember(member, kept))
 
     def overdue(self, now: float) -> list[int]:
-        """Return the members whose sums are overdue. Called several times per lease.
-
-        An update may take long, so a shard that lives is named, and not given up.
-        """
+        """Members whose sums are overdue. An update may take long: a shard that lives is named, and not given up."""
         if self._making is not None and now > self._late_at:
             self._late_at, version = math.inf, self._making[0]
             late = ", ".join(f"shard {i}" for i, shard in sorted(self.shards.items()) if shard.made < version)
@@ -426,13 +379,10 @@ class ShardedWeights:
         rows = [shard.past for shard in list(self.shards.values())]
         return sum(up for up, _ in rows), sum(down for _, down in rows)
 
-    # --- updates and checkpoints ----------------------------------------------------------------------------------
-
     def drop(self, tensor: Any) -> None:
         self._post(msg.DropSum(*tensor))
 
     def apply(self, effect: Apply, show: bool, done: _Done) -> None:
-        """Let all shards make an update; ``done`` is called when they have, with the weights if ``show``."""
         made = recipe(effect.contributions, self._settings, self._full)
         for part in effect.contributions:
             if part.tensor is not None and part.weight <= 0:

@@ -12,8 +12,6 @@ from thinwire.systems.parameter_server.server import Server
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A row of the status table."""
-
     node: int
     member: int
     alive: int  # workers
@@ -63,8 +61,6 @@ class Status:
 
 @dataclass
 class Ages:
-    """Staleness of the gradients applied since the start, in versions."""
-
     count: int = 0
     total: int = 0
     most: int = 0
@@ -84,11 +80,7 @@ def status_of(
     seconds: float,
     shards: tuple[ShardStatus, ...] = (),
 ) -> Status:
-    """Return the status of a server.
-
-    ``traffic``: member -> bytes from it and to it. ``past``: the same for all members that have gone. ``seconds``:
-    since it began to serve.
-    """
+    """``traffic``: member -> bytes from it and to it; ``past``: the same for all members that have gone."""
     rows, members = [], list(machine.members.values())
     for member in members:
         up, down = traffic.get(member.number, (0, 0))

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from thinwire.core.checks import check_count
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.peer import SLOWEST
 from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Report, Send, Start
@@ -29,17 +30,10 @@ Ends = dict[tuple[str, int], Assembly]
 
 
 class VirtualShards:
-    """The shards of a simulation. A message between shard and server takes the server link's latency.
-
-    Attributes:
-        cards: (to it, from it) of each shard.
-        sizes: bytes of each piece, with its frame.
-        hop_seconds: time of a message between a shard and the server.
-    """
+    """The shards of a simulation; to or from the server a message takes ``hop_seconds``. ``sizes``: with frames."""
 
     def __init__(self, count: int, settings: Settings, link: Link, payload_bytes: int) -> None:
-        if count < 0:
-            raise ValueError(f"shards={count!r} must be at least 0")
+        check_count("shards", count, 0)
         self._settings = settings
         self.cards = [(Card(link.bits_per_second), Card(link.bits_per_second)) for _ in range(count)]
         ends = [payload_bytes * i // max(count, 1) for i in range(count + 1)]
@@ -156,8 +150,6 @@ GradientOf = Callable[[Tensor, int, int, int], Tensor]
 
 
 class _Node:
-    """A node's leader, wires and workers in the simulation."""
-
     def __init__(self, sim: _Simulation, number: int, link: Link) -> None:
         self.number = number
         self.cards = (Card(link.bits_per_second), Card(link.bits_per_second))
@@ -192,11 +184,7 @@ class _Node:
 
 
 class _Wire:
-    """A channel to or from the server (-1) or a shard, and the queue at its sending end.
-
-    As on a `Connection`, control messages may overtake messages of a wire that has the control wire as ``behind``,
-    never the reverse: each of those waits until the control messages queued before it have been sent.
-    """
+    """A channel of the server (-1) or a shard, and its queue, whose messages wait for earlier ones of ``behind``."""
 
     def __init__(self, channel: VirtualChannel, shard: int = -1, behind: _Wire | None = None) -> None:
         self.channel, self.shard, self.behind = channel, shard, behind
@@ -236,14 +224,11 @@ class _Simulation:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Tick the server and all nodes, ten times per lease."""
         self.server_does(self.server.tick(self.time.now))
         for node in self.nodes:
             if node.alive and self.time.now >= node.paused_until:
                 self.leader(node, node.leader.tick(self.time.now))
         self.time.after(self.settings.lease_seconds / 10, self.heartbeat)
-
-    # --- effects --------------------------------------------------------------------------------------------------
 
     def server_does(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -281,8 +266,6 @@ class _Simulation:
             elif isinstance(effect, Join):
                 node.connect(self)
                 self.leader(node, node.leader.join(self.time.now))
-
-    # --- wires ----------------------------------------------------------------------------------------------------
 
     def send(self, node: _Node, way: str, message: Message) -> None:
         size, number = FRAME.size + 32 * len(getattr(message, "rows", ())), number_of(message)
@@ -378,8 +361,6 @@ class _Simulation:
             node.theta = message.tensor
         self.leader(node, node.leader.on(message, self.time.now))
 
-    # --- workers --------------------------------------------------------------------------------------------------
-
     def start(self, node: _Node, start: Start) -> None:
         seconds = sum(
             self.step_seconds(node.number, start.worker, start.step + i, self.random) for i in range(start.steps)
@@ -407,8 +388,6 @@ class _Simulation:
             )
 
         self.time.after(seconds, done)
-
-    # --- faults ---------------------------------------------------------------------------------------------------
 
     def fault(self, fault: Fault) -> None:
         node, now = self.nodes[fault.node], self.time.now
@@ -472,13 +451,11 @@ def simulate(
         shards: k machines, each with a link like the server's and a slice of the weights; 0: the server holds them.
         evaluate: weights -> loss, called every ``evaluate_seconds`` of virtual time.
 
-    Raises:
-        ValueError: no end is given, or there is no node or worker.
     """
     if updates is None and gradients is None and seconds is None:
         raise ValueError("say when to end: updates, gradients or seconds")
-    if nodes < 1 or workers < 1:
-        raise ValueError(f"nodes={nodes} and workers={workers} must be at least 1")
+    check_count("nodes", nodes)
+    check_count("workers", workers)
     if payload_bytes is None:
         payload_bytes = 0 if parameters is None else parameters.numel() * parameters.element_size()
     sim = _Simulation(

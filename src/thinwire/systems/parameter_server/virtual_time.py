@@ -13,17 +13,7 @@ from thinwire.core.checks import check_number
 
 
 class VirtualTime:
-    """A clock that jumps from event to event. Events at the same time happen in the order in which they were added.
-
-    Example:
-        >>> time = VirtualTime()
-        >>> time.after(2.0, lambda: print("two", time.now))
-        >>> time.after(1.0, lambda: print("one", time.now))
-        >>> time.run()
-        one 1.0
-        two 2.0
-        2
-    """
+    """A clock that jumps from event to event; those at the same time happen in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,19 +25,12 @@ class VirtualTime:
         heapq.heappush(self._events, (self.now + seconds, self._made, action))
         self._made += 1
 
-    def step(self) -> bool:
-        """Run the next event; return False if there is none."""
-        if not self._events:
-            return False
-        self.now, _, action = heapq.heappop(self._events)
-        action()
-        return True
-
     def run(self, until: Callable[[], bool] | None = None, seconds: float = math.inf) -> int:
         """Run events until ``until`` is true, none is left or the clock passes ``seconds``; return their number."""
         count = 0
         while self._events and self._events[0][0] <= seconds and not (until is not None and until()):
-            self.step()
+            self.now, _, action = heapq.heappop(self._events)
+            action()
             count += 1
         return count
 
@@ -65,7 +48,6 @@ class Card:
         self.bytes = 0
 
     def carry(self, ready: float, size: int) -> float:
-        """Return when a message of ``size`` bytes that arrives at ``ready`` has passed."""
         self.bytes += size
         if self.bits_per_second is None:
             return ready
@@ -74,13 +56,10 @@ class Card:
 
 
 class VirtualChannel:
-    """Messages in order from one card to another, which other channels may share.
+    """Messages in order from one card to another; ``jitter``: extra seconds, which let none overtake.
 
-    Args:
-        latency_seconds: from one end to the other.
-        jitter: extra seconds of each message; messages still do not overtake each other.
-        small_bytes: messages of at most that size do not queue behind others at the cards (packets interleave).
-        behind: a channel that these messages do not overtake either: whatever was sent on it before arrives before.
+    ``small_bytes``: up to so many do not queue at the cards (packets interleave). ``behind``: a channel whose earlier
+    messages arrive before.
     """
 
     def __init__(

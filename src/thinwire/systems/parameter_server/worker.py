@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_number
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
 from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, find_trust, own_trust
@@ -72,11 +73,7 @@ class LocalWork:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def submission(self, theta: Tensor, step: int, steps: int, gradient: GradientAt) -> Tensor:
-        """Compute submission number ``step`` at the weights ``theta`` ``[D]``, which are not modified.
-
-        With H local steps the batches are numbered from ``step * H`` on, and the result is theta - x after ``steps``
-        steps.
-        """
+        """Compute submission ``step`` at ``theta``; with H local steps, theta - x of batches from step * H on."""
         if not isinstance(self._update, LocalSteps):
             return gradient(theta, step)
         if self._x is None or self._optimizer is None:
@@ -114,8 +111,6 @@ class Worker:
 
     Args:
         model: trained in place; at the end it holds the server's final weights.
-        batches: number -> this worker's batch of that number; or an iterable, which restarts when it is exhausted.
-        loss: (model, batch) -> mean loss.
         leader: the node, if it runs in this process; else ``host:port`` of its leader.
         number: of this worker in its node.
         slowdown: emulates a slower machine: each step takes that many times as long, by sleeping.
@@ -124,8 +119,7 @@ class Worker:
         check: called before each attempt to reach the leader; may raise.
         gradient: (flat parameters, number of the batch) -> flat gradient (a new tensor each time), loss, samples; by
             default that of ``loss``.
-        secret: the leader's; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: the leader's.
+        batches, loss, secret, keys: as for :func:`run`; the leader's secret or keys.
     """
 
     def __init__(
@@ -147,8 +141,7 @@ class Worker:
         self.model, self._leader, self.number = model, leader, number
         self._slowdown, self._pace, self._on_step = slowdown, pace_seconds, on_step
         self._check = check if isinstance(leader, str) else lambda: leader.wait(0)
-        if not slowdown >= 1:
-            raise ValueError(f"slowdown={slowdown!r} must be at least 1")
+        check_number("slowdown", slowdown, least=1)
         self.layout = Layout.of(model)
         self._take = gradient or partial(local_gradient, model, self.layout, numbered(batches), loss)
         self.stats = WorkerStats()
