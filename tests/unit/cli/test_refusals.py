@@ -107,10 +107,10 @@ plan resnet5 -> did you mean 'resnet50'
 plan resnet50 --delay soon -> soon
 plan resnet50 --costs nowhere.json -> nowhere.json cannot be read: No such file
 plan resnet50 --costs . -> cannot be read
-plan resnet50 --costs bad.json -> not thinwire costs
+plan resnet50 --costs bad.json -> not a file of thinwire costs
 plan resnet50 --costs empty.json -> no exchange between ranks
 plan resnet50 --costs costs.json --delay 1ms -> --delay
-plan resnet50 --costs deep.json -> deep.json: these are not thinwire costs: maximum recursion
+plan resnet50 --costs deep.json -> deep.json: this is not a file of thinwire costs: maximum recursion
 plan resnet50 --worth nowhere.json -> nowhere.json cannot be read: No such file
 plan resnet50 --worth bad.json -> bad.json holds no table of steps to a loss as written by thinwire race
 plan nowhere.json -> nowhere.json cannot be read: No such file
@@ -233,7 +233,7 @@ ps simulate --slow much -> use for example --slow 1:4
 ps simulate --slow 0:0 -> the number must be above 0
 ps simulate --step 0 -> --step must be above 0
 ps simulate --link fast -> link rate
-ps simulate --shards -2 -> --shards -2
+ps simulate --shards -2 -> --shards=-2
 ps simulate --spread 1e99 -> '--spread'
 ps simulate --seconds inf -> '--seconds'
 ps server -> say when to end
@@ -241,7 +241,7 @@ ps server --updates 3 --model mlp:width=16 --port 99999 -> port=99999 must be a 
 ps server --updates 3 --outer sgdd -> unknown optimizer
 ps server --updates 3 --outer sgd:rate=3 -> --outer
 ps server --updates 3 --model nomodel -> unknown model
-ps server --updates 3 --shards -1 -> --shards -1 must be at least 0
+ps server --updates 3 --shards -1 -> --shards=-1 must be a whole number of at least 0
 ps server --updates 3 --model digits --shards 99999999 -> at most the model's
 ps run --updates 0 -> must be above 0
 ps run --seconds nan -> must be above 0
@@ -257,7 +257,7 @@ ps node --server 127.0.0.1:1 --pace -1 -> '--pace'
 ps node --server 127.0.0.1:1 --model nomodel -> unknown model
 ps node --server 127.0.0.1:1 --node -1 -> '--node'
 ps shard somewhere --index 0 -> host:port
-ps shard 127.0.0.1:1 --index -1 -> --index -1 must be at least 0
+ps shard 127.0.0.1:1 --index -1 -> --index=-1 must be a whole number of at least 0
 ps shard 127.0.0.1:1 --index 0 --outer sgdd -> unknown optimizer
 ps shard nowhere.invalid:1 --index 0 -> the name 'nowhere.invalid' has no address
 ps replay nothing.jsonl -> does not exist

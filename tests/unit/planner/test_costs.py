@@ -62,7 +62,7 @@ def test_small_sums_go_along_trees_where_there_are_trees():
     for kind in KINDS:
         assert small.seconds(kind, WORLD, 1024, size) == pytest.approx(both.seconds(kind, WORLD, 1024, size), rel=1e-9)
     assert Costs.from_json(both.to_json()) == both
-    with pytest.raises(ValueError, match="not thinwire costs"):
+    with pytest.raises(ValueError, match="not a file of thinwire costs"):
         Costs.from_json(
             both.to_json().replace(
                 '"tree": {"startup_seconds": 0.002, "seconds_per_byte": 1.6e-08', '"tree": {"points": [[1, 1]]'

@@ -188,7 +188,7 @@ class Costs(Record):
         cpu_share: operation -> CPU seconds, by message bytes, that are taken from compute (Gloo); absent: none.
     """
 
-    called: ClassVar[str] = "thinwire costs"
+    called: ClassVar[str] = "a file of thinwire costs"
 
     exchanges: Mapping[Key, Curve]
     compute: Mapping[str, Curve] = field(default_factory=dict)

@@ -18,7 +18,7 @@ class Ratios(Record):
     Part of the plan: a different count on one rank breaks the exchange.
     """
 
-    called: ClassVar[str] = "thinwire ratios"
+    called: ClassVar[str] = "a list of thinwire ratios"
 
     kept: list[int]
     dense: list[bool]
