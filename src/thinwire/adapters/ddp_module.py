@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import DDPSync, control_device, ddp_hook
-from thinwire.adapters.local_ddp import LocalRank
 from thinwire.core.durable import read_file, readable, write_whole
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
 from thinwire.engine.local.settings import named_local
+
+if TYPE_CHECKING:
+    from thinwire.adapters.local_ddp import LocalRank
 
 log = logging.getLogger("thinwire")
 

@@ -358,7 +358,7 @@ def predict(
 
 def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
     """Return the time of a ring all-reduce over the nodes' network cards, without the work inside a node."""
-    check_number("bits_per_second", bits_per_second)
+    check_number("bits_per_second", bits_per_second, above=0)
     return 2 * (nodes - 1) * (model_bytes * 8 / nodes / bits_per_second + latency_seconds)
 
 

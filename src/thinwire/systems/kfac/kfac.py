@@ -343,12 +343,14 @@ class KFAC:
                 "of every rank"
             )
         self._state.drop_step()
-        self._state.fields = {
+        factors = {
             (field, name): state[f"{field}/{name}"].to(self._device, copy=True)
             for name in needed
             for field in (FACTOR, UPDATES)
             if f"{field}/{name}" in state
         }
+        self._state.fields.clear()
+        self._state.fields.update(factors)
         found: dict[str, Tensor] = {}
         if saved.method == plan.method:
             for name in map(plan.factor, every):

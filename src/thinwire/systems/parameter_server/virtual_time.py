@@ -21,7 +21,7 @@ class VirtualTime:
         self._made = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        check_number("seconds", seconds)
+        check_number("seconds", seconds, least=0)
         heapq.heappush(self._events, (self.now + seconds, self._made, action))
         self._made += 1
 
@@ -40,9 +40,7 @@ class Card:
 
     def __init__(self, bits_per_second: float | None) -> None:
         if bits_per_second is not None:
-            check_number("bits_per_second", bits_per_second)
-            if not bits_per_second:
-                raise ValueError("bits_per_second must be above 0; None is no limit")
+            check_number("bits_per_second", bits_per_second, above=0)
         self.bits_per_second = bits_per_second
         self.free_at = 0.0
         self.bytes = 0
@@ -72,7 +70,7 @@ class VirtualChannel:
         small_bytes: int = 1500,
         behind: VirtualChannel | None = None,
     ) -> None:
-        check_number("latency_seconds", latency_seconds)
+        check_number("latency_seconds", latency_seconds, least=0)
         self._time, self._source, self._target = time, source, target
         self._latency, self._jitter, self._small, self._behind = latency_seconds, jitter, small_bytes, behind
         self._last = 0.0
