@@ -217,7 +217,7 @@ def _saved(rank, mesh, folder):
 
 def _scattered(rank, mesh):
     """The gradients after a compressed reduce-scatter, against the arithmetic of one step by hand."""
-    found = []
+    found, groups = [], set()
     for dtype in ("bf16", "fp16", "int8"):
         net = sharded(mesh)
         scatter = tw.adapters.fsdp2.attach_reduce_scatter(net, "cast", dtype=dtype)
@@ -238,8 +238,13 @@ def _scattered(rank, mesh):
         largest = max(float(g.abs().max()) for g in got.values())
         with scatter:
             stats = scatter.stats()
+        scatter.close()  # again: nothing happens
+        with pytest.raises(RuntimeError, match="it was closed"):
+            scatter(torch.zeros(2), torch.zeros(4), None, dist.ReduceOp.AVG)
         train(net, rank, 1)  # FSDP2's own again
+        groups.add(len(dist.distributed_c10d._world.pg_map))
         found.append((worst, largest, stats.bytes_sent, stats.dense_bytes, stats.steps))
+    assert len(groups) == 1  # given back by the first, and taken by the others
     return found
 
 

@@ -8,14 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_FILES = (
-    "accelerate",
-    "ddp",
-    "fsdp2",
-    "lightning",
-    "torchft",
-    "trainer",
-)  # loaded on first use: each may need a library that is not installed
+# Loaded on first use: each may need a library that is not installed.
+_FILES = ("accelerate", "ddp", "fsdp2", "lightning", "torchft", "trainer")
 
 
 def __getattr__(name: str) -> Any:

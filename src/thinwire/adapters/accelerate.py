@@ -112,7 +112,6 @@ def _file_of_next(accelerator: Accelerator) -> str:
 def _register_local(
     accelerator: Accelerator, model: Any, local: Local, optimizer: Any, given: dict[str, Any]
 ) -> LocalSync:
-    """Register local steps, and include them in ``save_state`` and ``load_state``."""
     if optimizer is None:
         raise ValueError(
             "local steps are counted by the optimizer's steps: add optimizer=, as returned by accelerator.prepare"
@@ -149,7 +148,6 @@ class _Again:
         handles.extend(o.register_load_state_dict_post_hook(self._loaded) for o in self._optimizers)
 
     def expect(self) -> None:
-        """This rank has loaded its state, and Accelerate continues."""
         self._own, self._waiting = copy.deepcopy(self._rank.own()), {id(o) for o in self._optimizers}
 
     def _loaded(self, optimizer: Optimizer) -> None:

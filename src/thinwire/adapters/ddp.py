@@ -29,6 +29,7 @@ from thinwire.engine.attach import check_scaler, check_topology, checked_timeout
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.parameters import managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.services import Closing
 from thinwire.engine.session import Session
 from thinwire.engine.state.persistence import VERSION, blank, from_flat, to_flat, warn_left_out
 from thinwire.engine.stats import BucketStats, Stats
@@ -106,9 +107,7 @@ class HookOptions:
 
 
 @dataclass(eq=False)
-class _Job:
-    """One DDP bucket of the current step: done when its programs have ended."""
-
+class _Job:  # one DDP bucket of the current step: done when its programs have ended
     buffer: Tensor
     promise: torch.futures.Future[Any]
     parts: list[Bucket] = field(default_factory=list)
@@ -116,19 +115,17 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Step:
-    """The buckets that DDP has passed in the current backward. ``last``: their number, once it is known."""
-
+class _Step:  # the buckets that DDP has passed in the current backward
     joined: bool
     jobs: list[_Job] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
     layout: Layout = field(default_factory=list)
-    last: int | None = None
+    last: int | None = None  # their number, once it is known
     ended: int = 0
 
 
-class DDPSync:
+class DDPSync(Closing):
     """State of a DDP communication hook between steps. Made by :func:`~thinwire.ddp_hook`.
 
     When pickled, inside a DDP model or alone, it keeps its method and this rank's state, but neither the process group
@@ -151,8 +148,6 @@ class DDPSync:
         self._step = _Step(False)
         self._layouts: list[Layout] = []
         self._lock = threading.Lock()
-
-    # --- where we are -------------------------------------------------------------------------------------------
 
     @property
     def session(self) -> Session:
@@ -198,8 +193,6 @@ class DDPSync:
             weakref.finalize(self, comm.close, broken=True)
         return session.comm
 
-    # --- one bucket ---------------------------------------------------------------------------------------------
-
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Pass one of DDP's buckets to the runner. The future's value is the average, in the bucket's own memory."""
         buffer, alone = bucket.buffer(), self.state.size == 1
@@ -239,12 +232,8 @@ class DDPSync:
         kept = [plain or self._dense(name, p) for name, p in zip(names, parameters)]
         programs: list[int] = []
         for dense in (False, True):
-            slots = [
-                Slot(name, p.shape, view, buffer.dtype, buffer.device, p)
-                for name, p, view, keep in zip(names, parameters, views, kept)
-                if keep is dense
-            ]
-            if slots:
+            some = (row for row, keep in zip(zip(names, parameters, views), kept) if keep is dense)
+            if slots := [Slot(name, p.shape, view, buffer.dtype, buffer.device, p) for name, p, view in some]:
                 programs.append(len(step.programs))
                 self._add(comm, job, slots, dense)
         job.left = len(programs)
@@ -263,14 +252,11 @@ class DDPSync:
         return result
 
     def _add(self, comm: Communicator, job: _Job, slots: Sequence[Slot], dense: bool) -> None:
-        """Add one program: its lanes, its bucket, its place in the step."""
         session, step = self.session, self._step
         names = tuple(slot.name for slot in slots)
         method = session.method_of(dense)
-        key = (names, method.name)
-        if key not in self._traces:
-            shapes = [(slot.name, slot.shape) for slot in slots]
-            dtype = slots[0].dtype
+        if (key := (names, method.name)) not in self._traces:
+            shapes, dtype = [(slot.name, slot.shape) for slot in slots], slots[0].dtype
             self._traces[key] = traced(method, shapes, session.topology, rank=session.rank, dtype=dtype)
             comm.open_lanes(self._traces[key])
         memory = joined(slots)
@@ -328,8 +314,6 @@ class DDPSync:
             raise RuntimeError(self.session.broken)
         assert isinstance(value, Tensor)
         return value
-
-    # --- what users call ----------------------------------------------------------------------------------------
 
     def learn_names(self, model: nn.Module) -> None:
         """Use the model's own parameter names and modules, as ``attach`` does; before the first backward.
@@ -415,12 +399,6 @@ class DDPSync:
         if self._session is not None and self._connected:
             self._session.close()
 
-    def __enter__(self) -> DDPSync:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
 
 def _has_joined() -> bool:
     """Return whether DDP's ``Join`` calls for a rank without input: it does not step, but the others use its zeros."""
@@ -449,12 +427,6 @@ class Ordinals:
 
     In its first backward, DDP presents the buckets of each dtype from last to first and the parameters of a bucket from
     first to last, whatever its ``bucket_cap_mb``. Later it uses its own order, and the names stay.
-
-    Args:
-        known: names and parameters, if they are known beforehand.
-
-    Attributes:
-        names: those known so far, by the ``id`` of their parameters. source: of the names, "ddp" or "model".
     """
 
     def __init__(self, known: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -466,7 +438,6 @@ class Ordinals:
         self.source = "model" if given else "ddp"
 
     def of(self, parameters: Sequence[Tensor], last: bool, state: State) -> list[str]:
-        """Return the names of a bucket's parameters. ``last``: this is the last bucket of a step."""
         if self._open:
             for p in reversed(parameters):
                 if id(p) not in self.names:
@@ -487,7 +458,6 @@ class Ordinals:
         return [(self.names[id(p)], p) for p in self._parameters]
 
     def fit(self, state: State) -> None:
-        """Check a state that has just been loaded, and move it to the parameters' device."""
         for name, parameter in self.items():
             _fit(name, parameter, state)
         if not self._open:
@@ -504,20 +474,15 @@ class Ordinals:
 
 
 def _fit(name: str, parameter: Tensor, state: State) -> None:
-    loaded = state.residuals.get(name)
-    if loaded is not None:
+    if (loaded := state.residuals.get(name)) is not None:
         if loaded.shape != parameter.shape:
             raise ValueError(
                 f"the state has a residual of shape {list(loaded.shape)} for {name} (numbers count from the last), "
                 f"but the model's is {list(parameter.shape)}: it was saved by another model"
             )
         state.residuals[name] = loaded.to(parameter.device, working_dtype(parameter.dtype))
-    for (kind, owner), value in list(state.locals.items()):
-        if owner == name:
-            state.locals[kind, owner] = value.to(parameter.device, working_dtype(parameter.dtype))
-    for (kind, owner), value in list(state.fields.items()):
-        if owner == name:
-            state.fields[kind, owner] = value.to(parameter.device)
+    for found, dtype in ((state.locals, working_dtype(parameter.dtype)), (state.fields, None)):
+        found.update({key: x.to(parameter.device, dtype) for key, x in found.items() if key[1] == name})
 
 
 def gradient_views(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -556,12 +521,10 @@ def into_values(slots: Sequence[Slot]) -> None:
 
 def joined(slots: Sequence[Slot]) -> Tensor | None:
     """Return the gradients as one 1-D tensor if they are consecutive and contiguous; else None."""
-    first = slots[0].value
-    assert first is not None
+    first = slots[0].raw()
     start = first.storage_offset()
     for slot in slots:
-        value = slot.value
-        assert value is not None
+        value = slot.raw()
         if not value.is_contiguous() or value.storage_offset() != start:
             return None
         start += slot.numel
@@ -576,10 +539,7 @@ def traced(
     rank: int,
     dtype: torch.dtype = torch.float32,
 ) -> list[list[TracedExchange]]:
-    """Return the collectives that a method issues in every phase: of a step late in training, then of the first steps.
-
-    All ranks open lanes from it at the same point, so that no program has to open one later.
-    """
+    """Return a method's collectives in every phase, of a late step and of the first: all ranks open lanes for them."""
     steps = [*(steady_step(method, phase) for phase in range(method.phases)), *range(method.phases)]
     found = [trace(method, shapes, topology, rank=rank, step=step, dtype=dtype) for step in steps]
     return with_rare_rounds(method, found)

@@ -50,7 +50,6 @@ def bucket_arguments(plan: Plan, model: nn.Module | Mapping[str, int]) -> dict[s
 
 
 def has_bucket_list() -> bool:
-    """Return whether this torch's DDP accepts ``bucket_cap_mb_list``."""
     return "bucket_cap_mb_list" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 
 

@@ -33,7 +33,6 @@ log = logging.getLogger("thinwire")
 
 
 def chosen(method: Method | Local | str, **options: Any) -> Method | Local:
-    """Return what a trainer's adapter can run: local steps, or a method that works as a DDP hook."""
     return named_local(method, options) or checked(method, **options)
 
 
@@ -79,13 +78,9 @@ def register(
     if topology is not None and topology.world_size != dist.get_world_size(process_group):
         topology = None
     sync, hook = ddp_hook(
-        method,
-        scaler=scaler,
-        start_compression_step=start_compression_step,
-        timeout=timeout,
-        process_group=process_group,
-        topology=topology,
-    )
+        method, scaler=scaler, start_compression_step=start_compression_step, timeout=timeout,
+        process_group=process_group, topology=topology,
+    )  # fmt: skip
     sync.learn_names(inside(ddp))
     register_hook(ddp, framework, sync, hook)
     return sync
@@ -159,16 +154,15 @@ def save_in(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) ->
 
 
 def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> bool:
-    """Load what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it. False: no rank's file.
+    """Load what ``save_in`` wrote; on other ranks, the mean. All ranks must call it. False: there is no rank's file.
 
-    If only some ranks have saved, as in scripts that save under ``if is_main_process``, all take over rank 0's part:
-    residuals begin at zero, and local steps at the outer weights. What is wrong on one rank is an error on all.
+    If only some ranks have saved (under ``if is_main_process``), all take over rank 0's part: residuals begin at zero,
+    local steps at the outer weights. What is wrong on one rank is an error on all.
     """
     first = _file(folder, name, 0)
     if not sync.agree(first.exists() or _file(folder, name, sync.state.rank).exists()):
         return False
-    problem: Exception | None = None
-    some = False
+    problem, some = None, False
     try:
         if first.exists():  # is a file that this rank needs not here?
             before = int(read_file(first)["state"]["world_size"])

@@ -27,6 +27,7 @@ from thinwire.core.program import Method, ReduceScatter, Topology, working_dtype
 from thinwire.engine.attach import checked_timeout
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.services import Closing
 from thinwire.engine.stats import Stats
 
 
@@ -124,8 +125,7 @@ def attach_reduce_scatter(
     if not isinstance(chosen, Cast) or chosen.decoupled or not isinstance(chosen.dtype, torch.dtype):
         raise NotImplementedError(
             f"{chosen.name} cannot reduce-scatter: only cast works, with dtype='bf16', 'fp16' or 'int8', because no "
-            "residual is kept. "
-            "Between replicas (HSDP) more methods work, see thinwire.adapters.fsdp2.attach"
+            "residual is kept. Between replicas (HSDP) more methods work, see thinwire.adapters.fsdp2.attach"
         )
     groups = groups_of(model)
     shards = groups[0].shards
@@ -148,12 +148,9 @@ def _replicas(groups: list[Group], given: DeviceMesh | dist.ProcessGroup | None)
         return own[0]
     if own[0] is not None:
         raise ValueError("the model's mesh already has replicas: leave out replicas=")
-    if isinstance(given, dist.ProcessGroup):
-        group = given
-    else:
-        if given.ndim != 1:
-            raise ValueError(f'replicas= must be one dimension of a mesh, such as mesh["replicate"], not {given.ndim}')
-        group = given.get_group()
+    if isinstance(given, DeviceMesh) and given.ndim != 1:
+        raise ValueError(f'replicas= must be one dimension of a mesh, such as mesh["replicate"], not {given.ndim}')
+    group = given.get_group() if isinstance(given, DeviceMesh) else given
     common = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(groups[0].shards))
     if dist.get_world_size(group) < 1 or common != {dist.get_rank()}:
         raise ValueError(
@@ -184,7 +181,7 @@ def scatter_mean(x: Tensor, ranks: int, dtype: torch.dtype, block: int) -> Gener
     return total[:k].div_(ranks)
 
 
-class CompressedReduceScatter:
+class CompressedReduceScatter(Closing):
     """The handle of :func:`thinwire.adapters.fsdp2.attach_reduce_scatter`; FSDP2 calls it once per module and backward.
 
     In 16 bits, each rank sends its chunks, divided by the number of ranks, and adds what it receives in rank order (on
@@ -256,9 +253,3 @@ class CompressedReduceScatter:
         if self._comm is not None:
             self._comm.close(broken=self._broken is not None)
             self._broken = self._broken or "it was closed"
-
-    def __enter__(self) -> CompressedReduceScatter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()

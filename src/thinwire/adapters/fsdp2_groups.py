@@ -45,9 +45,7 @@ class ParameterRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """One FSDP2 module: the gradients that are reduced together."""
-
+class Group:  # one FSDP2 module: the gradients that are reduced together
     index: int
     name: str  # "" for the root
     module: nn.Module
@@ -68,10 +66,9 @@ class Group:
         return self._inside._all_reduce_hook is not None
 
     def take_over(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Set FSDP2's all-reduce hook and keep FSDP2 from averaging over the replicas itself. Return the undo function.
+        """Set FSDP2's all-reduce hook, and keep FSDP2 from averaging over the replicas itself. Return what undoes it.
 
-        A native HSDP group becomes what ``fully_shard(module, mesh=mesh["shard"])`` would have made. From now on,
-        unused parameters count as zeros, so that the flat tensor is complete.
+        A native HSDP group becomes as if made on ``mesh["shard"]``; unused parameters count as zeros, so all are there.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
@@ -128,8 +125,7 @@ def groups_of(model: nn.Module) -> list[Group]:
             "the model has no module under FSDP2: call torch.distributed.fsdp.fully_shard first; for whole models use "
             "thinwire.attach"
         )
-    outside = [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
-    if outside:
+    if outside := [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]:
         raise ValueError(
             f"{outside[0]} is trained but not under any FSDP2 module, so it is not averaged: "
             "call fully_shard on the root"
@@ -174,9 +170,7 @@ def _group(index: int, name: str, module: nn.Module, inside: Any, names: dict[nn
         if one.offload_to_cpu:
             raise NotImplementedError(f"{full} is offloaded to the CPU, which this adapter does not support")
         if one.is_dtensor:
-            raise NotImplementedError(
-                f"{full} is also sharded by tensor parallelism, which this adapter does not support"
-            )
+            raise NotImplementedError(f"{full} is also sharded by tensor parallelism, which is not supported")
         if one.sharded_param.requires_grad:
             pieces.append(ParameterRows(full, tuple(one.sharded_size), offset, one.sharded_param))
             offset += one.padded_sharded_param_size.numel()

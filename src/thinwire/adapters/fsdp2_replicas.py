@@ -26,6 +26,7 @@ from thinwire.engine.executors.events import Failure
 from thinwire.engine.executors.streams import read_here
 from thinwire.engine.parameters import buffers_of
 from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.services import Closing
 from thinwire.engine.session import Session
 from thinwire.engine.source import BackwardEnd
 from thinwire.engine.state.persistence import VERSION, blank, from_flat, frozen_since, name_of, to_flat, without
@@ -34,7 +35,7 @@ from thinwire.engine.stats import BucketStats, Stats
 log = logging.getLogger("thinwire")
 
 
-class ReplicaSync:
+class ReplicaSync(Closing):
     """The handle that :func:`thinwire.adapters.fsdp2.attach` returns.
 
     Residuals belong to this rank's shards, in the units of the reduce-scatter's result. DCP's ``Stateful``: they are
@@ -92,9 +93,8 @@ class ReplicaSync:
         }
 
     def _forward(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._end.outside():  # a backward raised; FSDP2 dropped its gradients or will report it
+        # After a backward that raised; FSDP2 has dropped its gradients or will report it.
+        if not torch.compiler.is_compiling() and self._end.outside():
             self._reduced.clear()
             self._partial.clear()
             self._session.abandon()
@@ -164,15 +164,13 @@ class ReplicaSync:
 
     def stats(self) -> Stats:
         """Return the counters of the exchange between replicas since ``attach``. On CUDA, ``exposed_seconds`` is 0."""
+        sent = self._sent
         buckets = [
             BucketStats(
-                tuple(piece.name for piece in pieces),
-                sum(piece.numel for piece in pieces),
-                dense,
-                self._sent.get((group.index, dense), 0),
+                tuple(p.name for p in some), sum(p.numel for p in some), dense, sent.get((group.index, dense), 0)
             )
             for group, parts in zip(self._groups, self._parts)
-            for pieces, dense in parts
+            for some, dense in parts
         ]
         return self._session.stats(self._note, buckets)
 
@@ -245,9 +243,3 @@ class ReplicaSync:
             undo()
         self._undo.clear()
         self._session.close()
-
-    def __enter__(self) -> ReplicaSync:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp import any_rank
+from thinwire.adapters.ddp import any_rank, promise_on
 from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
 from thinwire.core.durable import readable
 from thinwire.core.program import State, Topology
@@ -32,11 +31,7 @@ if TYPE_CHECKING:
 
 
 class OwnGradients:
-    """Hook state of one DDP module, which accepts only one hook in its life.
-
-    Attributes:
-        kept: ranks keep their own gradients; False: they are averaged as without a hook.
-    """
+    """Hook state of a DDP module, which accepts only one hook in its life. Not ``kept``: averaged as without a hook."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.kept = group, False
@@ -46,12 +41,10 @@ _hooked: weakref.WeakKeyDictionary[DistributedDataParallel, OwnGradients] = weak
 
 
 def own_gradients(state: OwnGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave each rank its own gradients (the hook)."""
     if not state.kept:
         return allreduce_hook(state.group, bucket)
-    buffer = bucket.buffer()
-    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-    done.set_result(buffer)
+    done = promise_on(bucket.buffer().device)
+    done.set_result(bucket.buffer())
     return done
 
 
@@ -89,19 +82,7 @@ def attach_local(
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
 ) -> LocalRank:
-    """Attach local steps to the framework's model. All ranks call it, before the first backward.
-
-    Args:
-        model: what the framework trains: a DDP module, or on one rank a bare model.
-        optimizers: optimizers of its parameters, wrapped by the framework or not.
-        framework: its name, for errors.
-        world_size: number of training ranks, according to the framework.
-        start_compression_step, timeout, topology: as in :func:`thinwire.attach`.
-
-    Raises:
-        ValueError: several ranks and no DDP, or invalid options.
-        RuntimeError: the DDP module has another hook already.
-    """
+    """Attach local steps to the framework's model, DDP or on one rank bare. All ranks call it, before a backward."""
     ddp = ddp_of(model)
     if ddp is None and world_size > 1:
         raise ValueError(no_ddp(model, framework))
@@ -134,10 +115,7 @@ def _readable(optimizer: torch.optim.Optimizer, state: Any) -> Any:
 
 
 class LocalRank:
-    """A rank with local steps, as a framework's checkpoint sees it: with its own model and optimizers.
-
-    Its state is that of ``LocalSync`` plus ``own/<rank>``: weights and optimizer states.
-    """
+    """A rank with local steps as a framework's checkpoint sees it: its state has its model and optimizers, too."""
 
     def __init__(self, sync: LocalSync, group: dist.ProcessGroup | None) -> None:
         self.sync, self._group = sync, group
@@ -156,19 +134,16 @@ class LocalRank:
         return flag if self._group is None else any_rank(flag, self._group)
 
     def lend(self) -> None:
-        """Put the outer weights into the model until ``take_back``. Idempotent."""
         if self._lent is None:
             self._lent = ExitStack()
             self._lent.enter_context(self.sync.outer_weights())
 
     def take_back(self) -> None:
-        """Put this rank's own weights back, if others are lent."""
         if self._lent is not None:
             lent, self._lent = self._lent, None
             lent.close()
 
     def outer(self) -> ExitStack:
-        """Return a context in which the model has the outer weights."""
         stack = ExitStack()
         if self._lent is None:
             self.lend()

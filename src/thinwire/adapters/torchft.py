@@ -38,8 +38,6 @@ from thinwire.engine.sync import GradientSync
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """Options of ``attach`` that apply to local steps under torchft."""
-
     keep_dense: DenseRule = "auto"
     start_compression_step: int | None = None
     broadcast_buffers: bool = True
@@ -191,7 +189,6 @@ class QuorumSync(QuorumHandle):
 
 
 def check_settings(local: Local) -> None:
-    """Refuse settings that have no meaning when ranks join and leave."""
     if local.sync_every == "auto":
         raise ValueError(
             'sync_every="auto" measures a fixed set of ranks: name a number of steps, such as sync_every=64'
@@ -213,14 +210,14 @@ class QuorumExchange:
         if quorum.size > 1:
             comm = Communicator(None, topology, managed[0].device, member.quorums.timeout, asks=False)
         self._session = Session(local.method, comm or Alone(), State(quorum.rank, topology), None, {}, start=0)
-        self._services = Services(model, member.optimizers, managed[0].device, self._session)
+        self.services = Services(model, member.optimizers, managed[0].device, self._session)
         self._travel: Travel | None = None
         if comm is not None:
             buffers = buffers_of(model) if options.broadcast_buffers else []
             moments = Moments({}, member.optimizers, weights.values())
             try:
                 comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
-                services = self._services
+                services = self.services
                 beside = Beside(buffers, [], services.gather)
                 channels = open_channels(services, self.rounds, beside, moments)
                 self._travel = Travel(self.rounds, channels, beside, moments)
@@ -241,10 +238,6 @@ class QuorumExchange:
         if self._travel is not None:
             self._travel.send(self.rounds.fragments)
             self._travel.receive(self.fragment)
-
-    def confirm(self) -> None:
-        """Wait until all have received everything. Raises ``RuntimeError`` if they have not."""
-        self._services.gather(b"")
 
     def merge(self) -> None:
         if self._travel is not None:
@@ -270,7 +263,7 @@ class QuorumExchange:
         """Return the communicator; after an error, without waiting for others. Idempotent."""
         if error is not None and self._session.broken is None:
             self._session.give_up(str(error))
-        self._services.close()
+        self.services.close()
         self._session.close()
 
 
@@ -330,7 +323,7 @@ class QuorumRounds(QuorumHandle):
             self._before = self._exchange.fragment.state.snapshot()
             self._exchange.receive()
             self._received = True
-            self._exchange.confirm()
+            self._exchange.services.gather(b"")  # wait until all have received everything, or raise
         except RuntimeError as error:
             if self._exchange is not None:
                 self._exchange.close(error)

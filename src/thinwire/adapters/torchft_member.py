@@ -15,11 +15,11 @@ import dataclasses
 import functools
 import logging
 import secrets
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from thinwire.core.program import Plan
 from thinwire.engine.local.rounds import Rounds
+from thinwire.engine.services import Closing
 from thinwire.engine.stats import Stats
 
-if TYPE_CHECKING:
-    from typing import Self  # from Python 3.11 on
-
 _KNOWN = ("_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_id", "_replica_world_size_mode")
+_RUNS = 100
+_EQUAL = ("shared", "outer", "step", "dropped", "commit", "runs")  # of a QuorumMemory, on all replicas
+Attempt = tuple[int, int]
+"""The manager's step and the quorum number of an exchange."""
+logger = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,6 @@ class Quorum:
 
 
 class Quorums:
-    """The quorums of one manager, which must not have had any yet."""
-
     def __init__(self, manager: Any) -> None:
         _check(manager)
         self.manager = manager
@@ -120,14 +121,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-logger = logging.getLogger("thinwire")
-
-_RUNS = 100
-_EQUAL = ("shared", "outer", "step", "dropped", "commit", "runs")  # of a QuorumMemory, on all replicas
-Attempt = tuple[int, int]
-"""The manager's step and the quorum number of an exchange."""
-
-
 @dataclass
 class QuorumMemory:
     """State after the last step that counted, for the next quorum; all but ``own`` is equal on all replicas."""
@@ -147,7 +140,6 @@ class QuorumMemory:
         self.shared = snapshot["shared"]
 
     def keep_rounds(self, rounds: Rounds) -> None:
-        """Keep the state of local steps, in one fragment, with nothing in flight."""
         clock = rounds.snapshot()
         [fragment] = clock.pop("fragments")
         codec = fragment.pop("codec")
@@ -200,8 +192,6 @@ class Losses:
 
 
 class QuorumMember:
-    """One replica: its model and optimizers, its manager's quorums, the state of its exchange, what was lost."""
-
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quorums: Quorums) -> None:
         self.model, self.optimizers, self.quorums = model, list(optimizers), quorums
         self.memory, self.losses = QuorumMemory(), Losses()
@@ -212,7 +202,6 @@ class QuorumMember:
         self.attempt = (self.quorums.manager.current_step(), quorum.number)
 
     def meet(self, quorum: Quorum) -> None:
-        """Make a process group with a quorum's members, if all of them have the same last step."""
         self.met = quorum
         if quorum.size > 1:
             enter(quorum, self.quorums.timeout)
@@ -227,18 +216,14 @@ class QuorumMember:
             raise RuntimeError("a replica has kept a step that the others have repeated without it: it will be healed")
 
     def failed(self, error: Exception) -> None:
-        """Note that the exchange failed, so the step does not count, and let the others know at once."""
         logger.warning("thinwire: the step does not count: %s", error)
         self.quorums.manager.report_error(error)
         leave()
 
     def give(self) -> dict[str, Any]:
         """Return the state that the manager gives to joining replicas; ``memory`` must be up to date."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            **self.memory.shared_part(),
-        }
+        own = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+        return own | self.memory.shared_part()
 
     def take(self, saved: Mapping[str, Any]) -> None:
         """Load it after joining or falling behind. This replica's residuals are kept if its last step counts."""
@@ -253,16 +238,14 @@ class QuorumMember:
         self.memory = theirs
 
     def counted_without(self, saved: Mapping[str, Any]) -> bool:
-        """Whether the exchange in flight has counted for the others."""
         return self.attempt is not None and QuorumMemory.of_shared_part(saved).counted(self.attempt)
 
     def told_of(self, stats: Stats, *, residual: bool) -> Stats:
-        """Return the stats with what was lost; ``residual``: whether the method has residuals."""
         lost = None if self.losses.gone and residual else self.losses.norm
         return dataclasses.replace(stats, lost_residual_norm=lost)
 
 
-class QuorumHandle(ABC):
+class QuorumHandle(Closing):
     """The handle that ``attach`` returns: hooks in model and optimizers, and what they call, until ``close``."""
 
     def __init__(self, member: QuorumMember) -> None:
@@ -304,12 +287,6 @@ class QuorumHandle(ABC):
             handle.remove()
         self._handles.clear()
         self._leave()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def added(past: Stats, now: Stats) -> Stats:

@@ -328,7 +328,6 @@ def _on_one_rank(method: Method, settings: AttachSettings) -> tuple[Method, Atta
 
 
 def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any) -> dict[str, Any]:
-    """Return a named method's options with ``bucket_cap_mb`` as its ``fusion``."""
     cap = bucket_cap_mb
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
         raise ValueError(f"bucket_cap_mb={cap!r} must be a positive number of MiB")
@@ -342,16 +341,10 @@ def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any)
 
 
 def checked_timeout(timeout: Any) -> timedelta | None:
-    """Return a limit, in seconds or as a timedelta, as a timedelta; None stays None."""
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif timeout is None:
+    if timeout is None:
         return None
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and math.isfinite(timeout):
-        seconds = timeout
-    else:
-        seconds = 0
-    if seconds <= 0:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0, a timedelta, or None")
     return timedelta(seconds=seconds)
 

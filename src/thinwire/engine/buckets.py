@@ -30,46 +30,27 @@ class _Phase:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A backward in progress.
-
-    Attributes:
-        entries: its buckets.
-        where: the bucket of each parameter.
-        left: how many gradients each bucket still waits for.
-        seen: for each parameter, whether its gradient has arrived. arrival: parameter indices in order of arrival.
-        began: when its first gradient arrived, in seconds of ``time.perf_counter``.
-        told: whether the caller has said which parameters are used.
-    """
+    """A backward in progress."""
 
     entries: Sequence[PlanBucket]
-    where: Sequence[int]
-    left: list[int]
-    seen: list[bool]
-    arrival: list[int]
-    began: float
-    told: bool
+    where: Sequence[int]  # the bucket of each parameter
+    left: list[int]  # how many gradients each bucket still waits for
+    seen: list[bool]  # for each parameter, whether its gradient has arrived
+    arrival: list[int]  # parameter indices, in order
+    began: float  # when the first gradient arrived, by ``time.perf_counter``
+    told: bool  # the caller has said which parameters are used
 
 
 class Buckets:
-    """The buckets of one attached model.
+    """The buckets of one attached model. ``views``: ``.grad`` may be their memory; ``pauses``: it is decoupled."""
 
-    Args:
-        views: whether ``.grad`` may be the buckets' memory.
-        pauses: whether programs stop at their ``NextForward``: the schedule is decoupled.
-
-    Attributes:
-        managed, by_name, names: the parameters by index and by name, and their names by ``id``.
-        inline: whether programs with one exchange run in the thread of backward.
-        step: the backward in progress, or the last.
-    """
-
-    step: Step
+    step: Step  # the backward in progress, or the last
     _phase: _Phase
 
     def __init__(self, session: Session, managed: Sequence[Managed], plan: Plan, *, views: bool, pauses: bool) -> None:
         self.session, self.plan, self.views, self.pauses = session, plan, views, pauses
         self.manage(managed)
-        self.inline = False
+        self.inline = False  # programs with one exchange run in the thread of backward
         self._phases: list[_Phase] = []
         self._first: list[_Phase] = []  # of the method that runs before the other begins
         self._memory: dict[tuple[int, int], Memory] = {}
@@ -124,7 +105,6 @@ class Buckets:
         return self.step
 
     def ready(self, index: int) -> None:
-        """Start the program of a bucket that waits for no more gradients."""
         # A program with one exchange in backward needs no thread to issue a second one.
         cheap = self._phase.methods[index].cheap_pack
         once = self.pauses or len(self._phase.traced[index]) <= 1
@@ -133,7 +113,6 @@ class Buckets:
             memory.hand_over(shown=not self.pauses)
 
     def program(self, index: int) -> Program:
-        """Return the program of a bucket whose gradients are there; called by the executor."""
         key, method = (self._phase.number, index), self._phase.methods[index]
         if key not in self._memory:
             entry = self._phase.entries[index]
@@ -143,7 +122,6 @@ class Buckets:
         return method.reduce(self._memory[key].bucket(index, self.session.scale), self.session.state)
 
     def memory(self, index: int) -> Memory:
-        """Return the memory of a bucket of this step, once its program has begun."""
         return self._memory[self._phase.number, index]
 
     def method_of(self, index: int) -> Method:
@@ -163,30 +141,20 @@ class Buckets:
 
 
 class Memory:
-    """A bucket's slots and, for a method with ``cheap_pack``, one buffer with a view for each parameter.
-
-    It is kept from step to step, so that no step allocates it again.
-
-    Attributes:
-        gradients: the views that become ``.grad``; they have their own version counters.
-        used: for which parameters this rank had a gradient in the last step.
-        handed_over: whether ``.grad`` of all of them is already a view in ``gradients``.
-        made: the bucket, once there was a step.
-    """
+    """A bucket's slots and, for a method with ``cheap_pack``, one buffer with a view for each parameter."""
 
     def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, cheap_pack: bool, ranks: int = 1) -> None:
-        """``ranks``: the buffer has room for padding to a multiple of this number of elements."""
         self.parameters, self.kept = parameters, entry.kept
         self.slots = [Slot(n, p.shape, None, gradient_dtype(p), p.device, p) for n, p in zip(entry.names, parameters)]
         self.buffer: Tensor | None = None
         self.views: list[Tensor] | None = None
-        self.gradients: list[Tensor] = []
-        self.used = [False] * len(parameters)
-        self.handed_over = False
+        self.gradients: list[Tensor] = []  # the views that become ``.grad``, with version counters of their own
+        self.used = [False] * len(parameters)  # which had a gradient on this rank in the last step
+        self.handed_over = False  # ``.grad`` of all is already a view in ``gradients``
         self.made: Bucket | None = None
         if cheap_pack:
             first, sizes = self.slots[0], [s.numel for s in self.slots]
-            room = -(-sum(sizes) // ranks) * ranks
+            room = -(-sum(sizes) // ranks) * ranks  # for the padding of shards
             self.buffer = torch.empty(room, dtype=first.dtype, device=first.device)
             pieces = self.buffer[: sum(sizes)].split(sizes)
             self.views = [piece.as_strided(p.shape, strides_of(p)) for p, piece in zip(parameters, pieces)]
@@ -211,10 +179,9 @@ class Memory:
         return self.made is not None and self.made.filled
 
     def hand_over(self, *, shown: bool) -> None:
-        """Make ``.grad`` the bucket's memory from now on, so that autograd can reuse the memory that it allocated.
+        """Make ``.grad`` the bucket's memory, so that autograd can reuse what it allocated.
 
-        If that were kept to the end of backward, it would be given back to the system, and each step would fault it in
-        again (5 %). Not ``shown``: the result is not there yet, and ``.grad`` is None.
+        Kept to the end of backward, that would be faulted in again each step (5 %). Unless ``shown``, it comes later.
         """
         self.handed_over = True
         for slot, parameter, grad in zip(self.slots, self.parameters, self.gradients):
@@ -231,10 +198,7 @@ def strides_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: bool) -> Tensor:
-    """Return an average as a tensor that can be ``.grad``: with autograd's strides and its own version counter.
-
-    ``value``: autograd's gradient, which may be overwritten. ``copy``: the memory of ``result`` will be used again.
-    """
+    """Return an average as a ``.grad``: autograd's strides, its own version counter. ``value`` may be overwritten."""
     if not copy and result.stride() == strides_of(parameter):
         return result.data
     own = torch.empty_like(parameter, dtype=result.dtype) if value is None else value
@@ -242,9 +206,5 @@ def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: 
 
 
 def prime_allocator() -> None:
-    """Make glibc keep memory that a step frees.
-
-    glibc learns from the largest block that it has seen freed. Otherwise it returns the activations' memory to the
-    system after every step, and faults it in again (10 MB a step on a 10 M model).
-    """
+    """Make glibc, which learns from the largest block freed, keep memory that a step frees: else 10 MB fault in."""
     torch.empty(31 << 20, dtype=torch.uint8)

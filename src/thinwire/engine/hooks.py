@@ -17,10 +17,7 @@ _nothing = nullcontext().__exit__  # takes anything, does nothing, and pickles w
 
 
 class ModuleHook(functools.partial):  # type: ignore[type-arg]
-    """A callable like ``functools.partial``; a copied or unpickled one does nothing.
-
-    That is for modules that copy themselves in their own way: see :class:`WithoutHooks`.
-    """
+    """Like ``functools.partial``; copied or unpickled, by modules that do this in their own way, it does nothing."""
 
     @property
     def __name__(self) -> str:

@@ -39,7 +39,6 @@ class Managed:
 
     @property
     def description(self) -> str:
-        """What ranks compare: shape, dtype, strides unless contiguous, and whether it stays dense."""
         p = self.parameter
         strides = "" if p.is_contiguous() else f" strides {list(p.stride())}"
         return f"{_kind(p)}{strides}{' dense' if self.dense else ''}"
@@ -55,7 +54,6 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def model_facts(model: nn.Module, managed: Iterable[Managed]) -> dict[str, Any]:
-    """Return the facts about a model that must be equal on all ranks."""
     kinds = {m.name: m.description for m in managed}
     return {
         "parameters": kinds,
@@ -70,22 +68,14 @@ def _kind(x: torch.Tensor) -> str:
 
 
 class Named:
-    """A buffer or frozen parameter, which is known by its name: a script may put another tensor in its place.
-
-    Attributes:
-        name: of the tensor in the model; ``key``: in the ``module`` that has it.
-        tensor: the last that had the shape and dtype of the first.
-    """
+    """A buffer or frozen parameter, known by its name: a script may put another tensor in its place."""
 
     def __init__(self, name: str, model: nn.Module, tensor: torch.Tensor) -> None:
         path, _, self.key = name.rpartition(".")
         self.name, self.module, self.tensor = name, model.get_submodule(path), tensor
 
     def now(self) -> torch.Tensor:
-        """Return the tensor that the module has now, unless its shape or dtype has changed: then the last one.
-
-        One that was made under ``inference_mode``, which nothing can change any more, gets a copy in its place.
-        """
+        """Return what the module has, or the last that fitted; an inference tensor is replaced by a copy there."""
         found = getattr(self.module, self.key, None)
         if isinstance(found, torch.Tensor) and found.is_inference():
             found = found.clone()
@@ -96,7 +86,6 @@ class Named:
 
 
 def ignored(model: nn.Module) -> set[str]:
-    """Return names of parameters and buffers that are left out, as DDP leaves them out."""
     return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -133,7 +122,6 @@ def frozen_of(model: nn.Module, managed: Iterable[str]) -> list[Named]:
 
 
 def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters and buffers that ``attach`` makes equal."""
     left_out = ignored(model)
     yield from (p for name, p in model.named_parameters() if name not in left_out)
     yield from (one.tensor for one in buffers_of(model))
@@ -198,9 +186,8 @@ def check_optimizers(managed: Iterable[Managed], optimizers: Iterable[torch.opti
 class Buffers:
     """Keeps buffers that change in training, above all BatchNorm's statistics, equal to rank 0's, as DDP does.
 
-    DDP sends them before a forward. Here they are sent during backward and have arrived when it ends, so no forward
-    waits, and one rank may evaluate alone. Buffers that do not change in the first step (masks, tables) were made equal
-    by ``attach`` and are not sent.
+    DDP sends them before a forward; here they travel during backward, so one rank may evaluate alone. Those that do not
+    change in the first step (masks, tables) were made equal by ``attach``, and stay.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -218,7 +205,6 @@ class Buffers:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Wait for the buffers and take them over, at the end of a backward."""
         if self._follow is None:
             self._learn()
             self.send()
@@ -238,7 +224,6 @@ class Buffers:
         self.idle = not self._follow and not self._still
 
     def _learn(self) -> None:
-        """Find out, after the first step, which buffers change on any rank."""
         mine = bytes(_norm(one) or self._print(one) != first for one, first in zip(self._all, self._first))
         everyone = self._comm.gather(mine) if mine else []
         travels = [any(row[place] for row in everyone) for place in range(len(mine))]

@@ -17,7 +17,7 @@ from thinwire.engine.controller.pilot import Controller
 from thinwire.engine.session import Channel, Session
 from thinwire.engine.source import GradientSource
 
-H = TypeVar("H", bound="Handle")
+C = TypeVar("C", bound="Closing")
 
 
 class Stateful(Protocol):
@@ -34,25 +34,25 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Fitting:
-    """A saved state that was checked and fits: call ``restore``, then ``adopt``.
+    """A saved state that was checked and fits: call ``restore``, then ``adopt``."""
 
-    Attributes:
-        restore: takes the state over; returns what undoes it, except for weights. If it raises, nothing has changed.
-        adopt: puts the saved plan in force, if there is one. All ranks must call it.
-    """
-
-    restore: Callable[[], Callable[[], None]]
-    adopt: Callable[[], None]
+    restore: Callable[[], Callable[[], None]]  # returns what undoes it, but for weights; all or nothing
+    adopt: Callable[[], None]  # puts the saved plan in force, if there is one; collective
 
 
-class Handle(abc.ABC):
-    """What ``attach`` returns.
+class Closing(abc.ABC):
+    @abc.abstractmethod
+    def close(self) -> None: ...
 
-    Attributes:
-        services: what optimizers, K-FAC and other packages use of it.
-    """
+    def __enter__(self: C) -> C:
+        return self
 
-    services: Services
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Handle(Closing):
+    services: Services  # for optimizers, K-FAC and other packages
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -65,15 +65,6 @@ class Handle(abc.ABC):
         found = self._fitting(state)
         found.restore()
         found.adopt()
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self: H) -> H:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def fitting(handle: Handle, state: Mapping[str, Any]) -> Fitting:
@@ -90,26 +81,11 @@ def attached_to(model: nn.Module) -> Handle | None:
 
 
 def handles() -> list[Handle]:
-    """Return all open handles of the process."""
     return list(_attached.values())
 
 
 class Services:
-    """The services of one handle.
-
-    Args:
-        model: the attached model.
-        optimizers: of its parameters.
-        device: of its gradients.
-        session: of its exchange.
-        source: of its gradients; None: they are not exchanged.
-        controller: of its plans; None: likewise.
-        apart: whether each rank has weights and optimizer states of its own.
-
-    Attributes:
-        companions: objects that are saved and loaded with the handle, by name.
-        handles: removed when it is closed.
-    """
+    """The services of one handle. ``apart``: each rank has weights and optimizer states of its own."""
 
     def __init__(
         self,
@@ -125,8 +101,8 @@ class Services:
         self.apart = apart
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
         self.session, self.source, self.controller = session, source, controller
-        self.companions: dict[str, Stateful] = {}
-        self.handles: list[Any] = []
+        self.companions: dict[str, Stateful] = {}  # saved and loaded with the handle, by name
+        self.handles: list[Any] = []  # removed when it is closed
         self._channels: list[Channel] = []
 
     def remember(self, handle: Handle) -> None:
@@ -150,12 +126,10 @@ class Services:
 
     @property
     def scaler(self) -> Any:
-        """The GradScaler in use, or None."""
         return self.session.scaler
 
     @property
     def synchronizing(self) -> bool:
-        """Whether the next backward will be exchanged: False inside ``no_sync``."""
         return self.source is None or self.source.enabled
 
     def run(self, program: Program, *, lane: str = "control") -> Any:
@@ -166,15 +140,7 @@ class Services:
         return self.session.comm.run(program, lane)
 
     def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
-        """Return a channel, which runs programs on tensors that are not parameters while training continues.
-
-        All ranks must call it at the same point. See :class:`~thinwire.engine.session.Channel`.
-
-        Args:
-            purpose: keeps its lanes apart from other channels'.
-            depth: the largest number of exchanges that one program issues within each scope.
-            topology: groups the ranks, if differently from the machines.
-        """
+        """Return a :class:`Channel` beside training; ``topology`` may group the ranks otherwise. Collective."""
         made = Channel(self.session, topology or self.topology, purpose, depth)
         self._channels.append(made)
         return made
@@ -198,11 +164,7 @@ class Services:
     def expect(self, names: Iterable[str]) -> None:
         """Name the only parameters that can get gradients in the next exchanged backward. For one step; local.
 
-        A bucket then starts once these of its parameters have gradients. It need not wait for the end of backward if
-        some are unused. A gradient of another parameter is an error.
-
-        Raises:
-            ValueError: an unknown name, or a decoupled method, which follows the order of the forward.
+        A bucket then starts with the last of them, even if others are unused. Another's gradient is an error.
         """
         if self.source is not None:
             self.source.expect(names)
@@ -214,7 +176,6 @@ class Services:
                 self.handles.append(meet(sync, scaler))
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return every rank's message, in rank order."""
         return self.session.comm.gather(message)
 
     def agree(self, flag: bool) -> bool:

@@ -43,23 +43,7 @@ logger = logging.getLogger("thinwire")
 
 
 class Session:
-    """The session of one handle that a user holds.
-
-    Args:
-        comm: of the ranks; ``Alone()`` if nothing is exchanged, or not yet.
-        scaler: the GradScaler in use; None: found at its first ``scaler.step(optimizer)``.
-        names: of the parameters, by ``id``.
-        start: number of exact steps before the method begins; None: as the method says.
-        named: the method whose state is saved, if another one runs in its place: on one rank, or while "auto" measures.
-        expected: whether an optimizer was named, so that its steps will come.
-
-    Attributes:
-        dense: the method for parameters that are not compressed.
-        first: the method that runs while ``starting``: in the steps before the method begins.
-        running: whether a step is under way.
-        broken: why no further step is possible; None: it is possible.
-        scale: the loss scale in this step's gradients, 0-dim; None: there is none.
-    """
+    """The session of one handle. ``start``: number of exact steps before the method begins; None: as it says."""
 
     def __init__(
         self,
@@ -73,12 +57,13 @@ class Session:
         named: Method | None = None,
         expected: bool = False,
     ) -> None:
+        # ``named``: whose state is saved, if another runs in its place: on one rank, or while "auto" measures.
         self.named, self.comm, self.state, self.scaler = named or method, comm, state, scaler
-        self.dense = exact_method(method)
+        self.dense = exact_method(method)  # for parameters that are not compressed
         self.run_as(method, start)
         self.starting = self.running = False
-        self.broken: str | None = None
-        self.scale: Tensor | None = None
+        self.broken: str | None = None  # why no further step is possible
+        self.scale: Tensor | None = None  # the loss scale in this step's gradients, 0-dim
         self.rejected, self.dense_bytes, self.exposed_seconds, self.deferred_seconds = 0, 0.0, 0.0, 0.0
         self._opened: tuple[int, Names] = (0, ())
         self.watch = StepWatch(state, names, expected=expected)
@@ -104,13 +89,11 @@ class Session:
         return self.state.rank
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks."""
         options = {key: str(value) for key, value in self.method.options().items()}
         start = {"start_compression_step": self.state.start, "starts as": self.first.name}
         return {"method": self.method.name, "options": options} | start
 
     def method_of(self, dense: bool) -> Method:
-        """Return the method that runs in this step for parameters that are ``dense`` or not."""
         return self.dense if dense else self.first if self.starting else self.method
 
     def find_scaler(self, optimizer: torch.optim.Optimizer) -> None:
@@ -125,14 +108,11 @@ class Session:
         ranks = self.state.size
         self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
 
-    # --- one step ------------------------------------------------------------------------------------------------
-
     def check_usable(self) -> None:
         if self.broken is not None:
             raise RuntimeError(f"the exchange is unusable after an earlier failure: {self.broken}")
 
     def begin(self) -> None:
-        """Begin a step, when a backward has begun whose gradients are exchanged."""
         if self.running and self.broken is None:
             self.broken = INTERRUPTED
         self.check_usable()
@@ -146,10 +126,7 @@ class Session:
     def open(
         self, names: Names, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
     ) -> None:
-        """Open a step of the executor: ``make(i)`` returns the i-th program, for the parameters ``names[i]``.
-
-        ``failed``: see the executors; with it, ``names`` grow until a bucket is ready as the last.
-        """
+        """Open a step: ``make(i)`` returns the program of ``names[i]``; with ``failed``, ``names`` grow meanwhile."""
         self._opened = self.state.step, names
         self.comm.executor.begin(None if failed else len(names), make, failed, pause=pause)
 
@@ -196,8 +173,6 @@ class Session:
         self.give_up(text)
         raise RuntimeError(text)
 
-    # --- afterwards ----------------------------------------------------------------------------------------------
-
     def stats(self, note: str, buckets: Sequence[BucketStats] = (), *, rebuilt: bool = False) -> Stats:
         ledger = self.comm.ledger
         return Stats(
@@ -233,16 +208,13 @@ class Session:
 
 
 def _calling_scaler() -> Any:
-    """Find the scaler that calls ``step`` by walking up the stack: torch has no public call that tells which it is.
-
-    Before Python 3.13, reading a frame's ``f_locals`` leaves a copy there, which keeps a training loop's outputs
-    and models alive. So only functions called ``step`` are looked into.
-    """
+    """Find the scaler that calls ``step`` on the stack: torch has no public call for it."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame.f_back is None:
             return None
         frame = frame.f_back
+        # Only there: before Python 3.13, ``f_locals`` leaves a copy that keeps a loop's outputs and models alive.
         if frame.f_code.co_name == "step" and isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
             return found
     return None
@@ -265,24 +237,18 @@ def warn_if_state_missing(method: Method, state: State) -> None:
 
 
 class StepWatch:
-    """Detects when gradients have been used, by watching every optimizer that owns some of a model's parameters.
-
-    ``names`` and ``expected``: as for :class:`Session`.
-
-    Attributes:
-        fresh: whether ``.grad`` holds averages that no optimizer has used.
-        dropped: how many backwards were dropped.
-    """
+    """Detects when gradients have been used, by watching every optimizer that owns some of a model's parameters."""
 
     _before: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]
     _after: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]] | None
 
     def __init__(self, state: State, names: Mapping[int, str], *, expected: bool) -> None:
         self._state, self.names, self._expected = state, names, expected
-        self._seen = self._told = self.fresh = False
+        self._seen = self._told = False
+        self.fresh = False  # ``.grad`` holds averages that no optimizer has used
         self._used: set[str] = set()
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None  # whose step may call a closure
-        self.dropped = 0
+        self.dropped = 0  # backwards
         self._handles = [
             register_optimizer_step_pre_hook(_weakly(self._step_begins)),
             register_optimizer_step_post_hook(_weakly(self._step_ended)),
@@ -364,7 +330,6 @@ def owned(optimizer: torch.optim.Optimizer, names: Container[int]) -> bool:
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """Return a hook for all optimizers of the process that does not keep the model alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -375,16 +340,10 @@ def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Any:
 
 
 class Channel:
-    """A way to run programs besides training. Made by :meth:`thinwire.engine.services.Services.channel` on all ranks.
+    """Runs programs besides training, on lanes of its own. Made by ``Services.channel`` on all ranks.
 
-    ``Services.run`` blocks; a channel does not. Its programs run in the order of their numbers, on lanes of its own, so
-    neither they nor the gradients' programs wait for the others' turn.
-
-    Args:
-        session: whose ranks these are, and which a failure here ends; None: one rank.
-        topology: groups the ranks, possibly differently from the machines.
-        purpose: keeps its lanes apart from other channels'.
-        depth: the largest number of exchanges that one program issues within each scope.
+    ``Services.run`` blocks; a channel does not. Its programs run in the order of their numbers; neither they nor the
+    gradients' wait for the others' turn. ``session``: None: one rank; else a failure here ends it.
     """
 
     def __init__(self, session: Session | None, topology: Topology, purpose: str, depth: Mapping[Scope, int]) -> None:
@@ -405,10 +364,7 @@ class Channel:
             self._executor.begin(len(names), make)
 
     def ready(self, index: int, *, inline: bool = True) -> None:
-        """Say that a program's data are there. Call in any order; exchanges are issued in the order of the numbers.
-
-        ``inline``: it has one exchange, and may run in the thread that calls this and ``wait``.
-        """
+        """Say, in any order, that a program's data are there; ``inline``: it may run here, with its one exchange."""
         self._executor.ready(index, inline=inline)
 
     def wait(self) -> float:

@@ -34,14 +34,10 @@ from thinwire.engine.session import INTERRUPTED
 
 
 class BackwardEnd:
-    """Calls back once when a backward pass has ended, by autograd's private interface.
+    """Calls back once, when a backward pass in which ``note`` was called has ended, by autograd's private interface.
 
-    Under reentrant activation checkpointing, backwards run inside a backward, each with its own end. The callback runs
-    once, at the end of the outermost. The parameters' hooks note the backward passes. So do the modules' forward hooks,
-    because a forward that is rerun inside backward belongs to the outer pass.
-
-    Args:
-        callback: called at the end of the outermost pass in which ``note`` was called.
+    Under reentrant activation checkpointing, backwards run inside a backward, each with its own end: the outermost
+    counts. Modules' forward hooks note passes too: a forward that is rerun inside backward belongs to the outer one.
     """
 
     def __init__(self, callback: Callable[[], None]) -> None:
@@ -81,10 +77,7 @@ def _count(*_: Any) -> None:
 
 
 class LateParameters:
-    """Detects parameters that became trainable after ``attach`` (unfrozen, added, replaced): nothing averages them.
-
-    The check runs before each optimizer step, and walks the model only if something is new.
-    """
+    """Finds parameters made trainable after ``attach``, which nothing averages, before a step if something is new."""
 
     def __init__(self, model: nn.Module) -> None:
         global _counting
@@ -96,10 +89,7 @@ class LateParameters:
         self._foreign: dict[int, weakref.ref[Tensor]] = {}
 
     def check(self, optimizer: torch.optim.Optimizer, known: Container[int]) -> bool:
-        """Return whether an optimizer that is about to step owns parameters of the model.
-
-        ``known``: the ``id`` of each parameter that is exchanged. ``RuntimeError``: it would use gradients of others.
-        """
+        """Return whether an optimizer owns our parameters. RuntimeError: it would use gradients not ``known``."""
         ours, strange = False, []
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -127,13 +117,6 @@ class LateParameters:
 
 @dataclass(frozen=True)
 class AttachSettings:
-    """The options of ``attach`` that are not the method's.
-
-    Attributes:
-        note: what is not done because there is only one rank.
-        named: the method in whose place S-SGD runs on a single rank, and whose state is kept; None: the one that runs.
-    """
-
     start_compression_step: int | None = None
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
@@ -143,8 +126,8 @@ class AttachSettings:
     detect_desync: bool = False
     keep_dense: DenseRule = "auto"
     on_failure: Callable[[Exception], None] | None = None
-    note: str = ""
-    named: Method | None = None
+    note: str = ""  # what is not done because there is only one rank
+    named: Method | None = None  # the method whose state is kept, if another runs in its place
 
     def __post_init__(self) -> None:
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
@@ -154,12 +137,7 @@ class AttachSettings:
 
 
 class GradientSource:
-    """The gradient source of one attached model; ``handle``: what ``attach`` has returned, which the hooks keep alive.
-
-    Attributes:
-        enabled: whether the next backward is exchanged; False inside ``no_sync``.
-        expected: indices of the parameters that the next backward can reach; None: all.
-    """
+    """The gradient source of one attached model; ``handle``: what ``attach`` returned, which the hooks keep alive."""
 
     def __init__(
         self,
@@ -172,8 +150,8 @@ class GradientSource:
     ) -> None:
         self._model, self._buckets, self._schedule, self._controller = model, buckets, schedule, controller
         self._settings, self._handle = settings, handle
-        self.enabled = True
-        self.expected: frozenset[int] | None = None
+        self.enabled = True  # False inside ``no_sync``
+        self.expected: frozenset[int] | None = None  # what the next backward can reach; None: all
         self._end, self._late = BackwardEnd(self.finish), LateParameters(model)
         follow = settings.broadcast_buffers and buckets.session.state.size > 1
         self.buffers = Buffers(model, buckets.session.comm) if follow else None
@@ -190,7 +168,6 @@ class GradientSource:
             self._hooks.append(m.parameter.register_post_accumulate_grad_hook(partial(self._arrive, m.index, streams)))
         before, readers = self._schedule.before_forward, set(self._schedule.readers)
         untraced = torch.compiler.disable(before) if readers else before
-
         timed = model if self._controller.timings is not None else None
 
         def read(module: nn.Module, args: Any) -> None:  # one hook, because a hook costs more than its work
@@ -224,7 +201,6 @@ class GradientSource:
             timings.forward()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer of the process that is about to step."""
         session, buckets = self._buckets.session, self._buckets
         if not self._late.check(optimizer, buckets.names):
             return
@@ -344,10 +320,7 @@ class GradientSource:
                 buckets.ready(index)
 
     def finish(self, *, observed: bool = True) -> None:
-        """End the backward: launch the buckets that are left, wait, deliver, commit.
-
-        Unless ``observed``, the order in which gradients arrived does not count.
-        """
+        """End the backward: launch what is left, wait, deliver, commit. ``observed``: its order of arrival counts."""
         session = self._buckets.session
         if not session.running:
             return

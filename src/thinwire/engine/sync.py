@@ -24,6 +24,7 @@ from thinwire.engine.controller.pilot import Controller
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.executors.events import Recorder
 from thinwire.engine.parameters import Managed, gradient_dtype, managed_parameters, model_facts, sent_at_start
+from thinwire.engine.ranks.agreement import OrderWatch
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.schedules.decoupled import Decoupled
@@ -98,10 +99,9 @@ class GradientSync(Handle):
         self.services.remember(self)
 
     def _start(self, model: nn.Module, plan: Plan) -> None:
-        """Agree with the other ranks on everything, and take over rank 0's weights."""
         session, settings, comm = self._session, self._settings, self._session.comm
         if settings.detect_desync:
-            comm.watch_order()
+            comm.order = OrderWatch(comm.topology)
         comm.agree(
             session.facts()
             | model_facts(model, self._buckets.managed)

@@ -399,7 +399,7 @@ def test_outer_weights_are_lent_to_the_model():
         ({"moments": {"exp_avg": 0}}, "moments: exp_avg=0"),
         ({"moments": {"exp_avg": 3}, "fragment_sync_delay": 2}, "moments would lose the steps"),
         ({"fragments": 0}, "fragments=0"),
-        ({"fragment_update_alpha": 1.5}, "from 0 to 1"),
+        ({"fragment_update_alpha": 1.5}, "at least 0 and at most 1"),
         ({"codec": "zip"}, "codec='zip' must be a method"),
         ({"codec": DGC(0.1)}, "dgc cannot be a codec of local steps: "),
         ({"codec": ACP(decoupled=True)}, "acp is decoupled"),

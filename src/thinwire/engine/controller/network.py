@@ -42,19 +42,12 @@ logger = logging.getLogger("thinwire")
 
 
 class NetworkPrices:
-    """The costs for one handle's ranks. All ranks must make the calls, between two steps.
-
-    Attributes:
-        costs: given by the user; None: not known yet.
-        why: where they come from, in words; empty if they were given.
-        measured, checked: number of exchanges timed for curves, and to check whether remembered costs still hold.
-        seconds: spent on measuring, on this rank, without training.
-    """
+    """The costs for one handle's ranks. All ranks must make the calls, between two steps."""
 
     def __init__(self, communicator: Communicator, costs: Costs | None, compute: Sequence[str]) -> None:
-        self.costs, self.why = costs, ""
-        self.measured = self.checked = 0
-        self.seconds = 0.0
+        self.costs, self.why = costs, ""  # where they come from, in words; empty if the user gave them
+        self.measured = self.checked = 0  # exchanges timed for curves, and to check whether remembered costs hold
+        self.seconds = 0.0  # spent on measuring, without training
         self._comm, self._wanted = communicator, tuple(compute)
         self._probe: GradualProbe | None = None
         self._known = _NOTHING
@@ -88,7 +81,6 @@ class NetworkPrices:
             self.seconds += time.perf_counter() - began
 
     def finish(self) -> None:
-        """Turn measurements into costs, which rank 0 remembers."""
         probe = self._probe
         if probe is None:
             return
@@ -131,7 +123,6 @@ class NetworkPrices:
 
 
 def recall(network: dict[str, Any]) -> tuple[str, Costs] | None:
-    """Return the day and the costs that are remembered of the network that these facts describe."""
     path = _path(network)
     if path is None:
         return None

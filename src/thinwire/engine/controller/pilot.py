@@ -55,23 +55,16 @@ class Decision:
 
 
 class Controller:
-    """Makes the plan of one attached model once, from the first step.
+    """Makes the plan of one attached model once, from the first step."""
 
-    Attributes:
-        rebuilt: whether the plan follows the first step; at first, whether it is the user's, and stays.
-        why: the reasons for the plan in force.
-        waiting: a decision to follow before the next backward.
-        timings: of steps; None: nothing is measured.
-    """
-
-    timings: Timings | None = None
+    timings: Timings | None = None  # None: nothing is measured
     costs: Costs | None = None
     _schedule: Coupled
 
     def __init__(self, *, pinned: bool) -> None:
-        self.rebuilt = pinned
+        self.rebuilt = pinned  # the plan follows the first step, or is the user's
         self.why: tuple[str, ...] = ()
-        self.waiting: Decision | None = None
+        self.waiting: Decision | None = None  # followed before the next backward
 
     def bind(self, buckets: Buckets, schedule: Coupled) -> None:
         self._buckets, self._schedule = buckets, schedule
@@ -85,14 +78,7 @@ class Controller:
         return self.rebuilt
 
     def after_step(self, step: Step | None, backward_seconds: float) -> Decision | None:
-        """Return what to do before the next step. All ranks call it alike; it is sometimes a collective.
-
-        It need not be called if the plan is ``rebuilt`` and there are no ``timings``.
-
-        Args:
-            step: the step that has ended; None: ignore its order of arrival.
-            backward_seconds: from its first gradient to its last bucket.
-        """
+        """Return what to do next; ``step`` None: ignore its order of arrival. All ranks call it; it may communicate."""
         if self.rebuilt or step is None:
             return None
         self.rebuilt = True
@@ -117,15 +103,12 @@ class _Marks:
 
 
 class Timings:
-    """The times of the last steps."""
-
     def __init__(self, device: torch.device) -> None:
         self.stopwatch = Stopwatch(device)
         self._steps: list[_Marks] = []
         self._open: _Marks | None = None
 
     def __len__(self) -> int:
-        """Return the number of complete steps recorded so far."""
         return max(0, len(self._steps) - 1)
 
     def clear(self) -> None:
@@ -183,14 +166,7 @@ class Timings:
 
 
 class Pilot(Controller):
-    """Measures the first steps, plans, then watches whether the prediction holds.
-
-    Args:
-        manage: returns the managed parameters under a method.
-        auto: whether to choose the method too.
-        worth: what a step of lossy methods is worth, by which ``auto`` may choose one; None: it may not.
-        adaptive: whether to plan again if measured and predicted times differ.
-    """
+    """Measures the first steps, plans, then watches whether the prediction holds."""
 
     def __init__(
         self,
@@ -205,7 +181,7 @@ class Pilot(Controller):
     ) -> None:
         super().__init__(pinned=pinned)
         self._comm, self._manage = communicator, manage
-        self._auto, self._worth, self._adaptive = auto, worth, adaptive
+        self._auto, self._worth, self._adaptive = auto, worth, adaptive  # worth None: only exact methods
         self.timings: Timings = Timings(communicator.device)
         self.network = network
         self.predicted: float | None = None
@@ -314,10 +290,7 @@ class Pilot(Controller):
 
 
 class Tuner(Pilot):
-    """``fusion="tune"``: tries plans around the planner's optimum, each for a few steps, and keeps the fastest.
-
-    Rank 0 runs the tuner. The choice goes to all ranks, which compare the plan's hash before they put it in force.
-    """
+    """``fusion="tune"``: tries plans around the planner's optimum, each for a few steps, and keeps the fastest."""
 
     _trying = False
     _tuner: FusionTuner  # on rank 0 only, like the next two

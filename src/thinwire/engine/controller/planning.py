@@ -97,19 +97,9 @@ def trace_plan(
         traced = []
         for bucket in buckets:
             entries = [by_name[name] for name in bucket.names]
-            program = bucket.applied(dense if bucket.dense else method)
-            shapes = [(m.name, m.shape) for m in entries]
-            traced.append(
-                trace(
-                    program,
-                    shapes,
-                    topology,
-                    rank=rank,
-                    step=phase,
-                    dtype=gradient_dtype(entries[0].parameter),
-                    kept=bucket.kept,
-                )
-            )
+            dtype, shapes = gradient_dtype(entries[0].parameter), [(m.name, m.shape) for m in entries]
+            runs = bucket.applied(dense if bucket.dense else method)
+            traced.append(trace(runs, shapes, topology, rank=rank, step=phase, dtype=dtype, kept=bucket.kept))
         result.append(traced)
     return result
 
@@ -124,13 +114,7 @@ def rebuild(
     *,
     measured: bool,
 ) -> Plan:
-    """Make the plan from the first step; all ranks call this and get the same, by rank 0's values.
-
-    Args:
-        order: all parameters, by index; ``unseen``: those that had no gradient.
-        backward_seconds: from the first gradient to the last, in the first step.
-        measured: another plan will follow from measured times, so the network's rate is not needed here.
-    """
+    """Make the plan from the first step by rank 0's values, on all ranks. ``measured``: another plan follows anyway."""
     rows = [order, [int(i in unseen) for i in order]]
     agreed = torch.tensor(rows, dtype=torch.int64, device=communicator.device)
     lasted = torch.tensor(backward_seconds, dtype=torch.float64, device=communicator.device)
@@ -156,11 +140,7 @@ def sooner_apart(
     seconds: float,
     steps: float,
 ) -> list[str]:
-    """Return a sentence with both figures if ``"local"``, at the most steps it was seen to need, is sooner by a tenth.
-
-    ``taken``: the chosen method, which takes ``seconds`` a step, and ``steps`` steps relative to exact averaging.
-    "auto" never chooses local steps itself.
-    """
+    """Return a sentence if ``"local"`` at its most steps is sooner by a tenth; "auto" never chooses it itself."""
     profile, topology, costs = measured.profile, measured.topology, measured.costs
     where: dict[str, Any] = {"backend": backend, "shared_compute": not measured.side_stream}
     try:
@@ -180,17 +160,11 @@ def sooner_apart(
 
 @dataclass(frozen=True)
 class AgreedTimes:
-    """The times that the ranks agree on: for each, the slowest rank's.
+    """The times that the ranks agree on: for each, the slowest rank's."""
 
-    Attributes:
-        profile: forward up to the first gradient, then from gradient to gradient.
-        outside_seconds: from the end of backward to the next forward: optimizer, data.
-        step_seconds: from forward to forward.
-    """
-
-    profile: ModelProfile
-    outside_seconds: float
-    step_seconds: float
+    profile: ModelProfile  # forward up to the first gradient, then from gradient to gradient
+    outside_seconds: float  # from the end of backward to the next forward: optimizer, data
+    step_seconds: float  # from forward to forward
 
 
 @dataclass(frozen=True)
@@ -200,13 +174,7 @@ class _Offer(SimulatedMethod):
 
 @dataclass(frozen=True)
 class PlanPrices:
-    """Prices plans for one measurement.
-
-    Attributes:
-        manage: returns the managed parameters under a method.
-        side_stream: whether methods compute alongside backward, on a core or a stream of their own.
-        worth: what a step of lossy methods is worth; None: only exact ones are priced.
-    """
+    """Prices plans for one measurement."""
 
     backend: str
     topology: Topology
@@ -214,8 +182,8 @@ class PlanPrices:
     dense: Method
     costs: Costs
     measurement: AgreedTimes
-    side_stream: bool
-    worth: WorthOf | None
+    side_stream: bool  # methods compute alongside backward, on a core or a stream of their own
+    worth: WorthOf | None  # what a step of lossy methods is worth; None: only exact ones are priced
 
     def planned(self, method: Method) -> dict[str, Any]:
         """Return the measured plan of a method; "auto" becomes "optimal"."""

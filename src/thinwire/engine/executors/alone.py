@@ -13,20 +13,16 @@ from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram
 
 
 def result_alone(op: Op) -> Tensor | None:
-    """Return what an op returns in a group of one."""
     if isinstance(op, NextForward):
         return None
     return op.tensor.unsqueeze(0) if isinstance(op, AllGather) else op.tensor
 
 
 def run_alone(program: Program) -> Any:
-    """Run a program to its end. Return its value."""
     return drive(program, result_alone)
 
 
 class AloneExecutor:
-    """Runs programs in the calling thread, as soon as they are ready."""
-
     failure = None
     watch: ExchangeWatch | None = None  # not used, as nothing takes time; nor is the recorder
     recorder: Recorder | None = None

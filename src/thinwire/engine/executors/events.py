@@ -39,10 +39,7 @@ class Failure:
 
 
 class Recorder:
-    """The real timeline of some steps, on the simulator's lanes. Several threads may add at once.
-
-    On CUDA these are the host's times: when work was issued, not when it ran (use torch.profiler there).
-    """
+    """The real timeline of some steps, on the simulator's lanes; on CUDA, when work was issued. Any thread may add."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -53,7 +50,6 @@ class Recorder:
         return time.perf_counter() - self._began
 
     def add(self, name: str, lane: str, start: float, bucket: int | None = None, sent: int = 0) -> None:
-        """Add an event that began at ``start`` and ends now."""
         self._events.append(Event(name, lane, start, self.now() - start, bucket, sent))
 
     def forward_began(self, *_: Any) -> None:
@@ -74,10 +70,7 @@ class Recorder:
 
 
 class ExchangeWatch:
-    """The last exchanges over all ranks that this rank has issued: what is known of a network that was not probed.
-
-    On a GPU, moments are those of the current stream. Several threads may add at once.
-    """
+    """The last exchanges over all ranks that this rank issued; on a GPU, by the current stream. Any thread may add."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -95,10 +88,7 @@ class ExchangeWatch:
         self._start = self._stopwatch.mark()
 
     def totals(self) -> list[float]:
-        """Return number, bytes sent and seconds: first of exchanges that found the link busy, then of all.
-
-        The time of one that had to wait counts from the end of the one before.
-        """
+        """Return number, bytes and seconds, from the end of the one before: of those that waited, then of all."""
         queued, everything, before = [0.0] * 3, [0.0] * 3, 0.0
         self._stopwatch.settle()
         since = functools.partial(self._stopwatch.between, self._start)
@@ -135,10 +125,7 @@ def span(phase: str, bucket: int | None) -> AbstractContextManager[Any]:
 def issued(
     kind: str, scope: Scope, bucket: int, recorder: Recorder | None, watch: ExchangeWatch | None, *, spanned: bool
 ) -> list[Callable[[int], None]]:
-    """Note that an exchange is issued. Return what to call with the bytes sent, from any thread, when it has ended.
-
-    ``spanned``: it ends inside a ``span`` of the caller.
-    """
+    """Note that an exchange is issued. Return what to call with the bytes sent, from any thread, when it has ended."""
     ends: list[Callable[[int], None]] = []
     if watch is not None and scope is Scope.WORLD:
         ends.append(partial(watch.add, watch.issued()))

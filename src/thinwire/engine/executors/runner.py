@@ -21,20 +21,13 @@ Issue = Callable[[Collective, Scope, int, int], None]
 
 
 class Runner:
-    """The programs of one step.
-
-    Args:
-        size: number of buckets.
-        issue: starts an op on its lane.
-        pause: keep programs in ``paused`` at their ``NextForward``; False: they continue at once.
-        ended: called with each bucket whose program has ended.
-    """
+    """The programs of one step. ``issue`` starts an op on its lane; ``ended`` hears of each bucket that has ended."""
 
     def __init__(
         self, size: int, issue: Issue, *, pause: bool = False, ended: Callable[[int], None] | None = None
     ) -> None:
         self._issue, self._pause, self._tell = issue, pause, ended
-        self.paused: dict[int, Paused] = {}
+        self.paused: dict[int, Paused] = {}  # at their NextForward, unless they go on at once
         self._programs: list[Program | None] = [None] * size
         self._ended = [False] * size
         self._round: list[dict[Scope, int]] = [{} for _ in range(size)]
@@ -46,7 +39,6 @@ class Runner:
 
     @classmethod
     def resume(cls, paused: Sequence[Paused], issue: Issue, ended: Callable[[int], None] | None = None) -> Runner:
-        """Return a runner that continues paused programs, in this order; they are ready to advance."""
         runner = cls(len(paused), issue, ended=ended)
         for place, waiting in enumerate(paused):
             runner._round[place] = dict(waiting.rounds)
@@ -54,7 +46,6 @@ class Runner:
         return runner
 
     def grow(self, size: int) -> None:
-        """Make room for at least ``size`` buckets (if their number is not known in advance)."""
         for _ in range(size - len(self._ended)):
             self._programs.append(None)
             self._ended.append(False)
@@ -62,30 +53,22 @@ class Runner:
             self.left += 1
 
     def start(self, bucket: int, program: Program) -> None:
-        """Start the program of a bucket whose gradients are there."""
         self._programs[bucket] = program
-        self._push(bucket, None)
+        self.completed(bucket, None)
 
     def completed(self, bucket: int, result: Any) -> None:
-        """Continue a bucket's program with the result of the op that it waited for."""
-        self._push(bucket, result)
-
-    def _push(self, bucket: int, value: Any) -> None:
         self._count += 1
-        heapq.heappush(self._runnable, (bucket, self._count, value))
+        heapq.heappush(self._runnable, (bucket, self._count, result))
 
     @property
     def has_work(self) -> bool:
-        """Whether some program can advance."""
         return bool(self._runnable)
 
     @property
     def oldest(self) -> int:
-        """The bucket that ``pump`` will advance."""
         return self._runnable[0][0]
 
     def pump(self) -> None:
-        """Advance one program by one segment, the oldest bucket first."""
         bucket, _, value = heapq.heappop(self._runnable)
         program = self._programs[bucket]
         assert program is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,10 +16,7 @@ from thinwire.engine.executors.threads import Issuer
 
 
 def read_here(x: Tensor) -> None:
-    """Tell the allocator that the current stream reads memory of another stream, which may be freed before the read.
-
-    The allocator then reuses the memory only when this stream has finished all that was issued so far.
-    """
+    """Tell the allocator that this stream reads another's memory: it is reused after all that was issued here."""
     if x.is_cuda:
         x.record_stream(torch.cuda.current_stream(x.device))
 
@@ -46,7 +43,7 @@ class StreamExecutor:
         self._next = 0
         self._make: MakeProgram | None = None
         self._pause = False
-        self._paused: dict[int, Paused] = {}
+        self.paused: dict[int, Paused] = {}
         self._over: dict[int, Any] = {}
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
@@ -63,20 +60,15 @@ class StreamExecutor:
             )
         self._arrived.clear()
         self._ready.clear()
-        self._pause, self._paused = pause, {}
+        self._pause, self.paused = pause, {}
         self._next, self._make, self.failure = 0, make, None
 
     def arrived(self, bucket: int) -> None:
-        """Note that one of the bucket's gradients is complete, in the current stream's order."""
         if self._streams:
             self._arrived.setdefault(bucket, {})[self._current()] = None
 
     def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
-        """Run all programs whose turn has come, now that this bucket's gradients are complete.
-
-        Gradients not reported by ``arrived`` count as made on the current stream. Returns whether this bucket's
-        program has run.
-        """
+        """Run all programs whose turn has come. Gradients not told by ``arrived`` are the current stream's."""
         events = []
         if self._streams:
             events = [stream.record_event() for stream in {**self._arrived.pop(bucket, {}), self._current(): None}]
@@ -86,10 +78,6 @@ class StreamExecutor:
             self._next += 1
         return self.failure is None and bucket < self._next
 
-    @property
-    def paused(self) -> Mapping[int, Paused]:
-        return self._paused
-
     def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
         self._over = {}
         # Reads of the shards since then, and of the memory that will be overwritten, are on the current stream.
@@ -97,7 +85,7 @@ class StreamExecutor:
         for bucket in order:
             if self.failure is not None:
                 return
-            self._run(bucket, since, self._paused[bucket].program)
+            self._run(bucket, since, self.paused[bucket].program)
             if self._streams:
                 self._over[bucket] = self._side(bucket).record_event()
 
@@ -139,7 +127,7 @@ class StreamExecutor:
                 whole: Any = _Segments(program, bucket) if profiling() else program
                 found = drive(whole, answer, pause=pause)
                 if isinstance(found, Paused):
-                    self._paused[bucket] = found
+                    self.paused[bucket] = found
         except Exception as error:
             self.failure = Failure(error, bucket, where)
 

@@ -42,21 +42,18 @@ class Issuer:
 
 @dataclass(eq=False)
 class _Step:
-    """A step under way. ``more``: further buckets may come. ``where``: what it was last doing, for error messages.
-
-    In a second half, ``order`` gives the bucket of each place in the runner, and ``over`` an event for its end.
-    """
+    """A step under way; in a second half, ``order`` gives the bucket of each place in the runner."""
 
     make: MakeProgram
     failed: Callable[[], None] | None
-    more: bool
+    more: bool  # further buckets may come
     runner: Runner
     inline: set[int] = field(default_factory=set)
     to_complete: queue.SimpleQueue[_Event | None] = field(default_factory=queue.SimpleQueue)  # for finish(); None: end
-    bucket: int | None = None
+    bucket: int | None = None  # like ``where``, what it was last doing, for error messages
     where: str = "start"
     order: Sequence[int] | None = None
-    over: dict[int, threading.Event] = field(default_factory=dict)
+    over: dict[int, threading.Event] = field(default_factory=dict)  # for the end of each place
 
     def number(self, place: int | None) -> int | None:
         return place if self.order is None or place is None else self.order[place]
@@ -99,10 +96,7 @@ class ThreadExecutor:
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
     ) -> None:
-        """Open a step of ``size`` buckets; None: until a bucket is ready as the last. The thread calls ``failed``.
-
-        ``pause``: put programs aside at their ``NextForward``, for ``resume``.
-        """
+        """Open a step of ``size`` buckets; None: until one is the last. ``pause``: keep the rest for ``resume``."""
         with self._lock:
             self.failure = None
             runner = Runner(size or 0, self._issue, pause=pause)
@@ -110,11 +104,7 @@ class ThreadExecutor:
             self._step = self._begun = step
 
     def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
-        """Start the program of a bucket whose gradients are complete.
-
-        ``inline``: its program has one exchange, and should run in the thread that calls this and ``finish``. Returns
-        whether the program has begun in this thread.
-        """
+        """Start a bucket's program, ``inline`` if it has one exchange. Return whether it has begun in this thread."""
         step = self._step
         if step is None:  # the step has failed; finish() reports it
             return False
@@ -160,10 +150,7 @@ class ThreadExecutor:
         return self._begun.runner.paused
 
     def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
-        """Continue the paused programs of these buckets, all at once; their next ops are issued in this order.
-
-        Those that are ``inline`` send once more; the thread that waits for them completes them.
-        """
+        """Continue the paused programs, issuing in this order; who waits for those ``inline`` completes them."""
         assert self._begun is not None
         with self._lock:
             ended = {place: threading.Event() for place in range(len(order))}
@@ -197,10 +184,7 @@ class ThreadExecutor:
                     self._advance([event])
 
     def _advance(self, events: list[_Event], alone: bool = False) -> None:
-        """Process events and advance programs until none can advance, the oldest bucket first. Needs the lock.
-
-        ``alone``: leave to the thread what happens meanwhile.
-        """
+        """Process events and advance programs, the oldest bucket first; ``alone``: no later events. Needs the lock."""
         step = self._step
         if step is None:
             return

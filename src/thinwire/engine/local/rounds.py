@@ -83,25 +83,10 @@ def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExc
 
 
 class Rounds:
-    """The rounds of one rank.
+    """The rounds of one rank; what is called after an optimizer step is in ``Travel.turn``.
 
-    After every optimizer step the caller calls :meth:`stepped`, calls :meth:`merge` with each fragment of
-    :meth:`arriving`, and runs the programs of each fragment of :meth:`leaving`: see ``Travel.turn``.
-
-    Args:
-        parameters: by name, in an order that is equal on all ranks.
-        dense: names of those whose change is sent without the codec.
-        first: whether this is its machine's first rank; the machine's ranks have equal weights, and ``rank`` and
-            ``topology`` then count machines. None: every rank trains independently.
-        start: number of exact rounds before the codec begins; None: as the codec says.
-
-    Attributes:
-        count: optimizer steps so far. begun: how many of them came before the present period; period: its steps.
-        measured: the period and the delay chosen from measured times; None: not chosen yet.
-        code: index of the settings' codec that runs.
-        fragments: parts of the parameters.
-        calendar: for each step of a period, the fragments that are sent after it; empty if they are strided.
-        trial: whether the calendar is only being tried.
+    ``first``: whether this is its machine's first rank, if the machine's ranks have equal weights; ``rank`` and
+    ``topology`` then count machines. ``start``: number of exact rounds before the codec begins; None: as it says.
     """
 
     def __init__(
@@ -119,14 +104,14 @@ class Rounds:
             raise ValueError(
                 f"fragments={settings.fragments}: the model has only {len(parameters)} trainable parameters"
             )
-        self.settings, self.count, self.begun = settings, 0, 0
-        self.measured: tuple[int, int] | None = None
+        self.settings, self.count, self.begun = settings, 0, 0  # optimizer steps so far; before the present period
+        self.measured: tuple[int, int] | None = None  # the period and the delay chosen from measured times
         self._measures, self._delays = settings.measures(None), dict[Any, int]()
         self.code = settings.first_code
         self.period = 0  # the first period begins with the first step
         named = list(parameters.items())
         sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
-        self.trial = False
+        self.trial = False  # the calendar is only being tried
         if settings.schedule == "dream" and isinstance(every, int):
             parts = layers(list(parameters), sizes, every)
         else:
@@ -138,14 +123,13 @@ class Rounds:
         self.calendar = self._first_calendar()
 
     def _first_calendar(self) -> list[list[int]]:
-        """Return a calendar made from the fragments' sizes, until times are known; empty: fragments are strided."""
+        """Return, for each step of a period, the fragments sent after it, by sizes for now; empty: strided."""
         every = self.settings.sync_every
         if self.settings.schedule != "dream" or not isinstance(every, int):
             return []
         return calendar([sum(x.numel() for x in f.parameters.values()) for f in self.fragments], [0] * every)
 
     def most_travelling(self) -> int:
-        """Return the largest number of rounds that can be under way at once."""
         period, count = self.settings.sync_every, len(self.fragments)
         if not isinstance(period, int) or (self.settings.warmup_steps and not self.calendar):
             return count  # in a period that becomes shorter, each fragment may be sent by itself
@@ -157,13 +141,7 @@ class Rounds:
         return max(sum((at - step) % period < window for step in steps) for at in steps)
 
     def follow(self, exchanges: Sequence[int], window: int, *, again: bool, trial: bool = False) -> None:
-        """Take another calendar from the next period on; fragments stay as they are.
-
-        Args:
-            exchanges: time of each fragment's exchange, equal on all ranks; ``window``: of a step.
-            again: whether fragments are sent more than once if there is time.
-            trial: whether the calendar is only being tried.
-        """
+        """Take another calendar from the next period on. ``again``: fragments are sent again if there is time."""
         every = len(self.calendar)
         delay = self.settings.delay_in(every)
         self.calendar = calendar(exchanges, [window] * every, apart=delay if again else None)
@@ -200,7 +178,6 @@ class Rounds:
 
     @property
     def ends(self) -> bool:
-        """Whether the period ends with the step that was counted last."""
         return self.count - self.begun == self.period
 
     def leaving(self) -> list[Fragment]:
@@ -211,7 +188,6 @@ class Rounds:
         return made in turns or (made > turns[0] and fragment.left <= self.begun)  # in a period that became shorter
 
     def _turns(self, fragment: Fragment) -> list[int]:
-        """Return the steps of a period, from 1, after which a fragment is sent."""
         if self.period == len(self.calendar):
             return [step for step, leaving in enumerate(self.calendar, 1) if fragment.index in leaving]
         return [_offset(fragment.index, len(self.fragments), self.period)]
@@ -224,24 +200,19 @@ class Rounds:
         return fragment.send(self.count, delay, self.code, last=last)
 
     def merge(self, fragment: Fragment) -> None:
-        """Merge a fragment that has arrived, after the step that was counted last.
-
-        If this rank's weights were not finite, all its fragments continue from the outer weights: one bad fragment
-        would spoil the others in the next step.
-        """
+        """Merge a fragment. If this rank's weights were not finite, all return to the outer ones, or it spoils them."""
         if not fragment.merge(self.count):
             for one in self.fragments:
                 one.recover()
 
     @property
-    def apart(self) -> bool:
+    def drifted(self) -> bool:
         """Whether this rank's weights differ from the outer weights."""
         pairs = (pair for f in self.fragments for pair in zip(f.parameters.values(), f.anchors))
         return any(not torch.equal(x.detach().to(anchor.dtype), anchor) for x, anchor in pairs)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Put the outer weights into the model temporarily; afterwards it has its own again."""
         own = [(x, x.detach().clone()) for fragment in self.fragments for x in fragment.parameters.values()]
         with torch.no_grad():
             for fragment in self.fragments:
@@ -280,15 +251,7 @@ class Rounds:
 
 
 class Fragment:
-    """A part of the parameters that is exchanged as a whole; its state's steps are its rounds.
-
-    Attributes:
-        anchors: the outer weights, in the order of ``parameters``; ``momenta``: of the outer optimizer.
-        left: the optimizer step after which it was sent.
-        due: the step after which it is merged; None: it is not under way.
-        received: whether it has arrived, and waits to be merged.
-        rejected: number of rounds that were dropped because something was not finite.
-    """
+    """A part of the parameters that is exchanged as a whole; its state's steps are its rounds."""
 
     def __init__(
         self,
@@ -301,20 +264,20 @@ class Fragment:
         start: int | None = None,
     ) -> None:
         self.index, self.parameters, self.state = index, dict(parameters), state
-        self._settings, self._first = settings, first
+        self._settings, self._leads = settings, first
         self._averages, self._codecs = settings.averages, settings.codecs
         tensors = self.parameters.values()
-        self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]
+        self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]  # outer weights
         momentum = settings.outer is not None
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
         self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as sent, less the share that is kept
         self._kept = 0.0  # share of this rank's deviation at sending that is kept
         self._mean: list[Tensor] | None = None  # received, and to be merged; None: it was rejected
         self._buckets = self._bucketed(dense)
-        self.left = 0
-        self.due: int | None = None
+        self.left = 0  # the optimizer step after which it was sent
+        self.due: int | None = None  # the step after which it is merged; None: it is not under way
         self.received = self._last = False
-        self.rejected = 0
+        self.rejected = 0  # rounds that were dropped because something was not finite
         self._exact = exact_method(settings.method)
         self._ending = start_method(settings.method, state.topology, start)
         state.start = settings.method.start_steps if start is None else start
@@ -332,7 +295,6 @@ class Fragment:
         return [(dense, Bucket(index, some)) for index, ((dense, _), some) in enumerate(slots.items())]
 
     def names(self) -> list[list[str]]:
-        """Return the names of what each program of a round sends."""
         return [[slot.name for slot in bucket.slots] for _, bucket in self._buckets]
 
     def traced(self) -> Iterator[list[TracedExchange]]:
@@ -344,15 +306,13 @@ class Fragment:
                     step = steady_step(method, phase)
                     one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
                     found = with_rare_rounds(method, [one])
-                    yield from found if self._first is None else [exchanges_of(x, method.name) for x in found]
+                    yield from found if self._leads is None else [exchanges_of(x, method.name) for x in found]
 
     @torch.no_grad()
     def send(self, count: int, delay: int, code: int = 0, *, last: bool = False) -> list[Program]:
-        """Begin a round after the optimizer step of this number: one program per bucket; they no longer read weights.
+        """Begin a round, merged ``delay`` steps after ``count``: one program per bucket; they no longer read weights.
 
-        What comes is merged ``delay`` steps later. ``code``: index of the settings' codec. ``last``: a round
-        with all residuals and no outer optimizer, after which the weights are the outer weights; in 8 bits, unless
-        codecs have no residual or ``start`` was named.
+        ``last``: with all residuals and no outer optimizer; in 8 bits, unless codecs have none or ``start`` was named.
         """
         self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
@@ -374,7 +334,7 @@ class Fragment:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
             program = self._method(dense, code).reduce(bucket, self.state)
-            programs.append(program if self._first is None else by_first_ranks(program, bucket, first=self._first))
+            programs.append(program if self._leads is None else by_first_ranks(program, bucket, first=self._leads))
         return programs
 
     def _method(self, dense: bool, code: int) -> Method:
@@ -411,10 +371,7 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, count: int) -> bool:
-        """Make the outer step with what was received, and merge it into the weights, after the step of this number.
-
-        Returns whether this rank may keep its own weights: False if those that it sent were not finite.
-        """
+        """Make the outer step, and merge. Return False if the weights that this rank sent were not finite."""
         self.due = None
         weights = [x.detach() for x in self.parameters.values()]
         if self._mean is None:
@@ -459,7 +416,7 @@ class Fragment:
 
     def _share_kept(self, delay: int) -> float:
         """Return the share of the deviation to keep; 0 if a machine's other ranks do not know the residual."""
-        unknown = self._first is not None and self._settings.method.has_residual
+        unknown = self._leads is not None and self._settings.method.has_residual
         return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else KEPT
 
     def _add_residuals(self, share: float) -> None:
@@ -479,11 +436,11 @@ class Fragment:
         return step
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all state, cloned; what is under way must have been received."""
+        own = [x.detach().to(anchor.dtype, copy=True) for x, anchor in zip(self.parameters.values(), self.anchors)]
         return {
             "codec": self.state.snapshot(),
             "rejected": self.rejected,
-            "anchors": self._outer_weights(),
+            "anchors": _clones(self.anchors) if self.state.size > 1 else own,
             "momenta": _clones(self.momenta),
             "left": self.left,
             "due": self.due,
@@ -492,14 +449,8 @@ class Fragment:
             "mean": None if self._mean is None else _clones(self._mean),
         }
 
-    def _outer_weights(self) -> list[Tensor]:
-        if self.state.size > 1:
-            return _clones(self.anchors)
-        return [x.detach().to(anchor.dtype, copy=True) for x, anchor in zip(self.parameters.values(), self.anchors)]
-
     @torch.no_grad()
     def return_to_outer_weights(self) -> None:
-        """Drop what this rank has learned since its last round."""
         torch._foreach_copy_([x.detach() for x in self.parameters.values()], self.anchors)
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.checks import check_choice, check_count
+from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import method as of_registry
 from thinwire.core.methods.registry import resolve
@@ -17,10 +17,6 @@ from thinwire.core.program import Method
 
 if TYPE_CHECKING:
     from thinwire.predict.timeline.local_steps import Periodic
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -44,10 +40,8 @@ class Nesterov:
     ramp_rounds: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.lr) or not self.lr > 0:
-            raise ValueError(f"Nesterov: lr={self.lr!r} must be above 0")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise ValueError(f"Nesterov: momentum={self.momentum!r} must be at least 0 and below 1")
+        check_number("Nesterov: lr", self.lr, above=0)
+        check_number("Nesterov: momentum", self.momentum, least=0, below=1)
         check_count("Nesterov: ramp_rounds", self.ramp_rounds, 0)
 
     def momentum_at(self, round_: int) -> float:
@@ -74,8 +68,7 @@ class QSR:
     most: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.alpha) or not 0 < self.alpha < math.inf:
-            raise ValueError(f"QSR: alpha={self.alpha!r} must be above 0")
+        check_number("QSR: alpha", self.alpha, above=0)
         check_count("QSR: least", self.least, least=1)
         if self.most is not None:
             check_count("QSR: most", self.most, least=self.least)
@@ -163,9 +156,8 @@ class Local:
             check_count(f"moments: {name}", rounds, least=1)
         if self.moments and self.fragment_sync_delay != 0:
             raise ValueError("moments would lose the steps made while they are in transit: set fragment_sync_delay=0")
-        alpha = self.fragment_update_alpha
-        if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
-            raise ValueError(f"fragment_update_alpha={alpha!r} must be None or from 0 to 1")
+        if self.fragment_update_alpha is not None:
+            check_number("fragment_update_alpha", self.fragment_update_alpha, least=0, most=1)
         if self.codec == "auto" and self.sync_every != "auto":
             raise ValueError('codec="auto" needs sync_every="auto": name a method, or "int8"')
         if not (self.codec is None or self.codec == "auto" or isinstance(self.codec, Method)):

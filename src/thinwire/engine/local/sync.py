@@ -68,13 +68,13 @@ class LocalSync(Handle):
             shared["detect_desync"] = settings.detect_desync
             comm.agree(options | shared | model_facts(model, managed))
             comm.broadcast(sent_at_start(model))
-        rank, apart, first = state.rank, topology, None
+        rank, workers, first = state.rank, topology, None
         if inner is not None:
             first = topology.local_rank(rank) == 0
-            rank, apart = topology.node_of(rank), Topology(topology.nodes)
+            rank, workers = topology.node_of(rank), Topology(topology.nodes)
         if isinstance(local.codec, Method):
             local = dataclasses.replace(local, codec=comm.fit(local.codec))
-        self._rounds = Rounds(local, weights, dense, rank, apart, first=first, start=start)
+        self._rounds = Rounds(local, weights, dense, rank, workers, first=first, start=start)
         self._travel: Travel | None = None  # None: there is one rank
         if several:
             buffers = buffers_of(model) if settings.broadcast_buffers else []
@@ -122,9 +122,8 @@ class LocalSync(Handle):
 
     def _tell_loaded(self) -> None:
         """Warn at the first step if weights were changed after ``attach``, for example loaded from a file."""
-        if self._rounds.count or self._steps.waiting or self._travel is None or self.settings.averages:
-            return
-        if self._rounds.apart:
+        known = self._rounds.count or self._steps.waiting or self._travel is None or self.settings.averages
+        if not known and self._rounds.drifted:
             logger.warning(
                 "thinwire: weights were changed after attach, before the first step: that change is averaged as if the "
                 "model had learnt it, through the codec and the outer optimizer. Load weights before attach, or a "
@@ -409,11 +408,7 @@ class LocalSync(Handle):
 
 
 class _Steps:
-    """Counts optimizer steps: one, when every optimizer that ``attach`` was given has stepped.
-
-    A step of another optimizer counts as theirs whose parameters it has: SAM's inner optimizer steps for SAM, which
-    may never step. Within a step of theirs it does not count.
-    """
+    """Counts optimizer steps: one when all have stepped, or for them others with their parameters (SAM's inner one)."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
@@ -440,7 +435,6 @@ class _Steps:
         return True
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take a step into account. Return whether all have stepped now."""
         stepped = {id(optimizer)}
         if optimizer not in self._optimizers:
             its = {id(p) for group in optimizer.param_groups for p in group["params"]}

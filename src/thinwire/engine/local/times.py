@@ -31,13 +31,11 @@ class _Exchange(NamedTuple):
 
 
 class RoundTimes:
-    """Times of steps and of exchanges that training waits for: from these "auto" chooses a period and a delay.
-
-    ``beside``: the exchange's computation takes no time from the steps that run meanwhile. ``said``: what was measured.
-    """
+    """Times of steps and of exchanges waited for. ``beside``: their computation takes no time from other steps."""
 
     def __init__(self, services: Services, elements: int, *, beside: bool) -> None:
-        self._services, self._elements, self._beside, self.said = services, elements, beside, ""
+        self._services, self._elements, self._beside = services, elements, beside
+        self.said = ""  # what was measured, in words
         self._left: float | None = None
         self._entered = (0.0, 0.0)
         self._exchange = _Exchange(0.0, 0.0)
@@ -57,15 +55,10 @@ class RoundTimes:
 
     @property
     def step(self) -> float:
-        """Median seconds of a step, not counting exchanges."""
-        return statistics.median(self._steps)
+        return statistics.median(self._steps)  # not counting exchanges
 
     def period(self, settings: Local, *, starting: bool = False) -> tuple[tuple[int, int] | None, int]:
-        """Record the end of a period; after enough periods, choose what all ranks use from now on.
-
-        Returns the period and the delay, or None if more is to be measured; and the index of the codec to use next.
-        ``starting``: the codec has not begun, so the exchange does not count.
-        """
+        """Record the end of a period. Return period and delay (None: more is to be measured), and the codec's index."""
         exchange, self._exchange = self._exchange, _Exchange(0.0, 0.0)
         if starting:
             return None, settings.first_code
@@ -82,11 +75,11 @@ class RoundTimes:
         if len(codes) < len(codecs) and exchanges[codes[-1]].seconds <= _LONG * step:
             return None, codes[-1] - 1
         topology = self._services.topology
-        apart = topology.world_size if settings.inside is None else topology.nodes
+        workers = topology.world_size if settings.inside is None else topology.nodes
         found, least, every = ((2, 0), codes[-1]), math.inf, settings.sync_every
         for code, (round_, compute) in sorted(exchanges.items()):
             taken_away = 0.0 if self._beside else compute
-            worth = period_worth(shipped(), codecs[code], self._elements, apart)
+            worth = period_worth(shipped(), codecs[code], self._elements, workers)
             periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
             option = best_period(
                 step, round_, worth,
@@ -113,9 +106,8 @@ def times_of_all(services: Services, settings: Local, own: Sequence[float]) -> l
 class CalendarTimes:
     """The measurements from which ``schedule="dream"`` makes its calendar.
 
-    First come periods whose exchanges are waited for, one fragment after the other. Then come periods in which each
-    fragment is sent once, and periods in which fragments are sent again if there is time. The last two are compared
-    because exchanges take CPU time from training, which the time of an exchange alone does not show.
+    First come periods whose exchanges are waited for, one by one; then such as send each fragment once, then such as
+    send again if there is time: exchanges take CPU time from training, which their own time does not show.
     """
 
     def __init__(self, services: Services) -> None:

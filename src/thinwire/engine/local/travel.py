@@ -34,8 +34,6 @@ _IN_VAIN = 3  # consecutive dropped rounds of a fragment after which to warn: mo
 
 
 class RoundChannel(Protocol):
-    """What runs the programs of a round: an engine's :class:`~thinwire.engine.session.Channel`, or a lockstep."""
-
     ledger: Ledger
 
     def begin(self, names: Sequence[Sequence[str]], make: Callable[[int], Program]) -> None: ...
@@ -82,10 +80,7 @@ class Averages:
 
     @torch.no_grad()
     def merge(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Take over what has arrived; a tensor that was finite on no rank, such as a mask, is left alone.
-
-        ``tensors``: what stands in the places of those that were sent; None: they do.
-        """
+        """Take over what has arrived, into ``tensors`` or what was sent, except what was finite on no rank: a mask."""
         if self._received and tensors is not None:
             self._aim(tensors)
         for dtype, received in self._received.items():
@@ -121,8 +116,6 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Moments:
-    """The state of inner optimizers that is averaged every so many rounds, by name (DES-LOC)."""
-
     def __init__(
         self, every: dict[str, int], optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[Tensor]
     ) -> None:
@@ -146,13 +139,7 @@ class Moments:
 
 
 class Beside:
-    """What travels with the last fragment: buffers, and frozen parameters that the script changes all the same.
-
-    Such a parameter is a target that follows the trained weights, for example.
-
-    Attributes:
-        names: of the frozen ones that some rank's script was seen to change.
-    """
+    """What travels with the last fragment: buffers, and frozen parameters that a script changes, as targets do."""
 
     def __init__(
         self, buffers: Sequence[Named], frozen: Sequence[Named], gather: Callable[[bytes], list[bytes]]
@@ -167,7 +154,6 @@ class Beside:
         return {one.tensor.dtype for one in (*self._buffers, *self._frozen)}
 
     def look(self) -> None:
-        """Find out which frozen parameters have changed on any rank. All ranks must call it."""
         if self._frozen:
             mine = bytes(not torch.equal(_sample(one.now()), seen) for one, seen in zip(self._frozen, self._seen))
             rows = self._gather(mine)
@@ -178,11 +164,9 @@ class Beside:
         self._left = [*self._buffers, *(one for one in self._frozen if one.name in self.names), *moments]
 
     def left(self) -> list[Tensor]:
-        """Return what travels, or what the script has put in its place since."""
         return [one if isinstance(one, Tensor) else one.now() for one in self._left]
 
     def follow(self, names: Sequence[str]) -> bool:
-        """Let the parameters of these names travel, too. Return whether all are here."""
         here = {one.name for one in self._frozen}
         self.names |= here.intersection(names)
         return here.issuperset(names)
@@ -203,17 +187,7 @@ def open_channels(services: Services, rounds: Rounds, beside: Beside, moments: M
 
 
 class Travel:
-    """Sends, receives and merges fragments. Fragments sent together share a channel; channels are used in turn.
-
-    Args:
-        channels: see ``open_channels``.
-        beside, moments: sent with the last fragment; moments, when they are due.
-        before_leaving: called before fragments are sent.
-
-    Attributes:
-        seconds: how long training has waited for fragments.
-        alone: called with the index and seconds of each exchange that nothing else ran beside, to make a calendar.
-    """
+    """Sends, receives and merges fragments. Fragments sent together share a channel; channels are used in turn."""
 
     def __init__(
         self,
@@ -227,8 +201,8 @@ class Travel:
         self._averages, self._channels, self._next = Averages(), channels, 0
         self._under_way: dict[int, int] = {}
         self._in_vain = Counter[int]()
-        self.seconds = 0.0
-        self.alone: Callable[[int, float], None] = lambda index, seconds: None
+        self.seconds = 0.0  # that training has waited for fragments
+        self.alone: Callable[[int, float], None] = lambda index, seconds: None  # told of exchanges beside no other
 
     def turn(self, lr: float = 0.0) -> Iterator[Fragment]:
         """Do what is due after an optimizer step, made or skipped. Yields each fragment before it is waited for."""
@@ -298,7 +272,6 @@ class Travel:
             channel.ready(index, inline=False)
 
     def receive(self, fragment: Fragment) -> None:
-        """Wait for a fragment, if it has not arrived."""
         if not fragment.received:
             self.seconds += self._channels[self._under_way.pop(fragment.index)].wait()
             self._in_vain[fragment.index] = 0 if fragment.receive() else self._in_vain[fragment.index] + 1
@@ -310,7 +283,6 @@ class Travel:
                 )  # fmt: skip
 
     def merge(self, fragment: Fragment) -> None:
-        """Wait for a fragment, and merge it into the weights."""
         self.receive(fragment)
         self._rounds.merge(fragment)
         if fragment is self._rounds.fragments[-1]:
@@ -323,10 +295,7 @@ class Travel:
         return self._averages.snapshot()
 
     def restore(self, buffers: Sequence[Tensor], frozen: Sequence[str], *, merged: bool) -> None:
-        """Take over buffers from a snapshot, and the names of the frozen parameters that were sent with them.
-
-        ``merged``: put them into the model at once.
-        """
+        """Take over a snapshot's buffers and names of frozen parameters; ``merged``: put them into the model now."""
         here = self.beside.follow(frozen)
         self.beside.leave([])
         self._averages.restore(buffers if here else [], self.beside.left())
@@ -341,11 +310,7 @@ class Travel:
 
 
 class LocalRanks:
-    """Local steps of several ranks in one process, driven by the same lines as on ranks; sums are exact.
-
-    The caller changes ``weights``, of each rank by name, before each :meth:`step`. ``dense`` and ``start``: as for
-    :class:`~thinwire.engine.local.rounds.Rounds`. ``sent``: bytes that each rank has sent.
-    """
+    """Local steps of several ranks in one process, by the same lines; sums are exact. Change ``weights``, then step."""
 
     def __init__(
         self,
@@ -389,8 +354,6 @@ class LocalRanks:
 
 
 class _Lockstep:
-    """A channel whose programs run when all ranks have sent theirs."""
-
     def __init__(self, left: list[Program]) -> None:
         self._left, self.ledger = left, Ledger()
 

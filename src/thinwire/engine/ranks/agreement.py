@@ -83,10 +83,7 @@ def _short(value: Any) -> str:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], lane: Lane, source: int = 0) -> None:
-    """Overwrite the tensors with those of the lane's source rank, in chunks of one dtype and device.
-
-    On CPUs, digests are compared first, and chunks that are equal on all ranks (one seed, one file) are not sent.
-    """
+    """Overwrite tensors with the source rank's, in chunks; on CPUs, chunks whose digests are equal are not sent."""
     chunks = list(_chunks(tensors))
     on_cpu = all(x.device.type == "cpu" for chunk in chunks for x in chunk)
     if on_cpu and sum(x.nbytes for chunk in chunks for x in chunk) >= _COMPARED_BYTES:
@@ -158,7 +155,6 @@ class OrderWatch:
         lane.update(f"{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
 
     def check(self, gather: Callable[[bytes], list[bytes]], step: int) -> None:
-        """Raise ``RuntimeError`` unless all ranks have issued the same ops on each lane that they share."""
         mine = {name: digest.hexdigest() for name, digest in sorted(self._lanes.items())}
         everyone = gather(json.dumps(mine).encode())
         if len(set(everyone)) == 1:

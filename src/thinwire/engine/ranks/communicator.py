@@ -79,24 +79,9 @@ def meeting_in_attach(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class Communicator:
-    """Everything of a handle that touches torch.distributed.
+    """Everything of a handle that touches torch.distributed. ``asks``: find out, after a failure, who is late."""
 
-    Args:
-        group: the user's process group, None for the default one.
-        timeout: of the collectives; None keeps torch's.
-        asks: whether to find out, after a failure, which ranks are late.
-
-    Attributes:
-        attaching: whether ``attach`` is under way, which the caller ends: if a rank fails then, the others notice it.
-        ranks, rank: global ranks of the group's members, and this rank's place among them.
-        backend: "gloo" or "nccl"; of one rank, "none".
-        control: the lane of small messages.
-        ledger: of what gradients' programs have sent.
-        order: of the ops issued, for ``check_order``; None: not recorded.
-        executor: of the gradients' programs, after ``start``.
-    """
-
-    executor: Executor
+    executor: Executor  # of the gradients' programs, after ``start``
 
     def __init__(
         self,
@@ -114,14 +99,14 @@ class Communicator:
             _check_whole(group)
         self.group, self.topology, self.device = group, topology, device
         self.timeout = timeout or _timeout_of(group, device)
-        self.attaching = attaching
+        self.attaching = attaching  # the caller ends it; until then, a rank that fails is noticed by the others
         label = _next_label(self.ranks)
         self._late = LateRanks(self.ranks, self.rank, label, seconds_of(self.timeout)) if asks else NobodyAsks()
         self._lanes = self.lanes_of(topology)
         with self.meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
-        self.ledger = Ledger()
-        self.order: OrderWatch | None = None
+        self.ledger = Ledger()  # of what gradients' programs have sent
+        self.order: OrderWatch | None = None  # of the ops issued; None: not recorded
         self._beside: bool | None = None
         self._mixed: bool | None = None
 
@@ -240,10 +225,7 @@ class Communicator:
     def executor_beside(
         self, purpose: str, depth: Mapping[Scope, int], topology: Topology, ledger: Ledger
     ) -> tuple[Executor, Callable[..., None]]:
-        """Return an executor with lanes of its own, and what gives these back. All ranks must call it.
-
-        ``depth``: the most exchanges that one program issues within each scope.
-        """
+        """Return an executor with lanes of its own, ``depth`` in each scope, and what gives these back. Collective."""
         lanes = self.lanes_of(topology)
         try:
             with self.meeting("connecting"):
@@ -300,9 +282,6 @@ class Communicator:
         if self.attaching:
             self._late.come()
 
-    def watch_order(self) -> None:
-        self.order = OrderWatch(self.topology)
-
     def check_order(self, step: int) -> None:
         if self.order is not None:
             self.order.check(self.gather, step)
@@ -325,8 +304,6 @@ class Communicator:
 
 
 class Alone(Communicator):
-    """The communicator of a single rank, which has no group: every exchange is the identity."""
-
     def __init__(self, device: torch.device | None = None) -> None:
         self.ranks, self.rank, self.backend, self.topology = (0,), 0, "none", Topology(1)
         self.device, self.ledger, self.order = device or torch.device("cpu"), Ledger(), None

@@ -30,11 +30,7 @@ _connected: tuple[int, weakref.ref[Any], Any] | None = None
 
 
 def _connection(seconds: float) -> Any:
-    """Return a connection to the store that is used for notes only.
-
-    An error handler must not share a connection with a thread that blocks it. There is one per process, made once: one
-    new connection in 25 was seen to wait for 5 s.
-    """
+    """Return the process's own connection for notes: threads block others, and a new one can take 5 s."""
     global _connected
     process, world = os.getpid(), dist.group.WORLD
     if _connected is None or _connected[0] != process or _connected[1]() is not world:
@@ -76,13 +72,7 @@ class NobodyAsks:
 
 
 class LateRanks:
-    """The notes of one handle.
-
-    Args:
-        ranks: global ranks of the group; ``place``: this rank's among them.
-        label: equal on all ranks, different for every handle.
-        seconds: how long to wait for the store at first. If it does not answer: ``RuntimeError``.
-    """
+    """The notes of one handle. ``label``: equal on all ranks, different for every handle."""
 
     def __init__(self, ranks: Sequence[int], place: int, label: str, seconds: float) -> None:
         self._ranks, self._place, self._prefix = ranks, place, f"thinwire/{label}"
@@ -99,7 +89,6 @@ class LateRanks:
         self._said = True
 
     def leave(self, why: str) -> None:
-        """Leave a note that this rank has stopped, and why, unless it has left a note already."""
         if not self._said:
             self._said = True
             note = json.dumps({"left": why})
@@ -112,11 +101,7 @@ class LateRanks:
                 bounded(_LEAVING_SECONDS, write)
 
     def come(self) -> None:
-        """Wait until all ranks have come here.
-
-        Raises:
-            RuntimeError: one has left a note that it has stopped. TimeoutError: one was late.
-        """
+        """Wait until all ranks have come here. RuntimeError: one has left a note that it has stopped."""
         self._met += 1
         key, end, pause = f"{self._prefix}/met {self._met}", time.monotonic() + self._seconds, 0.001
 
@@ -136,7 +121,6 @@ class LateRanks:
             raise RuntimeError("another rank has given up")
 
     def report(self, step: int, bucket: str, where: str) -> str:
-        """Leave this rank's note, wait for the others' notes, and say in a sentence which rank is missing."""
         self._said = True
         try:
             return bounded(WAIT_SECONDS + 2.0, lambda: self._report(step, bucket, where))
@@ -151,7 +135,10 @@ class LateRanks:
         self._store.set(f"{self._prefix}/{self._place}", mine)
         self._store.set(f"{self._prefix}/left", "")  # for those that come later
         missing = self._wait()
-        notes = {self._ranks[p]: self._read(p) for p in range(len(self._ranks)) if p not in missing}
+        notes = {
+            rank: json.loads(self._store.get(f"{self._prefix}/{p}").decode())
+            for p, rank in enumerate(self._ranks) if p not in missing
+        }  # fmt: skip
         left = [f"rank {rank} {note['left']}" for rank, note in notes.items() if "left" in note]
         if missing:
             named = ", ".join(f"rank {self._ranks[place]}" for place in missing[:_MOST_NAMED])
@@ -173,7 +160,3 @@ class LateRanks:
             missing = [p for p in missing if not self._store.check([f"{self._prefix}/{p}"])]
             time.sleep(0.05)
         return missing
-
-    def _read(self, place: int) -> dict[str, Any]:
-        note: dict[str, Any] = json.loads(self._store.get(f"{self._prefix}/{place}").decode())
-        return note

@@ -24,33 +24,23 @@ logger = logging.getLogger("thinwire")
 
 
 class Coupled:
-    """The usual schedule of one attached model, and what all schedules do.
+    """The usual schedule of one attached model, and what all schedules do. ``find_unused``: ask which were used."""
 
-    ``find_unused``: ask all ranks which parameters were used, whatever the method.
-
-    Attributes:
-        accumulated: whether there are gradients of ``no_sync`` passes that have not been reduced.
-        watched: averages that have become ``.grad`` and that no optimizer has used yet, with their versions, by index;
-            no gradient may be added to them.
-        readers: the modules whose forwards must begin with ``before_forward``.
-    """
-
-    readers: Sequence[nn.Module] = ()
+    readers: Sequence[nn.Module] = ()  # modules whose forwards must begin with ``before_forward``
 
     def __init__(self, buckets: Buckets, *, find_unused: bool) -> None:
         self._session, self._buckets, self._find_unused = buckets.session, buckets, find_unused
         self.accumulated = self._warned = False
+        # Averages that no optimizer has used, with their versions, by index: nothing may be added to them.
         self.watched: dict[int, tuple[Tensor, int]] = {}
 
     def before_forward(self, module: nn.Module) -> None:
         """Bring what a module reads up to date, at the start of its forward."""
 
     def begin(self) -> None:
-        """Prepare for a backward whose gradients are exchanged."""
         self.accumulated = False
 
     def check(self, index: int, grad: Tensor | None) -> None:
-        """Raise ``RuntimeError`` if a gradient was added to an average that no optimizer has used."""
         if self._added_to(index, grad):
             raise RuntimeError(
                 "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
@@ -63,7 +53,6 @@ class Coupled:
         return delivered is not None and grad is delivered and delivered._version == version + 1
 
     def accumulate(self, index: int, grad: Tensor | None) -> None:
-        """Note a gradient that came in a ``no_sync`` pass."""
         self.accumulated = True
         if grad is not None and self._added_to(index, grad):
             self.watched[index] = grad, grad._version  # exchanged again, it would send the average twice
@@ -82,10 +71,7 @@ class Coupled:
         return grad is not None and grad is delivered and grad._version == version
 
     def deliver(self) -> None:
-        """Commit, and put averages where the optimizer finds them, when all programs have ended or pause.
-
-        Here: into ``.grad``, except for parameters that are frozen or that no rank used.
-        """
+        """Commit, and put averages into ``.grad``, except for parameters that are frozen or that no rank used."""
         buckets, step = self._buckets, self._buckets.step
         everyone = self._used_anywhere() if self._find_unused else None
         self._session.commit()
@@ -177,18 +163,16 @@ class Coupled:
 
     @property
     def pending(self) -> list[int]:
-        """Indices of the parameters that wait for their update."""
         return []
 
     def complete(self) -> None:
-        """Make all pending updates, without other ranks."""
+        """Make all pending updates, without other ranks; so does ``close``."""
 
     def order(self) -> list[int] | None:
         """Return the order of parameters from which to make buckets, if it is not the order of arrival."""
         return None
 
-    def close(self, *, broken: bool) -> None:
-        """Make all pending updates and remove the hooks."""
+    def close(self, *, broken: bool) -> None: ...
 
 
 def power(x: Tensor, norm_type: float) -> Tensor:

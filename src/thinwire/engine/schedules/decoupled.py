@@ -65,7 +65,9 @@ class Decoupled(Coupled):
         self._poison = _Poison(managed) if options.poison_stale else None
         self._stale: set[int] = set()  # parameters that were pending when a gradient came
         self._handles: list[Any] = []
-        self.readers = [] if self._whole else self._forwards.modules
+        self.readers = (
+            [] if self._whole else [m for m in model.modules() if any(p.requires_grad for p in m.parameters())]
+        )
         self._install(model, optimizers)
 
     def _see_compiled(self) -> None:
@@ -115,14 +117,14 @@ class Decoupled(Coupled):
         if outside:
             self._stale.clear()
         if self._forwards.learning and outside and module.training:
-            self._forwards.called(module)
+            self._forwards.called.setdefault(module)
         if not self._pending:
             return
         if not (module.training and torch.is_grad_enabled()):  # fast paths read weights without calling their modules
             self.complete()
             return
         assert self._shards is not None
-        for index in self._forwards.reads(module):
+        for index in self._forwards.reads.get(module, ()):
             bucket = self._shards.where[index][0]
             if bucket in self._pending:
                 self._update(bucket)
@@ -167,7 +169,6 @@ class Decoupled(Coupled):
     # --- from backward to backward ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Drop what the last backward left, if nothing has used it."""
         for m in self._buckets.managed:
             held = m.parameter.grad
             if isinstance(held, DeferredGrad):
@@ -286,7 +287,6 @@ class Decoupled(Coupled):
 
     @torch.no_grad()
     def _fill(self, indices: Sequence[int]) -> None:
-        """Put received gradients into ``.grad``, changed as the scaler and clipping asked."""
         shards = self._shards
         assert shards is not None
         wanted: dict[tuple[int, ...], tuple[list[Any], list[Tensor]]] = {}
@@ -334,8 +334,7 @@ class ForwardOrder:
     """Which parameters a module's forward reads, from the order in which modules are called.
 
     The parameters of a module that is never called go to the nearest enclosing module that is: ``MultiheadAttention``
-    reads the weight of its ``out_proj`` without calling it. A shared parameter is read by all its owners. ``early``:
-    indices of parameters that are needed before all others. ``learning``: the order is still unknown.
+    reads the weight of its ``out_proj`` without calling it. A shared parameter is read by all its owners.
     """
 
     def __init__(self, model: nn.Module, managed: Sequence[Managed], early: Iterable[int] = ()) -> None:
@@ -347,49 +346,34 @@ class ForwardOrder:
         self._own = {
             module: [index[id(p)] for p in module.parameters(recurse=False) if id(p) in index] for module in self._names
         }
-        self._called: dict[nn.Module, None] = {}
-        self._reads = {module: tuple(own) for module, own in self._own.items()}
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All modules that may read a parameter: those with a trainable one in or below them."""
-        return [m for m in self._names if any(p.requires_grad for p in m.parameters())]
-
-    def called(self, module: nn.Module) -> None:
-        if self.learning:
-            self._called.setdefault(module)
-
-    def reads(self, module: nn.Module) -> tuple[int, ...]:
-        """Return indices of the parameters that must be up to date when a module's forward begins."""
-        return self._reads.get(module, ())
+        self.called: dict[nn.Module, None] = {}
+        # Indices of the parameters that must be up to date when a module's forward begins.
+        self.reads = {module: tuple(own) for module, own in self._own.items()}
 
     def order(self) -> list[int]:
-        """Return all parameters in the order in which they are needed, and stop learning.
-
-        From now on, parameters of modules that were never called count as read by the modules around them.
-        """
+        """Return all parameters in the order of need, and stop learning: those of modules never called go to others."""
         self.learning = False
         by_name = {name: module for module, names in self._names.items() for name in names}
         adopted: dict[nn.Module, list[int]] = {}
         orphans: list[int] = []
         for module, own in self._own.items():
-            if not own or module in self._called:
+            if not own or module in self.called:
                 continue
             parents = {parent for name in self._names[module] if (parent := self._nearest(name, by_name)) is not None}
             for parent in parents:
                 adopted.setdefault(parent, []).extend(own)
             if not parents:
                 orphans.extend(own)
-        if self._called:
-            adopted.setdefault(next(iter(self._called)), []).extend(orphans)
-        self._reads = {m: tuple(dict.fromkeys([*own, *adopted.get(m, ())])) for m, own in self._own.items()}
-        wanted = [*self.early, *orphans, *(i for module in self._called for i in self._reads[module])]
+        if self.called:
+            adopted.setdefault(next(iter(self.called)), []).extend(orphans)
+        self.reads = {m: tuple(dict.fromkeys([*own, *adopted.get(m, ())])) for m, own in self._own.items()}
+        wanted = [*self.early, *orphans, *(i for module in self.called for i in self.reads[module])]
         return list(dict.fromkeys([*wanted, *range(len(self.index))]))
 
     def _nearest(self, name: str, by_name: dict[str, nn.Module]) -> nn.Module | None:
         while name:
             name = name.rpartition(".")[0]
-            if by_name[name] in self._called:
+            if by_name[name] in self.called:
                 return by_name[name]
         return None
 
@@ -417,10 +401,7 @@ def _guard(
 
 
 def _delivered(paused: Paused, bucket: Bucket | None, rank: int, ranks: int, norm_type: float) -> Tensor:
-    """Return a copy of this rank's part of a scattered bucket, 1-D, as delivered except for scaler and clipping.
-
-    Of a low-rank factor, only the norm of type 2 equals the gradient's.
-    """
+    """Return a copy of this rank's part of a scattered bucket, 1-D, as delivered but for scaler and clipping."""
     pause = paused.pause
     assert bucket is not None
     part: Tensor = paused.shard.to(bucket.dtype, copy=True)

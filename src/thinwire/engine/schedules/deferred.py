@@ -46,17 +46,9 @@ Change = Callable[[list[Tensor]], None]
 
 
 class DeferredGrad(Tensor):
-    """Stands for the gradient of one parameter.
-
-    Attributes:
-        finite: tells whether all gradients of the step are finite, on all ranks (0-dim); None: not checked.
-        changes: what the scaler and clipping have asked for, in order.
-        zeroed: whether ``zero_grad(set_to_none=False)`` was called.
-    """
-
-    finite: Callable[[], Tensor] | None
-    changes: list[Change]
-    zeroed: bool
+    finite: Callable[[], Tensor] | None  # tells whether all of the step's are, on all ranks (0-dim); None: unchecked
+    changes: list[Change]  # what the scaler and clipping have asked for, in order
+    zeroed: bool  # by ``zero_grad(set_to_none=False)``
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> DeferredGrad:
@@ -70,7 +62,6 @@ class DeferredGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what ``zero_grad`` and a scaler ask; refuse the rest."""
         if func in _ATTRIBUTES or func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -117,14 +108,10 @@ def _unscale(given: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
     found_inf.copy_(torch.maximum(found_inf, (~finite()).to(found_inf.dtype)))
 
 
-_Groups = list[dict[str, Any]]
-
-
 class OptimizerSnapshot:
     """An optimizer as it was when ``step()`` was called; ``update`` does to some parameters what that step would do.
 
-    It uses the optimizer's own ``state``, so that checkpoints are what they would be. (A plain ``copy.copy`` would call
-    ``__getstate__``, which drops what an optimizer keeps besides state and groups.)
+    It shares the optimizer's ``state``. (``copy.copy`` would drop what is kept besides state and groups.)
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -135,8 +122,13 @@ class OptimizerSnapshot:
         for extra in ("grad_scale", "found_inf"):  # a scaler sets these on fused optimizers for this call only
             if isinstance(value := self._copy.__dict__.get(extra), Tensor):
                 self._copy.__dict__[extra] = value.clone()
-        self._groups: _Groups = [
-            {key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        self._groups: list[dict[str, Any]] = [
+            {
+                key: x.detach().clone() if isinstance(x, Tensor) else copy.copy(x)
+                for key, x in group.items()
+                if key != "params"
+            }
+            for group in optimizer.param_groups
         ]
         step: Callable[..., Any] = type(optimizer).step
         # Skip the wrapper: it calls hooks that are meant for the user's own call.
@@ -149,8 +141,6 @@ class OptimizerSnapshot:
 
 
 class ParamGroupLock:
-    """Keeps parameters from being added to an optimizer, until removed."""
-
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         optimizer.__dict__["add_param_group"] = self._refuse
@@ -162,27 +152,17 @@ class ParamGroupLock:
         self._optimizer.__dict__.pop("add_param_group", None)
 
 
-def _kept(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
 @dataclass
 class DeferredUpdates:
-    """This rank's part of each bucket of a step: its memory, its method, its paused program.
-
-    Attributes:
-        inline: the buckets whose programs only receive and copy.
-        where: for each parameter, its bucket and its place in it.
-        gathering: whether all-gathers have been issued. received: the buckets that were waited for.
-    """
+    """This rank's part of each bucket of a step: its memory, its method, its paused program."""
 
     memories: list[Memory]
     methods: list[Method]
     paused: Mapping[int, Paused]
-    inline: list[int]
-    where: list[tuple[int, int]]
-    gathering: bool = False
-    received: set[int] = field(default_factory=set)
+    inline: list[int]  # buckets whose programs only receive and copy
+    where: list[tuple[int, int]]  # for each parameter, its bucket and its place in it
+    gathering: bool = False  # all-gathers have been issued
+    received: set[int] = field(default_factory=set)  # buckets that were waited for
 
 
 @dataclass(eq=False)

@@ -79,7 +79,11 @@ def save(
     partial = directory.partial(step)
     with _Together(sync, directory, step):  # no rank writes before the directory exists
         if sync.services.rank == 0:
-            _begin(directory, step, sync)
+            _found(directory)
+            directory.folder.mkdir(parents=True, exist_ok=True)
+            if handle := hold(sync, directory.folder):
+                sync.services.handles.append(handle)
+            directory.begin(step)
     sums: dict[str, str] = {}
     with _Together(sync, directory, step) as written:
         name = _rank_name(sync.services.rank)
@@ -254,14 +258,6 @@ def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _begin(directory: CheckpointDirectory, step: int, sync: Handle) -> None:
-    _found(directory)
-    directory.folder.mkdir(parents=True, exist_ok=True)
-    if handle := hold(sync, directory.folder):
-        sync.services.handles.append(handle)
-    directory.begin(step)
-
-
 def _agreed(root: Path, sync: Handle, step: int | None) -> list[Path]:
     """Return the checkpoints that rank 0 sees, oldest first; only that of ``step``, if given."""
     problem, names = "", []
@@ -304,7 +300,6 @@ def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the checksums of the files, by name."""
     file = path / _SUMS
     try:
         return dict(json.loads(file.read_bytes())["blake2b"])
@@ -434,10 +429,7 @@ class Hold:
 
 
 def hold(user: Any, folder: Path) -> Hold | None:
-    """Claim an existing folder for this process, so that no other job writes there as long as the user lives.
-
-    Returns a handle with which to give it back; None if the user has one already.
-    """
+    """Claim a folder for this process, as long as the user lives. Return what gives it back; None: the user has one."""
     key = os.getpid(), os.path.realpath(folder)
     claim = _held.get(key) or Claim(folder)
     try:

@@ -33,14 +33,8 @@ def to_flat(
     shapes: Mapping[str, Sequence[int]] | None,
     snapshot: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the state of this rank.
-
-    Args:
-        blanks: zeros for all state that will exist: DCP fills only keys that the state_dict passed to it already has.
-        shapes: of the parameters: slices are then saved with zeros around them. None: with their offsets.
-        snapshot: the state, if the session's own is not all of it.
-    """
-    state, method = session.state, session.named
+    """Return this rank's state. ``blanks``: zeros for what will exist, as DCP fills only keys that are there."""
+    state, method = session.state, session.named  # without ``shapes``, slices are saved with their offsets
     rank, snapshot = state.rank, state.snapshot() if snapshot is None else snapshot
     flat: dict[str, Any] = {
         "version": VERSION,
@@ -52,8 +46,7 @@ def to_flat(
     }
     if snapshot["dropped"]:
         flat["dropped"] = snapshot["dropped"]
-    scaler = session.scaler
-    if scaler is not None and scaler.is_enabled():
+    if session.scaler is not None and session.scaler.is_enabled():
         flat["scaled"] = True
     flat |= blanks
     for name, value in snapshot["residual"].items():
@@ -71,16 +64,7 @@ def to_flat(
 
 
 def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
-    """Return what this rank takes over of a saved state, for ``State.restore``. Changes nothing.
-
-    Args:
-        session: of this rank.
-        saved: the state of one rank; on another number of ranks, the union of all ranks' states.
-        shapes: of the parameters; None: not known yet.
-
-    Raises:
-        ValueError: it does not fit the model or the method, or lacks what this rank needs.
-    """
+    """Return what this rank takes over of its state, or of the union of another number's, for ``State.restore``."""
     method, rank, size = session.named, session.rank, session.state.size
     if saved["method"] != method.name and owes(saved):
         raise ValueError(
@@ -171,7 +155,6 @@ def on_device(snapshot: Mapping[str, Any], device: torch.device) -> dict[str, An
 
 
 def owes(state: Mapping[str, Any]) -> bool:
-    """Return whether a state holds anything that another method could not take over."""
     return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
 
 
@@ -236,10 +219,7 @@ def _resharded(residuals: Mapping[str, Mapping[str, Tensor]], old_size: int, siz
 
 def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
     """Return the mean over the old ranks of one parameter's residual. It keeps the update still owed exactly."""
-    total = torch.zeros_like(residuals[0])
-    for x in residuals:
-        total += x
-    return total / old_size
+    return sum(residuals, torch.zeros_like(residuals[0])) / old_size
 
 
 def check_version(state: Mapping[str, Any]) -> None:

@@ -34,11 +34,7 @@ def unscale_state(scaler: Any, state: State, device: torch.device) -> None:
 
 
 def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the scaler has scaled a loss and has not unscaled this optimizer's gradients since.
-
-    No public call of ``GradScaler`` tells this. If its private record of stages has an unknown form, the result is
-    False, after one warning in the log.
-    """
+    """Return whether the scaler has scaled a loss, and not unscaled this optimizer's gradients; False if unknown."""
     global warned
     if scaler is None or not scaler.is_enabled():
         return False
@@ -59,7 +55,6 @@ def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``RuntimeError`` if a step would use gradients that still carry the loss scale."""
     if still_scaled(scaler, optimizer) and any(
         p.grad is not None for group in optimizer.param_groups for p in group["params"]
     ):
@@ -71,10 +66,7 @@ def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 class SkippedSteps:
-    """Calls a listener, a bound method, after each call of any ``GradScaler.step`` that skipped its optimizer's step.
-
-    torch has no hook for this, so ``GradScaler.step`` is wrapped while there is a listener.
-    """
+    """Calls a bound method when a ``GradScaler.step`` has skipped a step; it is wrapped, as torch has no hook."""
 
     _listeners: ClassVar[list[weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]]] = []
     _original: ClassVar[Any] = None
