@@ -474,6 +474,16 @@ def encode_time(data: Any) -> Iterator[Row]:
         )
 
 
+def step_cpu(data: Any) -> Iterator[Row]:
+    """A step's processor time beside an earlier commit's."""
+    for row in data["rows"]:
+        yield claim(
+            f"processor time of a step, now / at {row['before']}, {row['method']}",
+            row["ratio"],
+            at_most=1.05,
+        )
+
+
 def lars(data: Any) -> Iterator[Row]:
     """The price of the norms, and how exact the rates are."""
     for row in data["rows"]:
@@ -842,6 +852,7 @@ SOURCES = {
     "encode_time": Source(
         "python benchmarks/encode_time.py", "results.md", encode_time
     ),
+    "step_cpu": Source("python benchmarks/step_cpu.py", "results.md", step_cpu),
     "lars": Source("python benchmarks/lars.py", "large_batch.md", lars),
     "cache": Source("python benchmarks/cache.py", "data.md", cache),
     "locality": Source("python benchmarks/locality.py", "data.md", locality),
