@@ -1,6 +1,7 @@
 """What the source and its tests keep to: tests ask for what a caller can see, a name stands for one thing."""
 
 import ast
+import graphlib
 import inspect
 import re
 from collections import Counter
@@ -24,6 +25,28 @@ def test_a_public_class_name_is_given_once():
     counts = Counter(name for text in texts for name in re.findall(r"^ *class ([A-Z]\w*)[(:]", text, re.MULTILINE))
     assert len(counts) > 300
     assert {name for name, count in counts.items() if count > 1} <= NAMED_TWICE | PARAMETER_SERVER
+
+
+def test_no_two_modules_import_each_other_even_by_a_detour():
+    """Wherever in a file: only what is for type checkers alone does not count."""
+    files = {".".join(("thinwire", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    imports = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text())
+        checkers = {
+            id(inside)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+            for inside in ast.walk(node)
+        }
+        froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and id(n) not in checkers]
+        found = {
+            f"{n.module}.{a.name}" if f"{n.module}.{a.name}" in files else n.module for n in froms for a in n.names
+        }
+        imports[name] = found & set(files) - {name}
+    assert sum(map(len, imports.values())) > 1000
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, with the circle
 
 
 MOST = 12
