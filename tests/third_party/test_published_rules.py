@@ -20,9 +20,9 @@ from thinwire.core.pricing.placement import place_threshold
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import LocalWorld
 from thinwire.systems.federated.schedule import fit
+from thinwire.systems.kfac.assignment import one_direction
 from thinwire.systems.kfac.plan import FactorLayer
 from thinwire.systems.kfac.prices import LayerTimes, layers_of
-from thinwire.systems.kfac.schedules import one_direction
 from thinwire.systems.supernet.operators import ElasticBatchNorm, ElasticDepthwise
 
 # --- gTop-k: the operator on whole vectors, and the tree of it -------------------------------------------------------

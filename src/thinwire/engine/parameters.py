@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
-from thinwire.core.collectives.sockets import memory_of
+from thinwire.core.collectives.streams import memory_of
 from thinwire.core.program import Method
 from thinwire.engine.ranks.agreement import bytes_of, put_bytes
 from thinwire.engine.ranks.communicator import Communicator

@@ -11,10 +11,10 @@ from thinwire.core.pricing.merge import greedy_mgwfbp
 from thinwire.core.pricing.placement import place, place_threshold
 from thinwire.core.pricing.profiles import builtin
 from thinwire.systems.kfac import KFACPlan, Variant, make_plan
+from thinwire.systems.kfac.assignment import end_seconds, fused, one_direction
 from thinwire.systems.kfac.plan import FactorLayer
 from thinwire.systems.kfac.predict import predict
 from thinwire.systems.kfac.prices import LayerTimes, inversion_cost, layers_of
-from thinwire.systems.kfac.schedules import end_seconds, fused, one_direction
 
 LAYERS = tuple(FactorLayer(str(i), a, g) for i, (a, g) in enumerate([(28, 16), (145, 32), (33, 64), (65, 10)]))
 

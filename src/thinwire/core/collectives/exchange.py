@@ -44,7 +44,7 @@ from thinwire.core.collectives.mesh import (
     ordered_sum,
     reduce_scatter_by_mesh,
 )
-from thinwire.core.collectives.sockets import CountdownWork
+from thinwire.core.collectives.streams import CountdownWork
 from thinwire.core.program import Topology
 from thinwire.core.program.ops import (
     AllGather,

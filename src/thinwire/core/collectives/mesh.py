@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.core.collectives.groups import backend_for, seconds_of
-from thinwire.core.collectives.sockets import CountdownWork, Stream, memory_of, socket_loop
+from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.program.bucket import working_dtype
 from thinwire.core.sockets import readable
 

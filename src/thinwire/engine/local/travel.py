@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.collectives.exchange import Ledger
-from thinwire.core.collectives.sockets import shares_memory
+from thinwire.core.collectives.streams import shares_memory
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import AllReduce, Broadcast, Program, Scope, Topology, working_dtype
 from thinwire.core.program.local_world import run_lockstep

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.core.collectives.exchange import Lane, all_gather_flat
-from thinwire.core.collectives.sockets import memory_of, shares_memory
+from thinwire.core.collectives.streams import memory_of, shares_memory
 from thinwire.core.program import Collective, Scope, Topology
 
 _CHUNK_BYTES = 16 << 20

@@ -69,9 +69,9 @@ def plan(
     """Predict a step of each schedule: messages, who inverts what, seconds. No GPU or cluster is needed."""
     from rich.console import Console
 
+    from thinwire.systems.kfac.assignment import make_plan
     from thinwire.systems.kfac.predict import predict
     from thinwire.systems.kfac.prices import LayerTimes, layers_of
-    from thinwire.systems.kfac.schedules import make_plan
     from thinwire.systems.kfac.variant import METHODS, Variant
     from thinwire.tools.cli.plan_inputs import read_question
 

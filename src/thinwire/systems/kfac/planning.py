@@ -13,11 +13,11 @@ from torch import Tensor
 from thinwire.core.pricing.costs import Costs
 from thinwire.engine.sync import GradientSync
 from thinwire.predict.measure.kernels import curve, inversion_points, sides
+from thinwire.systems.kfac.assignment import make_plan
 from thinwire.systems.kfac.capture import Capture
 from thinwire.systems.kfac.exchange import gather
 from thinwire.systems.kfac.plan import FactorLayer, KFACPlan
 from thinwire.systems.kfac.prices import LayerTimes, curve_name
-from thinwire.systems.kfac.schedules import make_plan
 from thinwire.systems.kfac.variant import Variant
 
 logger = logging.getLogger("thinwire")
