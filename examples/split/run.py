@@ -39,7 +39,7 @@ def main() -> None:
         folder = Path(where)
         words = ["--model", options.model, "--cut", options.cut, "--rank", options.rank, "--lines", options.lines]
         words += ["--up", options.codecs, "--down", options.codecs, "--epochs", options.epochs, "--link", options.link]
-        words += ["--latency", options.delay, "--out", str(folder)] + ["--kind", "boundary"] * options.plain
+        words += ["--delay", options.delay, "--out", str(folder)] + ["--kind", "boundary"] * options.plain
         subprocess.run([*THINWIRE, "plan", *words], check=True)
         keys = ["keys", "new", str(folder / "keys"), "--names", "cloud,edge", "--host", CLOUD]
         subprocess.run([*THINWIRE[:-1], *keys], check=True, stdout=subprocess.DEVNULL)

@@ -38,7 +38,7 @@ def plan(
     link: Annotated[
         str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; by default 10gbit.")
     ] = None,
-    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; by default 50us.")] = None,
+    delay: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; by default 50us.")] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Measured costs: a file from thinwire probe or thinwire kfac calibrate.")
     ] = None,
@@ -83,7 +83,7 @@ def plan(
             raise ValueError(f"{name} {value} must be at least 1")
     check_output("--out", out)
     question = read_question(
-        model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
+        model, link=link, latency=delay, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
         batch_size=batch_size, device=device, flops=None, profile=None,
     )  # fmt: skip
     world, prices, profile = question.topology.world_size, question.costs(), question.profile

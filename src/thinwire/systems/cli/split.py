@@ -59,7 +59,7 @@ LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the c
 LinkDown = Annotated[
     str | None, typer.Option("--link-down", help="Rate from the cloud to the edge; by default the same.")
 ]
-Latency = Annotated[str, _help("One-way delay, such as 10ms.")]
+Delay = Annotated[str, _help("One-way delay, such as 10ms.")]
 Keys = Annotated[Path | None, _help("This machine's directory from thinwire keys new; without it, no TLS.")]
 Fingerprint = Annotated[str | None, _help("SHA-256 of the other side's certificate; no other is accepted.")]
 Insecure = Annotated[
@@ -91,7 +91,7 @@ def plan(
     seed: Annotated[int, _help("Seed of weights, order and dropout.")] = 0,
     link: LinkUp = "10mbit",
     link_down: LinkDown = None,
-    latency: Latency = "0",
+    delay: Delay = "0",
     measure: Annotated[int, typer.Option(min=0, help="Steps to run here first, to time the computation; 0: none.")] = 5,
     out: Annotated[Path | None, _help("Cut the model and write both halves to this directory.")] = None,
     json: Json = False,
@@ -105,7 +105,7 @@ def plan(
     from thinwire.systems.split.finetune import sample_inputs
 
     chosen = SplitPlan(cut, kind, rank, residual, labels, init, read_words(up), read_words(down), front_on)
-    wire = read_link(link, link_down, latency)
+    wire = read_link(link, link_down, delay)
     build = model_builder(model, length, [chosen])
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
     if out is not None:
@@ -229,7 +229,7 @@ def compare(
     seeds: Annotated[int, _help("Number of seeds; the table shows mean and spread.")] = 1,
     link: LinkUp = "10mbit",
     link_down: LinkDown = None,
-    latency: Latency = "0",
+    delay: Delay = "0",
     plot: Annotated[
         Path | None, _help("Also plot score against bytes and loss against seconds: .png or .html.")
     ] = None,
@@ -248,7 +248,7 @@ def compare(
         raise ValueError("--seeds must be at least 1")
     check_plot(plot)
     rows = read_rows(plans, cut, rank, front_on)
-    wire = read_link(link, link_down, latency)
+    wire = read_link(link, link_down, delay)
     build = model_builder(model, length, rows.values())
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
     found = read_task(task, data, model, length, lines, 0)
