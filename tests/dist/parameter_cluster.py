@@ -13,6 +13,7 @@ import torch
 
 from spawned import fork, free_port
 from thinwire.systems.link.listener import Caller, Listener
+from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker
 from thinwire.systems.parameter_server.messages import decode
 
@@ -85,8 +86,15 @@ def flat(network):
 
 
 def introductions(patch):
-    """From here on: each connection that is made, at both of its ends, with the first message that went over it."""
-    made, connect, serve = [], Caller.connect, Listener.serve
+    """From here on: each connection that is made, at both of its ends, with the first message that went over it.
+
+    A peer's ``wire`` is its socket for frames: whoever closes it, both sides notice, as if a cable had been cut.
+    """
+    made, connect, serve, begin = [], Caller.connect, Listener.serve, Peer.__init__
+
+    def beginning(peer, frames, tensors, other):
+        begin(peer, frames, tensors, other)
+        peer.wire = frames
 
     def connecting(caller, hello):
         pair = connect(caller, hello)
@@ -100,6 +108,7 @@ def introductions(patch):
 
         serve(listener, coming, hello_bytes)
 
+    patch.setattr(Peer, "__init__", beginning)
     patch.setattr(Caller, "connect", connecting)
     patch.setattr(Listener, "serve", serving)
     return made
