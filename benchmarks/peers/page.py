@@ -11,10 +11,10 @@ from typing import Any
 import store
 from catalogue import TOLLS, TRIED
 
+from thinwire.core.words import megabytes, seconds
 from thinwire.tools.bench.race_answer import StepTimes, TimeToLoss, time_to_loss
 from thinwire.tools.bench.race_losses import StepsFactor
 from thinwire.tools.bench.rows import COMPUTE, TORCH_ROWS
-from thinwire.tools.units import megabytes, seconds
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "peers.md"

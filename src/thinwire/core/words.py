@@ -1,4 +1,4 @@
-"""Seconds, bytes and rates in words, each with three digits."""
+"""Seconds, bytes, rates and factors in words; of a table, with as many digits as make its rows comparable."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ def milliseconds(seconds: float) -> str:
         >>> milliseconds(2.5), milliseconds(0.0312), milliseconds(4.2e-5)
         ('2500 ms', '31.2 ms', '0.04 ms')
     """
+    return f"{in_milliseconds(seconds)} ms"
+
+
+def in_milliseconds(seconds: float) -> str:
+    """Return the figure alone, for a column whose head says the unit."""
     value = seconds * 1e3
-    return f"{value:.0f} ms" if value >= 99.95 else f"{value:.1f} ms" if value >= 9.995 else f"{value:.2f} ms"
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def size(count: float) -> str:
@@ -52,3 +57,36 @@ def rate(bytes_per_second: float) -> str:
         if bits >= unit:
             return f"{bits / unit:.3g} {name}"
     return f"{bits / 1e3:.3g} kbit/s"
+
+
+def seconds(value: float | None) -> str:
+    """Format the seconds of a step: ``1.20 s``, ``55 ms``, ``3.1 ms``."""
+    if value is None:
+        return "-"
+    if abs(value) >= 0.9995:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if abs(value) < 0.01 else f"{value * 1e3:.0f} ms"
+
+
+def run_seconds(value: float) -> str:
+    """Format the duration of a training run: ``2.5 h``, ``310 s``, ``12.3 s``."""
+    if value >= 6000:
+        return f"{value / 3600:.1f} h"
+    return f"{value:.0f} s" if value >= 99.5 else f"{value:.1f} s" if value >= 10 else seconds(value)
+
+
+def megabytes(count: float | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count / 1e6:.2f}" if count < 10e6 else f"{count / 1e6:.1f}"
+
+
+def volume(count: float | None) -> str:
+    """Format bytes in MB, or kB if there are few, with the unit."""
+    if count is None:
+        return "-"
+    return f"{count / 1e3:.3g} kB" if count < 10e3 else f"{megabytes(count)} MB"
+
+
+def factor(value: float) -> str:
+    return f"{value:.0f}×" if value >= 99.5 else f"{value:.1f}×" if value >= 9.95 else f"{value:.2f}×"

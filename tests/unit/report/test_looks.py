@@ -1,9 +1,9 @@
 import doctest
 
 import thinwire.tools.pictures.colours as colours_module
+from thinwire.core.words import factor, volume
 from thinwire.tools.pictures.colours import Colours, ink, shade
 from thinwire.tools.report.figures import hover, plain, short
-from thinwire.tools.units import factor, volume
 
 
 def test_one_colour_per_method_everywhere():

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from thinwire.core.words import run_seconds
+from thinwire.core.words import seconds as short
 from thinwire.engine.local.settings import local_settings
 from thinwire.predict.choose.rank import TIE, as_soon, overlap, simplest
 from thinwire.tools.bench.race_losses import BASE, StepsFactor
@@ -18,8 +20,6 @@ from thinwire.tools.bench.rows import Row
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord
 from thinwire.tools.bench.summary import summarise
 from thinwire.tools.bench.words import attach_line
-from thinwire.tools.units import run_seconds
-from thinwire.tools.units import seconds as short
 
 if TYPE_CHECKING:
     from thinwire.tools.bench.race import RaceResult

@@ -13,11 +13,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.core.words import megabytes, seconds
 from thinwire.tools.bench.rows import COMPUTE
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, reached
 from thinwire.tools.pictures import Level, Panel, Picture, Series
 from thinwire.tools.pictures.picture import plotly, pyplot, save_png
-from thinwire.tools.units import megabytes, seconds
 
 SMOOTH = 5
 

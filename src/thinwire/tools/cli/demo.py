@@ -33,10 +33,10 @@ def demo(
     """Train a character GPT over an emulated slow link: DDP, then thinwire's Power-SGD until it reaches DDP's loss."""
     from rich.console import Console
 
+    from thinwire.core.words import seconds
     from thinwire.tools import lab
     from thinwire.tools.bench.demo import advice, demo_spec, headline, judge_demo
     from thinwire.tools.bench.summary import loss_picture
-    from thinwire.tools.units import seconds
 
     console = Console(stderr=json)
     link = QUICK_LINK if quick else LINK
@@ -77,7 +77,7 @@ def demo(
 def demo_table(result: DemoResult) -> Table:
     from rich.text import Text
 
-    from thinwire.tools.units import megabytes, seconds
+    from thinwire.core.words import megabytes, seconds
 
     until = "" if result.target is None else f"; until a held-out loss of {result.target:.3f}"
     title = f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters{until}"

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
 from thinwire.core.records import plain
+from thinwire.core.words import in_milliseconds, megabytes, milliseconds
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
 from thinwire.predict.timeline import simulate, write_trace
 from thinwire.predict.timeline.local_steps import Periodic
@@ -22,7 +23,6 @@ from thinwire.tools.bench.words import arguments, attach_line, split_options
 from thinwire.tools.cli.console import plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
-from thinwire.tools.units import megabytes, milliseconds
 
 _SHOWN = 12  # sizes of DDP's buckets in one line
 
@@ -118,9 +118,9 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
 def _cells(entry: Entry) -> list[str]:
     return [
         entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
-        milliseconds(entry.step_seconds),
-        f"{milliseconds(entry.low_seconds)}-{milliseconds(entry.high_seconds)}",
-        milliseconds(entry.exposed_seconds),
+        in_milliseconds(entry.step_seconds),
+        f"{in_milliseconds(entry.low_seconds)}-{in_milliseconds(entry.high_seconds)}",
+        in_milliseconds(entry.exposed_seconds),
         megabytes(entry.bytes_sent),
         entry.bound_by.removeprefix("network "),
         "?" if entry.steps is None else f"{entry.steps:.2f}",
@@ -133,7 +133,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     said = [ranking.sentence]
     if not best.exact:
         exact = ranking.best_exact
-        said.append(f"exact: {exact.label}, {milliseconds(exact.step_seconds)} ms")
+        said.append(f"exact: {exact.label}, {milliseconds(exact.step_seconds)}")
         race = "; on your model: thinwire race" if question.worth is None else ""
         said.append(f"steps to a loss, relative to exact averaging: {best.steps_source}{race}")
     said += [
@@ -169,9 +169,9 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
         cells += [str(group.bucket), str(len(group.names)), name]
         cells += [
             f"{group.elements:,}",
-            milliseconds(group.ready_seconds),
+            in_milliseconds(group.ready_seconds),
             megabytes(group.sent_bytes),
-            milliseconds(group.exchange_seconds),
+            in_milliseconds(group.exchange_seconds),
         ]
         if sparse:
             cells += [f"{group.kept:,}", f"{group.density:.3g}"] if group.kept else ["all", "1"]

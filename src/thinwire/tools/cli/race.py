@@ -131,8 +131,8 @@ def _basis(found: RaceResult) -> list[str]:
 
 
 def race_table(found: RaceResult) -> Table:
+    from thinwire.core.words import run_seconds, seconds
     from thinwire.tools.bench.race_answer import steps_range, winner
-    from thinwire.tools.units import run_seconds, seconds
 
     tuned = len(found.budget.rates) > 1
     columns = ["method", "step", "x compute", "steps", "range", *(["rate"] if tuned else []), "to loss", "x DDP"]

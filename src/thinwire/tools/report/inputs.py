@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from thinwire.core.words import duration, rate
 from thinwire.tools.report.fields import (
     Data,
     filled,
@@ -23,7 +24,6 @@ from thinwire.tools.report.fields import (
 from thinwire.tools.report.log import records
 from thinwire.tools.report.runs import RunPicture, grouped, read_journal, read_run, read_step_log
 from thinwire.tools.report.traces import StepTrace, read_trace
-from thinwire.tools.units import bits, duration
 
 _Kind = TypeVar("_Kind")
 
@@ -279,7 +279,7 @@ def facts(data: Data) -> str:
             said.append(f"{words}: {value}")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             if key == "bits_per_second":
-                said.append(f"link: {bits(value)}")
+                said.append(f"link: {rate(value / 8)}")
             elif key.endswith("_seconds"):
                 said.append(f"{words.removesuffix(' seconds')}: {duration(value)}")
             elif key.endswith("_share"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.core.words import duration, factor, volume
 from thinwire.tools.pictures.colours import Colours
 from thinwire.tools.pictures.picture import as_plotly, plotly
 from thinwire.tools.report.figures import (
@@ -25,7 +26,6 @@ from thinwire.tools.report.figures import (
 )
 from thinwire.tools.report.inputs import Bench, BenchRow, Inputs
 from thinwire.tools.report.runs import grouped
-from thinwire.tools.units import duration, factor, volume
 
 _BENCH = (
     "Each bar is the median time of one training step of the slowest worker; shorter is better. The hatched end is "

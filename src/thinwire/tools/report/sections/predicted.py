@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.core.words import duration, factor, rate, volume
 from thinwire.tools.pictures.colours import Colours, ink
 from thinwire.tools.pictures.picture import plotly
 from thinwire.tools.report.figures import (
@@ -22,7 +23,6 @@ from thinwire.tools.report.figures import (
     step_bars,
 )
 from thinwire.tools.report.inputs import Inputs, RankedMethod, WinnerCell, WinnerMap
-from thinwire.tools.units import bits, duration, factor, volume
 
 _MAP = (
     "Each cell is a cluster: a number of workers, joined by links of one rate. Its colour is the method that the "
@@ -60,7 +60,7 @@ def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
     def named(cell: WinnerCell | None) -> str:
         return "" if cell is None else (cell.winner_exact or cell.winner if exact else cell.winner)
 
-    across, up = [f"{count:,}" for count in found.workers], [bits(rate) for rate in found.bits_per_second]
+    across, up = [f"{count:,}" for count in found.workers], [rate(bits / 8) for bits in found.bits_per_second]
     gap = 2 if len(across) <= 30 else 0
     numbered = not exact and len(across) <= _TEXT_COLUMNS
     figure = new(80 + 36 * len(up))
@@ -98,7 +98,7 @@ def _cell_hover(found: WinnerMap, i: int, j: int, cell: WinnerCell) -> str:
     gain = f"{factor(cell.factor)} faster than dense" if cell.factor > 1.005 else "as fast as dense"
     return hover(
         f"{cell.winner}: {gain}",
-        f"{found.workers[j]:,} workers, {bits(found.bits_per_second[i])}",
+        f"{found.workers[j]:,} workers, {rate(found.bits_per_second[i] / 8)}",
         f"step {duration(cell.step_seconds)}, dense {duration(cell.dense_seconds)}",
         f"best exact method: {cell.winner_exact}" if cell.winner_exact else "",
         cell.why,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.core.words import duration, volume
 from thinwire.predict.timeline import LANES, Event
 from thinwire.predict.timeline.result import EXCHANGE_CPU
 from thinwire.tools.pictures.colours import Colours, ink, shade
@@ -12,7 +13,6 @@ from thinwire.tools.pictures.picture import plotly
 from thinwire.tools.report.figures import Block, Chart, Section, hover, names_axis, new, scale, short, stacked
 from thinwire.tools.report.inputs import Inputs
 from thinwire.tools.report.traces import StepTrace
-from thinwire.tools.units import duration, volume
 
 _TIMELINE = (
     "Time runs to the right; each line is something that works independently: the computation, the methods' own work "
