@@ -25,10 +25,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: wh
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "docs: pages and recorded results; `make lint` and `make docs` run them")
-
-
 def pytest_collection_finish(session):
     gc.freeze()  # torch and thousands of tests stay to the end: a full collection of them takes 0.3 s, again and again
 
