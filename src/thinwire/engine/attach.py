@@ -248,6 +248,8 @@ def _attach_local(
     if not optimizers:
         raise ValueError("local steps are counted by the optimizer's steps: pass the optimizer")
     device, several, inner = managed[0].parameter.device, topology.world_size > 1, None
+    if local.inside is not None and several and topology.nodes == 1:
+        raise ValueError("inside= is for several machines: on one, attach the method itself")
     comm = Communicator(group, topology, device, settings.timeout, attaching=True) if several else Alone(device)
     try:
         if local.inside is not None and several:
@@ -270,8 +272,6 @@ def _attach_inside(
     settings: AttachSettings,
 ) -> GradientSync:
     topology = comm.topology
-    if topology.nodes == 1:
-        raise ValueError("inside= is for several machines: on one, attach the method itself")
     ranks = len(topology.members(Scope.NODE, comm.rank))
     sync = attach(
         model, optimizers, method,

@@ -20,3 +20,21 @@ def test_of_a_thousand_a_few_are_named(many):
     assert many.report(7, "2 (fc.weight)", "AllReduce") == (
         "rank 0, rank 1, rank 2, rank 4, rank 5, rank 6, rank 7, rank 8 and 1015 others did not report: dead or late"
     )
+
+
+def test_a_rank_that_leaves_after_a_meeting_does_not_undo_it(monkeypatch):
+    """It may leave between the looks of another rank at those who have come and at those who have left."""
+
+    class Store(dist.HashStore):
+        def check(self, keys):
+            if not ranks[1]._said:
+                ranks[1].come()
+                ranks[1].leave("has left attach with ValueError: sync_every=0")
+            return super().check(keys)
+
+    store, ranks = Store(), []
+    monkeypatch.setattr(late, "_connection", lambda seconds: store)
+    ranks += [late.LateRanks((0, 1), place, "meeting", 5.0) for place in range(2)]
+    ranks[0].come()
+    with pytest.raises(RuntimeError, match="another rank has given up"):
+        ranks[0].come()

@@ -109,8 +109,8 @@ class LateRanks:
             nonlocal pause
             self._store.add(key, 1)
             while self._store.add(key, 0) < len(self._ranks):
-                if self._store.check([f"{self._prefix}/left"]):
-                    return False
+                if self._store.check([f"{self._prefix}/left"]):  # perhaps by a rank that came, and left after that
+                    return bool(self._store.add(key, 0) == len(self._ranks))
                 if time.monotonic() > end:
                     raise TimeoutError(f"not all ranks came within {self._seconds:g} s")
                 time.sleep(pause)
