@@ -27,14 +27,16 @@ def test_a_rank_that_leaves_after_a_meeting_does_not_undo_it(monkeypatch):
 
     class Store(dist.HashStore):
         def check(self, keys):
-            if not ranks[1]._said:
-                ranks[1].come()
-                ranks[1].leave("has left attach with ValueError: sync_every=0")
+            if waiting:
+                rank = waiting.pop()
+                rank.come()
+                rank.leave("has left attach with ValueError: sync_every=0")
             return super().check(keys)
 
-    store, ranks = Store(), []
+    store, waiting = Store(), []
     monkeypatch.setattr(late, "_connection", lambda seconds: store)
-    ranks += [late.LateRanks((0, 1), place, "meeting", 5.0) for place in range(2)]
-    ranks[0].come()
+    first, second = (late.LateRanks((0, 1), place, "meeting", 5.0) for place in range(2))
+    waiting.append(second)
+    first.come()
     with pytest.raises(RuntimeError, match="another rank has given up"):
-        ranks[0].come()
+        first.come()
