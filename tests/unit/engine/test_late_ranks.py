@@ -8,20 +8,22 @@ from thinwire.engine.ranks import late_ranks as late
 
 
 @pytest.fixture
-def many(monkeypatch):
+def _world():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=3, world_size=1024)
-    monkeypatch.setattr(late, "WAIT_SECONDS", 0.1)
-    yield late.LateRanks(range(1024), 3, "test", 5.0)
+    yield
     dist.destroy_process_group()
 
 
-def test_of_a_thousand_a_few_are_named(many):
-    assert many.report(7, "2 (fc.weight)", "AllReduce") == (
+@pytest.mark.usefixtures("_world")
+def test_of_a_thousand_a_few_are_named(monkeypatch):
+    monkeypatch.setattr(late, "WAIT_SECONDS", 0.1)
+    assert late.LateRanks(range(1024), 3, "test", 5.0).report(7, "2 (fc.weight)", "AllReduce") == (
         "rank 0, rank 1, rank 2, rank 4, rank 5, rank 6, rank 7, rank 8 and 1015 others did not report: dead or late"
     )
 
 
+@pytest.mark.usefixtures("_world")
 def test_a_rank_that_leaves_after_a_meeting_does_not_undo_it(monkeypatch):
     """It may leave between the looks of another rank at those who have come and at those who have left."""
 
@@ -34,8 +36,9 @@ def test_a_rank_that_leaves_after_a_meeting_does_not_undo_it(monkeypatch):
             return super().check(keys)
 
     store, waiting = Store(), []
-    monkeypatch.setattr(late, "_connection", lambda seconds: store)
-    first, second = (late.LateRanks((0, 1), place, "meeting", 5.0) for place in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(late, "bounded", lambda seconds, connect: store)
+        first, second = (late.LateRanks((0, 1), place, "meeting", 5.0) for place in range(2))
     waiting.append(second)
     first.come()
     with pytest.raises(RuntimeError, match="another rank has given up"):
