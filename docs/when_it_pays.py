@@ -11,16 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from thinwire.core.methods.registry import classes, label_of
-from thinwire.core.pricing.plans import (
-    Measured,
-    PlanTensor,
-    make_plan,
-    needs_measurement,
-)
-from thinwire.core.program import Method, Plan
 from thinwire.predict.choose import resolved
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.cli.plan_inputs import Question, read_methods, read_question
 
 FOLDER = Path(__file__).parent / "methods" / "when"
@@ -68,7 +60,6 @@ def question(model: str, link: str, workers: int, per_node: int) -> Question:
 def step_seconds(
     label: str, model: str, link: str, workers: int, per_node: int
 ) -> float:
-    """The predicted step; where a method makes its plan from measured times, under that plan."""
     asked, chosen = (
         question(model, link, workers, per_node),
         dict(read_methods(label)[0])[label],
@@ -76,32 +67,9 @@ def step_seconds(
     chosen = resolved(
         chosen, asked.profile, asked.topology, asked.costs(), **asked.where
     )
-    plan = planned(chosen, asked) if needs_measurement(chosen) else None
     return simulate(
-        chosen, asked.profile, asked.topology, asked.costs(), plan=plan, **asked.where
+        chosen, asked.profile, asked.topology, asked.costs(), **asked.where
     ).step_seconds
-
-
-def planned(chosen: Method, asked: Question) -> Plan:
-    """The plan that ``attach`` makes once it knows these prices."""
-    profile, backend = asked.profile, asked.device.backend
-    dense = {
-        name
-        for b in plan_of(chosen, profile, backend).phases[0]
-        if b.dense
-        for name in b.names
-    }
-    tensors = [
-        PlanTensor(t.name, t.shape, t.name in dense, itemsize=profile.dtype_bytes)
-        for t in profile.tensors
-    ]
-    measured = Measured(
-        profile,
-        asked.costs(),
-        asked.topology,
-        side_stream=not asked.device.shared_compute,
-    )
-    return make_plan(chosen, tensors, range(len(tensors)), (), backend, measured)
 
 
 def cell(page: str, label: str, model: str, link: str, workers: int) -> str:

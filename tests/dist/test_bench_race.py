@@ -1,6 +1,7 @@
 """Rows race to a loss on real ranks; a row of one's own beside torch's and thinwire's."""
 
 import contextlib
+import dataclasses
 import io
 import os
 
@@ -10,9 +11,10 @@ import torch.distributed as dist
 
 from spawned import run
 from thinwire.core.events import event_in
+from thinwire.core.program import Plan
 from thinwire.core.records import made
 from thinwire.tools.bench import worker
-from thinwire.tools.bench.contenders import UNUSED
+from thinwire.tools.bench.contenders import UNUSED, Contender
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import Row, parse_rows
@@ -110,6 +112,27 @@ def test_nor_while_others_are_timed():
     for late, waited in run(_timed, 2):
         assert late == (4 + 4 + 2 + 4 + 4, 2 * 4)
         assert waited == (2 * (4 + 4), 2 * 4)
+
+
+def _counted(rank, size):
+    spec = BenchSpec("digits", parse_rows("lags,topk:density=0.1"), size, steps=1, rounds=1, warmup=0)
+    _, lags, topk = worker.run(spec).rows
+    plan = Plan.from_json(lags.plan)
+    fewest = [[dataclasses.replace(b, kept=0 if b.dense else 3) for b in phase] for phase in plan.phases]
+    fewest = Plan(tuple(map(tuple, fewest)))
+    pinned = Contender(Row("lags", "lags", plan=fewest.to_json()), spec, None)
+    pinned.step(rank)
+    pinned.close()
+    counts = [[bucket.kept for bucket in of.phases[0] if not bucket.dense] for of in (plan, pinned.sync.plan)]
+    return counts, topk.plan
+
+
+def test_a_row_whose_plan_says_how_much_is_sent_tells_it_and_trains_with_it():
+    for (counts, pinned), without in run(_counted, 2):
+        assert len(counts) > 1
+        assert all(counts)
+        assert pinned == [3] * len(counts)
+        assert without == ""
 
 
 def fails_on_one_rank(how="nan", at=3):

@@ -12,7 +12,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire.core.kernels import triton_select as select
+from thinwire.core.kernels.select import triton_histogram as select
 
 TARGETS = [
     *(GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100)),

@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.core.kernels import triton_select
+from thinwire.core.kernels.select import triton_histogram
 from thinwire.core.kernels.select.histogram import digits
 
 
@@ -16,7 +16,7 @@ def histograms(device):
         shift, prefix = 31, torch.zeros((), dtype=torch.int64, device=device)
         for bits in (11, 10, 10):
             want = digits(keys, prefix, shift, bits)
-            got = triton_select.digits(keys, prefix, shift, bits)
+            got = triton_histogram.digits(keys, prefix, shift, bits)
             assert torch.equal(got, want), (d, shift)
             shift -= bits
             prefix = (prefix << bits) | want.argmax()

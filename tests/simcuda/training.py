@@ -226,7 +226,7 @@ def _deferred_gradients() -> Iterator[None]:
 def _histogram(card: Card) -> Iterator[None]:
     """Triton's kernel is one launch, on the current device; its numbers are torch's."""
     try:
-        from thinwire.core.kernels import triton_select
+        from thinwire.core.kernels.select import triton_histogram
     except ImportError:
         yield
         return
@@ -242,5 +242,5 @@ def _histogram(card: Card) -> Iterator[None]:
 
             return launch
 
-    with patch.object(triton_select, "digits_kernel", Kernel()):
+    with patch.object(triton_histogram, "digits_kernel", Kernel()):
         yield

@@ -129,6 +129,22 @@ def test_it_is_said_where_the_best_rate_is_the_last_that_was_tried(raced, rate, 
     assert said is None or third.endswith(f"; DDP learns fastest at {rate:g} x your learning rate, the {said}")
 
 
+def test_losses_are_those_of_what_the_link_lets_a_method_send(raced):
+    world, plans = World({"ddp": 1.0, "lags": 0.3, "ssgd": 0.9}, {"lags": 1.5}), []
+
+    def session(spec, launch, on_progress, told=world.session):
+        record, launched = told(spec, launch, on_progress)
+        plans.extend((spec.curves, row.label, row.plan) for row in spec.rows)
+        for row in record.rows:
+            row.plan = "the counts of 1 Mb/s" if row.label == "lags" else ""
+        return record, launched
+
+    world.session = session
+    raced(world, "lags,ssgd")
+    assert {plan for curves, label, plan in plans if not curves} == {""}
+    assert {(label, plan) for curves, label, plan in plans if curves} == {("lags", "the counts of 1 Mb/s"), ("ddp", "")}
+
+
 def test_ddp_wins_where_no_step_is_shorter(raced):
     world = World({**FAST, "powersgd rank=4": 1.1, "acp rank=16": 1.0}, NEEDS)
     asked, found, said = raced(world, "powersgd:rank=4,acp:rank=16")

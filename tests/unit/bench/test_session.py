@@ -49,7 +49,7 @@ def test_a_model_that_a_rank_cannot_build_is_one_sentence():
 def test_rows_options_and_variants():
     rows = parse_rows(
         "ddp, ddp-best:buckets=1/4, thinwire acp:rank=4,topk:density=0.01,ssgd,local:sync_every=4:codec=int8,"
-        "local:sync_every=8:schedule=dream"
+        "local:sync_every=8:schedule=dream,ssgd:collective=threshold:4"
     )
     assert rows == (
         Row("ddp", "ddp"),
@@ -60,8 +60,9 @@ def test_rows_options_and_variants():
         Row("ssgd", "ssgd"),
         Row("local sync_every=4 codec=int8", "local", {"sync_every": 4, "codec": "int8"}),
         Row("local sync_every=8 schedule=dream", "local", {"sync_every": 8, "schedule": "dream"}),
+        Row("ssgd collective=threshold:4", "ssgd", {"collective": "threshold:4"}),
     )
-    assert [row.is_thinwire for row in rows] == [False] * 3 + [True] * 5
+    assert [row.is_thinwire for row in rows] == [False] * 3 + [True] * 6
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_rows_options_and_variants():
         ("acp:rnak=3", "rank"),
         ("acp:rank=0", "rank"),
         ("acp:rank", "unknown method"),
+        ("acp:rank=4:8", "'8' is not an option"),
         ("local:sync_every=0", "sync_every=0"),
         ("local:schedule=dream", "use sync_every=8"),
         ("local:sync_every=8:schedule=dream:fragments=2", "leave out fragments="),

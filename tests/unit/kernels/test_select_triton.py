@@ -55,6 +55,6 @@ def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
 
 def test_without_triton_the_option_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)  # nothing of that name can be imported
-    monkeypatch.delitem(sys.modules, "thinwire.core.kernels.triton_select", raising=False)
+    monkeypatch.delitem(sys.modules, "thinwire.core.kernels.select.triton_histogram", raising=False)
     with pytest.raises(ImportError, match="pip install triton"):
         top_k(torch.ones(3), 1, "histogram", engine="triton")

@@ -7,13 +7,17 @@ from hypothesis import strategies as st
 
 from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.registry import method as named
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
+from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.plans import PlanTensor, balanced, by_size, default_fusion, make_plan
 from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import Topology
 from thinwire.engine.controller.planning import make_plan as engine_plan
 from thinwire.engine.parameters import Managed
-from thinwire.predict.timeline.simulate import plan_of
+from thinwire.predict.choose.explain import explain
+from thinwire.predict.timeline.simulate import plan_of, simulate
 
 KINDS = [(torch.float32, 4), (torch.bfloat16, 2)]
 
@@ -99,6 +103,25 @@ def test_the_simulator_plans_in_the_profile_s_order(method):
     plan.check(t.name for t in profile.tensors)
     assert len(plan.phases) == method.phases
     assert {b.dense for b in plan.phases[0]} == ({False, True} if method.name == "topk" else {False})
+
+
+def test_a_prediction_follows_the_rule_as_the_engine_does_once_it_has_measured():
+    """OMGS-SGD merges between one group and one per layer; LAGS-SGD sends as much as the link can hide."""
+    profile, topology = builtin("resnet50"), Topology(16)
+    slow, fast = (Costs.of_link(bits, 30e-6, 16) for bits in (1e9, 1e10))
+
+    def predicted(method, costs=slow):
+        return simulate(method, profile, topology, costs)
+
+    merged = predicted(named("omgs", density=0.001))
+    assert 1 < sum(not b.dense for b in merged.plan.phases[0]) < len(profile.tensors)
+    for other in ("single", "none"):
+        assert merged.step_seconds < predicted(TopK(0.001, fusion=other)).step_seconds
+    kept = [sum(b.kept for b in predicted(named("lags"), costs).plan.phases[0]) for costs in (slow, fast)]
+    assert 0 < kept[0] < kept[1]
+    assert predicted(named("lags")).bytes_sent < predicted(named("lags"), fast).bytes_sent
+    counts = [b.kept for b in explain(named("lags"), profile, topology, fast) if not b.dense]
+    assert sum(filter(None, counts)) == kept[1]
 
 
 def test_a_decoupled_plan_begins_and_ends_with_a_small_bucket():

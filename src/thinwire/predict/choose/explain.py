@@ -62,8 +62,9 @@ def explain(
             shapes = [(name, tensor_of[name].shape) for name in bucket.names]
             elements = sum(math.prod(shape) for _, shape in shapes)
             step = steady_step(method, phase)
-            program = SSGD() if bucket.dense else method
-            hops = [s for s in trace(program, shapes, topology, rank=place.rank, step=step, dtype=dtype) if s.scope]
+            program = SSGD() if bucket.dense else bucket.applied(method)
+            traced = trace(program, shapes, topology, rank=place.rank, step=step, dtype=dtype, kept=bucket.kept)
+            hops = [s for s in traced if s.scope]
             sparse = density is not None and not bucket.dense and elements
             groups.append(
                 ExplainedBucket(
@@ -77,7 +78,7 @@ def explain(
                     sum(
                         costs.seconds(h.kind, h.scope, place.members[h.scope], h.message_bytes) for h in hops if h.scope
                     ),
-                    keep_count(elements, density) if sparse and density is not None else None,
+                    bucket.kept or (keep_count(elements, density) if sparse and density is not None else None),
                 )
             )
     return tuple(groups)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from thinwire.core.checks import check_number
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.plans import PlanTensor, hidden_seconds, make_plan
+from thinwire.core.pricing.plans import Measured, PlanTensor, hidden_seconds, make_plan, needs_measurement
 from thinwire.core.pricing.profiles import ModelProfile, ModuleTime
 from thinwire.core.program import Method, Plan, PlanBucket, Topology
 from thinwire.core.program.plan import SIDE_STREAMS
@@ -62,7 +62,8 @@ def simulate(
         raise ValueError(f"steps must be at least 1, not {steps}")
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend={backend!r} is unknown; use 'gloo' or 'nccl'")
-    plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
+    if plan is None:
+        plan = plan_of(method, model_profile, backend, topology, costs, side_stream=not shared_compute)
     plan.check(tensor.name for tensor in model_profile.tensors)
     profile = model_profile if factor == 1 else model_profile.scaled(factor)
     place, phases = Place(topology), len(plan.phases)
@@ -106,7 +107,13 @@ def simulate(
 
 
 def plan_of(
-    method: Method, profile: ModelProfile, backend: str, topology: Topology | None = None, costs: Costs | None = None
+    method: Method,
+    profile: ModelProfile,
+    backend: str,
+    topology: Topology | None = None,
+    costs: Costs | None = None,
+    *,
+    side_stream: bool = False,
 ) -> Plan:
     """Return the plan that ``attach`` makes for tensors arriving in the profile's order, once it knows the network."""
     fragments: dict[str, int] = {}
@@ -115,8 +122,11 @@ def plan_of(
     dense = [method.dense(t.name, t.shape, t.kind in ("Embedding", "EmbeddingBag")) for t in profile.tensors]
     itemsize = profile.dtype_bytes
     tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
-    known = None if topology is None or costs is None else hidden_seconds(profile, costs, topology)
-    plan = make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
+    known = measured = None
+    if topology is not None and costs is not None:
+        known = hidden_seconds(profile, costs, topology)
+        measured = Measured(profile, costs, topology, side_stream) if needs_measurement(method) else None
+    plan = make_plan(method, tensors, range(len(tensors)), (), backend, measured, known)
     return in_fragments(plan, fragments) if fragments else plan
 
 
@@ -250,7 +260,9 @@ def bound_by(
     "compute" is forward, backward and optimizer; "method compute" is the methods' segments. CPU time of the exchanges
     counts as network: its rate as bandwidth, its start-up as latency.
     """
-    plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
+    if plan is None:
+        beside = not options.get("shared_compute", True)
+        plan = plan_of(method, model_profile, backend, topology, costs, side_stream=beside)
 
     def seconds(profile: ModelProfile, priced: Costs, update: float) -> float:
         where = {"plan": plan, "backend": backend, "optimizer_seconds": update, **options}

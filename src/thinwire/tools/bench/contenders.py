@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from thinwire.core.methods.registry import METHODS
+from thinwire.core.program import Plan
 from thinwire.engine.stats import Stats
 from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.tools.bench.device import rank_device
@@ -104,6 +106,14 @@ class Contender:
         """thinwire's own counters so far; None for other rows."""
         return None if self.sync is None else self.sync.stats()
 
+    @property
+    def counted_plan(self) -> str:
+        """The plan in force, as JSON, if it says how many elements to send; "" otherwise."""
+        if self.row.kind not in METHODS:
+            return ""
+        plan: Plan = self.sync.plan
+        return plan.to_json() if any(bucket.kept for phase in plan.phases for bucket in phase) else ""
+
     def evaluate(self, rank: int) -> float | None:
         if self.workload.evaluate is None:  # then local steps need not put their outer weights in place
             return None
@@ -117,7 +127,8 @@ class Contender:
             lossy = bool(self.row.options.get("lossy", False))
             self.sync = thinwire.attach(self.workload.model, optimizer, "auto", lossy=lossy)
         else:
-            self.sync = thinwire.attach(self.workload.model, optimizer, self.row.kind, **self.row.options)
+            plan = {"plan": Plan.from_json(self.row.plan)} if self.row.plan else {}
+            self.sync = thinwire.attach(self.workload.model, optimizer, self.row.kind, **self.row.options, **plan)
             if isinstance(self.sync, thinwire.LocalSync):
                 self._evaluated = self.sync.outer_weights
         self.close = self.sync.close

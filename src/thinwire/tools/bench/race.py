@@ -1,7 +1,8 @@
 """A race within minutes: which method reaches DDP's loss first on a link, and how certain that is.
 
-Seconds per step are measured in turns on the link, steps to a loss separately, on ranks without a slow link. Rows that
-cannot win by their seconds alone are not trained; the others go through successive halving.
+Seconds per step are measured in turns on the link, steps to a loss separately, on ranks without a slow link, but
+with the plan that the link has led to where that says how much is sent (LAGS-SGD). Rows that cannot win by their
+seconds alone are not trained; the others go through successive halving.
 """
 
 from __future__ import annotations
@@ -167,8 +168,9 @@ class RaceResult:
 def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
     began = time.monotonic()
     measured = measure(asked, context)
-    timed = {row.label for row in measured.record.rows}
-    asked = replace(asked, rows=(*asked.rows, *(row for _, row in asked.longer if row.label in timed)))
+    timed = {row.label: row.plan for row in measured.record.rows}
+    everyone = (*asked.rows, *(row for _, row in asked.longer if row.label in timed))
+    asked = replace(asked, rows=tuple(replace(row, plan=timed[row.label]) for row in everyone))
     errors = [row.error for row in measured.record.rows if row.kind not in (BASE, COMPUTE)]
     if errors and all(errors):
         raise BenchError(f"no method trains this model, only DDP does: {errors[0]}")

@@ -141,7 +141,8 @@ def trajectories(
 
 def _key(spec: BenchSpec, row: Row) -> str:
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
-            "row": [row.kind, row.options], "device": spec.device, "rate_factor": spec.rate_factor}  # fmt: skip
+            "row": [row.kind, row.options, row.plan],
+            "device": spec.device, "rate_factor": spec.rate_factor}  # fmt: skip
     return digest_of([told, text_digest(), sys.version, own_digest(spec.model), own_digest(row.kind)])
 
 

@@ -196,7 +196,7 @@ class RoundRobin:
         if (stats := row_run.contender.stats) is not None:
             forward, steps = row_run.deferred_seconds, row_run.timed_steps
             record.waited_seconds = (row_run.exposed_seconds - forward) / steps, forward / steps
-            record.why = list(stats.why)
+            record.why, record.plan = list(stats.why), row_run.contender.counted_plan
         if sent is None:
             dense = dense_ring_bytes(row_run.contender.workload.gradient_bytes, self.workers)
             record.wire_bytes = {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(record.kind)

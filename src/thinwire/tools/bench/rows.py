@@ -23,13 +23,14 @@ TORCH_ROWS: dict[str, tuple[str, ...]] = {
 class Row:
     """One way to train: a kind of ``TORCH_ROWS``, a thinwire method, or a user's ``module:function`` (trainer.py).
 
-    Of the rows of one ``family`` the table shows the fastest.
+    Of the rows of one ``family`` the table shows the fastest. ``plan``: a Plan's JSON to pin, "" for the method's own.
     """
 
     label: str
     kind: str
     options: dict[str, Value] = field(default_factory=dict)
     family: str = ""
+    plan: str = ""
 
     @property
     def is_thinwire(self) -> bool:

@@ -75,6 +75,7 @@ class RowRecord:
     ``losses``: one per step from the first, warm-up included, mean over ranks. ``wire_bytes`` per step: mean over nodes
     ("interface") or ranks ("stats", "formula"). ``untimed_seconds``: warm-up and measuring for a plan.
     ``waited_seconds``: how long rank 0's backward and forward waited in a step. ``why[0]`` names what ``auto`` chose.
+    ``plan``: its JSON, if the link has decided how much is sent of each gradient, and with it the losses.
     """
 
     label: str
@@ -92,6 +93,7 @@ class RowRecord:
     untimed_seconds: float = 0.0
     waited_seconds: tuple[float, float] | None = None
     why: list[str] = field(default_factory=list)
+    plan: str = ""
 
 
 @dataclass

@@ -38,15 +38,18 @@ def value(text: str) -> Value:
 def split_options(text: str) -> tuple[str, dict[str, Value]]:
     """Parse ``"acp:rank=4"`` as ``("acp", {"rank": 4})``; parts without ``=`` belong to the name."""
     name, *parts = text.strip().split(":")
-    options: dict[str, Value] = {}
+    options, key = dict[str, Value](), ""
     for part in parts:
         if "=" not in part and not options:
             name += f":{part}"
             continue
-        key, found, given = part.partition("=")
-        if not found or not key.strip() or not given.strip():
+        if part.isdigit() and isinstance(before := options.get(key, 0), str):  # collective=threshold:4
+            options[key] = f"{before}:{part}"
+            continue
+        key, found, given = (text.strip() for text in part.partition("="))
+        if not found or not key or not given:
             raise ValueError(f"{text!r}: {part!r} is not an option; use name:option=value, such as acp:rank=4")
-        options[key.strip()] = value(given.strip())
+        options[key] = value(given)
     return name.strip(), options
 
 

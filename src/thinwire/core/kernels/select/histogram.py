@@ -80,9 +80,9 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str
     if not field.host:
         (a,) = field.pieces()
         if keys == torch.int32 and (engine == "triton" or (engine == "auto" and triton_serves(a))):
-            from thinwire.core.kernels import triton_select  # imported late because it is optional
+            from thinwire.core.kernels.select import triton_histogram  # imported late because it is optional
 
-            return triton_select.digits(a.view(keys), prefix, shift, bits)
+            return triton_histogram.digits(a.view(keys), prefix, shift, bits)
         return digits(a.view(keys), prefix, shift, bits)
     first, low = shift == sum(_DIGITS[field.dtype]), _edge(field, prefix, shift)
     if not first:
