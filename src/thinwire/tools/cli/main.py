@@ -20,6 +20,7 @@ try:
         name: importlib.import_module(f"thinwire.systems.cli.{name}").app
         for name in ("keys", "kfac", "ps", "federated", "split", "supernet")
     }  # by name: the systems stand above these tools
+    _REPRODUCE = importlib.import_module("thinwire.systems.cli.reproduce").reproduce
 except KeyboardInterrupt:  # these imports take most of a short verb's time
     raise SystemExit(130) from None
 
@@ -60,6 +61,7 @@ for _panel, _verb, _words in (
     (_CHOOSE, plan.plan, "resnet50 --link 1gbit --workers 4"),
     (_CHOOSE, race.race, "mymodule:build --link 100mbit --workers 4"),
     (_CHOOSE, bench.bench, "--model mlp --link 200mbit --methods ddp,powersgd:rank=4"),
+    (_CHOOSE, _REPRODUCE, "acp dear"),
     (_LOOK, doctor.doctor, "--nodes 2"),
     (_LOOK, measure.probe, "--workers 2 --link 100mbit"),
     (_LOOK, measure.profile, "mymodule:build --out profile.json"),

@@ -1,0 +1,65 @@
+"""ACP-SGD: alternate compressed power iteration."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+from thinwire.systems.papers.paper import Paper, Shown, Word
+from thinwire.systems.papers.workbench import Workbench, predicted
+
+CASES = {"resnet50": (64, 4), "resnet152": (32, 4), "bert-base": (32, 32), "bert-large": (8, 32)}
+"""Model -> samples a GPU, and rank, as in the authors' script (lzhangbv/acpsgd, batch.sh)."""
+FLOPS = 7e12
+"""What a 2080 Ti sustains in training: assumed, half of its fp32 peak."""
+PUBLISHED = {"10gbit": ("4.06", "1.43")}
+LINKS = ("1gbit", "10gbit", "100gbit")
+MODEL = "chargpt:layers=4:width=256:heads=4:batch=4"
+
+
+def simulated() -> Iterator[Shown]:
+    for link in LINKS:
+        over: tuple[list[float], list[float]] = [], []
+        for model, (batch, rank) in CASES.items():
+            ours, powersgd = f"acp:rank={rank}", f"powersgd:rank={rank}:fusion=single"
+            steps = predicted(model, f"ssgd,{ours},{powersgd}", workers=32, ranks_per_node=4, link=link, batch=batch,
+                              device="t4", flops=FLOPS)  # fmt: skip
+            for ratios, other in zip(over, ("ssgd", powersgd)):
+                ratios.append(steps[other].step_seconds / steps[ours].step_seconds)
+        for ratios, other, said in zip(over, ("S-SGD", "Power-SGD in one bucket"), PUBLISHED.get(link, ("", ""))):
+            key = f"{other.partition(' ')[0]} {link}"
+            what = f"{other} over ACP-SGD, mean of four models, 8 x 4 GPUs, {link}"
+            yield Shown(key, what, statistics.fmean(ratios), published=said)
+
+
+def measured(bench: Workbench) -> Iterator[Shown]:
+    """A GPT at the paper's rank; then a CNN with SGD, and the steps that each method needs there."""
+    rows = "ssgd,powersgd:rank=32:fusion=single,acp:rank=32"
+    found = bench.bench(MODEL, rows, link="100mbit")
+    ours = found.row("acp").step_seconds or 0.0
+    for other, label in (("S-SGD", "ssgd"), ("Power-SGD in one bucket", "powersgd")):
+        ratio = (found.row(label).step_seconds or 0.0) / ours
+        what = f"{other} over ACP-SGD, rank 32, GPT of 3.3 M, 2 workers, 100mbit"
+        yield Shown(f"{other.partition(' ')[0]} measured", what, ratio, how="measured")
+
+
+def judge(found: Mapping[str, float]) -> tuple[Word, str]:
+    dense, low_rank = found["S-SGD 10gbit"], found["Power-SGD 10gbit"]
+    if dense > 3 and low_rank > 1.2 and found["S-SGD measured"] > 1:
+        return "holds", f"at 10 Gb/s: {dense:.2f} times S-SGD and {low_rank:.2f} times Power-SGD, by the simulator"
+    return "does not hold:", f"{dense:.2f} times S-SGD and {low_rank:.2f} times Power-SGD at 10 Gb/s"
+
+
+PAPER = Paper(
+    name="acp",
+    system="ACP-SGD",
+    title="Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
+    authors="L. Zhang, L. Zhang, S. Shi, X. Chu, B. Li (ICDCS 2023)",
+    link="https://arxiv.org/abs/2306.08881",
+    claim="4.06 times as fast as S-SGD and 1.43 times as fast as Power-SGD on average, at similar accuracy",
+    setting="ResNet-50 and -152, BERT-Base and -Large on 32 GPUs (RTX 2080 Ti), 10 Gb/s Ethernet",
+    page="methods/acp.md",
+    simulated=simulated,
+    measured=measured,
+    judge=judge,
+)

@@ -1,0 +1,104 @@
+"""A paper's claim, the figures shown for it, and the verdict that follows from them."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from thinwire.core.records import Record
+from thinwire.systems.papers.workbench import Workbench
+
+NAMES = ("omgs", "lags", "inhad", "acp", "dear", "parrot", "sft", "easnet", "spdkfac", "hitopk", "imagenet")
+Word = Literal["holds", "holds where", "does not hold:", "not judged:"]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One figure of ours.
+
+    Attributes:
+        key: what the paper's rule calls it.
+        what: of what it is, with model, workers and link.
+        published: the paper's own figure for it; "" where it gives none.
+    """
+
+    key: str
+    what: str
+    value: float
+    unit: str = "x"
+    published: str = ""
+    how: Literal["simulated", "measured"] = "simulated"
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines that say more than a figure: label -> (x, y) points."""
+
+    title: str
+    x: str
+    y: str
+    lines: dict[str, list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Result(Record):
+    """What ``thinwire reproduce`` found for one paper; the sentence of the verdict is ``word`` and ``why``."""
+
+    called: ClassVar[str] = "what thinwire reproduce found for a paper"
+
+    name: str
+    word: Word
+    why: str
+    shown: list[Shown]
+    seconds: float
+    full: bool
+    curves: list[Curves] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """One paper.
+
+    Attributes:
+        claim: in the paper's own terms, with its figure.
+        setting: model, workers, network of that figure.
+        page: of the docs, where the system is explained.
+        simulated: yields figures at the paper's scale, in seconds, without ranks.
+        measured: yields figures measured on this machine, in at most three minutes.
+        judge: figures by key -> the verdict's word and the rest of its sentence.
+    """
+
+    name: str
+    system: str
+    title: str
+    authors: str
+    link: str
+    claim: str
+    setting: str
+    page: str
+    simulated: Callable[[], Iterable[Shown]]
+    measured: Callable[[Workbench], Iterable[Shown | Curves]]
+    judge: Callable[[Mapping[str, float]], tuple[Word, str]]
+
+
+def paper(name: str) -> Paper:
+    """Return a paper of :data:`NAMES`."""
+    if name not in NAMES:
+        raise ValueError(f"no paper is called {name!r}; there are {', '.join(NAMES)}")
+    found: Paper = importlib.import_module(f"thinwire.systems.papers.{name}").PAPER
+    return found
+
+
+def reproduce(name: str, bench: Workbench | None) -> Result:
+    """Show what holds of a paper; ``bench`` None: only what can be simulated, without a verdict."""
+    asked, began = paper(name), time.monotonic()
+    shown, curves = list(asked.simulated()), list[Curves]()
+    for one in asked.measured(bench) if bench else ():
+        curves += [one] if isinstance(one, Curves) else []
+        shown += [one] if isinstance(one, Shown) else []
+    word, why = asked.judge({one.key: one.value for one in shown}) if bench else ("not judged:", "nothing was measured")
+    full = bench is not None and bench.full
+    return Result(name, word, why, shown, time.monotonic() - began, full, curves)
