@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.predict.choose import resolved
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools import lab
+from thinwire.tools.bench.race_losses import TrainingSetup, Trajectory, steps_factors, trajectories
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session
 from thinwire.tools.bench.summary import BenchResult, summarise
@@ -51,6 +53,26 @@ class Workbench:
         self.tell(f"{model}, {workers} workers, {steps} steps, seed {seed}: {methods}")
         record, _ = run_session(spec, functools.partial(lab.run, lab.Cluster(workers)), self._follow)
         return {row.label: row for row in record.rows}
+
+    def steps_to_loss(
+        self, model: str, methods: str, *, workers: int = 2, steps: int = 240, rates: Sequence[float] = (1.0, 2.0),
+    ) -> dict[str, float]:  # fmt: skip
+        """Return how many steps each row needs for one of DDP's, to DDP's loss after 60 % of its run; inf: never.
+
+        Each row, DDP too, takes the best of the factors on its learning rate, on seed 0; other seeds are compared.
+        """
+        setup = TrainingSetup(model, workers, steps, max(1, steps // 30), None)
+        rows = {row.label: row for row in parse_rows(f"ddp,{methods}")}
+
+        def run(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
+            self.tell(f"{model}, {workers} workers, {steps} steps at {rate:g} x the rate, seed {seed}")
+            launch = functools.partial(lab.run, lab.Cluster(workers))
+            return trajectories(setup, [rows[label] for label in labels], rate, seed, launch, on_progress=self._follow)
+
+        seeds = (1, 2, 3) if self.full else (1,)
+        found = steps_factors(run, list(rows), "ddp", 0.6, reach=2 * setup.every, rates=rates, seeds=seeds)
+        base = found["ddp"].median or math.inf
+        return {label: (one.median or math.inf) / base for label, one in found.items() if label != "ddp"}
 
     def _follow(self, event: Mapping[str, Any]) -> None:
         if "step" in event:
