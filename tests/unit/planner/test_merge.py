@@ -2,12 +2,10 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from random_nets import KINDS, SHAPE_FILE, brute_force, exchange, log_uniform, net, resnet50, sort_seconds
 
 from thinwire.core.pricing import optimal
-from thinwire.core.pricing.merge import Merge, finish, fuse, greedy_mgwfbp, greedy_omgs
+from thinwire.core.pricing.merge import finish, fuse, greedy_mgwfbp, greedy_omgs
 from thinwire.core.pricing.optimal import optimal_dense, optimal_sparse
 
 RELATIVE = 1e-12
@@ -134,39 +132,6 @@ def test_reference_case_dense(row):
     assert len(greedy.groups) == row["mgwfbp_groups"]
 
 
-@pytest.mark.parametrize("side_stream", [False, True])
-def test_without_start_up_no_merge_helps(side_stream):
-    draw = random.Random(4)
-    for _ in range(100):
-        n, b = net(draw, 1, 30), log_uniform(draw, 1e-11, 1e-8)
-        alone = [[i] for i in range(len(n.sizes))]
-
-        def price(d, b=b):
-            return b * d
-
-        whole = optimal_dense(n.sizes, n.seconds, price).finish_seconds
-        assert whole == pytest.approx(finish(alone, n.sizes, n.seconds, price), rel=RELATIVE)
-        best = optimal_sparse(n.sizes, n.seconds, sort_seconds, price, side_stream=side_stream).finish_seconds
-        ends = finish(alone, n.sizes, n.seconds, price, sort_seconds, side_stream=side_stream)
-        assert best == pytest.approx(ends, rel=RELATIVE)
-
-
-def test_cases_where_one_group_is_right():
-    draw = random.Random(5)
-    for _ in range(100):
-        n = net(draw, 1, 30)
-        one = [list(range(len(n.sizes)))]
-        b = log_uniform(draw, 1e-11, 1e-9)
-        assert optimal_dense(n.sizes, n.seconds, lambda d: 10 + b * d).groups == one  # noqa: B023
-        for side_stream in (False, True):
-            merge = optimal_sparse(n.sizes, n.seconds, sort_seconds, lambda d: 10 + b * d, side_stream=side_stream)  # noqa: B023
-            assert merge.groups == one
-        at_once = [0.0] * len(n.sizes)
-        assert optimal_dense(n.sizes, at_once, lambda d: 1e-3 + b * d).groups == one  # noqa: B023
-        flat = optimal_dense(n.sizes, n.seconds, lambda d: 1e-3)
-        assert flat.finish_seconds == pytest.approx(sum(n.seconds) + 1e-3, rel=RELATIVE)
-
-
 def test_ties_go_to_the_longest_last_group():
     assert optimal_dense([1, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.0).groups == [[0, 1, 2]]
     assert optimal_sparse([1, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.0, lambda d: 0.0).groups == [[0, 1, 2]]
@@ -204,29 +169,3 @@ def test_too_narrow_a_frontier_is_admitted(monkeypatch):
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][0])
     monkeypatch.setattr(optimal, "WIDEST", 3)
     assert not optimal_sparse(n.sizes, n.seconds, sort_seconds, price).exact
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(0, 10**7), st.floats(0, 1e-2)), max_size=12),
-    st.floats(0, 1e-2),
-    st.floats(0, 1e-8),
-    st.booleans(),
-)
-def test_json_keeps_the_merge_and_equal_inputs_give_equal_plans(tensors, a, b, side_stream):
-    sizes, seconds = [d for d, _ in tensors], [t for _, t in tensors]
-
-    def plans():
-        return [
-            optimal_dense(sizes, seconds, lambda d: a + b * d),
-            optimal_sparse(sizes, seconds, sort_seconds, lambda d: a + b * d, side_stream=side_stream),
-            greedy_mgwfbp(sizes, seconds, lambda d: a + b * d),
-            greedy_omgs(sizes, seconds, sort_seconds, lambda d: a + b * d),
-        ]
-
-    for merge, again in zip(plans(), plans(), strict=True):
-        read = Merge.from_json(merge.to_json())
-        assert read == merge == again
-        assert read.hash == merge.hash == again.hash
-        assert hash(read) == hash(merge)
-    assert Merge([[0]], 1.0, "optimal", True).hash != Merge([[0]], 1.0, "mgwfbp", True).hash

@@ -17,7 +17,8 @@ from thinwire.core.pricing.profiles import ModelProfile, ModuleTime, TensorTime,
 from thinwire.core.pricing.ratios import Ratios, lags
 
 MODULES = ("core.pricing.merge", "core.pricing.optimal", "core.pricing.profiles", "core.pricing.plans",
-           "core.pricing.periods", "core.words", "predict.timeline.result", "predict.tune")  # fmt: skip
+           "core.pricing.periods", "core.pricing.placement", "core.words", "predict.timeline.result", "predict.tune",
+           "systems.parameter_server.settings", "tools.pictures.colours")  # fmt: skip
 TABLE = Table(((1000, 1e-3), (10**6, 5e-3)), "measured elsewhere", "a paper")
 LINE = Linear(1e-3, 1e-8, "measured here", "this rack")
 EXCHANGES = {("AllReduce", "world", 4): LINE, ("AllGather", "cross", 2): TABLE}
