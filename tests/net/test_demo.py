@@ -1,17 +1,22 @@
 """The demonstration over a real emulated link: what it says is what it has measured."""
 
+import dataclasses
 import json
 
 import pytest
 
 from thinwire.tools import lab
+from thinwire.tools.bench import demo
 from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 pytestmark = pytest.mark.net
 
 
-def test_what_it_says_is_what_it_measured(tmp_path):
+def test_what_it_says_is_what_it_measured(tmp_path, monkeypatch):
+    whole = demo.demo_spec
+    smaller = {"model": "chargpt:layers=1:width=64:heads=2:batch=4"}
+    monkeypatch.setattr(demo, "demo_spec", lambda **options: dataclasses.replace(whole(**options), **smaller))
     done = CliRunner().invoke(app, ["demo", "--quick", "--steps", "3", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "demo.json").read_text())
