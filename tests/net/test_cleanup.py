@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from wires import CLI, collect, namespaces, runs, wait_until
+from wires import CLI, collect, namespaces
 
+from processes import runs, wait_until
 from thinwire.tools import lab
 from thinwire.tools.lab import network
 from thinwire.tools.lab.network import Network, tool

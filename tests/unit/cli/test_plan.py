@@ -7,12 +7,10 @@ from thinwire.core.pricing.costs import Costs, Linear
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Plan
 from thinwire.predict.choose import Map
-from thinwire.tools.cli.main import app
 from thinwire.tools.cli.plan_answer import ddp_sentence
 from thinwire.tools.cli.plan_inputs import read_methods
-from verbs import CliRunner
+from verbs import call
 
-runner = CliRunner()
 CANDIDATES = {
     "ssgd", "cast:dtype=bf16", "cast:dtype=int8", "cast:dtype=int4", "signsgd", "onebit", "qsgd", "terngrad",
     "topk:density=0.01", "topk:density=0.001", "gtopk:density=0.01", "oktopk:density=0.01", "dgc", "powersgd:rank=4",
@@ -21,15 +19,8 @@ CANDIDATES = {
 FEW = ("--methods", "cast:dtype=bf16,acp:rank=4,topk:density=0.01")  # where it does not matter which: all take seconds
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-
 def run(*words):
-    result = runner.invoke(app, ["plan", *map(str, words)])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return call("plan", *words).stdout
 
 
 def assert_fits(text):
@@ -55,8 +46,8 @@ def test_the_table_and_the_sentences():
 
 
 def test_a_narrow_screen_loses_no_column():
-    words = ["plan", "resnet50", "--methods", "acp:rank=4"]
-    wide, narrow = (runner.invoke(app, words, env={"COLUMNS": columns}).stdout for columns in ("200", "40"))
+    words = ("plan", "resnet50", "--methods", "acp:rank=4")
+    wide, narrow = (call(*words, env={"COLUMNS": columns}).stdout for columns in ("200", "40"))
     for head in ("band", "exposed", "bound by", "steps"):
         assert f"  {head}" in narrow
     assert max(len(line) for line in narrow.splitlines()) <= 40

@@ -9,8 +9,7 @@ import pytest
 
 from thinwire.core.pricing.costs import Costs, Linear
 from thinwire.core.pricing.profiles import ModelProfile, builtin
-from thinwire.tools.cli.main import app
-from verbs import CliRunner
+from verbs import call
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OWN = """import torch
@@ -280,19 +279,14 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def here(files, monkeypatch, tmp_path):
-    for name in RANKS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def among_them(files, here, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     monkeypatch.chdir(files)
 
 
 def refused(words, code=2):
     """What is said in the last line, behind what long verbs say first that they begin."""
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == code, result.output
+    result = call(*words, code=code)
     assert "Traceback" not in result.output
     assert result.stdout == "" or words[0] == "race"
     *begun, last = result.stderr.strip().splitlines()
@@ -343,9 +337,7 @@ def test_a_model_that_reads_its_own_arguments_gets_none_of_ours(tmp_path, inside
             text = f"{lines}def build():\n    {rest}"
         Path(f"racer_{name}_{inside}.py").write_text(f"import argparse, torch\n{text}")
     assert "NameError" in refused(["race", f"racer_default_{inside}:build", "--minutes", "1"])
-    result = CliRunner().invoke(app, ["race", f"racer_needed_{inside}:build", "--minutes", "1"])
-    assert result.exit_code == 2
-    last = result.stderr.strip().splitlines()[-1]
+    last = refused(["race", f"racer_needed_{inside}:build", "--minutes", "1"])
     assert last.startswith("error: model ")
     assert f"racer_needed_{inside}.py, line " in last
     assert last.endswith("RuntimeError: it called sys.exit(2)")
@@ -356,7 +348,7 @@ def test_what_a_model_prints_does_not_mix_with_json(tmp_path, monkeypatch):
     text = "import torch\nprint('hello')\ndef build():\n    print('hello')\n    return torch.nn.Linear(2, 2), loss\n"
     text += "def loss(model, step, rank):\n    print('hello')\n    return missing\n"
     Path("racer_that_prints.py").write_text(text)
-    result = CliRunner().invoke(app, ["race", "racer_that_prints:build", "--json"])
+    result = call("race", "racer_that_prints:build", "--json", code=2)
     assert "the loss of 'racer_that_prints:build' failed: racer_that_prints.py, line 8: NameError" in result.stderr
     assert result.stderr.count("hello") == 3
     assert result.stdout == ""

@@ -12,8 +12,7 @@ import when_it_pays
 import winners
 
 from thinwire.core.methods.registry import METHODS
-from thinwire.tools.cli.main import app
-from verbs import CliRunner
+from verbs import call
 
 INDEX = method_tables.FOLDER / "index.md"
 
@@ -70,7 +69,7 @@ def said(script, page, label, model, link, workers):
 
 def test_a_cell_is_what_the_command_says():
     words = "plan resnet50 --link 1gbit --workers 16 --methods ssgd,acp:rank=4 --json"
-    entries = json.loads(CliRunner().invoke(app, words.split()).stdout)["ranking"]["entries"]
+    entries = json.loads(call(*words.split()).stdout)["ranking"]["entries"]
     step = {e["label"]: e["step_seconds"] for e in entries}
     ratio = step["ssgd"] / step["acp:rank=4"]
     assert said(when_it_pays, "acp", "acp:rank=4", "resnet50", "1gbit", 16) == when_it_pays.figure(ratio)

@@ -43,7 +43,7 @@ def check_limits(merge, n, breaks=(), max_elements=None):
 
 def test_dense_is_brute_force():
     draw = random.Random(1)
-    for case in range(500):
+    for case in range(240):
         n = net(draw, 1, 12)
         price, options = exchange(draw, KINDS[case % 3]), limits(draw, n)
         merge = optimal_dense(n.sizes, n.seconds, price, **options)
@@ -55,7 +55,7 @@ def test_dense_is_brute_force():
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_sparse_is_brute_force(side_stream):
     draw = random.Random(2)
-    for case in range(500):
+    for case in range(240):
         n = net(draw, 1, 10)
         price, select, options = exchange(draw, KINDS[case % 3]), select_of(draw), limits(draw, n)
         options["side_stream"] = side_stream
@@ -74,8 +74,8 @@ def rivals(n):
 def test_never_worse_than_simple_rules_and_greedy_ones():
     draw = random.Random(3)
     beaten = {"mgwfbp": 0, "omgs": 0}
-    for case in range(150):
-        n = net(draw, 2, 40)
+    for case in range(60):
+        n = net(draw, 8, 40)
         price, select = exchange(draw, KINDS[case % 3]), select_of(draw)
         whole = optimal_dense(n.sizes, n.seconds, price)
         greedy = greedy_mgwfbp(n.sizes, n.seconds, price)
@@ -92,7 +92,7 @@ def test_never_worse_than_simple_rules_and_greedy_ones():
             if not side_stream:
                 check_limits(rule[0], n)
                 beaten["omgs"] += best.finish_seconds < rule[0].finish_seconds - 1e-9
-    assert min(beaten.values()) > 30  # the published rules are not optimal under their own model
+    assert min(beaten.values()) > 12  # the published rules are not optimal under their own model
 
 
 GOLDEN = json.loads(SHAPE_FILE.read_text())
