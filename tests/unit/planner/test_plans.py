@@ -10,10 +10,8 @@ from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.plans import PlanTensor, balanced, by_size, default_fusion, make_plan
-from thinwire.core.pricing.profiles import builtin
 from thinwire.engine.controller.planning import make_plan as engine_plan
 from thinwire.engine.parameters import Managed
-from thinwire.predict.timeline.simulate import plan_of
 
 KINDS = [(torch.float32, 4), (torch.bfloat16, 2)]
 
@@ -90,15 +88,6 @@ def test_the_engine_makes_the_same_plans(tensors, data):
             plan = make_plan(method, plain, order, late, backend)
             assert plan == engine_plan(method, managed, order, late, backend)
             plan.check(t.name for t in plain)
-
-
-@pytest.mark.parametrize("method", [SSGD(), ACP(), TopK(0.01)], ids=lambda m: m.name)
-def test_the_simulator_plans_in_the_profile_s_order(method):
-    profile = builtin("resnet50")
-    plan = plan_of(method, profile, "gloo")
-    plan.check(t.name for t in profile.tensors)
-    assert len(plan.phases) == method.phases
-    assert {b.dense for b in plan.phases[0]} == ({False, True} if method.name == "topk" else {False})
 
 
 def test_a_decoupled_plan_begins_and_ends_with_a_small_bucket():
