@@ -1,21 +1,17 @@
 """The demonstration over a real emulated link: what it says is what it has measured."""
 
-import dataclasses
 import json
 
 import pytest
 
 from thinwire.tools import lab
-from thinwire.tools.bench import demo
 from verbs import call
 
-pytestmark = pytest.mark.net
+# What it adds to tests/unit/cli/test_cli.py is the ranks, which tests/net/test_bench.py has too.
+pytestmark = [pytest.mark.net, pytest.mark.slow]
 
 
-def test_what_it_says_is_what_it_measured(tmp_path, monkeypatch):
-    whole = demo.demo_spec
-    smaller = {"model": "chargpt:layers=1:width=64:heads=2:batch=4"}
-    monkeypatch.setattr(demo, "demo_spec", lambda **options: dataclasses.replace(whole(**options), **smaller))
+def test_what_it_says_is_what_it_measured(tmp_path):
     done = call("demo", "--quick", "--steps", 3, "--out", tmp_path)
     found = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").stat().st_size > 10_000
