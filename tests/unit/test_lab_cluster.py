@@ -60,6 +60,8 @@ def test_one_link_serves_all_nodes_or_each_has_its_own():
     [
         ((0, 1), "workers must be at least 1"),
         ((4, 0), "ranks per node must be at least 1"),
+        ((4, 3), "4 workers are not a multiple of 3 ranks per node.*--workers 6"),
+        ((4, 1, "1gbit,1gbit"), "2 links for 4 nodes.*1gbit,1gbit,1gbit,1gbit"),
         ((4, 1, "1gbit,"), "link rate ''"),
         ((2, 1, None, -1.0), "outside 0 to 10 s"),
         ((5000, 1), "more than the 1000"),
