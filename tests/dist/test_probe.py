@@ -99,26 +99,14 @@ def test_the_verb_on_ranks_that_are_there_already(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
 
 
-def _refused(rank, size):
-    for words, says in (
-        ({"seconds": 0}, "seconds"),
-        ({"topology": Topology(5)}, "5 ranks"),
-        ({"largest_bytes": 1}, "8192"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            probe(**words)
-
-
-def test_bad_words():
-    run(_refused, 1)
-    with pytest.raises(ValueError, match="torchrun"):
-        probe()
-
-
 def _alone(rank, size):
+    with pytest.raises(ValueError, match="5 ranks"):
+        probe(topology=Topology(5))
     result = probe(kernel_seconds=0)
     return result.measurements, result.costs.lookup("AllReduce", "world", 1)(1e6)
 
 
 def test_one_rank():
     assert run(_alone, 1) == [((), 0.0)]
+    with pytest.raises(ValueError, match="torchrun"):
+        probe()

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from wires import CLI, collect, namespaces, runs, wait_until
+from wires import CLI, collect, namespaces
 
+from processes import runs, wait_until
 from thinwire.tools import lab
 from thinwire.tools.lab import network
 from thinwire.tools.lab.network import Network, tool
@@ -68,7 +69,11 @@ def test_a_daemon_that_left_its_group_is_ended(mode, tmp_path):
         wait_until(lambda: not runs(pid))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("mode", "number", "code"),
+    [("root", signal.SIGTERM, -signal.SIGTERM), ("user", signal.SIGINT, 130)],
+    indirect=["mode"],
+)
 def test_signals_clean_up_first(mode, running, number, code):
     process, pids = running()
     assert bool(namespaces(process.pid)) == (mode == "root")
@@ -102,13 +107,13 @@ def test_clean_spares_the_living_unless_told(mode, running, monkeypatch):
     assert not any(map(runs, pids))
 
 
-def test_clean_of_the_command_line(mode):
+def test_clean_of_the_command_line(any_mode):
     answer = subprocess.run([*CLI, "clean", "--json"], capture_output=True, text=True)
     assert answer.returncode == 0
     assert answer.stdout.startswith('{"removed": [')
 
 
-def test_a_failure_while_building_leaves_nothing(mode, monkeypatch):
+def test_a_failure_while_building_leaves_nothing(any_mode, monkeypatch):
     def fail(self):
         raise lab.LabError("broken")
 
@@ -118,7 +123,7 @@ def test_a_failure_while_building_leaves_nothing(mode, monkeypatch):
     assert namespaces(os.getpid()) == []
 
 
-def test_ctrl_c_while_building_starts_nothing(mode, monkeypatch):
+def test_ctrl_c_while_building_starts_nothing(any_mode, monkeypatch):
     def interrupt(self):
         signal.raise_signal(signal.SIGINT)
         return [(0, 0)] * 2
@@ -131,7 +136,7 @@ def test_ctrl_c_while_building_starts_nothing(mode, monkeypatch):
     assert namespaces(os.getpid()) == []
 
 
-def test_two_runs_of_one_process_at_a_time(mode):
+def test_two_runs_of_one_process_at_a_time(any_mode):
     inner = []
 
     def nest(rank, line):
@@ -141,7 +146,7 @@ def test_two_runs_of_one_process_at_a_time(mode):
     assert inner == [0]
 
 
-def test_a_missing_script_is_refused_before_anything_is_built(mode):
+def test_a_missing_script_is_refused_before_anything_is_built(any_mode):
     answer = subprocess.run([*CLI, "run", "--", sys.executable, "no_such.py"], capture_output=True, text=True)
     assert answer.returncode == 2
     assert re.fullmatch(r"error: script 'no_such.py' does not exist in [^\n]+\n", answer.stderr)

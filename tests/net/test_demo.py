@@ -5,15 +5,13 @@ import json
 import pytest
 
 from thinwire.tools import lab
-from thinwire.tools.cli.main import app
-from verbs import CliRunner
+from verbs import call
 
 pytestmark = pytest.mark.net
 
 
 def test_what_it_says_is_what_it_measured(tmp_path):
-    done = CliRunner().invoke(app, ["demo", "--quick", "--steps", "3", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    done = call("demo", "--quick", "--steps", 3, "--out", tmp_path)
     found = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     ddp, ours = found["rows"]

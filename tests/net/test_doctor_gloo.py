@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.tools import lab
 from thinwire.tools.lab.network import tool
 
 pytestmark = [pytest.mark.net, pytest.mark.dist]
 
 
-def test_gloo_listens_where_doctor_says(tmp_path):
-    mode = lab.available()
-    if mode == "loopback":
-        pytest.skip("network namespaces are not to be had here")
-    rights = ["--user", "--map-root-user"] if mode == "user" else []
+def test_gloo_listens_where_doctor_says(any_mode, tmp_path):
+    rights = ["--user", "--map-root-user"] if any_mode == "user" else []
     script = str(Path(__file__).parent / "gloo_listens.py")
     done = subprocess.run(
         [tool("unshare"), *rights, "--net", "--mount", sys.executable, script],

@@ -12,9 +12,7 @@ pytestmark = [pytest.mark.net, pytest.mark.slow]
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, as the link counts it
 
 
-def test_bandwidth_of_a_link_within_ten_percent(tmp_path):
-    if lab.available() == "loopback":
-        pytest.skip("network namespaces are not to be had here")
+def test_bandwidth_of_a_link_within_ten_percent(any_mode, tmp_path):
     out = tmp_path / "result.json"
     command = [sys.executable, "-m", "thinwire.predict.measure.worker", "--out", str(out)]
     command += ["--largest-bytes", str(8 << 20), "--seconds", "30"]

@@ -7,11 +7,9 @@ import pytest
 from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.predict.choose.worth import read_worth
-from thinwire.tools import lab
 from thinwire.tools.bench import race_losses
-from thinwire.tools.cli.main import app
 from thinwire.tools.report import read_files
-from verbs import CliRunner
+from verbs import call
 
 pytestmark = pytest.mark.net
 MODEL = """
@@ -34,9 +32,7 @@ WORDS = ("race", "small_racer:build", "--link", "20mbit", "--minutes", "20", "--
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    if lab.available() == "loopback":
-        pytest.skip("network namespaces are not to be had here")
+def here(any_mode, tmp_path, monkeypatch):
     (tmp_path / "small_racer.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -46,8 +42,7 @@ def here(tmp_path, monkeypatch):
 
 
 def race(*words):
-    result = CliRunner().invoke(app, [*WORDS, *words])
-    assert result.exit_code == 0, result.output
+    result = call(*WORDS, *words)
     return json.loads(result.stdout), result.stderr
 
 

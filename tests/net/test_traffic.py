@@ -8,9 +8,8 @@ import pytest
 from wires import collect
 
 from thinwire.tools import lab
-from thinwire.tools.cli.main import app as cli
 from thinwire.tools.lab.network import tool
-from verbs import CliRunner
+from verbs import call
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
@@ -148,7 +147,5 @@ def test_the_lab_says_which_congestion_control_its_sockets_have(any_mode, wanted
 
 def test_doctor_says_which_congestion_control_the_lab_has(any_mode):
     result, _ = collect(lab.Cluster(2), ["true"])
-    answer = CliRunner().invoke(cli, ["doctor", "--json"])
-    assert json.loads(answer.stdout)["lab_congestion_control"] == result.congestion_control
-    shown = CliRunner().invoke(cli, ["doctor"], env={"COLUMNS": "200"})
-    assert f"TCP with {result.congestion_control}" in shown.stdout
+    assert json.loads(call("doctor", "--json").stdout)["lab_congestion_control"] == result.congestion_control
+    assert f"TCP with {result.congestion_control}" in call("doctor", env={"COLUMNS": "200"}).stdout

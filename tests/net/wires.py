@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 from thinwire.tools import lab
 from thinwire.tools.lab.network import tool
@@ -14,20 +12,6 @@ CLI = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "
 def namespaces(pid):
     listed = subprocess.run([tool("ip"), "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"tw{pid}-")]
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_until(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def collect(cluster, command, **options):

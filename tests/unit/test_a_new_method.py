@@ -14,8 +14,7 @@ from thinwire.adapters.fsdp2 import works
 from thinwire.core.methods.registry import METHODS, lossy_candidates
 from thinwire.core.program import LocalWorld
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.cli.main import app
-from verbs import CliRunner
+from verbs import call
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '''"""Halved: the average of gradients that are rounded to bf16 and sent as such; no paper."""
@@ -100,11 +99,14 @@ def pages(tmp_path, monkeypatch):
     vars(tw).pop("Halved", None)
 
 
-def test_it_has_names(pages):
+def test_it_has_names_and_is_priced_last(pages):
     assert tw.method("halved", scale=2.0) == tw.Halved(scale=2.0)
     with pytest.raises(ValueError, match="did you mean 'scale'"):
         tw.method("halved", scal=2.0)
     assert "halved" in works()
+    assert lossy_candidates()[-1] == ("halved", {})
+    (row,) = parse_rows("halved:scale=4.0")
+    assert (row.is_thinwire, row.kind, row.options) == (True, "halved", {"scale": 4.0})
 
 
 def test_it_runs(pages):
@@ -119,22 +121,12 @@ def test_it_runs(pages):
         assert "halved runs as ssgd" in sync.stats().note
 
 
-def test_auto_prices_it_last(pages):
-    assert lossy_candidates()[-1] == ("halved", {})
-
-
 def test_plan_ranks_it(pages):
     words = "plan resnet50 --link 1gbit --workers 8 --json"
-    entries = json.loads(CliRunner().invoke(app, words.split()).stdout)["ranking"]["entries"]
+    entries = json.loads(call(*words.split()).stdout)["ranking"]["entries"]
     found = {entry["label"]: entry for entry in entries}
     assert {"halved", "halved:scale=2.0"} <= set(found)
     assert found["halved"]["bytes_sent"] * 2 == pytest.approx(found["ssgd"]["bytes_sent"], rel=1e-3)
-
-
-def test_the_bench_reads_it(pages):
-    (row,) = parse_rows("halved:scale=4.0")
-    assert row.is_thinwire
-    assert (row.kind, row.options) == ("halved", {"scale": 4.0})
 
 
 def test_the_docs_list_it(pages, script):

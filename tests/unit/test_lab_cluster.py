@@ -63,8 +63,6 @@ def test_one_link_serves_all_nodes_or_each_has_its_own():
         ((4, 3), "4 workers are not a multiple of 3 ranks per node.*--workers 6"),
         ((4, 1, "1gbit,1gbit"), "2 links for 4 nodes.*1gbit,1gbit,1gbit,1gbit"),
         ((4, 1, "1gbit,"), "link rate ''"),
-        ((4, 1, "slow"), "link rate 'slow'"),
-        ((2, 1, None, "1"), "delay '1'"),
         ((2, 1, None, -1.0), "outside 0 to 10 s"),
         ((5000, 1), "more than the 1000"),
     ],

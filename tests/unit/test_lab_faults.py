@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.tools import lab
-from thinwire.tools.cli.main import app
 from thinwire.tools.lab.supervise import happenings
-from verbs import CliRunner
+from verbs import call
 
 COUNTS = """
 import os, pathlib, time
@@ -134,8 +133,7 @@ def test_happenings_are_in_order():
 
 def test_the_json_has_what_happened():
     command = ["--kill", "0:200ms", "--json", "--", sys.executable, "-c", "import time; time.sleep(60)"]
-    answer = CliRunner().invoke(app, ["lab", "run", "--workers", "1", *command])
-    found = json.loads(answer.stdout)
+    found = json.loads(call("lab", "run", "--workers", 1, *command).stdout)
     assert found["exit_code"] == 0
     assert found["exit_codes"] == [137]
     assert [(x["rank"], x["what"]) for x in found["happenings"]] == [(0, "killed")]
@@ -149,7 +147,5 @@ def test_the_command_of_the_page(tmp_path):
         "if not lived.exists():\n    lived.touch()\n    time.sleep(3)"
     )
     words = [sys.executable if word == "python" else word for word in shlex.split(command.replace("\\\n", ""))]
-    answer = CliRunner().invoke(app, words[1:])
-    assert answer.exit_code == 0
-    told = [line for line in answer.stderr.splitlines() if re.match(r"note: \d", line)]
+    told = [line for line in call(*words[1:]).stderr.splitlines() if re.match(r"note: \d", line)]
     assert [line.split("s: ")[1] for line in told] == [line.split("s: ")[1] for line in said.splitlines()]

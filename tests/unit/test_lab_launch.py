@@ -8,15 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 
+from processes import runs, wait_until
 from thinwire.tools import lab
-from thinwire.tools.cli.main import app
 from thinwire.tools.lab.ranks import rank_environment
-from verbs import CliRunner
+from verbs import call
 
 
 @pytest.fixture(autouse=True)
@@ -127,18 +125,7 @@ def test_who_ignores_sigterm_is_killed(monkeypatch, tmp_path):
 def test_what_a_rank_left_in_the_background_is_ended_too():
     _, lines = run(lab.Cluster(1), ["sh", "-c", "sleep 60 & echo $!"])
     pid = int(lines[0][1])
-    end = time.monotonic() + 20
-    while runs(pid):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def runs(pid):
-    """Whether the process lives: gone and waiting to be buried (by init, if its parent is dead) both count as not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    wait_until(lambda: not runs(pid), 20)
 
 
 def test_an_error_in_on_line_ends_the_ranks():
@@ -184,16 +171,13 @@ def test_python_without_a_script_is_accepted(options):
 def test_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        answer = CliRunner().invoke(app, ["lab", "run", "--master-port", str(port), "--", "true"])
-    assert answer.exit_code == 2
+        answer = call("lab", "run", "--master-port", port, "--", "true", code=2)
     assert f"error: master port {port} cannot be used" in answer.stderr
 
 
 def test_command_line_separates_json_from_output():
-    answer = CliRunner().invoke(
-        app, ["lab", "run", "--workers", "2", "--json", "--", "sh", "-c", "echo line --json; exit $RANK"]
-    )
-    assert answer.exit_code == 1
+    command = ["sh", "-c", "echo line --json; exit $RANK"]
+    answer = call("lab", "run", "--workers", 2, "--json", "--", *command, code=1)
     assert json.loads(answer.stdout)["exit_codes"] == [0, 1]
     assert "[0] line --json\n" in answer.stderr
     assert "[1] line --json\n" in answer.stderr

@@ -27,20 +27,21 @@ def test_a_public_class_name_is_given_once():
     assert {name for name, count in counts.items() if count > 1} <= NAMED_TWICE | PARAMETER_SERVER
 
 
+def statements(nodes):
+    """All of them, wherever in a file: only what is for type checkers alone does not count."""
+    for node in nodes:
+        yield node
+        if not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
+            for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+                yield from statements(getattr(node, part, ()))
+
+
 def test_no_two_modules_import_each_other_even_by_a_detour():
-    """Wherever in a file: only what is for type checkers alone does not count."""
     files = {".".join(("thinwire", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     imports = {}
     for name, path in files.items():
-        tree = ast.parse(path.read_text())
-        checkers = {
-            id(inside)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-            for inside in ast.walk(node)
-        }
-        froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and id(n) not in checkers]
+        froms = [n for n in statements(ast.parse(path.read_text()).body) if isinstance(n, ast.ImportFrom) and n.module]
         found = {
             f"{n.module}.{a.name}" if f"{n.module}.{a.name}" in files else n.module for n in froms for a in n.names
         }
@@ -125,7 +126,8 @@ def test_no_test_reaches_into_a_private_name():
     said = [
         f"{path.relative_to(TESTS).as_posix()}:{line} {what}"
         for path in sorted(TESTS.rglob("*.py"))
-        for line, what in found(ast.parse(path.read_text()))
+        if any(map(private, re.findall(r"\b_\w+", text := path.read_text())))
+        for line, what in found(ast.parse(text))
     ]
     assert not said, "ask for something observable:\n" + "\n".join(said)
 

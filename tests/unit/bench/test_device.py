@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.tools.bench.device import check_device, place_of, prepare_rank, rank_device
+from thinwire.tools.bench.device import check_device, place_of, prepare_rank
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.race import RaceSpec
 from thinwire.tools.bench.rows import parse_rows
@@ -65,12 +65,6 @@ def test_times_of_other_cards_are_not_taken_for_this_ones(cards, monkeypatch):
         keys.add(RaceSpec("mlp", parse_rows("ssgd"), device="cuda").key)
     assert len(keys) == 3
     assert RaceSpec("mlp", parse_rows("ssgd")).key not in keys
-
-
-def test_cpus():
-    assert prepare_rank("cpu") == "gloo"
-    assert rank_device("cpu") == torch.device("cpu")
-    assert place_of("cpu", 2) == ""
 
 
 @pytest.mark.parametrize(

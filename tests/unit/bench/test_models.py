@@ -9,17 +9,17 @@ from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.text import standard_library
 from thinwire.tools.bench.models.workload import Workload
 
+SIZES = {"chargpt": (10_868_736, 0), "resnet18": (11_173_962, 0), "mlp": (100e6, 0.01), "bert-small": (28.8e6, 0.02)}
 SMALL = ["chargpt:layers=1:width=32:heads=2:batch=2", "mlp:width=64:layers=2", "resnet18:width=8:batch=2:classes=100"]
 
 
-@pytest.mark.parametrize("name,parameters", [("chargpt", 10_868_736), ("resnet18", 11_173_962)])
-def test_sizes(name, parameters):
-    assert build_model(name).parameters == parameters
-
-
-def test_the_mlp_has_a_hundred_million_parameters():
-    with torch.device("meta"):
-        assert build_model("mlp").parameters == pytest.approx(100e6, rel=0.01)
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name):
+    if name == "bert-small":
+        pytest.importorskip("transformers")
+    size, within = SIZES[name]
+    with torch.device("meta" if name == "mlp" else "cpu"):
+        assert build_model(name).parameters == pytest.approx(size, rel=within)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -113,48 +113,6 @@ def test_what_a_user_draws_is_the_same_each_time(tmp_path, monkeypatch):
     first, again, other = (build_model("drawn_model:build", seed).model.drawn for seed in (1, 1, 2))
     assert first == again
     assert all(a != b for a, b in zip(first, other))
-
-
-@pytest.mark.parametrize(
-    "name,says",
-    [
-        ("chargtp", "did you mean 'chargpt'"),
-        ("mlp:widht=3", "did you mean 'width'"),
-        ("no_such_module:f", "cannot be loaded"),
-        ("mlp:width=", "is not an option"),
-        ("chargpt:width=100:heads=3", "not a multiple"),
-    ],
-)
-def test_wrong_models_say_what_is_wrong(name, says):
-    with pytest.raises(ValueError, match=says):
-        build_model(name)
-
-
-def test_a_model_of_the_users_own(tmp_path, monkeypatch):
-    (tmp_path / "own_model.py").write_text(
-        "import torch\n"
-        "def build(size=3):\n"
-        "    model = torch.nn.Linear(size, 1)\n"
-        "    return model, lambda model, step, rank: model(torch.full((2, size), float(rank))).sum()\n"
-        "def wrong():\n    return 1\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    workload = build_model("own_model:build:size=5")
-    assert workload.parameters == 6
-    workload.loss(workload.model, 0, 1).backward()
-    with pytest.raises(ValueError, match=r"must return \(model, loss\)"):
-        build_model("own_model:wrong")
-
-
-def test_bert_small_is_built_or_says_what_is_missing():
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        with pytest.raises(ValueError, match="pip install"):
-            build_model("bert-small")
-    else:
-        assert build_model("bert-small").parameters == pytest.approx(28.8e6, rel=0.02)
 
 
 def test_a_workload_clips_and_warms_up_in_hooks_as_the_page_says():

@@ -162,11 +162,6 @@ def test_what_was_trained_before_the_ranks_ended_is_kept(tmp_path, monkeypatch):
     assert asked == [["ddp", "ssgd", "acp", "powersgd"], ["acp", "powersgd"]]
 
 
-def test_they_are_kept_where_caches_belong(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert race_losses.cache_folder() == tmp_path / "thinwire" / "race"
-
-
 def test_a_change_of_any_wing_counts_and_an_error_of_any_is_not_the_users():
     assert {"tools", "core", "engine"} <= {path.name for path in PACKAGE.iterdir()}
     with pytest.raises(ValueError) as caught:

@@ -65,33 +65,6 @@ def test_rows_options_and_variants():
     assert [row.is_thinwire for row in rows] == [False] * 3 + [True] * 6
 
 
-@pytest.mark.parametrize(
-    "text,says",
-    [
-        ("", "no methods"),
-        ("ssdg", "did you mean 'ssgd'"),
-        ("ddp-bset", "did you mean 'ddp-best'"),
-        ("ddp:rank=3", "no option 'rank'"),
-        ("acp:rnak=3", "rank"),
-        ("acp:rank=0", "rank"),
-        ("acp:rank", "unknown method"),
-        ("acp:rank=4:8", "'8' is not an option"),
-        ("local:sync_every=0", "sync_every=0"),
-        ("local:schedule=dream", "use sync_every=8"),
-        ("local:sync_every=8:schedule=dream:fragments=2", "leave out fragments="),
-        ("diloco:period=3", "no option 'period'"),
-        ("ddp,ddp", "twice"),
-        ("ddp-best:buckets=a/b", "sizes in MB"),
-        ("ddp-best:buckets=0", "sizes in MB"),
-        ("thinwire.tools.bench.rows:nothing", "row 'thinwire.tools.bench.rows:nothing' cannot be loaded"),
-        ("thinwire.tools.bench.rows:COMPUTE", "is not a function"),
-    ],
-)
-def test_wrong_rows_say_what_is_wrong(text, says):
-    with pytest.raises(ValueError, match=says):
-        parse_rows(text)
-
-
 def test_a_row_of_ones_own():
     (row,) = parse_rows("thinwire.tools.bench.trainer:build_trainer:every=8")
     assert row == Row("thinwire.tools.bench.trainer:build_trainer every=8", row.kind, {"every": 8})

@@ -24,6 +24,12 @@ def record(*rows):
     return RunRecord("a model", 1_000_000, 10, 4_000_000, 2, "eth0", [row("compute", 1.0, "compute"), *rows])
 
 
+def shown(result):
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(bench_table(result))
+    return console.export_text()
+
+
 SPEC = BenchSpec("mlp", (Row("ddp", "ddp"),), link="10mbit", link_bits=10**7)
 
 
@@ -38,9 +44,7 @@ def test_figures_families_failures_and_their_table(tmp_path):
     assert best.loss == 2.0
     assert set(best.variants) == {"b (1 MB)", "b (4 MB)"}
     assert result.floor_seconds == pytest.approx(3.5)
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(bench_table(result))
-    text = console.export_text()
+    text = shown(result)
     for wanted in ("failed: rank 1: ValueError: no", "floor", "3.50 s", "2.00", "tried: b (1 MB) 3.00 s"):
         assert wanted in text
     shape = json.loads(json.dumps(asdict(result)))
@@ -53,18 +57,14 @@ def test_the_table_says_what_auto_took():
     auto = row("auto lossy=True", 2.0, "auto", why=["auto: cast, dtype=int4: 5 buckets, 2 s predicted", "and more"])
     local = row("ssgd fusion=optimal", 2.0, "ssgd", why=["ssgd: 3 buckets from measured times"])
     result = summarise(SPEC, record(row("ddp", 4.0), auto, local), emulated=True, note="")
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(bench_table(result))
-    text = console.export_text()
+    text = shown(result)
     assert "auto lossy=True: cast, dtype=int4: 5 buckets, 2 s predicted\n" in text
     assert "measured times" not in text
     assert result.row("ssgd").why == ("ssgd: 3 buckets from measured times",)
 
 
 def test_a_link_that_was_not_emulated_is_said_in_the_table():
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(bench_table(summarise(SPEC, record(row("ddp", 4.0)), emulated=False, note="no rights here")))
-    text = console.export_text()
+    text = shown(summarise(SPEC, record(row("ddp", 4.0)), emulated=False, note="no rights here"))
     assert "NOT emulated" in text
     assert "no rights here" in text
 
@@ -150,10 +150,8 @@ def test_what_cannot_be_chosen_elsewhere_is_the_least_median():
 
 
 def test_failed_variants_do_not_count():
-    rows = [RowRecord("a", "ddp", family="f", step_seconds=[1.0] * 4, error="no"), RowRecord("b", "ddp", family="f")]
-    rows[1].step_seconds = [2.0] * 4
-    ((best, times),) = families(rows, 2)
-    assert best.label == "b"
-    assert times == {"b": 2.0}
-    ((failed, times),) = families(rows[:1], 2)
-    assert (failed.error, times) == ("no", {})
+    failed = RowRecord("a", "ddp", family="f", step_seconds=[1.0] * 4, error="no")
+    ((best, times),) = families([failed, RowRecord("b", "ddp", family="f", step_seconds=[2.0] * 4)], 2)
+    assert (best.label, times) == ("b", {"b": 2.0})
+    ((best, times),) = families([failed], 2)
+    assert (best.error, times) == ("no", {})

@@ -1,14 +1,14 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.main import get_command
 
+from thinwire.tools.bench.session import Point, RowRecord, RunRecord
 from thinwire.tools.cli.main import app
-from verbs import CliRunner
-
-runner = CliRunner()
+from verbs import call
 
 
 def verbs(group, path=()):
@@ -49,20 +49,12 @@ def test_control_c_is_130(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("thinwire.tools.lab.Cluster.parse", interrupted)
-    assert runner.invoke(app, ["bench"]).exit_code == 130
-
-
-def test_doctor():
-    result = runner.invoke(app, ["doctor", "--json"])
-    found = json.loads(result.stdout)
-    assert result.exit_code == 0
-    assert "gloo" in found["backends"]
-    assert {"torch", "cores", "lab", "interface", "gpus", "extras"} <= set(found)
-    assert runner.invoke(app, ["doctor"]).exit_code == 0
+    call("bench", code=130)
 
 
 def test_no_help_and_no_version_imports_torch():
     code = """import sys
+from thinwire.tools.bench.session import Point, RowRecord, RunRecord
 from thinwire.tools.cli.main import app
 for words in sys.argv[1:]:
     try:
@@ -79,11 +71,43 @@ assert not {"torch", "plotly"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("words,name", [([], "report.html"), (["--out", "mine.html"], "mine.html")])
-def test_a_report_is_one_page(words, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_report_is_one_page(words, name, tmp_path):
     ranking = {"entries": [{"label": "ssgd", "exact": True, "step_seconds": 0.5}], "sentence": "ssgd it is"}
     (tmp_path / "ranking.json").write_text(json.dumps(ranking))
-    result = runner.invoke(app, ["report", "ranking.json", *words])
-    assert result.exit_code == 0, result.output
-    assert f"written: {name}" in result.stdout
+    assert f"written: {name}" in call("report", "ranking.json", *words).stdout
     assert "ssgd it is" in (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ([4.0, 3.0], ["in 4.5 s instead of 6.0 s", 'sync = tw.attach(model, optimizer, "powersgd", rank=4)']),
+        ([4.5, 4.0], ["No row reached DDP's loss (3.500)", "no gain over DDP"]),
+    ],
+)
+def test_the_demo_says_what_its_ranks_have_measured(ours, said, here, monkeypatch):
+    asked = []
+
+    def ranks(spec, cluster, total_steps):
+        asked.append((spec.steps, cluster.workers, cluster.links))
+        usual = {
+            "step_seconds": [2.0] * 3,
+            "forward_seconds": [0.2] * 3,
+            "host_seconds": [0.1] * 3,
+            "losses": [4.0] * 3,
+        }
+        rows = [RowRecord("compute", "compute", **usual)]
+        for made, every, losses in ((spec.rows[0], 6.0, [3.5]), (spec.rows[1], 3.0, ours)):
+            curve = [Point(3 * n, every * n, loss, loss) for n, loss in enumerate([5.5, *losses])]
+            rows.append(RowRecord(made.label, made.kind, curve=curve, wire_bytes=1e6, **usual))
+        return RunRecord("a model", 1000, 2, 4000, spec.workers, "eth0", rows), SimpleNamespace(emulated=True, note="")
+
+    monkeypatch.setattr("thinwire.tools.cli.demo.run_ranks", ranks)
+    shown = call("demo", "--quick", "--steps", 3, "--out", "results").stdout
+    assert asked == [(3, 2, (50_000_000,))]
+    found = json.loads((here / "results" / "demo.json").read_text())
+    assert found["target"] == 3.5
+    assert [row["label"] for row in found["rows"]] == ["ddp", "thinwire powersgd"]
+    assert (here / "results" / "demo.png").stat().st_size > 10_000
+    for words in said:
+        assert words in shown

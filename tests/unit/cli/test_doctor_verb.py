@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from thinwire.tools.cli.doctor import report
-from thinwire.tools.cli.main import app
 from thinwire.tools.doctor import Facts, Interface, Name, judge
-from verbs import CliRunner
+from verbs import call
 
-runner = CliRunner()
 DEBIAN = Facts(
     thinwire="0.1.0",
     python="3.11.7",
@@ -32,32 +30,26 @@ def debian(tmp_path):
 
 
 def test_this_machine_says_of_another_what_that_one_said(debian):
-    here = runner.invoke(app, ["doctor", "--json", "--read", debian])
-    assert here.exit_code == 0
-    assert json.loads(here.stdout) == json.loads(Path(debian).read_text())
-    found = json.loads(here.stdout)
+    found = json.loads(call("doctor", "--json", "--read", debian).stdout)
+    assert found == json.loads(Path(debian).read_text())
     assert found["interface"] == "lo"
     assert [one["code"] for one in found["findings"]] == ["hostname-loopback"]
 
 
 def test_only_what_prevents_training_changes_the_exit_code(debian):
-    on_two = runner.invoke(app, ["doctor", "--read", debian, "--nodes", "2"])
-    assert on_two.exit_code == 1
-    said = " ".join(on_two.stdout.split())
+    said = " ".join(call("doctor", "--read", debian, "--nodes", "2", code=1).stdout.split())
     assert "error: Gloo will listen on 127.0.1.1" in said
     assert "GLOO_SOCKET_IFNAME=eth0" in said
     assert "192.0.2.7" in said
-    on_one = runner.invoke(app, ["doctor", "--read", debian])
-    assert on_one.exit_code == 0
-    assert "warning: Gloo will listen on 127.0.1.1" in " ".join(on_one.stdout.split())
+    assert "warning: Gloo will listen on 127.0.1.1" in " ".join(call("doctor", "--read", debian).stdout.split())
 
 
 def test_what_listens_is_told_and_the_page_says_the_same(debian):
-    found = json.loads(runner.invoke(app, ["doctor", "--json", "--read", debian]).stdout)["listeners"]
+    found = json.loads(call("doctor", "--json", "--read", debian).stdout)["listeners"]
     page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page).replace("`", "")
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in plain.splitlines() if line[:2] == "| "]
     assert rows[1:] == [list(one.values()) for one in found]
-    shown = runner.invoke(app, ["doctor", "--read", debian], env={"COLUMNS": "400"}).stdout
+    shown = call("doctor", "--read", debian, env={"COLUMNS": "400"}).stdout
     for one in found:
         assert f" {one['admits']} " in shown

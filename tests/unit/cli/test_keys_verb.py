@@ -10,31 +10,19 @@ import pytest
 
 from thinwire.systems.link.keys import new_keys, show_keys
 from thinwire.systems.link.tls import Credentials
-from thinwire.tools.cli.main import app
-from verbs import CliRunner
+from verbs import call
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-
-def call(*words, code=0):
-    result = CliRunner().invoke(app, ["keys", *words])
-    assert result.exit_code == code, result.output
-    return result
-
-
 def refused(says, *words):
-    *_, last = call("new", *words, code=2).stderr.strip().splitlines()
+    *_, last = call("keys", "new", *words, code=2).stderr.strip().splitlines()
     assert last.startswith("error: ")
     assert says in last
 
 
 def test_a_directory_for_each_machine_and_the_authority_apart(tmp_path):
-    said = call("new", "keys", "--names", "server, a", "--host", "10.0.0.1", "--host", "*.example.org").stdout
+    said = call("keys", "new", "keys", "--names", "server, a", "--host", "10.0.0.1", "--host", "*.example.org").stdout
     assert "keys/server: server, reached at 10.0.0.1, *.example.org, localhost, 127.0.0.1; until" in said
     assert "keys/ca.key signs more and stays here" in said
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["a", "ca.crt", "ca.key", "server"]
@@ -49,16 +37,19 @@ def test_a_directory_for_each_machine_and_the_authority_apart(tmp_path):
 def test_more_of_them_are_signed_by_the_same_authority(tmp_path):
     new_keys("keys", ["server"])
     before = (tmp_path / "keys" / "ca.crt").read_bytes()
-    made = json.loads(call("new", "keys", "--names", "b,c", "--days", "3", "--json").stdout)
+    made = json.loads(call("keys", "new", "keys", "--names", "b,c", "--days", "3", "--json").stdout)
     assert [(one["directory"], one["name"], one["hosts"]) for one in made] == [("keys/b", "b", []), ("keys/c", "c", [])]
     assert (tmp_path / "keys" / "ca.crt").read_bytes() == before == (tmp_path / "keys" / "c" / "ca.crt").read_bytes()
-    shown = {one["name"]: one for one in json.loads(call("show", "keys", "--json").stdout)}
+    shown = {one["name"]: one for one in json.loads(call("keys", "show", "keys", "--json").stdout)}
     assert sorted(shown) == ["b", "c", "server"]
     assert shown["server"]["hosts"] == ["localhost", "127.0.0.1"]
     assert shown["b"]["expires"] < shown["server"]["expires"]
     assert shown["c"]["fingerprint"] == Credentials.of("keys/c").own().fingerprint
     assert [one.name for one in show_keys("keys/c")] == ["c"]
-    assert f"keys/c: c; until {shown['c']['expires']}; {shown['c']['fingerprint']}" in call("show", "keys/c").stdout
+    assert (
+        f"keys/c: c; until {shown['c']['expires']}; {shown['c']['fingerprint']}"
+        in call("keys", "show", "keys/c").stdout
+    )
 
 
 def test_what_is_there_is_not_replaced_and_nothing_is_half_written(tmp_path):
@@ -82,9 +73,9 @@ def test_what_is_there_is_not_replaced_and_nothing_is_half_written(tmp_path):
     (tmp_path / "keys" / "ca.crt").symlink_to("nowhere")  # is not there, and cannot be made
     refused("cannot write to keys", "keys", "--names", "a")
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["ca.crt", "server"]
-    assert "holds no keys: thinwire keys new makes them" in call("show", "other", code=2).stderr
+    assert "holds no keys: thinwire keys new makes them" in call("keys", "show", "other", code=2).stderr
     (tmp_path / "keys" / "server" / "identity.crt").write_text("spoiled")
-    assert "identity.crt is not a certificate from thinwire keys new" in call("show", "keys", code=2).stderr
+    assert "identity.crt is not a certificate from thinwire keys new" in call("keys", "show", "keys", code=2).stderr
     with pytest.raises(ValueError, match="do not fit together"):
         Credentials.of("keys/server")
 
@@ -103,7 +94,7 @@ def test_the_commands_of_the_pages_do_what_they_say(page):
     commands = re.findall(r"^thinwire keys (.*)$", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
     assert commands
     for words in commands:
-        call(*shlex.split(words, comments=True))
+        call("keys", *shlex.split(words, comments=True))
     there = {one.name: one for one in show_keys("keys")}
     given = re.findall(r"--keys keys/(\w+)", (DOCS / f"{page}.md").read_text())
     assert set(given) <= set(there)

@@ -6,13 +6,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from fences import outputs
 from thinwire.systems.kfac.tuning import Trial, best, lowest_of_sgd
-from thinwire.tools.cli.main import app
 from thinwire.tools.report.inputs import read_files
-from verbs import CliRunner
+from verbs import call
 
 ROOT = Path(__file__).parents[3]
 SHOWN = outputs((ROOT / "docs" / "kfac.md").read_text())
@@ -31,19 +29,8 @@ def small():
 """
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    threads = torch.get_num_threads()
-    yield tmp_path
-    torch.set_num_threads(threads)
-
-
 def run(words):
-    done = CliRunner().invoke(app, shlex.split(words)[1:])
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    return call(*shlex.split(words)[1:]).stdout
 
 
 ROW = re.compile(r"^ (SGD|0\.\d+) +([\d.]+) +([\d.]+) +(?:(\d+) )?", re.MULTILINE)  # steps, where it came so far

@@ -1,36 +1,18 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from thinwire.core.pricing.costs import Costs
 from thinwire.systems.kfac import KFACPlan
-from thinwire.tools.cli.main import app
-from verbs import CliRunner
-
-runner = CliRunner()
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-
-def ended(*words):
-    result = runner.invoke(app, ["kfac", *map(str, words)])
-    assert result.exit_code == 0, result.output
-    return result
+from verbs import call
 
 
 def run(*words):
-    return ended(*words).stdout
+    return call("kfac", *words).stdout
 
 
 def test_a_plan_is_written_and_priced():
     found = json.loads(run("plan", "resnet50", "--workers", 4, "--out", "plan.json", "--json"))
-    assert [plan["schedule"] for plan in found["plans"]] == [
-        plan["schedule"] for plan in sorted(found["plans"], key=lambda p: p["step_seconds"])
-    ]
+    assert found["plans"] == sorted(found["plans"], key=lambda p: p["step_seconds"])
     assert {plan["schedule"] for plan in found["plans"]} == {"dkfac", "mpd", "spd", "kaisa:1/2"}
     best = KFACPlan.from_json(Path("plan.json").read_text())
     assert best.schedule == found["plans"][0]["schedule"]
@@ -47,7 +29,7 @@ def test_lines_fit_a_terminal():
 def test_calibrate_adds_to_measured_costs():
     known = Costs.of_link(1e9, 1e-4, 4)
     Path("costs.json").write_text(known.to_json())
-    ran = ended("calibrate", "--costs", "costs.json", "--largest", 128, "--seconds", 0.5, "--json")
+    ran = call("kfac", "calibrate", "--costs", "costs.json", "--largest", 128, "--seconds", 0.5, "--json")
     assert ran.stderr.startswith("... inverting on CPU")
     out = json.loads(ran.stdout)
     assert [d for d, _ in out["seconds"]["inverse"]] == [64, 128]

@@ -1,37 +1,20 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.predict.measure import ProbeResult
 from thinwire.predict.measure.machine import Load
 from thinwire.systems.supernet.stereo import LatencyTable
-from thinwire.tools.cli.main import app
-
-runner = CliRunner()
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    for name in RANKS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
-    monkeypatch.chdir(tmp_path)
-
+from verbs import call
 
 SMALL = "mlp:width=16:layers=2"
 
 
 def test_profile(tmp_path):
-    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1"])
-    assert result.exit_code == 0, result.output
+    result = call("profile", SMALL, "--steps", "2", "--warmup", "1")
     assert "next: thinwire probe, then thinwire plan profile.json" in result.stdout.replace("\n", " ")
     profile = ModelProfile.from_json((tmp_path / "profile.json").read_text())
     assert [t.module for t in profile.tensors] == ["4", "4", "2", "2", "0", "0"]
@@ -45,9 +28,7 @@ def test_profile_of_ones_own_model_as_json(tmp_path, monkeypatch):
         "def build():\n"
         "    return torch.nn.Linear(4, 4), lambda model, step, rank: model(torch.ones(1, 4)).sum()\n"
     )
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    result = runner.invoke(app, ["profile", "my_net:build", "--steps", "1", "--warmup", "0", "--json"])
-    assert result.exit_code == 0, result.output
+    result = call("profile", "my_net:build", "--steps", "1", "--warmup", "0", "--json")
     assert ModelProfile.from_json(result.stdout).name == "my_net:build"
     loads = [json.loads(text)["load"] for text in (result.stdout, (tmp_path / "profile.json").read_text())]
     assert loads[0] == loads[1]
@@ -57,25 +38,14 @@ def test_profile_of_ones_own_model_as_json(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_profile_of_two_processes_at_once(tmp_path):
-    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1", "--workers", "2", "--json"])
-    assert result.exit_code == 0, result.output
+    result = call("profile", SMALL, "--steps", "2", "--warmup", "1", "--workers", "2", "--json")
     assert "2 processes at once" in ModelProfile.from_json(result.stdout).source
     assert ModelProfile.from_json((tmp_path / "profile.json").read_text()).elements == 2 * (16 * 16 + 16) + 16 * 10 + 10
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_model_that_fails_in_its_process_is_told(tmp_path):
-    (tmp_path / "my_bad.py").write_text("def build():\n    raise ArithmeticError('as planned')\n")
-    result = runner.invoke(app, ["profile", "my_bad:build", "--workers", "2"])
-    assert result.exit_code == 1
-    assert "as planned" in result.stderr
-
-
 @pytest.mark.dist
 def test_probe_on_two_ranks(tmp_path):
-    result = runner.invoke(app, ["probe", "--max-bytes", "8192", "--seconds", "0.5", "--json"])
-    assert result.exit_code == 0, result.output
+    result = call("probe", "--max-bytes", "8192", "--seconds", "0.5", "--json")
     found = ProbeResult.from_json(result.stdout)
     assert json.loads(result.stdout)["load"]["cores"] >= 1
     assert found.layout == (1, 1)
@@ -84,27 +54,12 @@ def test_probe_on_two_ranks(tmp_path):
     assert {key[1:] for key in costs.exchanges} == {("world", 2)}
 
 
-@pytest.mark.slow  # what it adds to tests/dist/test_probe.py is the launcher
-@pytest.mark.dist
-def test_probe_under_torchrun(tmp_path):
-    code = "from thinwire.tools.cli.main import run; run()"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += [sys.executable, "-c", code, "probe", "--max-bytes", "8192", "--seconds", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["layout"] == [2]  # one line, from the first rank alone
-    assert (tmp_path / "costs.json").exists()
-
-
 BUSY = "this machine is overloaded: load average 9.0 on 2 cores before the start"
 
 
 @pytest.fixture
 def busy(monkeypatch):
     monkeypatch.setattr("thinwire.predict.measure.machine.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 BERT = ["--model", "bert:layers=1:hidden=16:heads=2", "--lines", "20", "--length", "8", "--batch", "8"]
@@ -129,8 +84,7 @@ BERT = ["--model", "bert:layers=1:hidden=16:heads=2", "--lines", "20", "--length
     ids=lambda words: " ".join(words[:2]),
 )
 def test_whatever_measures_on_a_busy_machine_says_so(words, busy):
-    result = runner.invoke(app, [*words, "--json"])
-    assert result.exit_code == 0, result.output
+    result = call(*words, "--json")
     assert result.stderr.count(BUSY) == 1
     found = json.loads(result.stdout)
     assert found.get("question", found)["load"]["before"] == 9.0
@@ -140,7 +94,7 @@ def test_whatever_measures_on_a_busy_machine_says_so(words, busy):
 
 @pytest.mark.parametrize("words", [["plan", "resnet50"], ["split", "plan", *BERT, "--measure", "0"]])
 def test_what_measures_nothing_does_not(words, busy):
-    result = runner.invoke(app, [*words, "--json"])
+    result = call(*words, "--json")
     assert BUSY not in result.stderr
     found = json.loads(result.stdout)
     assert not found.get("question", found).get("load")

@@ -3,18 +3,12 @@
 import json
 
 from thinwire.systems.cli.ps_work import read_outer
-from thinwire.tools.cli.main import app
-from verbs import CliRunner
-
-
-def call(*words):
-    return CliRunner().invoke(app, ["ps", *words])
+from verbs import call
 
 
 def test_simulate_compares_a_setting_with_what_it_has_to_beat():
     words = ["--nodes", "4", "--workers", "2", "--slow", "0:4", "--seconds", "60", "--json"]
-    result = call("simulate", "--settings", "inhad:max_staleness=4", *words)
-    assert result.exit_code == 0, result.output
+    result = call("ps", "simulate", "--settings", "inhad:max_staleness=4", *words)
     rows = {row["scheme"]: row for row in json.loads(result.stdout)}
     assert list(rows) == ["inhad:max_staleness=4", "asp", "bsp", "hierarchical all-reduce"]
     assert rows["inhad:max_staleness=4"]["max_staleness"] <= 4
@@ -25,9 +19,8 @@ def test_simulate_compares_a_setting_with_what_it_has_to_beat():
 
 
 def test_on_equal_nodes_behind_a_slow_server_link_the_all_reduce_wins():
-    result = call(
-        "simulate", "--nodes", "8", "--workers", "4", "--step", "0.3", "--link", "1gbit", "--seconds", "30", "--json"
-    )
+    words = ("--nodes", 8, "--workers", 4, "--step", 0.3, "--link", "1gbit", "--seconds", 30, "--json")
+    result = call("ps", "simulate", *words)
     rows = {row["scheme"]: row["gradients_per_second"] for row in json.loads(result.stdout)}
     assert rows["hierarchical all-reduce"] > max(rows["inhad"], rows["asp"], rows["bsp"])
 
@@ -35,9 +28,8 @@ def test_on_equal_nodes_behind_a_slow_server_link_the_all_reduce_wins():
 def test_shards_carry_more_where_the_servers_link_is_the_bound():
     rows = {}
     for shards in ("0", "2"):
-        result = call("simulate", "--settings", "asp", "--nodes", "24", "--parameters", "10", "--link", "1gbit",
+        result = call("ps", "simulate", "--settings", "asp", "--nodes", "24", "--parameters", "10", "--link", "1gbit",
                       "--seconds", "60", "--shards", shards, "--json")  # fmt: skip
-        assert result.exit_code == 0, result.output
         rows[shards] = json.loads(result.stdout)[0]["gradients_per_second"]
     assert rows["2"] > 1.7 * rows["0"]
 
@@ -45,11 +37,11 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
 def test_what_takes_long_says_first_what_it_begins():
     model = ["--model", "mlp:width=16:layers=1"]
     words = ["--nodes", "1", "--updates", "3", "--seconds", "9", "--timeout", "0.1"]
-    said = call("run", *model, *words).stderr.splitlines()
+    said = call("ps", "run", *model, *words, code=1).stderr.splitlines()
     begins = "starting a server, 1 nodes of 1 worker(s), link unlimited: mlp:width=16:layers=1 with inhad, "
     assert said[0] == begins + "9 s of training or 3 updates"
-    assert said[1].startswith("error: the server ended")
-    said = call("server", *model, "--updates", "3", "--port", "99999").stderr.splitlines()
+    assert said[-1].startswith("error: the server ended")
+    said = call("ps", "server", *model, "--updates", "3", "--port", "99999", code=2).stderr.splitlines()
     assert said[0] == "building mlp:width=16:layers=1"
 
 

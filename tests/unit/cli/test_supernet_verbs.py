@@ -2,24 +2,12 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from thinwire.tools.cli.main import app
-
-runner = CliRunner()
+from verbs import call
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
-def said(*words, code=0):
-    done = runner.invoke(app, ["supernet", *words])
-    assert done.exit_code == code, done.output
-    return done
+def said(*words, **options):
+    return call("supernet", *words, **options)
 
 
 SMALL = ("--size", "24x48", "--max-disparity", "9")

@@ -27,14 +27,17 @@ def without_code(text):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods(name):
-    text = without_code((DOCS / "methods" / f"{name}.md").read_text())
+    page, index = (DOCS / "methods" / f"{name}.md").read_text(), (DOCS / "methods" / "index.md").read_text()
+    text = without_code(page)
     found = HEADING.findall(text)
-    assert found[0] == "The program"
-    assert found[1] == "Turn it on"
-    assert found[2].startswith("Differences from ")
-    assert found[3] == "When it pays"
+    assert (*found[:2], found[2][:17], found[3]) == ("The program", "Turn it on", "Differences from ", "When it pays")
     assert re.search(r"^(Papers?|Like it): ", text, re.MULTILINE), "where it comes from is not said"
     assert len(text[text.index("## When it pays") :].split()) > 20
+    assert page.startswith(f"# {name}: ")
+    assert page.count("<!-- tested -->") == 1
+    assert f'"{name}"' in page.partition("## Turn it on")[2].partition("## Differences")[0]
+    assert page.count(f"```{{include}} when/{name}.md\n```") == 1
+    assert f"\n{name}\n" in index[index.index("{toctree}") :]
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -34,6 +34,7 @@ def packages():
 
 
 PACKAGES = dict(packages())
+assert len(PACKAGES) > 15
 
 
 def resolve(name):
@@ -69,17 +70,6 @@ def is_shown(full, documented):
     if isinstance(found, enum.Enum):
         found, last = type(found), type(found).__name__
     return any(resolve(name) is found for name in documented if name.endswith(f".{last}"))
-
-
-def test_the_packages_are_found():
-    assert {
-        "thinwire",
-        "thinwire.core.program",
-        "thinwire.systems.kfac",
-        "thinwire.systems.split",
-        "thinwire.engine.state.checkpoint",
-    } <= set(PACKAGES)
-    assert len(PACKAGES["thinwire"]) > 25
 
 
 @pytest.mark.parametrize("package", PACKAGES)

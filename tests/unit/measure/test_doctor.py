@@ -218,11 +218,6 @@ def test_the_worst_comes_first():
     assert [finding.level for finding in findings] == ["error", "warning", "note"]
 
 
-def test_nodes_must_be_a_number_of_machines():
-    with pytest.raises(ValueError, match="at least 1"):
-        judge(HEALTHY, 0)
-
-
 @pytest.mark.parametrize(
     ("environment", "interfaces", "chosen"),
     [
@@ -251,61 +246,29 @@ def test_nccl_takes(environment, interfaces, chosen):
     assert bool(choice.problem) == (not chosen)
 
 
-_names = st.sampled_from(["lo", "eth0", "eth1", "docker0", "wlan0"])
-_addresses = st.lists(st.sampled_from(["127.0.0.1", "127.0.1.1", "192.0.2.7", "::1", "2001:db8::7"]), max_size=3)
-_interfaces = st.builds(
-    Interface,
-    name=_names,
-    up=st.booleans(),
-    kind=st.sampled_from(["loopback", "ethernet", "wireless", "bridge", "virtual", "tunnel"]),
-    addresses=_addresses.map(tuple),
-    mbits=st.none() | st.integers(1, 400_000),
-    mtu=st.none() | st.integers(68, 65536),
-    packets=st.integers(0, 10**12),
-    errors=st.integers(0, 10**12),
-    drops=st.integers(0, 10**12),
-)
-_host_names = st.builds(
-    Name,
-    name=st.text(max_size=8),
-    addresses=_addresses.map(tuple),
-    bound=_addresses.map(tuple),
-    seconds=st.floats(0, 30),
-    error=st.text(max_size=8),
-)
-_variables = st.dictionaries(
-    st.sampled_from([*TORCHRUN, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"]), st.text(max_size=6)
-)
-_facts = st.builds(
+NAMES = st.sampled_from(["lo", "eth0", "eth1", "docker0", "wlan0"])
+ADDRESSES = st.lists(st.sampled_from(["127.0.0.1", "127.0.1.1", "192.0.2.7", "::1", "2001:db8::7"]), max_size=3)
+KINDS = st.sampled_from(["loopback", "ethernet", "wireless", "bridge", "virtual", "tunnel"])
+INTERFACES = st.builds(Interface, name=NAMES, kind=KINDS, addresses=ADDRESSES.map(tuple))  # the rest by its type
+HOSTS = st.builds(Name, addresses=ADDRESSES.map(tuple), bound=ADDRESSES.map(tuple), seconds=st.floats(0, 30))
+VARIABLES = st.sampled_from([*TORCHRUN, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"])
+FACTS = st.builds(
     Facts,
-    thinwire=st.just("0.1.0"),
-    python=st.text(max_size=6),
-    torch=st.text(max_size=6),
-    interfaces=st.lists(_interfaces, max_size=4, unique_by=lambda one: one.name).map(tuple),
-    default_route=st.none() | _names,
-    hostname=_host_names,
-    master=st.none() | _host_names,
-    environment=_variables,
-    gpus=st.sampled_from([(), ("GPU",)]),
+    interfaces=st.lists(INTERFACES, max_size=4, unique_by=lambda one: one.name).map(tuple),
+    default_route=st.none() | NAMES,
+    hostname=HOSTS,
+    master=st.none() | HOSTS,
+    environment=st.dictionaries(VARIABLES, st.text(max_size=6)),
     backends=st.sampled_from([(), ("gloo",), ("gloo", "nccl")]),
     tcp=st.dictionaries(st.sampled_from(["tcp_rmem", "tcp_wmem"]), st.text(max_size=6)),
-    open_files=st.none() | st.tuples(st.integers(0, 1 << 30), st.integers(0, 1 << 30)),
-    shm_bytes=st.none() | st.integers(0, 1 << 40),
 )
 
 
-@given(_facts, st.none() | st.integers(1, 9))
+@given(FACTS, st.none() | st.integers(1, 9))
 def test_any_machine_can_be_judged_and_facts_survive_json(facts, nodes):
     assert Facts.from_dict(json.loads(json.dumps(asdict(facts)))) == facts
     diagnosis = judge(facts, nodes)
     assert all(finding.what and finding.remedy for finding in diagnosis.findings)
-
-
-def test_facts_must_be_facts():
-    with pytest.raises(ValueError, match="not the output"):
-        Facts.from_dict({"thinwire": "0.1.0"})
-    with pytest.raises(ValueError, match="not the output"):
-        Facts.from_dict({"hostname": "worker"})
 
 
 def test_this_machine():
@@ -318,7 +281,6 @@ def test_this_machine():
     assert facts.default_route is None or facts.default_route in listed
     assert "gloo" in facts.backends
     assert facts.hostname.name == socket.gethostname()
-    assert Facts.from_dict(json.loads(json.dumps(asdict(facts)))) == facts
     assert gloo_choice(facts).address
     assert judge(facts).gloo == gloo_choice(facts)
 

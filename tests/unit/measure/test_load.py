@@ -24,11 +24,8 @@ def test_what_happened_meanwhile_is_the_difference(tmp_path, group):
     assert watch.load() == Load(os.cpu_count(), 0.3, 2.5, 0.03, 2, 40)
 
 
-def test_elsewhere_nothing_is_known(tmp_path):
+def test_without_a_control_group_nobody_was_held_back_and_elsewhere_nothing_is_known(tmp_path):
     assert LoadWatch(tmp_path).load() is None
-
-
-def test_without_a_control_group_nobody_was_held_back(tmp_path):
     machine(tmp_path, 0.3, 0, 1000, 0, 0)
     (tmp_path / "sys/fs/cgroup/cpu.stat").unlink()
     assert LoadWatch(tmp_path).load() == Load(os.cpu_count(), 0.3, 0.3, 0.0, 0, 0)

@@ -1,18 +1,10 @@
 """Costs of asynchronous schemes against the simulation of their protocol, and virtual time by itself."""
 
-import doctest
-
 import pytest
 
 from thinwire.systems.cli.ps_work import hierarchical_seconds, synchronous_step_seconds
-from thinwire.systems.parameter_server import presets, settings, simulate
+from thinwire.systems.parameter_server import presets, simulate
 from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
-
-
-def test_doctests():
-    result = doctest.testmod(settings)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

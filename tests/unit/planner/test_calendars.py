@@ -52,14 +52,6 @@ def test_what_leaves_again_fits_and_nothing_more_does(exchanges, windows, apart)
             assert exchanges[layer] > room or room <= 0 or min(distances(layer, step)) < apart
 
 
-def test_a_calendar_of_known_times():
-    """Three layers in two steps: the long one alone; of the short ones there is time for one again beside it."""
-    assert calendar([5, 2, 2], [8, 4], apart=1) == [[0, 1], [1, 2]]
-    assert calendar([5, 2, 2], [8, 4], apart=2) == [[0], [1, 2]]
-    assert calendar([4, 4, 4, 4], [0, 0]) == [[0, 1], [2, 3]]
-    assert calendar([1], [9, 9, 9], apart=1) == [[0], [0], [0]]
-
-
 def test_who_has_waited_longest_leaves_again_half_way():
     found = calendar([9, 9, 9, 9], [9, 9, 9, 18], apart=1)
     assert found == [[0], [1], [2], [3, 1]]

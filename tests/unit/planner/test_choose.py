@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from timelines import DeAR, Hierarchical, profile_of
 
 from thinwire import GTopK
@@ -17,13 +14,13 @@ from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
-from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
+from thinwire.core.pricing.costs import Costs, Table, assumed_compute
 from thinwire.core.pricing.profiles import ModelProfile, builtin
 from thinwire.core.program import AllReduce, Method, Topology
 from thinwire.core.words import milliseconds as ms
 from thinwire.predict import choose as planner
 from thinwire.predict.choose import DEVICES, Ranking
-from thinwire.predict.choose.rank import UNCERTAINTY, as_soon, simplest, spread_costs
+from thinwire.predict.choose.rank import UNCERTAINTY, spread_costs
 from thinwire.predict.choose.worth import UNKNOWN, MeasuredWorth, Worth, read_worth, shipped, worth_from
 from thinwire.predict.timeline import bound_by, simulate
 from thinwire.predict.timeline.local_steps import Periodic
@@ -61,8 +58,7 @@ def test_nvlink_is_dense(profile, factor):
         assert f"{ms(dense.step_seconds)} against {ms(rival.step_seconds)}" in ranking.sentence
 
 
-@pytest.mark.parametrize("profile", [RESNET, BERT], ids=lambda p: p.name)
-@pytest.mark.parametrize("workers", [8, 64])
+@pytest.mark.parametrize(("profile", "workers"), [(RESNET, 8), (BERT, 64)], ids=str)
 def test_ten_gigabit_is_sparse(profile, workers):
     ranking = choose((*DENSE, *SPARSE), profile, Topology(workers), costs_of(1e10, 30e-6, workers), **GPU)
     assert ranking.best.label == "topk .001"
@@ -71,26 +67,11 @@ def test_ten_gigabit_is_sparse(profile, workers):
     assert ranking.best.speedup > 1
 
 
-def test_at_sixty_four_workers_a_hundredth_is_no_gain():
-    ranking = choose((*DENSE, SPARSE[1]), RESNET, Topology(64), costs_of(1e10, 30e-6, 64), **GPU)
-    assert ranking.best.label == "cast"
-    assert ranking.sentence.startswith("dense is faster here: ")
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_slow_selector_at_a_hundred_gigabit_is_ssgd(shared):
-    costs = costs_of(1e11, 20e-6, 8)
-    costs = replace(costs, compute={**costs.compute, "select": Linear(1e-3, 5e-8)})
-    profile = builtin("resnet50", device_flops=1e13)
-    ranking = choose((*DENSE, *SPARSE), profile, Topology(8), costs, shared_compute=shared)
-    assert ranking.best.label == ranking.best_exact.label == "ssgd"
-    assert "dense is" in ranking.sentence
-
-
 @pytest.mark.parametrize("where", [GPU, {}], ids=["nccl", "gloo"])
 def test_the_dense_forms_that_are_added_are_the_methods_themselves(where):
     topology, costs = Topology(8), costs_of(1e9, 30e-6, 8)
     ranking = choose(SPARSE, RESNET, topology, costs, **where)
+    assert {entry.label for entry in ranking.entries} == {"dense fp32", "dense 16-bit", *dict(SPARSE)}
     for label, method in (("dense fp32", SSGD()), ("dense 16-bit", Cast())):
         entry, timeline = ranking.entry(label), simulate(method, RESNET, topology, costs, **where)
         assert (entry.step_seconds, entry.bytes_sent) == (timeline.step_seconds, timeline.bytes_sent)
@@ -164,42 +145,6 @@ def test_a_lossy_step_counts_for_what_it_is_worth(worth, best, sentence):
     assert Ranking.from_json(ranking.to_json()) == ranking
 
 
-@dataclass(frozen=True)
-class Rival:
-    times: tuple[float, float, float]
-    bytes_sent: float
-    apart: bool
-
-
-FIRST = Rival((1.0, 1.2, 1.4), 10, apart=True)
-
-
-@pytest.mark.parametrize(
-    ("times", "tied"),
-    [
-        ((1.0, 1.2, 1.4), True),
-        ((1.0, 1.31, 1.4), True),
-        ((1.0, 1.33, 1.4), False),  # more than a tenth later
-        ((1.0, 1.3, 1.53), True),
-        ((1.0, 1.1, 1.55), False),  # at its worst
-        ((1.0, 1.1, math.inf), False),  # a seed did not get there
-        ((0.9, 0.95, 0.99), False),  # no seed in common
-    ],
-)
-def test_as_soon_is_within_a_tenth_also_at_its_worst(times, tied):
-    assert as_soon(Rival(times, 20, apart=False), FIRST) == tied
-
-
-def test_of_two_that_are_as_soon_the_simpler_one():
-    """Workers that stay together before local steps; then who sends more, whatever the order."""
-    thin, thick = (replace(FIRST, apart=False, bytes_sent=sent) for sent in (4, 8))
-    assert simplest(FIRST, [FIRST]) is FIRST
-    assert simplest(FIRST, [replace(FIRST, bytes_sent=9)]) is FIRST
-    for tied in ([thin, thick], [thick, thin]):
-        assert simplest(FIRST, [FIRST, *tied]) is thick
-    assert simplest(thin, [FIRST]) is thin
-
-
 def test_power_sgd_and_not_local_steps_that_are_as_soon():
     """ResNet-50, 4 workers and 1 Gb/s: a hair is no lead."""
     candidates = (("powersgd", PowerSGD(rank=4)), ("local", Periodic(Cast("int2"))))
@@ -229,6 +174,7 @@ ROWS = (
     MeasuredWorth("cast", {"dtype": "int8"}, 4, 3, 1_000_000, 2, (1.2, 1.3, None)),
     MeasuredWorth("cast", {"dtype": "int8"}, 8, 7, 1_000_000, 2, (None, 1.5, None)),
     MeasuredWorth("cast", {"dtype": "int8"}, 8, 2, 1_000_000, 2, (1.1, 1.2, 1.4)),
+    MeasuredWorth("acp", {"rank": 4}, 1, 0, 1_000_000, 2, (1.7, 1.6, 2.1)),
 )
 
 
@@ -244,6 +190,8 @@ ROWS = (
         (PowerSGD(rank=2), 1e6, 1, 1.0),
         (PowerSGD(rank=4), 1e6, 64, 1.5),
         (PowerSGD(rank=4), 5e7, 2, 1.02),
+        (ACP(rank=4), 4e6, 2, 1.7),
+        (ACP(rank=4), 4e6 + 1, 2, None),  # who needed many steps is not trusted far from what was measured
         (Cast("int8"), 1e6, 2, 1.0),
         (Cast("int2"), 1e6, 2, None),
         (TopK(0.01), 1e6, 2, None),
@@ -290,16 +238,6 @@ def test_the_table_that_is_shipped(tmp_path):
         read_worth(tmp_path / "none.json")
 
 
-def test_both_dense_forms_are_priced_unasked():
-    ranking = choose((), RESNET, Topology(16), costs_of(1e10, 5e-5, 16), **GPU)
-    given_ = choose(DENSE, RESNET, Topology(16), costs_of(1e10, 5e-5, 16), **GPU)
-    assert [e.label for e in ranking.entries] == ["dense fp32", "dense 16-bit"]
-    assert ranking.best.label == "dense 16-bit"  # it saves more than 5 %
-    for mine, theirs in zip(ranking.entries, given_.entries):
-        assert mine.bytes_sent == theirs.bytes_sent
-        assert mine.step_seconds == pytest.approx(theirs.step_seconds, rel=0.01)
-
-
 def test_exact_apart_from_lossy_and_best_first():
     ranking = choose((*ALL, ("dear", DeAR())), RESNET, Topology(16), costs_of(1e10, 5e-5, 16))
     assert ranking.entries == (*ranking.exact, *ranking.lossy)
@@ -308,12 +246,6 @@ def test_exact_apart_from_lossy_and_best_first():
         assert all(e.speedup == pytest.approx(ranking.entry("ssgd").step_seconds / e.step_seconds) for e in part)
     assert all(e.exact for e in ranking.exact)
     assert ranking.best_exact == ranking.exact[0]
-
-
-def test_no_lossy():
-    ranking = choose(ALL, RESNET, Topology(16), costs_of(1e9, 5e-5, 16), lossy=False)
-    assert [e.label for e in ranking.entries] == ["ssgd", "cast"]
-    assert ranking.best == ranking.best_exact == ranking.entry("ssgd")
 
 
 def test_one_worker():
@@ -333,24 +265,6 @@ def test_figures_are_those_of_the_simulator():
         assert entry.bytes_sent == timeline.bytes_sent
         assert entry.bound_by == bound_by(method, RESNET, topology, costs, **GPU)
         assert set(entry.options) == {f.name for f in dataclasses.fields(method)}
-
-
-LAST = replace(RESNET, tensors=RESNET.tensors[:35])  # a whole model says no more about the band, and takes longer
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    bits=st.sampled_from([1e8, 1e9, 1e10, 1e11]),
-    workers=st.sampled_from([2, 5, 16]),
-    provenance=st.sampled_from(list(UNCERTAINTY)),
-    shared=st.booleans(),
-)
-def test_the_band_holds_the_point(bits, workers, provenance, shared):
-    profile = replace(LAST, provenance=provenance)
-    ranking = choose(ALL, profile, Topology(workers), costs_of(bits, 5e-5, workers), shared_compute=shared)
-    for entry in ranking.entries:
-        assert entry.low_seconds <= entry.step_seconds <= entry.high_seconds
-        assert entry.low_seconds < entry.high_seconds
 
 
 def measured(costs, provenance="measured here"):
@@ -397,10 +311,7 @@ def test_share_that_was_measured():
 def test_json_keeps_the_hash():
     ranking = choose((*ALL, ("none", Hierarchical())), RESNET, Topology(16), costs_of(1e10, 5e-5, 16))
     again = Ranking.from_json(ranking.to_json())
-    assert again == ranking
-    assert again.hash == ranking.hash
-    assert hash(again) == hash(ranking)
-    assert {hash(e) for e in again.entries} == {hash(e) for e in ranking.entries}
+    assert (again, again.hash, hash(again)) == (ranking, ranking.hash, hash(ranking))
     data = json.loads(ranking.to_json())
     assert data["best"] == ranking.best.label
     assert data["entries"][0]["low_seconds"] <= data["entries"][0]["step_seconds"]
@@ -457,8 +368,7 @@ def test_a_model_without_tensors():
     assert Ranking.from_json(ranking.to_json()) == ranking
 
 
-@pytest.mark.parametrize("elements", [1, 10, 1000])
-@pytest.mark.parametrize("workers", [4, 64])
+@pytest.mark.parametrize(("elements", "workers"), [(1, 4), (1000, 64)])
 def test_a_lossy_method_that_saves_start_ups_alone_is_not_recommended(elements, workers):
     """One gathering of a few numbers has half the start-ups of a ring, whatever it leaves out."""
     candidates = (*ALL, ("gtopk", GTopK(density=0.01)))

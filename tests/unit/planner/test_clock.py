@@ -51,7 +51,3 @@ def test_it_is_what_an_event_simulator_finds(form):
         want = event_simulation(groups, n.sizes, n.seconds, price, select, side)
         got = finish(groups, n.sizes, n.seconds, price, select, side_stream=side)
         assert got == pytest.approx(want, rel=1e-9)
-
-
-def test_no_tensors_take_no_time():
-    assert finish([], [], [], lambda d: 1.0) == 0.0

@@ -113,15 +113,6 @@ def test_what_was_measured_says_so_and_the_rest_is_assumed():
         costs.lookup("Gossip", WORLD, 4)
 
 
-def test_compute_and_the_cpu_share():
-    costs = Costs.of_link(1e9, 1e-4, 4, cpu_share={"AllReduce": Linear(1e-5, 1e-9)})
-    assert costs.compute_seconds("memory", 10**10) == pytest.approx(1.0)
-    assert costs.cpu_seconds("AllReduce", 10**6) == pytest.approx(1.01e-3)
-    assert costs.cpu_seconds("AllGather", 10**6) == 0.0
-    with pytest.raises(LookupError, match="'sort'"):
-        costs.compute_seconds("sort", 1)
-
-
 def test_messages_are_priced_as_programs_issue_them():
     """Bytes of a traced step go in as they are: sent bytes over the rate, on a link without latency."""
     from thinwire.core.methods.registry import method

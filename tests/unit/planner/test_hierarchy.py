@@ -29,14 +29,6 @@ def slow_halves():
     return Costs({**costs.exchanges, **slow}, FREE)
 
 
-def steps_only(workers, ranks):
-    """One second per message that follows another, as published: a broadcast counts like an all-reduce."""
-    members = {"world": workers, "node": ranks, "cross": workers // ranks}
-    per = {"AllReduce": 2, "ReduceScatter": 1, "AllGather": 1, "Broadcast": 2}
-    exchanges = {(k, s, m): Linear(c * (m - 1), 0) for s, m in members.items() if m > 1 for k, c in per.items()}
-    return Costs(exchanges, FREE)
-
-
 def exchange_seconds(method, costs=LINK, topology=None, d=D, plan=None):
     profile = profile_of((d,))
     return simulate(method, profile, topology or Topology(P, N), costs, plan=plan).step_seconds
@@ -65,25 +57,6 @@ def test_hitopk_costs_what_the_formula_says(density):
     inside = 2 * (N - 1) * A_I + 2 * (N - 1) / N * 4 * D * B_I
     across = (m - 1) * A_E + (m - 1) * 8 * kept * N * B_E
     assert exchange_seconds(HiTopK(density), plan=Plan.of([["t0"]])) == pytest.approx(inside + across)
-
-
-@pytest.mark.parametrize("nodes", [2, 4, 16])
-def test_hitopk_beats_the_torus_below_its_break_even_alone(nodes):
-    even = 2 * 4 / (nodes * (4 + 4))
-    free = Costs.of_link(1e9, 0.0, nodes * N, N, node_latency_seconds=0.0, compute=FREE)
-    topology, plan = Topology(nodes * N, N), Plan.of([["t0"]])
-    torus = exchange_seconds(SSGD(collective="torus"), free, topology)
-    assert exchange_seconds(HiTopK(0.9 * even), free, topology, plan=plan) < torus
-    assert exchange_seconds(HiTopK(min(1.0, 1.1 * even)), free, topology, plan=plan) > torus
-
-
-@pytest.mark.parametrize("workers,ranks", [(1024, 16), (64, 8), (8, 2)])
-def test_steps_in_a_row(workers, ranks):
-    costs, topology, m = steps_only(workers, ranks), Topology(workers, ranks), workers // ranks
-    assert exchange_seconds(SSGD(), costs, topology) == 2 * (workers - 1)
-    three = exchange_seconds(SSGD(collective="three_phase"), costs, topology)
-    assert three == 4 * (ranks - 1) + 2 * (m - 1)
-    assert exchange_seconds(SSGD(collective="torus"), costs, topology) == 2 * (ranks - 1) + 2 * (m - 1)
 
 
 @pytest.mark.parametrize("way", ["flat", "three_phase", "torus"])

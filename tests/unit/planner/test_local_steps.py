@@ -1,7 +1,6 @@
 """Local steps on the simulator's timeline, against the formula that they follow where nothing shares the processor."""
 
 import math
-import statistics
 
 import pytest
 
@@ -11,7 +10,7 @@ from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.periods import best_period, up_to
-from thinwire.core.pricing.profiles import ModelProfile, TensorTime, builtin
+from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Topology
 from thinwire.predict.choose import DEVICES, resolved
 from thinwire.predict.choose.worth import shipped
@@ -37,9 +36,9 @@ def round_seconds(codec, bits, workers=4):
     return simulate(Periodic(codec, 1, 0), free, Topology(workers), prices, shared_compute=False).step_seconds
 
 
-@pytest.mark.parametrize("codec", [SSGD(), Cast("int8"), Cast("int2"), PowerSGD(rank=4)], ids=lambda c: c.name)
-@pytest.mark.parametrize("bits", [1e7, 1e8, 1e9, 1e10])
-@pytest.mark.parametrize(("every", "delay"), [(1, 0), (8, 0), (8, "full"), (8, 3), (16, "full")])
+@pytest.mark.parametrize("codec", [SSGD(), Cast("int8"), PowerSGD(rank=4)], ids=lambda c: c.name)
+@pytest.mark.parametrize("bits", [1e7, 1e8, 1e10])
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (8, "full"), (8, 3)])
 def test_a_mean_step_follows_the_formula(codec, bits, every, delay):
     """T = t + max(0, T_round - delay t) / H, as an exchange that is back in time costs nothing."""
     found = simulated(Periodic(codec, every, delay), bits)
@@ -53,8 +52,7 @@ def by_calendar(bits, every, profile=PROFILE, codec=None):
     return simulate(method, profile, Topology(4), costs(bits), shared_compute=False)
 
 
-@pytest.mark.parametrize("every", [2, 4, 8])
-@pytest.mark.parametrize("codec", [SSGD(), Cast("int8")], ids=lambda c: c.name)
+@pytest.mark.parametrize(("every", "codec"), [(2, Cast("int8")), (8, SSGD())], ids=str)
 @pytest.mark.parametrize("bits", [1e7, 1e8, 1e9, 1e10, 1e11])
 def test_layers_that_leave_by_a_calendar_hide_behind_every_step(every, codec, bits):
     """Against one exchange of all behind one step; alone, where nothing hides, each layer is sent once."""
@@ -71,12 +69,6 @@ def test_layers_that_leave_by_a_calendar_hide_behind_every_step(every, codec, bi
     if alone.step_seconds < STEP / 8:
         assert found.step_seconds == pytest.approx(STEP)
         assert found.bytes_sent > 1.5 * alone.bytes_sent  # the time that is left is filled
-
-
-def test_nobody_has_measured_what_a_calendar_is_worth():
-    worth = shipped()
-    assert worth(Periodic(Cast("int8"), 4, 1), 10**6, 2).known
-    assert not worth(Periodic(Cast("int8"), 4, 1, schedule="dream"), 10**6, 2).known
 
 
 def priced(every, delay):
@@ -102,7 +94,7 @@ def test_what_nobody_measured_is_not_chosen():
     assert best_period(1.0, 9.0, priced, periods=up_to(4))[0] <= 4
 
 
-@pytest.mark.parametrize("bits", [1e7, 1e8, 1e9, 1e10])
+@pytest.mark.parametrize("bits", [1e8, 1e9])
 @pytest.mark.parametrize(("device", "shared"), [("a100", False), ("cpu", False), ("cpu", True)])
 def test_resolved_is_the_best_of_all_periods(bits, device, shared):
     """On the simulator's own steps, with the table that is shipped: no step hides what a shared processor encodes."""
@@ -145,21 +137,3 @@ def test_a_codec_of_two_phases_counts_both():
 def test_what_shares_the_processor_delays_training():
     apart, shared = (simulated(Periodic(Cast("int8"), 4, "full"), 1e9, shared=shared) for shared in (False, True))
     assert shared.step_seconds > apart.step_seconds
-
-
-# Adnan082/diloco-measured: utilisation of plain DiLoCo, 30.8 M parameters, two ranks, at 50 to 5000 Mbit/s, by period.
-# Its authors find it 1.08 to 1.92 times worse than the bytes alone would have it.
-RATES = (5e7, 2e8, 1e9, 5e9)
-MEASURED = {8: (0.0055, 0.025, 0.12, 0.40), 32: (0.024, 0.10, 0.36, 0.68), 128: (0.12, 0.36, 0.72, 0.87)}
-
-
-def test_utilisation_of_blocking_rounds_is_that_of_the_published_table():
-    """Their step is not published: the median of what the cells say. Each cell is then met within their own spread."""
-    cells = [(every, bits, share) for every, row in MEASURED.items() for bits, share in zip(RATES, row)]
-    ring = 8 * 4 * 30.8e6  # bits of a round of two ranks
-    step = statistics.median(ring / bits * share / (1 - share) / every for every, bits, share in cells)
-    profile = ModelProfile("theirs", (TensorTime("w", (4400, 7000), step * 2 / 3),), step / 3)
-    for every, bits, share in cells:
-        priced = Costs.of_link(bits, 1e-3, 2, 1, compute=DEVICES["a100"].compute())
-        found = simulate(Periodic(SSGD(), every, 0), profile, Topology(2), priced, shared_compute=False)
-        assert 1 / 1.92 < step / found.step_seconds / share < 1.92

@@ -2,12 +2,10 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from random_nets import KINDS, SHAPE_FILE, brute_force, exchange, log_uniform, net, resnet50, sort_seconds
 
 from thinwire.core.pricing import optimal
-from thinwire.core.pricing.merge import Merge, finish, fuse, greedy_mgwfbp, greedy_omgs
+from thinwire.core.pricing.merge import finish, fuse, greedy_mgwfbp, greedy_omgs
 from thinwire.core.pricing.optimal import optimal_dense, optimal_sparse
 
 RELATIVE = 1e-12
@@ -45,7 +43,7 @@ def check_limits(merge, n, breaks=(), max_elements=None):
 
 def test_dense_is_brute_force():
     draw = random.Random(1)
-    for case in range(500):
+    for case in range(240):
         n = net(draw, 1, 12)
         price, options = exchange(draw, KINDS[case % 3]), limits(draw, n)
         merge = optimal_dense(n.sizes, n.seconds, price, **options)
@@ -57,7 +55,7 @@ def test_dense_is_brute_force():
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_sparse_is_brute_force(side_stream):
     draw = random.Random(2)
-    for case in range(500):
+    for case in range(240):
         n = net(draw, 1, 10)
         price, select, options = exchange(draw, KINDS[case % 3]), select_of(draw), limits(draw, n)
         options["side_stream"] = side_stream
@@ -76,8 +74,8 @@ def rivals(n):
 def test_never_worse_than_simple_rules_and_greedy_ones():
     draw = random.Random(3)
     beaten = {"mgwfbp": 0, "omgs": 0}
-    for case in range(150):
-        n = net(draw, 2, 40)
+    for case in range(60):
+        n = net(draw, 8, 40)
         price, select = exchange(draw, KINDS[case % 3]), select_of(draw)
         whole = optimal_dense(n.sizes, n.seconds, price)
         greedy = greedy_mgwfbp(n.sizes, n.seconds, price)
@@ -94,7 +92,7 @@ def test_never_worse_than_simple_rules_and_greedy_ones():
             if not side_stream:
                 check_limits(rule[0], n)
                 beaten["omgs"] += best.finish_seconds < rule[0].finish_seconds - 1e-9
-    assert min(beaten.values()) > 30  # the published rules are not optimal under their own model
+    assert min(beaten.values()) > 12  # the published rules are not optimal under their own model
 
 
 GOLDEN = json.loads(SHAPE_FILE.read_text())
@@ -134,39 +132,6 @@ def test_reference_case_dense(row):
     assert len(greedy.groups) == row["mgwfbp_groups"]
 
 
-@pytest.mark.parametrize("side_stream", [False, True])
-def test_without_start_up_no_merge_helps(side_stream):
-    draw = random.Random(4)
-    for _ in range(100):
-        n, b = net(draw, 1, 30), log_uniform(draw, 1e-11, 1e-8)
-        alone = [[i] for i in range(len(n.sizes))]
-
-        def price(d, b=b):
-            return b * d
-
-        whole = optimal_dense(n.sizes, n.seconds, price).finish_seconds
-        assert whole == pytest.approx(finish(alone, n.sizes, n.seconds, price), rel=RELATIVE)
-        best = optimal_sparse(n.sizes, n.seconds, sort_seconds, price, side_stream=side_stream).finish_seconds
-        ends = finish(alone, n.sizes, n.seconds, price, sort_seconds, side_stream=side_stream)
-        assert best == pytest.approx(ends, rel=RELATIVE)
-
-
-def test_cases_where_one_group_is_right():
-    draw = random.Random(5)
-    for _ in range(100):
-        n = net(draw, 1, 30)
-        one = [list(range(len(n.sizes)))]
-        b = log_uniform(draw, 1e-11, 1e-9)
-        assert optimal_dense(n.sizes, n.seconds, lambda d: 10 + b * d).groups == one  # noqa: B023
-        for side_stream in (False, True):
-            merge = optimal_sparse(n.sizes, n.seconds, sort_seconds, lambda d: 10 + b * d, side_stream=side_stream)  # noqa: B023
-            assert merge.groups == one
-        at_once = [0.0] * len(n.sizes)
-        assert optimal_dense(n.sizes, at_once, lambda d: 1e-3 + b * d).groups == one  # noqa: B023
-        flat = optimal_dense(n.sizes, n.seconds, lambda d: 1e-3)
-        assert flat.finish_seconds == pytest.approx(sum(n.seconds) + 1e-3, rel=RELATIVE)
-
-
 def test_ties_go_to_the_longest_last_group():
     assert optimal_dense([1, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.0).groups == [[0, 1, 2]]
     assert optimal_sparse([1, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.0, lambda d: 0.0).groups == [[0, 1, 2]]
@@ -204,29 +169,3 @@ def test_too_narrow_a_frontier_is_admitted(monkeypatch):
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][0])
     monkeypatch.setattr(optimal, "WIDEST", 3)
     assert not optimal_sparse(n.sizes, n.seconds, sort_seconds, price).exact
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(0, 10**7), st.floats(0, 1e-2)), max_size=12),
-    st.floats(0, 1e-2),
-    st.floats(0, 1e-8),
-    st.booleans(),
-)
-def test_json_keeps_the_merge_and_equal_inputs_give_equal_plans(tensors, a, b, side_stream):
-    sizes, seconds = [d for d, _ in tensors], [t for _, t in tensors]
-
-    def plans():
-        return [
-            optimal_dense(sizes, seconds, lambda d: a + b * d),
-            optimal_sparse(sizes, seconds, sort_seconds, lambda d: a + b * d, side_stream=side_stream),
-            greedy_mgwfbp(sizes, seconds, lambda d: a + b * d),
-            greedy_omgs(sizes, seconds, sort_seconds, lambda d: a + b * d),
-        ]
-
-    for merge, again in zip(plans(), plans(), strict=True):
-        read = Merge.from_json(merge.to_json())
-        assert read == merge == again
-        assert read.hash == merge.hash == again.hash
-        assert hash(read) == hash(merge)
-    assert Merge([[0]], 1.0, "optimal", True).hash != Merge([[0]], 1.0, "mgwfbp", True).hash

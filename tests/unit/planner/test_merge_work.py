@@ -27,10 +27,15 @@ def test_dense_1000(curve):
     assert price.calls <= 1000 * 1001 / 2 + 1000
 
 
-@pytest.mark.parametrize("side_stream", [False, True])
-@pytest.mark.parametrize("count", [161, 300, 1000])
-@pytest.mark.parametrize("a, b", [(1.6e-3, 1e-8), (1.1e-2, 1.7e-8), (1e-4, 1e-7)])
-@pytest.mark.parametrize("pace", [1.0, 0.1])
+@pytest.mark.parametrize(
+    ("count", "a", "b", "pace", "side_stream"),
+    [
+        (161, 1.6e-3, 1e-8, 1.0, False),
+        (300, 1.1e-2, 1.7e-8, 0.1, True),
+        (1000, 1e-4, 1e-7, 0.1, False),
+        (1000, 1.6e-3, 1e-8, 1.0, True),
+    ],
+)
 def test_sparse(count, a, b, pace, side_stream):
     n = resnet50(0.12) if count == 161 else net(random.Random(1), count, count)
     price = Counted(lambda d: 2 * (a + b * 4 * 16 * 0.001 * d))

@@ -17,7 +17,7 @@ from thinwire.core.program import Topology
 from thinwire.engine.controller.planning import make_plan as engine_plan
 from thinwire.engine.parameters import Managed
 from thinwire.predict.choose.explain import explain
-from thinwire.predict.timeline.simulate import plan_of, simulate
+from thinwire.predict.timeline.simulate import simulate
 
 KINDS = [(torch.float32, 4), (torch.bfloat16, 2)]
 
@@ -94,15 +94,6 @@ def test_the_engine_makes_the_same_plans(tensors, data):
             plan = make_plan(method, plain, order, late, backend)
             assert plan == engine_plan(method, managed, order, late, backend)
             plan.check(t.name for t in plain)
-
-
-@pytest.mark.parametrize("method", [SSGD(), ACP(), TopK(0.01)], ids=lambda m: m.name)
-def test_the_simulator_plans_in_the_profile_s_order(method):
-    profile = builtin("resnet50")
-    plan = plan_of(method, profile, "gloo")
-    plan.check(t.name for t in profile.tensors)
-    assert len(plan.phases) == method.phases
-    assert {b.dense for b in plan.phases[0]} == ({False, True} if method.name == "topk" else {False})
 
 
 def test_a_prediction_follows_the_rule_as_the_engine_does_once_it_has_measured():

@@ -58,7 +58,9 @@ def test_batch_and_rate_scale_the_seconds():
 
 
 def test_a_topk_plan_keeps_embeddings_and_vectors_dense():
-    plan = plan_of(TopK(density=0.01), builtin("gpt2"), "gloo")
+    profile = builtin("gpt2")
+    plan = plan_of(TopK(density=0.01), profile, "gloo")
+    plan.check(t.name for t in profile.tensors)
     dense = {name for bucket in plan.phases[0] if bucket.dense for name in bucket.names}
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.bias"} <= dense
     assert "transformer.h.0.mlp.c_fc.weight" not in dense

@@ -17,7 +17,7 @@ from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
-from thinwire.core.pricing.costs import Costs, Linear, Table, assumed_compute
+from thinwire.core.pricing.costs import Costs, Linear, Table
 from thinwire.core.pricing.merge import finish
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime, builtin
 from thinwire.core.program import Plan, Topology
@@ -39,7 +39,7 @@ def random_case(draw):
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_ssgd_is_the_clock(shared, backend):
     draw = random.Random(f"{shared} {backend}")
-    for case in range(150):
+    for case in range(75):
         n, groups, plan = random_case(draw)
         curve = Linear(draw.uniform(0, 5e-3), 1e-9) if case % 2 else Table(((1e4, 1e-3), (1e6, 2e-3), (1e7, 0.1)))
         want = finish(groups, n.sizes, n.seconds, lambda d, curve=curve: curve(4 * d))
@@ -59,9 +59,11 @@ def test_ssgd_is_the_clock(shared, backend):
 @pytest.mark.parametrize("side_stream", [True, False])
 def test_selection_is_the_clock(side_stream):
     draw = random.Random(side_stream)
-    for _ in range(150):
+    for case in range(100):
         n, groups, plan = random_case(draw)
         curve, select = Linear(draw.uniform(0, 5e-3), 1e-9), Linear(1e-5, draw.uniform(0, 5e-9))
+        if case % 2:  # or any other curve
+            select = Table(tuple((d, sort_seconds(d)) for d in sorted(set(n.sizes))))
         want = finish(groups, n.sizes, n.seconds, lambda d, c=curve: c(4 * d), select, side_stream=side_stream)
         costs = costs_of(curve, 2, compute={"select": select})
         profile = profile_of(n.sizes, n.seconds)
@@ -69,9 +71,15 @@ def test_selection_is_the_clock(side_stream):
         assert got.step_seconds - 0.5 == pytest.approx(want, rel=1e-9)
 
 
-@pytest.mark.parametrize("buckets", [10, 50, 200])
-@pytest.mark.parametrize("c", [1, 2, 3, 4, 6, 12])
-def test_dear(buckets, c):
+DEAR = {  # seconds as published
+    (1, 10): 3.1, (1, 50): 3.02, (1, 200): 3.005, (2, 10): 3.2, (2, 50): 3.04, (2, 200): 3.01,
+    (3, 10): 3.75, (3, 50): 3.55, (3, 200): 3.513, (4, 10): 4.3, (4, 50): 4.06, (4, 200): 4.015,
+    (6, 10): 6.3, (6, 50): 6.06, (6, 200): 6.015, (12, 10): 12.3, (12, 50): 12.06, (12, 200): 12.015,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("c", "buckets"), [case for case in DEAR if case[1] < 200 or case[0] in (3, 12)])
+def test_dear(c, buckets):
     """Forward 1, backward 2, communication c in equal halves. Of each pass, one bucket of the shorter sticks out."""
     size, workers = 8, 4
     profile = profile_of([size] * buckets, [2 / buckets] * buckets, forward=1.0)
@@ -84,14 +92,9 @@ def test_dear(buckets, c):
         FREE,
     )
     exact = max(1, c / 2) + max(2, c / 2) + (min(1, c / 2) + min(2, c / 2)) / buckets
-    published = {
-        (1, 10): 3.1, (1, 50): 3.02, (1, 200): 3.005, (2, 10): 3.2, (2, 50): 3.04, (2, 200): 3.01,
-        (3, 10): 3.75, (3, 50): 3.55, (3, 200): 3.513, (4, 10): 4.3, (4, 50): 4.06, (4, 200): 4.015,
-        (6, 10): 6.3, (6, 50): 6.06, (6, 200): 6.015, (12, 10): 12.3, (12, 50): 12.06, (12, 200): 12.015,
-    }  # fmt: skip
     for backend, method in product(("gloo", "nccl"), (DeAR(), tw.DeAR(fusion="none"), SSGD("none", decoupled=True))):
         got = simulate(method, profile, Topology(workers), costs, backend=backend)
-        assert got.step_seconds == pytest.approx(published[c, buckets], rel=0.005)
+        assert got.step_seconds == pytest.approx(DEAR[c, buckets], rel=0.005)
         assert got.step_seconds == pytest.approx(exact, rel=1e-9)
 
 
@@ -174,17 +177,6 @@ def test_more_bandwidth_is_never_slower(method, shared):
         before = seconds
 
 
-@pytest.mark.parametrize("method", [SSGD(), ACP(fusion=4), PowerSGD(fusion=4)], ids=lambda m: m.name)
-def test_more_workers_are_never_faster(method):
-    profile = builtin("resnet50", batch_size=8)
-    before = 0.0
-    for workers in (1, 2, 3, 8, 64, 1000, 10_000):
-        costs = Costs.of_link(1e9, 1e-5, workers)
-        seconds = simulate(method, profile, Topology(workers), costs).step_seconds
-        assert seconds >= before
-        before = seconds
-
-
 def test_machines_with_several_ranks():
     profile = profile_of([240] * 6, [0.01] * 6)
     costs = Costs.of_link(1e6, 1e-3, 12, 4, node_bits_per_second=2e6)
@@ -214,22 +206,3 @@ def test_the_card_is_shared():
         assert len(lane(timeline, "link world")) == 3
         assert not overlap(lane(timeline, "link world", other))
         assert simulate(Hierarchical(), profile, topology, costs, plan=plan) == timeline
-
-
-def test_sorting_by_a_curve_that_is_not_a_line():
-    """The selection curve may be any callable; the exact merge is as fast as the clock says."""
-    n = net(random.Random(5), 20, 20)
-    n.sizes = [max(1, size) for size in n.sizes]
-    points = tuple((d, sort_seconds(d)) for d in sorted(set(n.sizes)))
-    table = Table(points)
-    costs = costs_of(Linear(1e-3, 1e-9), 4, compute={"select": table})
-    got = simulate(Selecting(), profile_of(n.sizes, n.seconds), Topology(4), costs)
-    want = finish([[i] for i in range(20)], n.sizes, n.seconds, lambda d: 1e-3 + 4e-9 * d, table)
-    assert got.step_seconds - 0.5 == pytest.approx(want, rel=1e-9)
-
-
-def test_assumed_compute_prices_every_method():
-    profile = builtin("resnet50")
-    for method in METHODS[:-1]:
-        timeline = simulate(method, profile, Topology(8), Costs.of_link(1e9, 1e-4, 8, compute=assumed_compute()))
-        assert busy(lane(timeline, "method")) > 0

@@ -28,21 +28,6 @@ def spans(timeline, *lanes):
     return [(e.name, e.start_seconds, e.end_seconds) for e in lane(timeline, *lanes)]
 
 
-def test_by_hand_with_a_core_of_its_own():
-    timeline = selecting(shared_compute=False)
-    assert spans(timeline, "method") == [("segment", 2.0, 2.5), ("segment", 3.0, 3.5)]
-    assert spans(timeline, "link world") == [("AllReduce", 2.5, 4.5), ("AllReduce", 4.5, 6.5)]
-    assert spans(timeline, "compute")[2:] == [("backward m0.w", 1.0, 2.0), ("backward m1.w", 2.0, 3.0)]
-    assert (timeline.step_seconds, timeline.exposed_seconds) == (6.5, 3.0)
-
-
-def test_by_hand_on_one_core():
-    timeline = selecting()
-    assert spans(timeline, "method") == [("segment", 2.0, 2.5), ("segment", 3.5, 4.0)]
-    assert spans(timeline, "compute")[2:] == [("backward m0.w", 1.0, 2.0), ("backward m1.w", 2.5, 3.5)]
-    assert (timeline.step_seconds, timeline.exposed_seconds) == (6.5, 2.5)
-
-
 @dataclass(frozen=True)
 class Evenly(Selecting):
     """Half a second before the exchange and after it."""
@@ -79,12 +64,6 @@ def test_the_slowest_rank_counts():
     assert busy(lane(one, "compute")) == pytest.approx(9.0)
     assert busy(lane(one, "method")) == pytest.approx(3.0)
     assert busy(lane(one, "link world")) == pytest.approx(4.0)
-
-
-def test_the_optimizer_comes_last():
-    base, timeline = selecting(), selecting(optimizer_seconds=0.25)
-    assert timeline.step_seconds == base.step_seconds + 0.25
-    assert timeline.events[-1] == Event("optimizer", "compute", base.step_seconds, 0.25)
 
 
 def test_a_deferred_update_comes_before_its_layer():
@@ -149,11 +128,6 @@ def test_dense_buckets():
     assert same == timeline
     ordered = simulate(TopK(0.1), profile, TWO, Costs.of_link(1e9, 1e-4, 2), dense=SSGD(deterministic=True))
     assert [e.name for e in lane(ordered, "link world")] == ["AllGather", "ReduceScatter", "AllGather"]
-
-
-def test_one_rank_sends_nothing():
-    timeline = simulate(SSGD(), builtin("resnet50"), Topology(1), Costs.of_link(1e9, 1e-4, 1))
-    assert (timeline.bytes_sent, timeline.exposed_seconds) == (0, 0.0)
 
 
 def test_exposed():

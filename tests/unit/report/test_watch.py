@@ -90,14 +90,6 @@ def test_the_picture_of_a_journal(tmp_path):
     assert [line.y for line in age.lines] == [(0.0, 0.0, 0.0), (1.0, 1.0)]
 
 
-@pytest.mark.parametrize("text", ['{"kind": "run"}\n{"kind": "step"}\n', '{"settings": {}}\n{"version": 1}\n'])
-def test_a_broken_log_is_one_sentence(text, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="cannot be read: it is not in the format"):
-        read_files([path])
-
-
 def test_the_page_follows_a_file_that_comes_and_grows(watch, tmp_path):
     path = tmp_path / "steps.jsonl"
     page = watch(path)
