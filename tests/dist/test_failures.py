@@ -38,11 +38,23 @@ def _disagree(rank, size):
     attempt(cases.model(), "acp", rank=2, seed=rank)
     attempt(cases.model(), detect_desync=bool(rank))
     attempt(cases.model(), "local", detect_desync=bool(rank))
+    dtype = torch.float16 if rank else torch.bfloat16
+    for what in ("buffer", "frozen"):
+        net = cases.model()
+        if what == "buffer":
+            net.register_buffer("mean", torch.ones(3, dtype=dtype))
+        else:
+            net[0].to(dtype).requires_grad_(False)
+        attempt(net)
     return messages
 
 
 def test_ranks_that_differ_are_told_what_differs():
     words = ["0.bias", "float32", "parameters: ", "rank: 2 against 3", "method", "seed", *["detect_desync"] * 2]
+    words += [
+        "mean [3] torch.bfloat16 against mean [3] torch.float16",
+        "0.weight [24, 24] torch.bfloat16 against 0.weight",
+    ]
     for messages in run(_disagree, 2):
         assert len(messages) == len(words)
         for message, word in zip(messages, words):
