@@ -312,7 +312,7 @@ def test_one_rank_sends_nothing():
 def _silent(rank, size):
     net = cases.model()
     ddp = DistributedDataParallel(net, bucket_cap_mb=SMALL)
-    state, hook = tw.ddp_hook("powersgd", rank=2, timeout=15, start_compression_step=0)
+    state, hook = tw.ddp_hook("powersgd", rank=2, timeout=6, start_compression_step=0)
     ddp.register_comm_hook(state, hook)
     for step in range(3):
         cases.loss_of(ddp, rank, step).backward()

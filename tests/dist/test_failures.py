@@ -46,6 +46,8 @@ def _disagree(rank, size):
         else:
             net[0].to(dtype).requires_grad_(False)
         attempt(net)
+    layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    attempt(torch.nn.ModuleDict(dict(zip("ba" if rank else "ab", layers))), "dear")
     return messages
 
 
@@ -55,6 +57,7 @@ def test_ranks_that_differ_are_told_what_differs():
         "mean [3] torch.bfloat16 against mean [3] torch.float16",
         "0.weight [24, 24] torch.bfloat16 against 0.weight",
     ]
+    words += ["parameters in order: [0] a.weight against b.weight"]
     for messages in run(_disagree, 2):
         assert len(messages) == len(words)
         for message, word in zip(messages, words):
@@ -65,7 +68,7 @@ def test_ranks_that_differ_are_told_what_differs():
 def _killed(rank, size, victim, step_of_death, how):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    tw.attach(net, optimizer, "ssgd", fusion="none", timeout=15)  # a busy machine may keep a live rank for seconds
+    tw.attach(net, optimizer, "ssgd", fusion="none", timeout=8)  # a busy machine may keep a live rank for seconds
     told = torch.distributed.distributed_c10d._get_default_store().clone()
     try:
         for step in range(20):
