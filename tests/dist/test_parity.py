@@ -742,6 +742,38 @@ def test_the_limit_is_that_of_the_group():
     assert run(_limit_of_the_group, 2) == [[41.0, 7.0]] * 2
 
 
+def _wider_gradients(rank, size):
+    """bf16 weights whose gradients are fp32, by ``grad_dtype``; beside plain ones."""
+    found = {}
+    for name, options in (("ssgd", {}), ("topk", {"density": 1.0}), ("dear", {}), ("cast", {"dtype": "int8"})):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        net[0].to(torch.bfloat16)
+        for p in net[0].parameters():
+            p.grad_dtype = torch.float32
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        with tw.attach(net, optimizer, name, start_compression_step=0, **options) as sync:
+            x = torch.full((3, 8), 1.0 + rank)
+            net[1](net[0](x.bfloat16()).float()).square().mean().backward()
+            norm = float(sync.clip_grad_norm_(1e9))
+            if name != "dear":
+                found[name] = [p.grad.dtype for p in net.parameters()], norm, net[0].weight.grad.clone()
+            optimizer.step()
+            sync.synchronize()
+            found[name, "norm"] = norm
+    return found
+
+
+def test_gradients_may_be_wider_than_their_weights():
+    first, second = run(_wider_gradients, 2)
+    for name in ("ssgd", "topk", "cast"):
+        dtypes, norm, gradient = first[name]
+        assert set(dtypes) == {torch.float32}
+        assert torch.equal(gradient, second[name][2])
+        assert norm == pytest.approx(first["dear", "norm"], rel=1e-2)
+    torch.testing.assert_close(first["ssgd"][2], first["topk"][2])
+
+
 def _thawed(rank, size):
     """A layer that is frozen for some steps, as a GAN's discriminator is: what it is owed waits, and is not sent."""
     found = []
