@@ -233,12 +233,7 @@ def test_bad_input_is_one_sentence():
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for kwargs, word in [
-        ({"method": "acpp"}, "acp"),
-        ({"method": "acp", "rank": 0}, "rank"),
         ({"method": "acp", "rnak": 2}, "rank"),
-        ({"method": "topk", "density": 0}, "density"),
-        ({"method": "topk", "density": 1.5}, "density"),
-        ({"method": "topk"}, "density"),
         ({"method": "ssgd", "fusion": "sometimes"}, "fusion"),
         ({"method": "ssgd", "merge": 4}, "unknown option of ssgd: 'merge'"),
         ({"method": "ssgd", "bucket_cap_mb": 25, "fusion": 4}, "bucket_cap_mb=25 and fusion=4 mean the same"),
@@ -361,11 +356,10 @@ def _out_of_memory(gradient):
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("who", [(0, 1), (1,)])
-def test_going_on_after_an_exception(who):
+def test_going_on_after_an_exception():
     undisturbed = run(_recovers, 2, ())
-    for rank, (said, weights) in enumerate(run(_recovers, 2, who, fresh=True)):
-        if rank in who:
+    for rank, (said, weights) in enumerate(run(_recovers, 2, (1,), fresh=True)):
+        if rank:
             assert said == "out of memory, say"
         else:
             assert "Rank 1 has left at step 3 with RuntimeError: out of memory, say" in said

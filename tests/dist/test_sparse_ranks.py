@@ -127,23 +127,28 @@ def _saved(rank, size, folder):
     _steps(net, optimizer, rank, 0, 4)
     tw.checkpoint.save(folder, net, optimizer, sync, 4)
     sync.close()
-    return sync.services.state.snapshot()["local"]
+    return _own(sync)
+
+
+def _own(sync):
+    found = sync.services.state.snapshot()
+    return {**found["local"], "residual": found["residual"]}
 
 
 def _loaded(rank, size, folder):
     net, optimizer, sync = _build(*RESUMED[0])
     tw.checkpoint.load(folder, net, optimizer, sync)
-    local = sync.services.state.snapshot()["local"]
+    local = _own(sync)
     _steps(net, optimizer, rank, 4, 6)
     sync.close()
     return local
 
 
 @pytest.mark.parametrize("old, new", [(3, 2), (2, 3)])
-def test_another_world_size_gets_the_mean_momentum(tmp_path, old, new):
+def test_another_world_size_gets_the_mean_momentum_and_residual(tmp_path, old, new):
     before, after = run(_saved, old, str(tmp_path)), run(_loaded, new, str(tmp_path))
     for rank in after:
-        for field in ("momentum", "decay"):
+        for field in ("momentum", "decay", "residual"):
             assert rank[field].keys() == before[0][field].keys()
             for name, value in rank[field].items():
                 mean = sum(b[field][name].double() for b in before) / old
