@@ -43,17 +43,6 @@ def _loops(rank, size):
     p.grad = None
     cases.loss_of(net, rank, 1).backward()
     found["detached"] = p.grad.clone()
-
-    lossy = cases.model()
-    optimizer = torch.optim.SGD(lossy.parameters(), lr=0.1)
-    with tw.attach(lossy, optimizer, "topk", density=0.1) as sync:
-        for _ in range(2):
-            cases.loss_of(lossy, rank, 0).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        cases.loss_of(lossy, rank, 0).backward()
-        with pytest.raises(RuntimeError, match="no_sync"):
-            cases.loss_of(lossy, rank, 0).backward()
     return found
 
 

@@ -90,29 +90,6 @@ def test_density_one_is_the_average(exchange, size):
     torch.testing.assert_close(world.step(method, gradients)[0]["w"], mean(gradients)["w"])
 
 
-@pytest.mark.parametrize(
-    ("size", "bad", "select"),
-    [
-        (2, [torch.inf, -torch.inf], "exact"),
-        (3, [-torch.inf], "threshold"),
-        (5, [torch.nan], "threshold"),
-        (8, [torch.inf], "exact"),
-    ],
-)
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_one_bad_element_reaches_all_and_moves_nothing(exchange, select, bad, size):
-    method, world = TopK(0.1, exchange=exchange, select=select), LocalWorld(size)
-    shapes = {"a": (300,), "b": (20, 10)}
-    world.step(method, draw(0, shapes, size))
-    before, gradients = world.residuals(), draw(1, shapes, size)
-    for rank, value in enumerate(bad):
-        gradients[-1 - rank]["a"][17] = value
-    out = world.step(method, gradients)
-    assert all(not o["a"].isfinite().any() and o["b"].isfinite().all() for o in out)
-    for old, new in zip(before, world.residuals(), strict=True):
-        assert all(torch.equal(old[n], new[n]) for n in shapes)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes(size):
     d, k = 1000, 50
