@@ -1,4 +1,4 @@
-"""Local steps on real ranks: torch's and Accelerate's own averagers, overlap, scalers, buffers, resume, refusals."""
+"""Local steps on real ranks: torch's own averager, the formula, what is measured, refusals; more is in tests/fuzz."""
 
 import contextlib
 import copy
