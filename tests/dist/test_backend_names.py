@@ -21,31 +21,25 @@ METHODS = [
 ]
 
 
-def _every_method(rank, size, *names):
+def _every_method(rank, size, name):
+    dist.init_process_group(*filter(None, [name]))
     found = []
-    for name in names:
-        dist.init_process_group(*filter(None, [name]))
-        for method, options in METHODS:
-            net = cases.model()
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-            sync = tw.attach(net, optimizer, method, **options)
+    for method, options in METHODS:
+        net = cases.model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        with tw.attach(net, optimizer, method, **options):
             cases.walk(net, optimizer, rank, 0, 3)
-            sync.close()
-            found.append(cases.weights(net))
-        dist.destroy_process_group()
-        torch.manual_seed(0)
+        found.append(cases.weights(net))
+    dist.destroy_process_group()
     return found
 
 
 def test_the_same_weights_whatever_the_group_was_given():
     unnamed = "gloo" if torch.accelerator.is_available() else None  # there, a group without a name is for accelerators
-    for ranks in (2, 3):
-        named, several, nothing = (
-            run(_every_method, ranks, name, init=False)[0] for name in ("gloo", "cpu:gloo", unnamed)
-        )
-        for (method, _), weights in zip(METHODS, named):
-            for others in (several.pop(0), nothing.pop(0)):
-                assert all(map(torch.equal, weights, others)), method
+    named, *others = (run(_every_method, 2, name, init=False)[0] for name in ("gloo", "cpu:gloo", unnamed))
+    for other in others:
+        for (method, _), mine, theirs in zip(METHODS, named, other, strict=True):
+            assert all(map(torch.equal, mine, theirs)), method
 
 
 def _refused(rank, size):

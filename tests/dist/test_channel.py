@@ -63,7 +63,7 @@ def test_rounds_are_summed_whatever_is_ready_first():
 
 def _failing(rank, size):
     net = torch.nn.Linear(3, 2)
-    with tw.attach(net, torch.optim.SGD(net.parameters(), 0.1), timeout=15) as sync:
+    with tw.attach(net, torch.optim.SGD(net.parameters(), 0.1), timeout=6) as sync:
         channel = sync.services.channel("test", {WORLD: 1})
         if rank == 1:
             return "left"

@@ -16,77 +16,12 @@ import thinwire as tw
 from spawned import run
 
 pytestmark = pytest.mark.dist
-METHODS = [
-    ("acp", {"rank": 2}),
-    ("acp", {"rank": 2, "deterministic": True, "fusion": "none"}),
-    ("topk", {"density": 0.1}),
-    ("powersgd", {"rank": 2}),
-    ("signsgd", {}),
-    ("cast", {"dtype": torch.int8, "fusion": "none"}),
-    ("qsgd", {}),
-]
 
 
 def _build(name, options, **attach):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     return net, optimizer, tw.attach(net, optimizer, name, **options, **attach)
-
-
-def _resume(rank, size, folder):
-    equal = []
-    for index, (name, options) in enumerate(METHODS):
-        net, optimizer, sync = _build(name, options)
-        cases.walk(net, optimizer, rank, 0, 5)
-        tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 5)
-        cases.walk(net, optimizer, rank, 5, 10)
-        sync.close()
-        other, other_optimizer, other_sync = _build(name, options)
-        step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
-        cases.walk(other, other_optimizer, rank, step, 10)
-        same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
-        residuals = all(
-            torch.equal(v, other_sync.services.state.residuals[n]) for n, v in sync.services.state.residuals.items()
-        )
-        equal.append((name, same, residuals, bool(sync.services.state.residuals) == sync.services.method.has_residual))
-        other_sync.close()
-    return equal
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    for result in run(_resume, 3, str(tmp_path), seconds=250):
-        for name, same, residuals, some in result:
-            assert same, name
-            assert residuals, name
-            assert some, name
-
-
-def _save(rank, size, folder):
-    net, optimizer, sync = _build("acp", {"rank": 2, "fusion": "none"})
-    cases.walk(net, optimizer, rank, 0, 6)
-    tw.checkpoint.save(folder, net, optimizer, sync, 6)
-    sync.close()
-    return {n: r.double() for n, r in sync.services.state.residuals.items()}
-
-
-def _load(rank, size, folder):
-    net, optimizer, sync = _build("acp", {"rank": 2, "fusion": "none"})
-    assert tw.checkpoint.load(folder, net, optimizer, sync) == 6
-    residuals = {n: r.double() for n, r in sync.services.state.residuals.items()}
-    cases.walk(net, optimizer, rank, 6, 8)
-    sync.close()
-    return residuals
-
-
-@pytest.mark.parametrize("old, new", [(4, 2), (2, 3)])
-def test_another_world_size_keeps_the_update_still_owed(tmp_path, old, new):
-    before = run(_save, old, str(tmp_path))
-    after = run(_load, new, str(tmp_path))
-    for name in before[0]:
-        mean = sum(rank[name] for rank in before) / old
-        assert mean.abs().max() > 0
-        for rank in after:
-            torch.testing.assert_close(rank[name], mean, rtol=1e-6, atol=1e-7)
 
 
 def _killed_while_saving(rank, size, folder):
@@ -470,43 +405,3 @@ def test_a_second_job_is_refused_on_all_ranks(tmp_path):
             assert f"rank 0: another job writes checkpoints in {tmp_path} (process {os.getpid()} on " in sentence
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-000000001"]
     sync.close()
-
-
-def _frozen(rank, size, folder):
-    """Freeze a layer, save, and restart with the layer frozen from the start; also what could not be read again."""
-    late = {"sync_every": 2, "codec": tw.Cast("int4"), "fragment_sync_delay": 1}
-    kinds = [("cast", {"dtype": "int8"}), ("acp", {"rank": 2}), ("topk", {"density": 0.1}), ("dear", {}),
-             ("local", {"sync_every": 2}), ("local", late),
-             ("diloco", {"sync_every": 3})]  # fmt: skip
-    found = []
-    for index, (name, options) in enumerate(kinds):
-        net, optimizer, sync = _build(name, options)
-        cases.walk(net, optimizer, rank, 0, 3)
-        net[0].requires_grad_(False)
-        cases.walk(net, optimizer, rank, 3, 5)
-        tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 5)
-        again = tw.checkpoint.load(f"{folder}/{index}", net, optimizer, sync)  # in the same process
-        sync.close()
-        other = cases.model()
-        other[0].requires_grad_(False)
-        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
-        other_sync = tw.attach(other, other_optimizer, name, **options)
-        step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
-        same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
-        cases.walk(other, other_optimizer, rank, 5, 8)
-        optimizer.param_groups[0]["from"] = pathlib.Path("x") if rank else 3
-        refused = ""
-        if name == "local" and len(options) == 1:  # each rank writes its own optimizer
-            other_optimizer.param_groups[0]["from"] = pathlib.Path("x") if rank else 3
-            with pytest.raises(ValueError) as error:
-                tw.checkpoint.save(f"{folder}/{index}", other, other_optimizer, other_sync, 8)
-            refused = str(error.value)
-        found.append((again, step, same, refused))
-        other_sync.close()
-    return found
-
-
-def test_a_layer_frozen_before_a_restart_is_no_error_and_an_object_is_refused_on_all_ranks(tmp_path):
-    for found in run(_frozen, 2, str(tmp_path)):
-        assert [row[:3] for row in found] == [(5, 5, True)] * 7
-        assert "rank 1: optimizer['param_groups'][0]['from'] is a pathlib.PosixPath" in found[4][3]

@@ -108,21 +108,6 @@ def _gradients(rank, steps=5):
     return found
 
 
-def _accumulation(rank):
-    net, plain = cases.model(), cases.model()
-    ddp, state = _hooked(net, "ssgd", bucket_cap_mb=SMALL)
-    reference = DistributedDataParallel(plain, bucket_cap_mb=SMALL)
-    for step in range(4):
-        for module in (ddp, reference):
-            with module.no_sync():
-                cases.loss_of(module, rank, 10 + step).backward()
-            cases.loss_of(module, rank, step).backward()
-    same = all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters()))
-    steps = state.stats().steps
-    state.close()
-    return same, steps
-
-
 def _uneven(rank):
     """Rank 1 has more batches: DDP re-issues the hook with zeros on rank 0."""
     net = cases.model()
@@ -194,7 +179,6 @@ def _everything(rank, size):
     return {
         "ddp": _against_ddp(rank),
         "gradients": _gradients(rank),
-        "accumulation": _accumulation(rank),
         "uneven": _uneven(rank),
         "resume": _resume(rank),
         "misuse": _misuse(rank),
@@ -252,11 +236,6 @@ def _local_gradients(kind, rank, step):
     return {f"float32/{i}": p.grad.clone() for i, p in enumerate(ordered)}
 
 
-def test_no_sync_accumulates_as_ddp_does(two):
-    for result in two:
-        assert result["accumulation"] == (True, 4)
-
-
 def test_uneven_inputs_under_join(two):
     for result in two:
         steps, norm = result["uneven"]
@@ -312,7 +291,7 @@ def test_one_rank_sends_nothing():
 def _silent(rank, size):
     net = cases.model()
     ddp = DistributedDataParallel(net, bucket_cap_mb=SMALL)
-    state, hook = tw.ddp_hook("powersgd", rank=2, timeout=15, start_compression_step=0)
+    state, hook = tw.ddp_hook("powersgd", rank=2, timeout=6, start_compression_step=0)
     ddp.register_comm_hook(state, hook)
     for step in range(3):
         cases.loss_of(ddp, rank, step).backward()

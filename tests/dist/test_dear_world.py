@@ -11,31 +11,8 @@ from torch import nn
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine.schedules.deferred import DeferredGrad
 
 pytestmark = pytest.mark.dist
-
-
-def _low_rank(rank, size):
-    results = []
-    for decoupled in (False, True):
-        net = cases.model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        method = tw.ACP(rank=2, min_rate=1.0, deterministic=True, verify_every=7, decoupled=decoupled)
-        with tw.attach(net, optimizer, method, start_compression_step=0) as sync:
-            for step in range(50):
-                with sync.no_sync():
-                    cases.loss_of(net, rank, 1000 + step).backward()
-                cases.down(cases.loss_of(net, rank, step), optimizer)
-            state = sync.state_dict()
-        assert any(x.any() for key, x in state.items() if key.startswith("residual/"))
-        tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
-        results.append((cases.weights(net), tensors))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_acp_with_error_feedback_for_fifty_steps():
-    run(_low_rank, 3)
 
 
 def _norms(rank, size):
@@ -105,44 +82,6 @@ def test_rank_0_saves_alone(tmp_path):
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-class Uneven(nn.Module):
-    """One layer is used on rank 1 only, one nowhere."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.sometimes, self.never, self.last = (nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x, rank):
-        x = torch.tanh(self.first(x))
-        if rank == 1:
-            x = torch.tanh(self.sometimes(x))
-        return self.last(x).square().mean()
-
-
-def _uneven(rank, size):
-    for found in (False, True):
-        for options in ({}, {"check_finite": False}):
-            results = []
-            for method in (tw.SSGD(deterministic=True), tw.DeAR(poison_stale=True, fusion="none", **options)):
-                net = Uneven()
-                optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
-                with tw.attach(net, optimizer, method, find_unused_parameters=found):
-                    for step in range(4):
-                        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-                        net(x, rank).backward()
-                        assert isinstance(net.never.weight.grad, DeferredGrad) == (method.decoupled and not found)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                results.append(cases.weights(net))
-            torch.testing.assert_close(*results, rtol=0, atol=0)
-            assert torch.equal(net.never.weight, Uneven().never.weight)
-
-
-def test_layers_that_not_all_ranks_use():
-    run(_uneven, 2)
-
-
 def _hurried(rank, size):
     """Random delays in every forward, at every gradient; the order of what is issued is compared in each step."""
     net = cases.model(width=4, depth=2)
@@ -166,25 +105,6 @@ def test_delays_do_not_mix_anything_up():
     a, b, c = run(_hurried, 3, seconds=250)
     torch.testing.assert_close(a, b, rtol=0, atol=0)
     torch.testing.assert_close(a, c, rtol=0, atol=0)
-
-
-class Ordered(nn.Module):
-    def __init__(self, names):
-        super().__init__()
-        for name in names:
-            self.add_module(name, nn.Linear(3, 3))
-
-
-def _other_order(rank, size):
-    net = Ordered("ab" if rank == 0 else "ba")
-    with pytest.raises(
-        ValueError, match=r"rank 1 differs from rank 0: parameters in order: \[0\] a.weight against b.weight"
-    ):
-        tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "dear")
-
-
-def test_another_order_of_modules_on_one_rank_is_named():
-    run(_other_order, 2)
 
 
 def _loopback_bytes():

@@ -1,4 +1,4 @@
-"""What a training loop may do to the engine: unused, shared and frozen parameters, accumulation, scaling."""
+"""What a training loop may do to the engine: a second backward, recomputed layers, groups, two models."""
 
 from unittest.mock import patch
 
@@ -15,106 +15,16 @@ from thinwire.core.collectives.exchange import Lanes
 pytestmark = pytest.mark.dist
 
 
-class Odd(nn.Module):
-    """A shared layer, a frozen one, one used on rank 1 only, one used nowhere, and a convolution in channels_last."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.a = nn.Linear(8, 8)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.sometimes = nn.Linear(8, 8)
-        self.never = nn.Linear(8, 8)
-        self.tied = nn.Linear(8, 8)
-        self.tied.weight = self.a.weight
-        self.scalar = nn.Parameter(torch.tensor(1.5))
-        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        self.register_buffer("count", torch.zeros(3))
-
-    def forward(self, x, sometimes):
-        x = self.tied(torch.tanh(self.frozen(self.a(x)))) * self.scalar
-        if sometimes:
-            x = self.sometimes(x)
-        image = x[:2].reshape(1, 2, 2, 4).repeat(1, 1, 2, 1).contiguous(memory_format=torch.channels_last)
-        return x.square().mean() + self.conv(image).square().mean()
-
-
-def _local(rank, step):
-    net = Odd()
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-    net(x, rank == 1).backward()
-    return {n: p.grad for n, p in net.named_parameters() if p.requires_grad}
-
-
-def _odd(rank, size, method, options):
-    net = Odd()
-    if rank == 1:
-        nn.init.normal_(net.a.weight)  # overwritten by rank 0's at attach
-        net.count += 5
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
-    sync = tw.attach(net, optimizer, method, detect_desync=True, **options)
-    assert int(net.count.sum()) == 0
-    results = []
-    for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-        net(x, rank == 1).backward()
-        results.append(
-            {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters() if p.requires_grad}
-        )
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    assert net.frozen.weight.grad is None
-    sync.close()
-    return results
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}])
-def test_odd_models(options):
-    results = run(_odd, 2, "ssgd", {"fusion": "none"} | options)
-    for step in range(3):
-        local = [_local(rank, step) for rank in range(2)]
-        for name in local[0]:
-            parts = [g[name] for g in local if g[name] is not None]
-            for rank in range(2):
-                got = results[rank][step][name]
-                if not parts:
-                    assert got is None
-                else:
-                    torch.testing.assert_close(got, sum(parts) / 2)
-
-
-def test_odd_models_under_acp():
-    results = run(_odd, 2, "acp", {"rank": 2})
-    for name, grad in results[0][0].items():
-        assert (grad is None) == (results[1][0][name] is None)
-        assert grad is None or torch.equal(grad, results[1][0][name])
-
-
 def _loops(rank, size):
-    """Accumulation, clipping, synchronize, a second backward, two optimizers, sub-groups, run, agree."""
+    """A second backward, an exchange of nothing, sub-programs, agreement, and what remains after ``close``."""
     found = {}
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sync = tw.attach(net, optimizer, "ssgd")
-    with sync.no_sync():
-        for micro in range(2):
-            cases.loss_of(net, rank, micro).backward()
-    before = sync.stats().bytes_sent
-    cases.loss_of(net, rank, 2).backward()
-    found["accumulated"] = [p.grad.clone() for p in net.parameters()]
-    found["one exchange"] = before == 0 and sync.stats().bytes_sent == sync.stats().dense_bytes
-    found["norm"] = float(sync.clip_grad_norm_(0.01))
-    found["clipped"] = float(torch.stack([p.grad.norm() for p in net.parameters()]).norm())
-    optimizer.zero_grad()
-    with sync.no_sync():
-        cases.loss_of(net, rank, 0).backward()
-    sync.synchronize()
-    found["synchronized"] = [p.grad.clone() for p in net.parameters()]
+    cases.loss_of(net, rank, 1).backward()
     sent = sync.stats().bytes_sent
     sync.synchronize()  # nothing has been added since
     found["idle"] = sync.stats().bytes_sent - sent
-    found["still"] = [p.grad.clone() for p in net.parameters()]
-    optimizer.zero_grad()
-    cases.loss_of(net, rank, 1).backward()
     cases.loss_of(net, rank, 2).backward()  # as DDP: the average and one more
     found["twice"] = [p.grad.clone() for p in net.parameters()]
     found["agree"] = (sync.services.agree(rank == 1), sync.services.agree(False))
@@ -133,48 +43,23 @@ def _loops(rank, size):
     p.grad = None
     cases.loss_of(net, rank, 1).backward()
     found["detached"] = p.grad.clone()
-
-    lossy = cases.model()
-    optimizer = torch.optim.SGD(lossy.parameters(), lr=0.1)
-    with tw.attach(lossy, optimizer, "topk", density=0.1) as sync:
-        for _ in range(2):
-            cases.loss_of(lossy, rank, 0).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        cases.loss_of(lossy, rank, 0).backward()
-        with pytest.raises(RuntimeError, match="no_sync"):
-            cases.loss_of(lossy, rank, 0).backward()
     return found
 
 
-def _expected(steps, size=2):
-    total = None
-    for rank in range(size):
-        net = cases.model()
-        for step in steps:
-            cases.loss_of(net, rank, step).backward()
-        grads = [p.grad for p in net.parameters()]
-        total = grads if total is None else [a + b for a, b in zip(total, grads)]
-    return [g / size for g in total]
+def _gradient(rank, step):
+    net = cases.model()
+    cases.loss_of(net, rank, step).backward()
+    return [p.grad for p in net.parameters()]
 
 
 def test_loops():
-    results = run(_loops, 2)
-    for rank, found in enumerate(results):
-        torch.testing.assert_close(found["accumulated"], _expected([0, 1, 2]))
-        assert found["one exchange"]
-        norm = float(torch.stack([g.norm() for g in _expected([0, 1, 2])]).norm())
-        assert found["norm"] == pytest.approx(norm, rel=1e-5)
-        assert found["clipped"] == pytest.approx(0.01, rel=1e-3)
-        torch.testing.assert_close(found["synchronized"], _expected([0]))
+    both = [_gradient(rank, step) for rank in range(2) for step in (1, 2)]
+    for rank, found in enumerate(run(_loops, 2)):
+        torch.testing.assert_close(found["twice"], [sum(some) / 2 for some in zip(*both)])
         assert found["idle"] == 0
-        assert all(torch.equal(a, b) for a, b in zip(found["still"], found["synchronized"]))
-        torch.testing.assert_close(found["twice"], [a + b for a, b in zip(_expected([1]), _expected([2]))])
         assert found["agree"] == (True, False)
         assert found["run"] == [3.0, 3.0]
-        net = cases.model()
-        cases.loss_of(net, rank, 1).backward()
-        assert torch.equal(found["detached"], next(net.parameters()).grad)
+        assert torch.equal(found["detached"], _gradient(rank, 1)[0])
 
 
 class Blocks(nn.Module):
@@ -216,44 +101,6 @@ def _recompute(rank, size):
 def test_activation_checkpointing_in_both_forms():
     for worst in run(_recompute, 2):
         assert max(worst) < 1e-6
-
-
-def _scaled(rank, size, name, options):
-    """GradScaler against none on the same data, with one overflow on rank 1 at step 4."""
-    runs = []
-    for scaled in (False, True):
-        net = cases.model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2, enabled=scaled)
-        sync = tw.attach(net, optimizer, name, scaler=scaler, **options)
-        frozen = None
-        for step in range(8):
-            loss = cases.loss_of(net, rank, step)
-            if step == 4:
-                if not scaled:
-                    continue
-                frozen = {n: r.clone() for n, r in sync.services.state.residuals.items()}
-                loss = loss * (float("inf") if rank == 1 else 1.0)
-            scaler.scale(loss).backward()
-            if step == 4:
-                assert not all(bool(p.grad.isfinite().all()) for p in net.parameters())
-                assert all(torch.equal(v, frozen[n]) for n, v in sync.services.state.residuals.items())
-                assert frozen
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        runs.append((cases.weights(net), sync.stats().rejected_steps, scaler.get_scale()))
-        sync.close()
-    return runs
-
-
-def test_a_scaler_changes_nothing_and_an_overflow_costs_one_step():
-    plain, scaled = zip(*run(_scaled, 2, "topk", {"density": 0.2}))
-    for rank in range(2):
-        assert plain[rank][1] == 0
-        assert scaled[rank][1] == 1
-        torch.testing.assert_close(plain[rank][0], scaled[rank][0], rtol=1e-4, atol=1e-6)
-    assert scaled[0][2] == scaled[1][2]
 
 
 def _subgroup(rank, size):

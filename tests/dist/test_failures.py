@@ -38,11 +38,26 @@ def _disagree(rank, size):
     attempt(cases.model(), "acp", rank=2, seed=rank)
     attempt(cases.model(), detect_desync=bool(rank))
     attempt(cases.model(), "local", detect_desync=bool(rank))
+    dtype = torch.float16 if rank else torch.bfloat16
+    for what in ("buffer", "frozen"):
+        net = cases.model()
+        if what == "buffer":
+            net.register_buffer("mean", torch.ones(3, dtype=dtype))
+        else:
+            net[0].to(dtype).requires_grad_(False)
+        attempt(net)
+    layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    attempt(torch.nn.ModuleDict(dict(zip("ba" if rank else "ab", layers))), "dear")
     return messages
 
 
 def test_ranks_that_differ_are_told_what_differs():
     words = ["0.bias", "float32", "parameters: ", "rank: 2 against 3", "method", "seed", *["detect_desync"] * 2]
+    words += [
+        "mean [3] torch.bfloat16 against mean [3] torch.float16",
+        "0.weight [24, 24] torch.bfloat16 against 0.weight",
+    ]
+    words += ["parameters in order: [0] a.weight against b.weight"]
     for messages in run(_disagree, 2):
         assert len(messages) == len(words)
         for message, word in zip(messages, words):
@@ -53,7 +68,7 @@ def test_ranks_that_differ_are_told_what_differs():
 def _killed(rank, size, victim, step_of_death, how):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    tw.attach(net, optimizer, "ssgd", fusion="none", timeout=15)  # a busy machine may keep a live rank for seconds
+    tw.attach(net, optimizer, "ssgd", fusion="none", timeout=8)  # a busy machine may keep a live rank for seconds
     told = torch.distributed.distributed_c10d._get_default_store().clone()
     try:
         for step in range(20):
@@ -218,12 +233,7 @@ def test_bad_input_is_one_sentence():
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for kwargs, word in [
-        ({"method": "acpp"}, "acp"),
-        ({"method": "acp", "rank": 0}, "rank"),
         ({"method": "acp", "rnak": 2}, "rank"),
-        ({"method": "topk", "density": 0}, "density"),
-        ({"method": "topk", "density": 1.5}, "density"),
-        ({"method": "topk"}, "density"),
         ({"method": "ssgd", "fusion": "sometimes"}, "fusion"),
         ({"method": "ssgd", "merge": 4}, "unknown option of ssgd: 'merge'"),
         ({"method": "ssgd", "bucket_cap_mb": 25, "fusion": 4}, "bucket_cap_mb=25 and fusion=4 mean the same"),
@@ -346,11 +356,10 @@ def _out_of_memory(gradient):
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("who", [(0, 1), (1,)])
-def test_going_on_after_an_exception(who):
+def test_going_on_after_an_exception():
     undisturbed = run(_recovers, 2, ())
-    for rank, (said, weights) in enumerate(run(_recovers, 2, who, fresh=True)):
-        if rank in who:
+    for rank, (said, weights) in enumerate(run(_recovers, 2, (1,), fresh=True)):
+        if rank:
             assert said == "out of memory, say"
         else:
             assert "Rank 1 has left at step 3 with RuntimeError: out of memory, say" in said

@@ -151,22 +151,7 @@ def test_bf16_autocast_with_every_method():
             assert r[name][2] <= {"torch.float32"}, name
 
 
-def _half_wire(rank, size):
-    make = lambda net: LARS(net.parameters(), 0.5)  # noqa: E731
-    full = train(rank, make, "ssgd", autocast=True)
-    half = train(rank, make, tw.Cast("bf16"), autocast=True)
-    start = cases.weights(cases.model())
-    drift, moved = (sum(float((a - b).square().sum()) for a, b in zip(full[1], other)) for other in (half[1], start))
-    return full[3].bytes_sent, half[3].bytes_sent, (drift / moved) ** 0.5
-
-
-def test_half_on_the_wire_is_half_the_bytes():
-    for full, half, drift in run(_half_wire, 2):
-        assert full == 2 * half
-        assert 0 < drift < 0.05
-
-
-SCALED = ["ssgd", "cast", "topk", "acp", "signsgd", "powersgd", "dear"]
+SCALED = ["ssgd", "topk", "acp", "dear"]
 
 
 def _overflow(rank, size, name):
@@ -209,6 +194,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(name):
     for (weights, seen), (expected, _) in run(_overflow, 2, name):
         assert [scale for scale, _ in seen] == [1024.0, 1024.0, 512.0, 512.0, 512.0]
         assert seen[2][1]  # residuals, bit for bit
-        if name in ("ssgd", "cast", "topk", "dear"):  # no state that counts steps: as if it had not been
+        if name != "acp":  # no state that counts steps: as if it had not been
             assert all(torch.equal(a, b) for a, b in zip(weights, expected))
         assert all(bool(w.isfinite().all()) for w in weights)

@@ -115,13 +115,3 @@ def test_training_goes_on_bit_for_bit_by_the_same_calendar():
         for through, again, under_way in rows:
             assert under_way
             assert all(torch.equal(a, b) for a, b in zip(through, again, strict=True))
-
-
-def test_one_rank_trains_as_without():
-    ours, plain = cases.model(), cases.model()
-    first, second = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (ours, plain))
-    with tw.attach(ours, first, _settings(tw.Cast("int8"))) as sync:
-        cases.walk(ours, first, 0, 0, STEPS)
-        sync.finish()
-    cases.walk(plain, second, 0, 0, STEPS)
-    assert all(torch.equal(a, b) for a, b in zip(cases.weights(ours), cases.weights(plain)))

@@ -29,7 +29,7 @@ METHODS = [
     ("local", {"sync_every": 2, "codec": "int8", "fragment_sync_delay": 1}),
 ]
 TIMEOUT = 6.0
-TOGETHER = 10  # trials that wait side by side
+TOGETHER = len(METHODS)  # trials that wait side by side
 
 
 def _rank(pipe, rank, size, port, method, options, victim, how, moment):

@@ -39,7 +39,7 @@ def _gradients(rank, size, steps):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_every_exchange_equals_local_world_bit_for_bit(size):
     steps, net = 4, cases.model()
     results = run(_gradients, size, steps)
@@ -122,61 +122,33 @@ RESUMED = [
 ]
 
 
-def _resume(rank, size, folder):
-    found = []
-    for index, (name, options) in enumerate(RESUMED):
-        net, optimizer, sync = _build(name, options)
-        _steps(net, optimizer, rank, 0, 4)
-        tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 4)
-        _steps(net, optimizer, rank, 4, 8)
-        sync.close()
-        other, other_optimizer, other_sync = _build(name, options)
-        before = set(other_sync.state_dict())
-        _steps(
-            other, other_optimizer, rank, tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync), 8
-        )
-        same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
-        a, b = sync.state_dict(), other_sync.state_dict()
-        keys = [key for key, value in a.items() if isinstance(value, torch.Tensor)]
-        found.append((name, same, all(torch.equal(a[key], b[key]) for key in keys), set(keys) <= before, keys))
-        other_sync.close()
-    return found
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    for rank, result in enumerate(run(_resume, 3, str(tmp_path), seconds=250)):
-        for name, weights, state, shown, keys in result:
-            assert weights, name
-            assert state, name
-            assert shown, name  # a fresh state_dict has every key, for DCP
-            assert any(key.startswith(f"residual/{rank}/") for key in keys)
-            assert any(key.startswith(f"local/{rank}/momentum/") for key in keys) == (name == "dgc")
-        assert f"local/{rank}/momentum/6.bias" in result[0][-1]  # dense parameters, too
-        assert f"local/{rank}/decay/0.weight" in result[0][-1]
-
-
 def _saved(rank, size, folder):
     net, optimizer, sync = _build(*RESUMED[0])
     _steps(net, optimizer, rank, 0, 4)
     tw.checkpoint.save(folder, net, optimizer, sync, 4)
     sync.close()
-    return sync.services.state.snapshot()["local"]
+    return _own(sync)
+
+
+def _own(sync):
+    found = sync.services.state.snapshot()
+    return {**found["local"], "residual": found["residual"]}
 
 
 def _loaded(rank, size, folder):
     net, optimizer, sync = _build(*RESUMED[0])
     tw.checkpoint.load(folder, net, optimizer, sync)
-    local = sync.services.state.snapshot()["local"]
+    local = _own(sync)
     _steps(net, optimizer, rank, 4, 6)
     sync.close()
     return local
 
 
 @pytest.mark.parametrize("old, new", [(3, 2), (2, 3)])
-def test_another_world_size_gets_the_mean_momentum(tmp_path, old, new):
+def test_another_world_size_gets_the_mean_momentum_and_residual(tmp_path, old, new):
     before, after = run(_saved, old, str(tmp_path)), run(_loaded, new, str(tmp_path))
     for rank in after:
-        for field in ("momentum", "decay"):
+        for field in ("momentum", "decay", "residual"):
             assert rank[field].keys() == before[0][field].keys()
             for name, value in rank[field].items():
                 mean = sum(b[field][name].double() for b in before) / old

@@ -8,7 +8,7 @@ from torch import nn
 
 import thinwire as tw
 from fuzz.models import loss_of
-from fuzz.player import Player, difference, optimizers_of, put, scaler_of, tensors_of
+from fuzz.player import Mismatch, Player, difference, optimizers_of, put, scaler_of, tensors_of
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.program import LocalWorld, Method, Plan, PlanBucket, State, Topology
 from thinwire.engine.parameters import managed_parameters
@@ -205,6 +205,8 @@ class Gradients(Player):
                     pass  # whether nothing was used cannot be told
                 else:
                     self.check("the average", name, grad, wanted, 0.0 if exactly else 1e-6)
+                    if grad is not None and grad.numel() and grad.stride() != real[name].stride():
+                        raise Mismatch(f"the strides of {name}: {grad.stride()} instead of {real[name].stride()}")
                 wanted = grad
             for net in self.twins:
                 p = dict(net.named_parameters())[name]

@@ -279,6 +279,8 @@ class Player:
             return
         if event["how"] == "save":
             torch.save(self.net, file := io.BytesIO())
+            if b"thinwire" in file.getvalue():
+                raise Mismatch("a file of the model cannot be read where thinwire is not installed")
             file.seek(0)
             other = torch.load(file, weights_only=False)
         else:

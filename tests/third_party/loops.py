@@ -15,11 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 
 LOSSY = [
-    ("acp", {}),
     ("acp", {"start_compression_step": 0}),
     ("powersgd", {}),
-    ("powersgd", {"start_compression_step": 0}),
-    ("topk", {"density": 0.05}),
     ("topk", {"density": 0.05, "start_compression_step": 0}),
     ("cast", {"dtype": "int8"}),  # compresses from its first step anyway
 ]

@@ -141,22 +141,6 @@ def test_ssgd_is_ddp(scaled):
     assert values[-1] < values[0] - 1
 
 
-def _toggled(rank, size):
-    sentences = []
-    for method, how in LOSSY:
-        try:
-            _train(rank, "attach", method, toggle=True, last=4, **how)
-        except RuntimeError as error:
-            sentences.append(str(error))
-    return sentences
-
-
-def test_a_flag_that_nothing_reads_is_an_error_where_the_old_average_would_be_sent_again():
-    for sentences in run(_toggled, 2):
-        assert len(sentences) == len(LOSSY)
-        assert all("wrap all but the last in `with sync.no_sync():`" in text for text in sentences)
-
-
 def _lossy(rank, size, way):
     return both(partial(_train, rank, scaled=True), way)
 

@@ -1,11 +1,9 @@
 """Rules of papers and of their authors' code, written anew from their definitions: thinwire does the same.
 
-gTop-k (1901.04359), SPD-KFAC (2107.06533), DeAR (2302.12445), Once-for-all (1908.09791) as in EASNet, and Parrot
+gTop-k (1901.04359), SPD-KFAC (2107.06533), Once-for-all (1908.09791) as in EASNet, and Parrot
 (2303.01778), DiLoCo (2311.08105) as in hivemind and torchft. Others stand where their concept does: federated rules in
 tests/unit/federated, torch's model averaging in tests/dist/test_local.py.
 """
-
-from itertools import product
 
 import numpy as np
 import pytest
@@ -104,94 +102,15 @@ def test_kfac_fuses_what_saves_a_start_up(side):
     assert {1, 2, 3} < sizes_of_groups
 
 
-# --- DeAR: the decoupled schedule is SGD on both ranks' data ---------------------------------------------------------
-
-
-class Shared(nn.Module):
-    """A weight in two layers, and a layer that computes twice: the authors' code would update that twice."""
-
-    def __init__(self, backwards=False):
-        super().__init__()
-        self.backwards = backwards
-        self.once, self.twice, self.tied = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.tied.weight = self.once.weight
-
-    def forward(self, x):
-        layers = [self.once, self.twice, self.twice, self.tied]
-        for layer in reversed(layers) if self.backwards else layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-NETS = {
-    "linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)), (4, 6)),
-    "shared": (Shared, (4, 6)),
-    "shared, the second layer first": (lambda: Shared(backwards=True), (4, 6)),
-    "convolution": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, stride=2), nn.Flatten()),
-        (3, 2, 7, 7),
-    ),
-}
-SGD = {
-    "plain": {},
-    "momentum": {"momentum": 0.9},
-    "decay": {"weight_decay": 0.05},
-    "both": {"momentum": 0.9, "weight_decay": 0.05},
-    "nesterov": {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True},
-}
-
-
-def _loss(net, step, rank, shape):
-    return net(torch.randn(shape, generator=torch.Generator().manual_seed(2 * step + rank))).square().mean()
-
-
-def _joint(make, options, shape, steps):
-    """SGD on the mean of both ranks' gradients, without thinwire."""
-    torch.manual_seed(5)
-    net = make()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **options)
-    for step in range(steps):
-        grads = [torch.autograd.grad(_loss(net, step, rank, shape), list(net.parameters())) for rank in range(2)]
-        for p, a, b in zip(net.parameters(), *grads):
-            p.grad = a / 2 + b / 2
-        optimizer.step()
-    return [p.detach() for p in net.parameters()]
-
-
-def _decoupled(rank, size):
-    differing = []
-    for number, (kind, name) in enumerate(product(NETS, SGD)):
-        (make, shape), options = NETS[kind], SGD[name]
-        torch.manual_seed(5)
-        net = make()
-        start = [p.detach().clone() for p in net.parameters()]
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **options)
-        with tw.attach(net, optimizer, "dear", fusion=("none", "single")[number % 2], timeout=30):
-            for step in range(8):
-                _loss(net, step, rank, shape).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert not any(torch.equal(p, x) for p, x in zip(net.parameters(), start))
-        if not all(map(torch.equal, net.parameters(), _joint(make, options, shape, 8))):
-            differing.append((kind, name))
-    return differing
-
-
-@pytest.mark.dist
-def test_dear_is_sgd_on_the_data_of_both_ranks():
-    assert run(_decoupled, 2) == [[], []]
-
-
 # --- DiLoCo: AdamW inside, torch's Nesterov momentum on the mean change outside --------------------------------------
 
 
 def _local_steps(rank, size, every, lr, momentum):
     """The widest gap, after any step, to the weights of both ranks played in one process by torch alone."""
-    make, shape = NETS["linear"]
-    torch.manual_seed(5)
-    nets = [make().double() for _ in range(3)]
-    for net in nets[1:]:
-        net.load_state_dict(nets[0].state_dict())
+    nets, shape = [], (4, 6)
+    for _ in range(3):
+        torch.manual_seed(5)
+        nets.append(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)).double())
     inner = [torch.optim.AdamW(net.parameters(), lr=0.02) for net in nets]
     anchor = [p.detach().clone() for p in nets[1].parameters()]
     outer, gap = torch.optim.SGD(anchor, lr=lr, momentum=momentum, nesterov=momentum > 0), 0.0

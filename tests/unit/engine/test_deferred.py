@@ -126,60 +126,6 @@ def test_an_exception_in_forward_leaves_the_rest_pending():
     both(loop)
 
 
-def test_hyper_parameters_are_those_of_step():
-    def loop(net, optimizer, sync):
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for step in range(4):
-            _step(net, optimizer, step)
-            schedule.step()
-            optimizer.param_groups[0]["momentum"] = 0.1 * step
-        return []
-
-    both(loop)
-
-
-def test_accumulation_and_zero_grad_in_either_form():
-    def loop(net, optimizer, sync):
-        for step in range(4):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            with sync.no_sync():
-                loss_of(net, step).backward()
-                loss_of(net, step + 10).backward()
-            loss_of(net, step + 20).backward()
-            optimizer.step()
-        loss_of(net, 30).backward()
-        net.zero_grad(set_to_none=False)  # dropped
-        loss_of(net, 31).backward()
-        optimizer.zero_grad()
-        loss_of(net, 32).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with sync.no_sync():
-            loss_of(net, 33).backward()
-        sync.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(net, 34).backward()
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()  # of zeros: momentum alone
-        return []
-
-    both(loop)
-
-
-def test_a_step_that_is_not_taken_leaves_nothing():
-    def loop(net, optimizer, sync):
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            if step != 1:
-                optimizer.step()
-        return []
-
-    both(loop)
-
-
 def test_two_optimizers_that_step_apart():
     results = []
     for method in (tw.SSGD(), tw.DeAR(fusion="single")):
@@ -197,31 +143,6 @@ def test_two_optimizers_that_step_apart():
                 b.zero_grad()
         results.append(weights(net))
     torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_scaler_and_clipping(fused):
-    results = []
-    for method in (tw.SSGD(), tw.DeAR(fusion="none", poison_stale=True)):
-        net = make()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-        norms, scales = [], []
-        plan = tw.Plan.of([[name] for name, _ in net.named_parameters()])
-        with tw.attach(net, optimizer, method, plan=plan) as sync:
-            for step in range(10):
-                loss = loss_of(net, step) * (float("inf") if step == 4 else 1.0)
-                scaler.scale(loss).backward()
-                if step % 3 == 1:
-                    scaler.unscale_(optimizer)
-                    norms.append(sync.clip_grad_norm_(0.1, norm_type=(1.0, 2.0, float("inf"))[step // 3]))
-                scaler.step(optimizer)
-                scaler.update()
-                scales.append(scaler.get_scale())
-                optimizer.zero_grad()
-        results.append((weights(net), norms, scales))
-    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-    assert results[0][2][4] < results[0][2][3]
 
 
 REFUSED = {

@@ -7,7 +7,7 @@ from local_ranks import SHAPES, Ranks, close, equal, mean_walk, virtual, walk
 from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.topk import TopK
-from thinwire.engine.local import QSR, Local, Nesterov
+from thinwire.engine.local import QSR, Local
 from thinwire.engine.local.settings import local_settings
 
 ELEMENTS = [torch.Size(shape).numel() for shape in SHAPES.values()]  # each of them is a module, and a fragment
@@ -73,39 +73,6 @@ def test_rounds_are_waited_for_until_a_calendar_follows_from_their_times():
     (gone,) = {fragment.left for fragment in world.rounds[0].travelling()}
     assert gone == 8
     assert {fragment.due for fragment in world.rounds[0].travelling()} == {9}
-
-
-@pytest.mark.parametrize(("codec", "window"), [(None, 0), (TopK(0.1), 120), (Cast("int8", block=16), 0)], ids=str)
-def test_outer_weights_are_equal_on_all_ranks(codec, window):
-    world = world_of(4, codec, window=window, ranks=3, outer=Nesterov(0.7, 0.5))
-    for step in range(14):
-        walk(world, 1, first=step)
-        for rank in (1, 2):
-            assert all(torch.equal(world.outer(rank)[name], world.outer()[name]) for name in SHAPES)
-
-
-STOPS = [(0, 4), (120, 5), (0, 6), (120, 7)]
-
-
-@pytest.mark.parametrize(
-    ("codec", "window", "stop"), [(c, *STOPS[(i + k) % 4]) for i, c in enumerate(CODECS) for k in (0, 1)], ids=str
-)
-def test_training_goes_on_bit_for_bit_from_any_moment(codec, window, stop):
-    options = {"outer": Nesterov(0.7, 0.9, ramp_rounds=3), "fragment_sync_delay": 2}
-    through = world_of(4, codec, window=window, **options)
-    walk(through, stop)
-    assert through.rounds[0].travelling()
-    saved = [rounds.snapshot() for rounds in through.rounds]
-    again = world_of(4, codec, **options)
-    for there, here in zip(through.weights, again.weights):
-        for name, x in here.items():
-            x.copy_(there[name])
-    for rounds, one in zip(again.rounds, saved):
-        rounds.restore(one)
-    walk(through, 9, first=stop)
-    walk(again, 9, first=stop)
-    for a, b in zip(through.weights, again.weights):
-        assert all(torch.equal(a[name], b[name]) for name in SHAPES)
 
 
 @pytest.mark.parametrize("window", [0, 120])

@@ -11,7 +11,6 @@ from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.dgc import DGC
 from thinwire.core.methods.hitopk import HiTopK
 from thinwire.core.methods.powersgd import PowerSGD
-from thinwire.core.methods.qsgd import QSGD
 from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
@@ -153,16 +152,6 @@ def test_a_short_notice_of_the_rule():
     assert [rule.period(lr) for lr in (0.01, 0.008, 0.005, 0.001, 0.0001, 0.0)] == [4, 4, 12, 100, 100, 100]
 
 
-@pytest.mark.parametrize("codec", [None, *CODECS], ids=lambda c: "none" if c is None else c.name)
-def test_outer_weights_are_equal_on_all_ranks_and_so_are_weights_where_the_exchange_is_waited_for(codec):
-    world = Ranks(Local(3, codec, outer=Nesterov(0.7, 0.5)), equal(4), topology=Topology(4, 2))
-    for _ in range(3):
-        walk(world, 3)
-        for rank, name in itertools.product(range(4), SHAPES):
-            assert torch.equal(world.outer(rank)[name], world.outer(0)[name])
-            assert torch.equal(world.weights[rank][name], world.weights[0][name])
-
-
 @pytest.mark.parametrize("codec", [ACP(rank=2, min_rate=1.0), TopK(0.1), Cast("int8", block=16)], ids=lambda c: c.name)
 def test_what_the_outer_weights_lack_is_owed(codec):
     """phi_0 - phi_T + lr mean e(T) = lr sum of the mean changes, where every round starts from phi."""
@@ -184,52 +173,6 @@ def test_what_the_outer_weights_lack_is_owed(codec):
         torch.testing.assert_close(
             start[name] - world.outer()[name] + 0.5 * owed, 0.5 * changes[name], rtol=1e-12, atol=1e-12
         )
-
-
-def test_every_step_with_plain_sgd_is_ssgd():
-    world = Ranks(Local(1), equal(3))
-    walk(world, 7)
-    close(world.weights[1], mean_walk(3, 7))
-
-
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_averaging_is_bit_for_bit_torchs_on_two_ranks(fragments):
-    """``PeriodicModelAverager`` divides and sums, which two ranks do exactly."""
-    world = Ranks(Local(4, fragments=fragments), equal(2, dtype=torch.float32))
-    theirs = equal(2, dtype=torch.float32)
-    for step in range(12):
-        for own, other, change in zip(world.weights, theirs, drawn(step, 2, torch.float32)):
-            for name in SHAPES:
-                own[name].sub_(0.1 * change[name])
-                other[name].sub_(0.1 * change[name])
-        world.step()
-        for fragment in world.rounds[0].fragments:
-            if (step + 1) % 4 == (fragment.index + 1) * 4 // fragments % 4:
-                for name in fragment.parameters:
-                    average = theirs[0][name] / 2 + theirs[1][name] / 2
-                    theirs[0][name].copy_(average)
-                    theirs[1][name].copy_(average)
-        for name, rank in itertools.product(SHAPES, range(2)):
-            assert torch.equal(world.weights[rank][name], theirs[rank][name])
-
-
-def test_the_outer_optimizer_is_torchs():
-    world = Ranks(Local(2, outer=Nesterov(0.7, 0.9)), equal(2))
-    phi = [x.clone().requires_grad_() for x in world.outer().values()]
-    oracle = torch.optim.SGD(phi, lr=0.7, momentum=0.9, nesterov=True)
-    for round_ in range(5):
-        before = [x.clone() for x in world.outer().values()]
-        for step in range(2):
-            for own, change in zip(world.weights, drawn(round_ * 2 + step, 2)):
-                for name, x in own.items():
-                    x.sub_(0.1 * change[name])
-            if step:
-                for p, start, name in zip(phi, before, SHAPES):
-                    p.grad = sum(start - own[name] for own in world.weights) / 2
-            world.step()
-        oracle.step()
-        for p, anchor in zip(phi, world.outer().values()):
-            torch.testing.assert_close(anchor, p.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_the_rate_acts_once_and_a_ramp_begins_without_momentum():
@@ -354,27 +297,6 @@ def test_who_goes_on_while_it_measures_measures_from_the_first_codec():
     assert new.rounds[0].code == 0
 
 
-RESUMED = [None, ACP(rank=2, min_rate=1.0), TopK(0.1), QSGD()]
-
-
-@pytest.mark.parametrize(
-    ("codec", "stop"), [(c, 4 + (i + k) % 4) for i, c in enumerate(RESUMED) for k in (0, 2)], ids=str
-)
-def test_training_goes_on_bit_for_bit_from_any_moment(codec, stop):
-    settings = Local(4, codec, outer=Nesterov(0.7, 0.9, ramp_rounds=3), fragments=2, fragment_sync_delay=3)
-    through = Ranks(settings, equal(2))
-    walk(through, stop)
-    saved = [rounds.snapshot() for rounds in through.rounds]
-    weights = [{name: x.clone() for name, x in own.items()} for own in through.weights]
-    walk(through, 9, first=stop)
-    again = Ranks(settings, weights)
-    for rounds, one in zip(again.rounds, saved):
-        rounds.restore(one)
-    walk(again, 9, first=stop)
-    for a, b in zip(through.weights, again.weights):
-        assert all(torch.equal(a[name], b[name]) for name in SHAPES)
-
-
 def test_outer_weights_are_lent_to_the_model():
     world = Ranks(Local(4), equal(2))
     walk(world, 6)
@@ -420,16 +342,6 @@ def test_bad_rules(options, words):
 def test_more_fragments_than_parameters():
     with pytest.raises(ValueError, match="fragments=6: the model has only 5 trainable parameters"):
         Ranks(Local(fragments=6), equal(2))
-
-
-@pytest.mark.parametrize(("alpha", "kept"), [(0.0, 0.0), (0.25, 0.25), (1.0, 1.0)])
-def test_a_share_of_the_own_weights_is_kept(alpha, kept):
-    world = Ranks(Local(2, fragment_sync_delay=1, fragment_update_alpha=alpha), equal(2))
-    walk(world, 2)
-    before = {name: x.clone() for name, x in world.weights[0].items()}
-    world.step()
-    for name, x in world.weights[0].items():
-        torch.testing.assert_close(x, kept * before[name] + (1 - kept) * world.outer()[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("codec", [None, SSGD()], ids=["none", "changes"])

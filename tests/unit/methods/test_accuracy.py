@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 from worlds import label
 
 from thinwire import GTopK, OkTopk
@@ -47,36 +46,6 @@ def regression(method, seed, steps=500, ranks=2):
     return (x @ w - y).square().mean().item()
 
 
-@functools.cache
-def cnn(method, seed, steps=120, ranks=2):
-    torch.manual_seed(seed)
-    x = torch.randn(64, 1, 8, 8)
-    y = (x[:, 0, :4].mean((1, 2)) > x[:, 0, 4:].mean((1, 2))).long() + 2 * (x[:, 0, 2, 2] > 0).long()
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 3, stride=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(144, 4),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.8)
-    world, total = LocalWorld(ranks, plan=[[name for name, _ in model.named_parameters()]]), 0.0
-    for step in range(steps):
-        gradients, losses = [], []
-        for part, target in zip(x.chunk(ranks), y.chunk(ranks)):
-            model.zero_grad()
-            loss = nn.functional.cross_entropy(model(part), target)
-            loss.backward()
-            losses.append(loss.item())
-            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        for name, value in world.step(method, gradients)[0].items():
-            model.get_parameter(name).grad = value
-        optimizer.step()
-        total += sum(losses) / ranks if step >= steps - 20 else 0.0
-    return total / 20
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 @pytest.mark.parametrize("method", METHODS, ids=label)
 def test_regression_ends_where_ssgd_ends(method, seed):
@@ -88,13 +57,3 @@ def test_regression_ends_where_ssgd_ends(method, seed):
 def test_without_feedback_it_is_worse(kept, seed):
     dropped = type(kept)(**{**kept.options(), "error_feedback": False})
     assert regression(dropped, seed) > 1.01 * regression(kept, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("method", METHODS, ids=label)
-def test_a_small_cnn_learns_the_task(method, seed):
-    start = torch.log(torch.tensor(4.0)).item()
-    dense = cnn(SSGD(), seed)
-    assert cnn(method, seed) <= 1.05 * dense + 0.01 * start
-    assert dense < 0.5 * start

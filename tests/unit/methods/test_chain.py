@@ -1,6 +1,4 @@
 import pytest
-import torch
-from worlds import draw
 
 import thinwire as tw
 from thinwire.core.methods.chain import chain
@@ -67,14 +65,3 @@ def test_others_are_refused_with_the_reason(methods, words):
         chain(*methods)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_the_rounding_of_the_values_is_fed_back():
-    world, method = tw.LocalWorld(3), tw.chain(tw.TopK(0.2), tw.Cast("fp16"))
-    applied = owed = torch.zeros(30, 10, dtype=torch.float64)
-    for step in range(5):
-        gradients = draw(step, {"w": (30, 10)}, 3)
-        applied = applied + world.step(method, gradients)[0]["w"]
-        owed = owed + sum(g["w"] for g in gradients) / 3
-    left = sum(r["w"] for r in world.residuals()) / 3
-    torch.testing.assert_close(applied + left, owed, rtol=0, atol=1e-12)

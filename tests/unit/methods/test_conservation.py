@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from worlds import FEEDBACK, PLAN, SHAPES, draw, label, mean
 
 from thinwire.core.methods.acp import ACP
-from thinwire.core.methods.powersgd import PowerSGD
-from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.program import LocalWorld
 
@@ -33,12 +31,6 @@ def run(method, world, steps, tolerance, shapes=SHAPES, seed=0):
 @pytest.mark.parametrize("method", FEEDBACK, ids=label)
 def test_every_step_and_telescoped(method):
     run(method, LocalWorld(4, plan=PLAN), 60, 1e-13)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [ACP(rank=2, min_rate=1), PowerSGD(rank=2, min_rate=1), SignSGD()], ids=label)
-def test_five_hundred_steps(method):
-    run(method, LocalWorld(4, plan=[["w", "b"]]), 500, 1e-13, {"w": (12, 9), "b": (5,)})
 
 
 @settings(max_examples=40, deadline=None)

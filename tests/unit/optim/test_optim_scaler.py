@@ -135,29 +135,6 @@ def test_an_overflow_leaves_state_alone():
             assert scaler.get_scale() == 512.0
 
 
-# --- half on the wire ------------------------------------------------------------------------------------------------
-
-
-def test_fp16_sums_of_many_ranks_do_not_overflow():
-    world = tw.LocalWorld(64)
-    gradients = [{"w": torch.full((3,), 60000.0)} for _ in range(64)]
-    averaged = world.step(tw.Cast("fp16"), gradients)
-    for rank in averaged:
-        torch.testing.assert_close(rank["w"], gradients[0]["w"], rtol=1e-3, atol=0)
-
-
-def test_what_fp16_rounds_off_is_sent_later():
-    draw = torch.Generator().manual_seed(0)
-    world, method = tw.LocalWorld(3), tw.TopK(density=0.2, value_dtype="fp16")
-    given, got = torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
-    for _ in range(100):
-        gradients = [{"w": torch.randn(50, generator=draw)} for _ in range(3)]
-        got += world.step(method, gradients)[0]["w"].double()
-        given += sum(g["w"].double() for g in gradients) / 3
-    owed = sum(r["w"].double() for r in world.residuals()) / 3
-    torch.testing.assert_close(got + owed, given, rtol=1e-5, atol=1e-5)
-
-
 def test_parallel_without_ranks_warns_and_is_off(caplog):
     weights, gradients = oracles.problem()
     with caplog.at_level(logging.WARNING, "thinwire"):
