@@ -110,16 +110,6 @@ def test_the_large_exchange_does_not_grow_with_the_cohort():
     assert few[0][1] < many[0][1]
 
 
-def _fp64(rank, size):
-    return train("fedavg", reduction="fp64")[0]
-
-
-def test_other_arithmetics_agree_up_to_the_last_digits():
-    wanted = train("fedavg", reduction="fp64")[0]
-    for found in run(_fp64, 2):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
 def _killed(rank, size, folder):
     class Dies(fl.Scaffold):
         seen = 0

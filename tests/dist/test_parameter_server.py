@@ -8,9 +8,7 @@ import pytest
 import torch
 from parameter_cluster import (
     Cluster,
-    batch_of,
     flat,
-    gradient_of,
     held_out,
     impatient,
     in_thread,
@@ -30,7 +28,7 @@ from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer
-from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Worker, replay
+from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Worker
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import node as node_module
 from thinwire.systems.parameter_server.layout import LayoutMismatch
@@ -41,20 +39,6 @@ from thinwire.systems.parameter_server.settings import LocalSteps
 from thinwire.systems.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
-def test_one_node_one_worker_is_torch_sgd_bit_for_bit(options):
-    cluster = Cluster(inhad(0, "nodes"), 1, outer=sgd(**options), updates=40)
-    cluster.join()
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), **{"lr": 0.05, **options})
-    for step in range(40):
-        optimizer.zero_grad()
-        loss(network, batch_of(0, 0, step)).backward()
-        optimizer.step()
-    assert torch.equal(flat(cluster.model), flat(network))
-    assert torch.equal(flat(cluster.models[0, 0]), flat(network))  # the worker got the last weights too
 
 
 def test_s_0_is_synchronous_sgd_bit_for_bit():
@@ -145,21 +129,6 @@ def test_a_node_may_join_and_another_leave_while_training_goes_on():
     status = cluster.status
     assert status.counters["joined"] == 3
     assert torch.isfinite(flat(cluster.model)).all()
-
-
-def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path):
-    settings = inhad(3, start_nodes=2, deterministic=True)
-    cluster = Cluster(
-        settings, 2, 2, delays=[0.001, 0.004], updates=30, journal=tmp_path / "j", facts={"model": "tiny"}
-    )
-    cluster.join()
-    journal = Journal.read(tmp_path / "j")
-    network = model()
-    layout = Layout.of(network)
-    start = layout.flat(network)
-    again = replay(journal, start, gradient_of(network, layout), sgd(), full=2)
-    assert torch.equal(again, flat(cluster.model))
-    assert journal.facts == {"model": "tiny"}
 
 
 def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_path):

@@ -1,11 +1,8 @@
 """kill -9 of a worker, a leader at each point of the protocol, a shard, the server: training goes on, nothing twice."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,7 +13,7 @@ from parameter_cluster import model, part_of, sgd, wait_until
 from spawned import fork, free_port
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.peer import Peer
-from thinwire.systems.parameter_server import Journal, Node, Service, Worker, serve_shard
+from thinwire.systems.parameter_server import Journal, Node, Service, Worker
 from thinwire.systems.parameter_server import node as node_module
 from thinwire.systems.parameter_server.leader import Leader
 from thinwire.systems.parameter_server.messages import Grad, Piece, Pull, decode
@@ -42,11 +39,6 @@ def serve(port, folder, updates=None, shards=0):
                       checkpoint_dir=f"{folder}/c", checkpoint_every=5, journal=f"{folder}/j", on_update=on_update,
                       shards=shards)  # fmt: skip
     service.run()
-
-
-def keep(port, index, folder):
-    torch.set_num_threads(1)
-    serve_shard(f"127.0.0.1:{port}", index=index, outer=sgd(), checkpoint_dir=f"{folder}/c")
 
 
 def lead(port, number, dies=None):
@@ -184,16 +176,6 @@ def test_a_leader_dies_at_a_point_of_the_protocol(training, point):
 
 
 @pytest.mark.slow
-def test_a_leader_dies_between_the_pieces_of_a_sum(training):
-    server = training.start(serve, training.folder, 120, 2)
-    shards = [training.start(keep, index, training.folder) for index in range(2)]
-    training.start(lead, 0)
-    died(training.start(lead, 1, "between pieces"))
-    training.start(lead, 1)
-    training.end(server, *shards, updates=120)
-
-
-@pytest.mark.slow
 def test_a_worker_dies_and_its_node_goes_on(training):
     server = training.start(serve, training.folder)
     training.start(lead, 0)
@@ -202,31 +184,6 @@ def test_a_worker_dies_and_its_node_goes_on(training):
     wait_until((training.folder / "workers").exists)
     for pid in [int(line) for line in (training.folder / "workers").read_text().split()]:
         os.kill(pid, signal.SIGKILL)
-    training.go_on(50)
-    training.end(server)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", [0, 2])
-def test_the_server_dies_and_its_shards_and_nodes_wait_for_the_next(training, shards):
-    server = training.start(serve, training.folder, 100, shards)
-    there = [training.start(keep, index, training.folder) for index in range(shards)]
-    for number in range(2):
-        training.start(lead, number)
-    training.reach(40)
-    training.kill(server)
-    training.end(training.start(serve, training.folder, 100, shards), *there, updates=100)
-
-
-@pytest.mark.slow
-def test_a_stopped_node_is_dropped_and_comes_back(training):
-    server = training.start(serve, training.folder)
-    training.start(lead, 0)
-    sleeper = training.start(lead, 1)
-    training.reach(20)
-    os.kill(sleeper.pid, signal.SIGSTOP)
-    training.go_on(20)  # at most 2 with it, the rest when its lease has ended
-    os.kill(sleeper.pid, signal.SIGCONT)
     training.go_on(50)
     training.end(server)
 
@@ -249,47 +206,3 @@ def test_a_hundred_random_kills(training):
     training.go_on(20)
     training.kill(alive["server"])
     training.check_journal(len(Journal.read(training.folder / "j").updates))
-
-
-@pytest.mark.slow
-def test_a_killed_shard_ends_the_verb_with_a_sentence_and_all_go_on_when_started_again(tmp_path):
-    port, there = free_port(), []
-
-    def start(*words):
-        command = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "ps", *map(str, words)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        there.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        )
-        return there[-1]
-
-    def server(updates):
-        return start("server", "--model", "mlp:width=32:layers=2", "--shards", 2, "--port", port, "--updates", updates,
-                     "--outer", "sgd:lr=0.01", "--checkpoint-dir", tmp_path, "--checkpoint-every", 10,
-                     "--json")  # fmt: skip
-
-    def shard(index):
-        return start("shard", f"127.0.0.1:{port}", "--index", index, "--checkpoint-dir", tmp_path, "--json")
-
-    try:
-        first, shards = server(1_000_000), [shard(0), shard(1)]
-        node = start("node", "--server", f"127.0.0.1:{port}", "--model", "mlp:width=32:layers=2", "--node", 0,
-                     "--pace", 0.01)  # fmt: skip
-        wait_until((tmp_path / "version-000000020.pt").exists)
-        shards[1].kill()
-        _, words = first.communicate(timeout=120)
-        assert first.returncode == 1
-        assert "error: shard 1 (port " in words
-        assert "they continue from version" in words
-        assert "Traceback" not in words
-        saved = max(int(path.stem[-9:]) for path in tmp_path.glob("version-*.pt"))
-        second, back = server(saved + 50), shard(1)
-        for process in (second, shards[0], back):
-            out, words = process.communicate(timeout=120)
-            assert process.returncode == 0, words
-            assert json.loads(out)["version"] == saved + 50
-        assert node.wait(120) == 0
-    finally:
-        for process in there:
-            process.kill()
-            process.communicate()

@@ -1,11 +1,10 @@
 """A training whose processes share a secret, and those who come without it, with another, or as somebody else."""
 
 import socket
-import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, started, wait_until
+from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, wait_until
 
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
@@ -102,17 +101,6 @@ def shards_of(cluster, shards):
     return list(cluster.service.shards.shards.values()) if shards else []
 
 
-@pytest.mark.parametrize("role", ["worker", "shard"])
-def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1)
-    wait_until(lambda: shards_of(cluster, 1))
-    port = shards_of(cluster, 1)[0].port
-    with pytest.raises(NotAdmitted, match=f"does not accept {role}s"):
-        talk(f"127.0.0.1:{port}", PeerIdentity(role, 0, secret), msg.Ticket(7))
-    cluster.stop_after(20)
-    assert cluster.join().counters["joined"] == 1
-
-
 def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
     layout, before = Layout.of(model()).number, memory()
@@ -130,20 +118,6 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
     cluster.stop_after(20)
     cluster.join()
     assert all(row.isfinite() for row in flat(cluster.model))
-
-
-def test_silent_connections_delay_a_node_that_joins_by_little(secret):
-    service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5)
-    serving = started(service.run)
-    silent = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(300)]
-    began = time.monotonic()
-    node = Node(f"127.0.0.1:{service.port}", 0, 1)
-    Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0)).run()
-    assert time.monotonic() - began < 100.0  # in turn they would keep it out for 3000 s
-    serving.join(60)
-    node.close()
-    for connection in silent:
-        connection.close()
 
 
 def test_members_without_the_secret_are_refused_with_a_sentence(secret, monkeypatch):

@@ -57,21 +57,6 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     cluster.nodes[0].close()
 
 
-@pytest.mark.slow
-def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
-    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
-    cluster = Cluster(bsp(), 1, delays=[0.01], keys=keys / "ours", apart=True, **options)
-    wait_until(lambda: cluster.version >= 12)
-    cluster.kill()
-    port = int(cluster.address.rpartition(":")[2])
-    again = Service(model(), bsp(), outer=sgd(), port=port, updates=cluster.version + 30,
-                    keys=keys / "ours" / "server", **options)  # fmt: skip
-    assert again.saves.resumed >= 10
-    status = again.run()
-    assert status.counters["joined"] == 2
-    cluster.nodes[0].close()
-
-
 def test_each_of_them_is_told_why_not(keys, monkeypatch):
     service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1, keys=keys / "ours" / "server")
     open_to_all = Service(model(), bsp(), outer=sgd(), updates=5)
@@ -90,12 +75,6 @@ def test_each_of_them_is_told_why_not(keys, monkeypatch):
             Shard(address, 0, **options).run()
     for one in (service, open_to_all, shared):
         one.close()
-
-
-def test_who_has_a_certificate_of_this_training_is_not_its_server(keys):
-    impostor = Service(model(), bsp(), outer=sgd(), updates=5, keys=keys / "ours" / "node1")
-    with impostor, pytest.raises(NodeRefused, match=r"not valid for '127\.0\.0\.1'"):
-        Node(f"127.0.0.1:{impostor.port}", 0, 1, keys=keys / "ours" / "node0")
 
 
 def test_workers_show_their_nodes_certificate(keys):

@@ -42,16 +42,12 @@ def last(text):
     return History.from_json(text).rounds[-1].evaluation
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "FedDyn"])
-def test_algorithms_begin_to_learn_by_the_pages_command(alone, name):
-    assert last(run(ONE.replace("scaffold", name.lower()), "--rounds", 10, "--json"))["accuracy"] > 0.5
-
-
-@pytest.mark.parametrize("words, least", [(PER_CLIENT, 0.5), (COMPRESSED, 0.5), (DEVICES, 0.6)])
-def test_short_runs(alone, words, least):
+@pytest.mark.parametrize("words", [ONE, PER_CLIENT, COMPRESSED, DEVICES])
+def test_short_runs(alone, words):
     words = words.replace("--rounds 30", "")
-    found = last(run(words, "--rounds", 8, "--json"))
-    assert found["accuracy"] > least
+    history = History.from_json(run(words, "--rounds", 4, "--json"))
+    found = history.rounds[-1].evaluation
+    assert found["held-out loss"] < history.start["held-out loss"] - 0.01
     if words == PER_CLIENT:
         assert found["worst tenth"] < found["accuracy"] < 1
 
