@@ -1,7 +1,6 @@
 """A port that speaks TLS: strangers of all kinds, who change nothing, and a node that then comes in."""
 
 import contextlib
-import datetime
 import os
 import random
 import socket
@@ -9,8 +8,6 @@ import ssl
 import time
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameter_cluster import Cluster, memory, wait_until
@@ -23,20 +20,11 @@ from thinwire.systems.link.listener import Listener
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server.presets import bsp
 
-CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a TLS handshake
-
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
-    new_keys(folder / "ours", ["server", "shard0", "node0", "late", "other"])
-    new_keys(folder / "theirs", ["server", "node0"])
-    path = folder / "ours" / "late" / "identity.crt"  # signed again, as of yesterday
-    old = x509.load_pem_x509_certificate(path.read_bytes())
-    signer = serialization.load_pem_private_key((folder / "ours" / "ca.key").read_bytes(), None)
-    then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(1)
-    made = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), 7, then - datetime.timedelta(1), then)
-    path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    new_keys(folder / "ours", ["server", "shard0", "node0", "other"])
     return folder
 
 

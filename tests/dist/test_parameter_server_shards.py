@@ -86,12 +86,7 @@ DROPPING = fedbuff(3, 0, start_nodes=2, local_update=LocalSteps(1, "sgd", 0.05))
         pytest.param(inhad(2, start_nodes=2, compress_up="topk", compress_down="int8", density=0.2), id="compressed"),
         pytest.param(asp(start_nodes=2), id="asp"),
         pytest.param(DROPPING, id="drop"),
-        pytest.param(inhad(2, start_nodes=2), id="inhad", marks=pytest.mark.slow),
-        pytest.param(
-            bsp(start_nodes=2, compress_up="int8", compress_down="topk", density=0.3), id="other way",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(inhad(4, start_nodes=2, local="sync"), id="sync", marks=pytest.mark.slow),
+        pytest.param(inhad(4, start_nodes=2, local="sync"), id="sync"),
     ],
 )  # fmt: skip
 def test_every_way_of_sending_trains_with_shards_and_nothing_stays_behind(settings):

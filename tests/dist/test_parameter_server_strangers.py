@@ -4,7 +4,7 @@ import socket
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, wait_until
+from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, synchronous, wait_until
 
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
@@ -61,10 +61,9 @@ def ends(pair):
         pair.close()
 
 
-@pytest.mark.parametrize("shards", [0, 2])
-def test_strangers_change_nothing(secret, caplog, shards):
+def test_strangers_change_nothing(secret, caplog):
     settings, layout = bsp(start_nodes=1, deterministic=True), Layout.of(model()).number
-    cluster = Cluster(settings, 1, delays=[0.01], shards=shards)
+    cluster = Cluster(settings, 1, delays=[0.01], shards=2)
     before = memory()
     for identity in (PeerIdentity("node", 9), PeerIdentity("node", 9, b"another secret, 24 bytes")):
         with pytest.raises(NotAdmitted, match="secret"):
@@ -82,7 +81,7 @@ def test_strangers_change_nothing(secret, caplog, shards):
         (PeerIdentity("node", 9, secret), msg.Ping()),
     ):
         assert not talk(cluster.address, identity, hello)
-    ports = [cluster.service.port, *(place.port for place in shards_of(cluster, shards))]
+    ports = [cluster.service.port, *(place.port for place in cluster.service.shards.shards.values())]
     for port in ports:
         for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 100_000, b"thinwire", b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -92,13 +91,7 @@ def test_strangers_change_nothing(secret, caplog, shards):
     status = cluster.join()
     assert status.counters["joined"] == 1
     assert "refused" not in status.counters
-    undisturbed = Cluster(settings, 1, updates=status.version, shards=shards)
-    undisturbed.join()
-    assert torch.equal(flat(cluster.model), flat(undisturbed.model))
-
-
-def shards_of(cluster, shards):
-    return list(cluster.service.shards.shards.values()) if shards else []
+    assert torch.equal(flat(cluster.model), synchronous(1, 1, status.version))
 
 
 def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, model, part_of, sgd, started, wait_until
+from parameter_cluster import Cluster, flat, model, part_of, sgd, started, synchronous, wait_until
 
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
@@ -32,14 +32,10 @@ def keys(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("shards", [0, 2])
-def test_the_numbers_are_those_of_plain_connections(keys, shards):
-    settings = bsp(start_nodes=2, deterministic=True)
-    plain = Cluster(settings, 2, 2, updates=12, shards=shards)
-    plain.join()
-    secured = Cluster(settings, 2, 2, updates=12, shards=shards, keys=keys / "ours")
+def test_the_numbers_are_those_of_synchronous_sgd(keys):
+    secured = Cluster(bsp(start_nodes=2, deterministic=True), 2, 2, updates=12, shards=2, keys=keys / "ours")
     assert secured.join().version == 12
-    assert torch.equal(flat(secured.model), flat(plain.model))
+    assert torch.equal(flat(secured.model), synchronous(2, 2, 12))
 
 
 def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(keys, caplog):
@@ -57,24 +53,17 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     cluster.nodes[0].close()
 
 
-def test_each_of_them_is_told_why_not(keys, monkeypatch):
-    service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1, keys=keys / "ours" / "server")
-    open_to_all = Service(model(), bsp(), outer=sgd(), updates=5)
-    shared = Service(model(), bsp(), outer=sgd(), updates=5, secret=SECRET)
-    for one, options, sentence in (
-        (service, {"keys": keys / "theirs" / "node0"}, "another authority signed it"),
-        (service, {}, "asks for a certificate: give --keys"),
-        (service, {"secret": SECRET}, "asks for a certificate: give --keys"),
-        (open_to_all, {"keys": keys / "ours" / "node0"}, "give keys to both ends, or to neither"),
-        (shared, {"keys": keys / "ours" / "node0"}, "give keys to both ends, or to neither"),
-    ):
-        address = f"127.0.0.1:{one.port}"
-        with pytest.raises(NodeRefused, match=sentence):
-            Node(address, 0, 1, **options)
-        with pytest.raises(ShardRefused, match=sentence):
-            Shard(address, 0, **options).run()
-    for one in (service, open_to_all, shared):
-        one.close()
+def test_each_of_them_is_told_why_not(keys):
+    with Service(model(), bsp(), outer=sgd(), updates=5, shards=1, keys=keys / "ours" / "server") as service:
+        address = f"127.0.0.1:{service.port}"
+        for options, sentence in (
+            ({"keys": keys / "theirs" / "node0"}, "another authority signed it"),
+            ({}, "asks for a certificate: give --keys"),
+        ):
+            with pytest.raises(NodeRefused, match=sentence):
+                Node(address, 0, 1, **options)
+            with pytest.raises(ShardRefused, match=sentence):
+                Shard(address, 0, **options).run()
 
 
 def test_workers_show_their_nodes_certificate(keys):

@@ -156,13 +156,16 @@ def test_strangers_are_told_why_not(of, inn):
         refused(listener, PeerIdentity("node", 3, trust), sentence)
     refused(there, PeerIdentity("worker", 3, of("a")), "does not accept workers")
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
-    with (
-        socket.create_connection(("127.0.0.1", there.port)) as raw,
-        anonymous.wrap_socket(raw) as stranger,
-        pytest.raises((ssl.SSLError, ConnectionError)),
-    ):
-        assert stranger.recv(1)
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    for context in (anonymous, old):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with (
+            socket.create_connection(("127.0.0.1", there.port)) as raw,
+            pytest.raises((ssl.SSLError, ConnectionError)),
+            context.wrap_socket(raw) as stranger,
+        ):
+            assert stranger.recv(1)
 
 
 def test_a_ca_that_only_this_side_trusts_is_named(keys, of, inn):

@@ -36,12 +36,6 @@ def test_the_layout_of_a_model_tells_its_buffers_too():
         Layout.of(torch.nn.Sequential(torch.nn.BatchNorm1d(3))).check(Layout.of(without))
 
 
-def test_of_a_node_floats_are_averaged_and_of_counts_the_largest_is_taken():
-    layout = BufferLayout.of(Model())
-    rows = [torch.tensor([1.0] * 6 + [4]), torch.tensor([2.0] * 6 + [9])]
-    assert layout.mean([row.double() for row in rows]).tolist() == [1.5] * 6 + [9.0]
-
-
 def test_the_server_takes_the_first_and_then_moves_a_tenth():
     layout = BufferLayout.of(Model())
     running, model = RunningBuffers(layout), Model()

@@ -70,11 +70,15 @@ def by_hand(trace, mean):
     return history[-1]
 
 
-OPTIONS = [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "momentum", "nesterov"])
-@pytest.mark.parametrize("settings", [inhad(0, "nodes"), bsp(deterministic=True), bsp(local="sync")], ids=str)
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, inhad(0, "nodes")),
+        ({"momentum": 0.9}, bsp(deterministic=True)),
+        ({"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, bsp(local="sync")),
+    ],
+    ids=["plain", "momentum", "nesterov"],
+)
 def test_one_worker_at_s_0_is_torch_sgd_bit_for_bit(options, settings):
     trace = simulate(settings, nodes=1, updates=200, step_seconds=uneven, parameters=start(), gradient=gradient,
                      outer=sgd(**options))  # fmt: skip
@@ -87,8 +91,7 @@ def test_one_worker_at_s_0_is_torch_sgd_bit_for_bit(options, settings):
     assert set(trace.staleness()) == {0}
 
 
-@pytest.mark.parametrize(("nodes", "workers"), [(2, 1), (3, 2), (4, 4)])
-@pytest.mark.parametrize("local", ["async", "sync"])
+@pytest.mark.parametrize(("nodes", "workers", "local"), [(2, 1, "async"), (3, 2, "sync"), (4, 4, "async")])
 def test_s_0_is_synchronous_sgd_bit_for_bit(nodes, workers, local):
     settings = bsp(start_nodes=nodes, deterministic=True, local=local)
     trace = simulate(settings, nodes=nodes, workers=workers, updates=60, step_seconds=uneven, parameters=start(),
@@ -157,8 +160,7 @@ def test_n_softsync_takes_exactly_c_and_is_about_n_versions_late(n):
     assert n == 1 or mean >= 0.7 * n
 
 
-@pytest.mark.parametrize("clock_limit", [0, 1, 3])
-@pytest.mark.parametrize("far", [0.0, 3.0])
+@pytest.mark.parametrize(("clock_limit", "far"), [(0, 3.0), (1, 0.0), (3, 3.0)])
 def test_ssp_keeps_clocks_together_and_promises_what_is_read(clock_limit, far):
     def steps(node, worker, step, rng):
         return 8.0 if node == 1 else 1.0
