@@ -15,17 +15,9 @@ from split_ends import batch_of, edge_end, halves, in_process, linked, serving
 
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import PairError, PairTimeout
-from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Listener
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server.presets import bsp
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    new_keys(folder / "ours", ["server", "shard0", "node0", "other"])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +71,17 @@ def attack(ports, handshake, examples, each):
     assert memory() - before < 200e6
 
 
-def besiege(keys, handshake, examples, each):
+def test_garbage_and_spoiled_handshakes(keys, handshake):
     """A training with a shard, whose server, shard and leader are all attacked while a node works and after."""
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1, keys=keys / "ours")
     wait_until(lambda: cluster.service.shards.ready)
     (shard,) = cluster.service.shards.shards.values()
     ports = [cluster.service.port, shard.port, cluster.nodes[0].port]
-    attack(ports, handshake, examples, each)
+    attack(ports, handshake, 60, 5)
     cluster.stop_after(5)
     status = cluster.join()
     assert (status.counters["joined"], status.counters.get("refused")) == (1, None)
     assert len(os.listdir("/proc/self/fd")) < 500
-
-
-def test_garbage_and_spoiled_handshakes(keys, handshake):
-    besiege(keys, handshake, 60, 5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_garbage_and_spoiled_handshakes_for_long(keys, handshake):
-    besiege(keys, handshake, 1000, 30)
 
 
 def test_a_split_cloud_among_them(keys, handshake):

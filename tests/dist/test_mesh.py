@@ -41,7 +41,7 @@ def _sums(rank, size, cases):
     return found, shard
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_sums_are_in_rank_order_on_all_ranks(size):
     cases = [(n, t) for n in (70_001, 700_003) for t in (torch.float32, torch.bfloat16, torch.float64)] * 3
     results = run(_sums, size, cases)
@@ -77,8 +77,8 @@ def _small(rank, size):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_lane_without_a_group_carries_small_tensors_of_all_kinds(size):
+def test_a_lane_without_a_group_carries_small_tensors_of_all_kinds():
+    size = 3
     own = [torch.arange(3) + 10 * r for r in range(size)]
     table = torch.stack([torch.arange(2 * size).view(size, 2) + 100 * r for r in range(size)])
     for rank, found in enumerate(run(_small, size)):
@@ -126,9 +126,8 @@ def _without_a_way(rank, size):
         exchange_module.unreachable.clear()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_rank_that_cannot_be_reached_leaves_all_to_gloo(size):
-    results = run(_without_a_way, size)
+def test_one_rank_that_cannot_be_reached_leaves_all_to_gloo():
+    results = run(_without_a_way, 3)
     assert all(fell_back for fell_back, _ in results)
     assert all(torch.equal(found, results[0][1]) for _, found in results)
 

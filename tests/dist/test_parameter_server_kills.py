@@ -57,27 +57,6 @@ def lead(port, number, dies=False):
     node.wait(5)
 
 
-def lead_apart(port, number, folder):
-    """A node whose two workers are processes; their numbers are in a file."""
-    torch.set_num_threads(1)
-    node = Node(f"127.0.0.1:{port}", number, 2)
-    workers = {}
-    while not node.wait(0.05):
-        for k in range(2):
-            if k not in workers or not workers[k].is_alive():
-                workers[k] = fork.Process(target=work, args=(node.address, number, k), daemon=True)
-                workers[k].start()
-                with open(f"{folder}/workers", "a") as file:
-                    file.write(f"{workers[k].pid}\n")
-    for worker in workers.values():
-        worker.join(5)
-
-
-def work(address, number, k):
-    torch.set_num_threads(1)
-    Worker(model(), *part_of(number, k, 0.02), address, k).run()
-
-
 class Training:
     """Processes of one training in a folder; whoever is alive at the end is killed."""
 
@@ -137,19 +116,6 @@ def test_a_leader_dies_between_pull_and_grad(training):
     training.go_on(10)
     training.start(lead, 1)  # the node comes back
     training.go_on(30)
-    training.end(server)
-
-
-@pytest.mark.slow
-def test_a_worker_dies_and_its_node_goes_on(training):
-    server = training.start(serve, training.folder)
-    training.start(lead, 0)
-    training.start(lead_apart, 1, training.folder)
-    training.reach(10)
-    wait_until((training.folder / "workers").exists)
-    for pid in [int(line) for line in (training.folder / "workers").read_text().split()]:
-        os.kill(pid, signal.SIGKILL)
-    training.go_on(50)
     training.end(server)
 
 

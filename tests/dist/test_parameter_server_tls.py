@@ -13,7 +13,6 @@ from parameter_cluster import Cluster, flat, model, part_of, sgd, started, synch
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import VARIABLE, PeerIdentity
-from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
@@ -22,14 +21,6 @@ from thinwire.systems.parameter_server.presets import bsp
 
 pytestmark = pytest.mark.dist
 SECRET = "a secret of this training"
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    new_keys(folder / "ours", ["server", "shard0", "shard1", "node0", "node1"])
-    new_keys(folder / "theirs", ["server", "node0"])
-    return folder
 
 
 def test_the_numbers_are_those_of_synchronous_sgd(keys):

@@ -25,11 +25,6 @@ def test_a_run_with_everything(alone):
     assert all(row.client_seconds > 1 and "accuracy" in row.evaluation for row in history.rounds)
     assert {x.shape[0] for x in unpack((alone / "weights.safetensors").read_bytes()).values()} >= {10}
     assert "plotly" in (alone / "curves.html").read_text()
-    again = call(
-        *SMALL[:3], "--rounds", 3, *SMALL[-2:], "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress",
-        "topk:density=0.1", "--reduction", "exact", "--checkpoint-dir", "run", "--json",
-    )  # fmt: skip
-    assert [row.round for row in History.from_json(again.stdout).rounds] == [0, 1, 2]
 
 
 def test_what_is_not_named_is_kept_of_the_federation():

@@ -1,6 +1,5 @@
 """TLS between two processes: who is let in by certificates, what each is told, and what crosses the socket."""
 
-import datetime
 import queue
 import socket
 import ssl
@@ -9,42 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, check_host, find_trust
-from thinwire.systems.link.keys import new_keys, show_keys
+from thinwire.systems.link.keys import show_keys
 from thinwire.systems.link.listener import MOST_NUMBERS, Caller, Listener, connect
 from thinwire.systems.link.tls import Credentials
 
 SECRET = b"0123456789abcdef"
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    new_keys(folder / "ours", ["server", "a", "b", "late"])
-    new_keys(folder / "theirs", ["server", "a"])
-    expire(folder / "ours", "late")
-    return folder
-
-
-def expire(folder, name):
-    """Sign a certificate again, as of yesterday."""
-    path = folder / name / "identity.crt"
-    old = x509.load_pem_x509_certificate(path.read_bytes())
-    signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    before, after = now - datetime.timedelta(2), now - datetime.timedelta(1)
-    made = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), 7, before, after)
-    path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-
-
-@pytest.fixture
-def of(keys):
-    return lambda name, whose="ours": Credentials.of(keys / whose / name)
 
 
 @pytest.fixture

@@ -304,7 +304,7 @@ def test_in_virtual_time_shards_change_no_bit_at_s_0_and_a_replay_none_at_all():
     rate=st.sampled_from([None, 1e6]),
     faults=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_in_virtual_time_the_bound_holds_with_shards_and_nothing_stalls(seed, options, shards, rate, faults):
     def link(node):
         return Link(0.3 if node == 2 else 0.01, rate, jitter=lambda rng: rng.expovariate(20.0))
@@ -337,10 +337,10 @@ def test_bytes_of_shards_are_those_of_the_cost_model(shards):
         assert shards * (whole - 8) <= trace.messages["Piece"] <= shards * whole
 
 
-@pytest.mark.parametrize("shards", [0, 2, 4])
+@pytest.mark.parametrize("shards", [0, 4])
 def test_where_the_servers_link_is_the_bound_k_links_give_k_times_the_gradients(shards):
     link = Link(0.0005, 1e8)
-    trace = simulate(asp(), nodes=32, seconds=60.0, step_seconds=lambda *a: 0.1, payload_bytes=1_000_000,
+    trace = simulate(asp(), nodes=32, seconds=30.0, step_seconds=lambda *a: 0.1, payload_bytes=1_000_000,
                      link=link, server_link=link, shards=shards)  # fmt: skip
     bound = max(shards, 1) * 1e8 / (8 * 1_000_000)
     assert trace.gradients / trace.seconds == pytest.approx(bound, rel=0.1)

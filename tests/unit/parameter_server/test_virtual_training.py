@@ -16,7 +16,6 @@ from thinwire.systems.parameter_server.presets import (
     bsp,
     delayed_nesterov,
     diloco,
-    fedbuff,
     inhad,
     n_softsync,
     ssp,
@@ -202,25 +201,6 @@ def test_stalest_takes_no_more_nodes_than_the_trigger_needs_and_the_oldest_work_
     assert age > 0
 
 
-def test_fedbuff_drops_what_is_too_old_and_counts_it():
-    settings = fedbuff(size=3, max_staleness=1, steps=2)
-    trace = simulate(settings, nodes=4, updates=80, parameters=start(), gradient=gradient,
-                     step_seconds=lambda n, w, s, rng: 30.0 if n == 0 else 1.0)  # fmt: skip
-    assert {len(rows) for _, _, rows in trace.updates} == {3}
-    assert max(trace.staleness()) <= 1
-    assert trace.counters["stale"] > 0
-
-
-def test_local_sgd_of_one_step_and_rate_1_is_sgd():
-    settings = async_local_sgd(local_update=LocalSteps(1, "sgd", 0.1))
-    trace = simulate(settings, nodes=1, updates=50, step_seconds=equal, parameters=start(torch.float64),
-                     gradient=gradient, outer=sgd(lr=1.0))  # fmt: skip
-    theta = start(torch.float64)
-    for step in range(50):
-        theta = theta - 0.1 * gradient(theta, 0, 0, step)
-    torch.testing.assert_close(trace.parameters, theta, rtol=1e-12, atol=1e-13)
-
-
 def test_diloco_with_rate_1_and_no_momentum_averages_parameters():
     settings = diloco(steps=5, start_nodes=3, local_update=LocalSteps(5, "sgd", 0.1))
     trace = simulate(settings, nodes=3, updates=8, step_seconds=uneven, parameters=start(torch.float64),
@@ -397,15 +377,8 @@ def test_equal_seeds_give_equal_runs():
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_a_thousand_nodes():
-    trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=4, step_seconds=uneven, payload_bytes=1000)
-    assert trace.gradients > 1000
-    assert max(trace.staleness()) <= 4
-
-
-@pytest.mark.parametrize("shards", [0, 2])
 @pytest.mark.parametrize(
-    "settings", [inhad(2), inhad(4, "nodes"), bsp(), asp(), ssp(1)], ids=lambda s: f"{s.transfer}-{s.max_staleness}"
+    ("settings", "shards"), [(inhad(2), 2), (inhad(4, "nodes"), 0), (bsp(), 2), (bsp(), 0), (asp(), 2), (ssp(1), 0)]
 )
 def test_jitter_of_a_link_keeps_the_messages_of_a_connection_in_order(settings, shards):
     """Weights that came before the WELCOME, or a fence after the weights, left a node without work for good."""
