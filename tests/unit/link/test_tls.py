@@ -130,6 +130,7 @@ def test_strangers_are_told_why_not(of, inn):
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.maximum_version = ssl.TLSVersion.TLSv1_2
+    old.load_cert_chain(of("a").certificate, of("a").key)
     for context in (anonymous, old):
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with (
