@@ -48,9 +48,9 @@ def keys(tmp_path_factory):
     from thinwire.systems.link.keys import new_keys
 
     folder = tmp_path_factory.mktemp("keys")
-    others = ["cloud", "edge", "other", "shard0", "shard1", "node0", "node1"]
+    others = ["edge", "other", "shard0", "shard1", "node0", "node1"]
     new_keys(folder / "ours", ["server", "a", "b", "late", *others])
-    new_keys(folder / "theirs", ["server", "a", "cloud", "edge", "node0"])
+    new_keys(folder / "theirs", ["server", "a", "edge", "node0"])
     path = folder / "ours" / "late" / "identity.crt"
     old = x509.load_pem_x509_certificate(path.read_bytes())
     signer = serialization.load_pem_private_key((folder / "ours" / "ca.key").read_bytes(), None)

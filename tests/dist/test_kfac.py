@@ -1,9 +1,8 @@
 """K-FAC on real ranks: sharded is the joint batch, whatever the schedule; equal bits, counted messages, failures."""
 
-import logging
-
 import pytest
 import torch
+from cases import logged
 from torch import nn
 
 import thinwire as tw
@@ -284,11 +283,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_inverse_due():
 
 
 def _broken(rank, size, rule):
-    text = []
-    handler = logging.Handler()
-    handler.emit = lambda record: text.append(record.getMessage())
-    logging.getLogger("thinwire").addHandler(handler)
-    seen = {}
+    text, seen = logged(), {}
 
     def after(kfac, step):
         """The factors of the next steps are these, since ``factor_decay`` is 1."""
@@ -319,7 +314,6 @@ def _broken(rank, size, rule):
     }
     _, sync, _, net = train(rank, size, options, steps=6, after=after)
     sync.close()
-    logging.getLogger("thinwire").removeHandler(handler)
     return flat(net), seen, [line for line in text if "cannot be inverted" in line]
 
 

@@ -1,12 +1,12 @@
 """Connections of our own between the ranks of a lane: made together or not at all, and exact."""
 
-import logging
 import os
 import socket
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import logged
 
 import thinwire as tw
 from spawned import run
@@ -132,25 +132,14 @@ def test_one_rank_that_cannot_be_reached_leaves_all_to_gloo():
     assert all(torch.equal(found, results[0][1]) for _, found in results)
 
 
-class _Words(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-
-    def emit(self, record):
-        self.said.append(record.getMessage())
-
-
 def _with_tls_asked_of_gloo(rank, size, who):
     """The group is there before the variable is: not every build of torch has this transport."""
-    logger, words, real, listened = mesh_module.logger, _Words(), mesh_module.listen, []
+    words, real, listened = logged(), mesh_module.listen, []
 
     def listening(backlog):
         listened.append(backlog)
         return real(backlog)
 
-    logger.addHandler(words)
-    logger.setLevel(logging.INFO)
     mesh_module.listen = listening
     try:
         if rank in who:
@@ -158,12 +147,10 @@ def _with_tls_asked_of_gloo(rank, size, who):
         mesh = mesh_module.open_mesh(dist.group.WORLD, range(size), rank, None)
         if mesh is not None:
             mesh.close()
-        return mesh is not None, len(listened), words.said
+        return mesh is not None, len(listened), words
     finally:
         os.environ.pop("GLOO_DEVICE_TRANSPORT", None)
         mesh_module.listen = real
-        logger.removeHandler(words)
-        logger.setLevel(logging.NOTSET)
 
 
 def test_where_gloo_encrypts_no_plain_connection_is_made():

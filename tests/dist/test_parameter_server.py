@@ -28,7 +28,7 @@ from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer
-from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Worker
+from thinwire.systems.parameter_server import Layout, Node, Service, Worker
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import node as node_module
 from thinwire.systems.parameter_server.layout import LayoutMismatch
@@ -60,13 +60,13 @@ SETTINGS = {
 def test_every_setting_trains(settings):
     push = settings.transfer == "push" and settings.local_update.steps > 1
     outer = sgd(lr=0.5) if push else sgd(lr=0.1)
-    cluster = Cluster(settings, 2, 2, delays=[0.002, 0.008], outer=outer, updates=40)
+    cluster = Cluster(settings, 2, 2, delays=[0.002, 0.008], outer=outer, updates=60)
     before = held_out(model())
     status = cluster.join()
     after = held_out(cluster.model)
     assert after < 0.9 * before
     assert settings.max_staleness is None or status.max_staleness <= settings.max_staleness
-    assert status.version == 40
+    assert status.version == 60
 
 
 def test_compression_sends_fewer_bytes():
@@ -115,28 +115,6 @@ def test_a_node_may_join_and_another_leave_while_training_goes_on():
     status = cluster.status
     assert status.counters["joined"] == 3
     assert torch.isfinite(flat(cluster.model)).all()
-
-
-def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_path):
-    port = free_port()
-    settings = inhad(2, start_nodes=2, lease_seconds=6.0)
-    options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "journal": tmp_path / "j", "port": port}
-    first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, apart=True, **options)
-    wait_until(lambda: first.version >= 13)
-    first.kill()
-    kept = checkpoints.load(tmp_path / "c")
-    assert kept.version >= 10
-    second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept.version + 15, **options)
-    assert second.machine.version == kept.version
-    thread = started(second.run)
-    thread.join(120)
-    assert not thread.is_alive()
-    for node in first.nodes.values():
-        node.close()
-    updates = Journal.read(tmp_path / "j").updates
-    assert [update.version for update in updates] == list(range(kept.version + 15))
-    keys = [(part.node, row.worker, row.step) for update in updates for part in update.parts for row in part.rows]
-    assert len(keys) == len(set(keys))
 
 
 def test_a_service_that_has_run_is_closed_and_saves_nothing_again(tmp_path):

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, synchronous, wait_until
+from parameter_cluster import Cluster, flat, memory, model, sgd, synchronous, wait_until
 
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
@@ -14,11 +14,7 @@ from thinwire.systems.link.listener import Caller
 from thinwire.systems.parameter_server import (
     Layout,
     Node,
-    NodeRefused,
     Service,
-    Shard,
-    ShardRefused,
-    Worker,
     serve,
     serve_shard,
 )
@@ -113,26 +109,10 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
     assert all(row.isfinite() for row in flat(cluster.model))
 
 
-def test_members_without_the_secret_are_refused_with_a_sentence(secret, monkeypatch):
-    service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1)
-    address = f"127.0.0.1:{service.port}"
-    monkeypatch.delenv(VARIABLE)
-    for given, sentence in ((None, "asks for a secret: give --secret-file"), ("another secret, 24 bytes", "give both")):
-        with pytest.raises(NodeRefused, match=sentence):
-            Node(address, 0, 1, secret=given)
-        with pytest.raises(ShardRefused, match=sentence):
-            Shard(address, 0, secret=given).run()
-    service.close()
-
-
-def test_a_worker_needs_its_leaders_secret(secret, monkeypatch):
+def test_a_worker_says_nothing_but_a_workers_words(secret):
     service = Service(model(), bsp(), outer=sgd(), updates=5)
     node = Node(f"127.0.0.1:{service.port}", 0, 1)
-    monkeypatch.delenv(VARIABLE)
-    with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a secret"):
-        Worker(model(), *part_of(0, 0), node.address, 0).run()
-    layout = Layout.of(model())
-    assert not talk(node.address, PeerIdentity("worker", 1, secret), msg.Hello(0, 1, layout.number))
+    assert not talk(node.address, PeerIdentity("worker", 1, secret), msg.Hello(0, 1, Layout.of(model()).number))
     node.close()
     service.close()
 

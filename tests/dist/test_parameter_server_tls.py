@@ -44,28 +44,33 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     cluster.nodes[0].close()
 
 
-def test_each_of_them_is_told_why_not(keys):
-    with Service(model(), bsp(), outer=sgd(), updates=5, shards=1, keys=keys / "ours" / "server") as service:
+@pytest.mark.parametrize(
+    ("server", "other", "sentence", "wrong"),
+    [
+        ({"keys": "ours/server"}, {"keys": "theirs/node0"}, "asks for a certificate: give --keys", "another authority"),
+        (
+            {"secret": SECRET},
+            {"secret": "another secret, 24 bytes"},
+            "asks for a secret: give --secret-file",
+            "give both",
+        ),
+    ],
+    ids=["keys", "secret"],
+)
+def test_each_of_them_is_told_why_not(keys, server, other, sentence, wrong):
+    def placed(options):
+        return {name: keys / value if name == "keys" else value for name, value in options.items()}
+
+    with Service(model(), bsp(), outer=sgd(), updates=5, shards=1, **placed(server)) as service:
         address = f"127.0.0.1:{service.port}"
-        for options, sentence in (
-            ({"keys": keys / "theirs" / "node0"}, "another authority signed it"),
-            ({}, "asks for a certificate: give --keys"),
-        ):
-            with pytest.raises(NodeRefused, match=sentence):
+        for options, why in (({}, sentence), (placed(other), wrong)):
+            with pytest.raises(NodeRefused, match=why):
                 Node(address, 0, 1, **options)
-            with pytest.raises(ShardRefused, match=sentence):
+            with pytest.raises(ShardRefused, match=why):
                 Shard(address, 0, **options).run()
-
-
-def test_workers_show_their_nodes_certificate(keys):
-    service = Service(model(), bsp(), outer=sgd(), updates=5, keys=keys / "ours" / "server")
-    node = Node(f"127.0.0.1:{service.port}", 0, 1, keys=keys / "ours" / "node0")
-    with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a certificate"):
-        Worker(model(), *part_of(0, 0), node.address, 0).run()
-    with pytest.raises(NodeRefused, match=r"worker 0: .* not the pinned one"):
-        Worker(model(), *part_of(0, 0), node.address, 0, keys=keys / "ours" / "node1").run()
-    node.close()
-    service.close()
+        mine = {name: str(value).replace("server", "node0") for name, value in placed(server).items()}
+        with Node(address, 0, 1, **mine) as node, pytest.raises(NodeRefused, match=f"worker 0: .* {sentence[:15]}"):
+            Worker(model(), *part_of(0, 0), node.address, 0).run()
 
 
 def test_a_leader_knows_a_shard_by_its_certificate(keys):

@@ -427,7 +427,7 @@ def test_the_default_damping_trains_both_examples():
         workload = build_model(model)
         optimizer = torch.optim.SGD(workload.model.parameters(), 0.1, momentum=0.9)
         with KFAC(workload.model, None, optimizer=optimizer, factor_update_steps=5, inv_update_steps=25):
-            for step in range(110):
+            for step in range(160):
                 workload.loss(workload.model, step, 0).backward()
                 optimizer.step()
                 optimizer.zero_grad()

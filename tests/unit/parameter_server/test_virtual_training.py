@@ -274,25 +274,6 @@ def test_a_quadratic_converges_below_the_bound_of_its_staleness_and_diverges_abo
     assert end(1.1 * bound) > 1e2
 
 
-@pytest.mark.parametrize("limit", [0, 1, 4, None])
-def test_every_finished_gradient_is_accounted_for(limit):
-    def spoiled(theta, node, worker, step):
-        g = gradient(theta, node, worker, step)
-        return g * math.nan if (step + node) % 10 == 3 else g
-
-    faults = [Fault(9.0, "kill", 1), Fault(15.0, "return", 1), Fault(20.0, "kill", 0, worker=1),
-              Fault(22.0, "return", 0, worker=1), Fault(30.0, "cut", 2)]  # fmt: skip
-    settings = inhad(limit, start_nodes=3, lease_seconds=3.0)
-    trace = simulate(settings, nodes=3, workers=2, seconds=60.0, step_seconds=uneven, parameters=start(),
-                     gradient=spoiled, outer=sgd(), faults=faults)  # fmt: skip
-    assert torch.isfinite(trace.parameters).all()
-    keys = [row[:3] for _, _, rows in trace.updates for row in rows]
-    assert len(keys) == len(set(keys)) == trace.counters["applied"]
-    assert trace.gradients > 60
-    bad = [key for key in keys if (key[2] + key[0]) % 10 == 3]
-    assert not bad
-
-
 def test_no_update_waits_longer_than_a_lease_and_the_slowest_step():
     faults = [Fault(10.0 + 7 * i, "pause", i % 3, for_seconds=5.0) for i in range(5)]
     trace = simulate(bsp(start_nodes=3, lease_seconds=2.0), nodes=3, seconds=60.0, step_seconds=equal, faults=faults)
@@ -402,4 +383,5 @@ def test_submissions_that_are_not_finite_are_counted_while_their_node_lives():
     trace = simulate(bsp(), nodes=2, updates=20, step_seconds=equal, parameters=start(), gradient=spoiled, outer=sgd(),
                      faults=faults)  # fmt: skip
     assert trace.counters["left"] == 1
+    assert trace.parameters.isfinite().all()
     assert 8 <= trace.counters["not_finite"] <= 11

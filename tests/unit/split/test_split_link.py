@@ -39,7 +39,7 @@ CODED = SplitPlan(2, up=("delta:4", "pack"), down=("int8", "pack"))
 )
 def test_a_socket_changes_nothing_and_both_ledgers_count_what_crosses(of, plan, tls):
     front, back = halves(plan)
-    with serving(back, credentials=of("cloud") if tls else None) as server:
+    with serving(back, credentials=of("server") if tls else None) as server:
         cable = Cable(server.port)
         losses, link = visit(server, front, of("edge") if tls else None, 6, cable.port)
         cable.close()
@@ -56,7 +56,7 @@ def test_what_a_listener_on_the_wire_sees(of):
     """In the clear: no integer wider than a length, no labels. With TLS: nothing of it."""
     for tls in (False, True):
         front, back = halves()
-        with serving(back, credentials=of("cloud") if tls else None) as server:
+        with serving(back, credentials=of("server") if tls else None) as server:
             cable = Cable(server.port)
             visit(server, front, of("edge") if tls else None, 3, cable.port)
             cable.close()
@@ -99,7 +99,7 @@ DELTA = ("delta:4", "pack")
     ids=["default", "labels in the cloud", "front in the cloud"],
 )
 def test_cut_after_every_message(of, tls, plan, messages):
-    credentials = (of("edge"), of("cloud")) if tls else (None, None)
+    credentials = (of("edge"), of("server")) if tls else (None, None)
     expected = in_process(plan, steps=4)
     places = []  # counts of bytes: a cable cut there loses a request, or the reply to one
 
@@ -127,16 +127,16 @@ def refused(server, edge_keys, says):
 def test_a_certificate_of_another_authority(of):
     for whose, others in (("ours", "theirs"), ("theirs", "ours")):
         front, back = halves()
-        with serving(back, credentials=of("cloud", whose)) as server:
+        with serving(back, credentials=of("server", whose)) as server:
             refused(server, of("edge", others), "cannot be trusted|refused this end")
             visit(server, front, of("edge", whose))
 
 
 def test_a_pinned_certificate(of, keys):
-    pem = (keys / "ours" / "cloud" / "identity.crt").read_text()
+    pem = (keys / "ours" / "server" / "identity.crt").read_text()
     print_ = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
     front, back = halves()
-    with serving(back, credentials=of("cloud")) as server:
+    with serving(back, credentials=of("server")) as server:
         pinned = replace(of("edge"), fingerprint=":".join(print_[i : i + 2] for i in range(0, 64, 2)).upper())
         refused(server, replace(of("edge"), fingerprint="0" * 64), "not the pinned one")
         visit(server, front, pinned)
@@ -178,7 +178,7 @@ def test_a_second_edge_waits_for_the_first():
 
 def test_names_are_those_of_the_certificates(of):
     front, back = halves()
-    with serving(back, credentials=of("cloud")) as server:
+    with serving(back, credentials=of("server")) as server:
         visit(server, front, of("other"), name="somebody")
     assert any("edge 'other' begins" in words for words in server.said)
 
@@ -186,7 +186,7 @@ def test_names_are_those_of_the_certificates(of):
 @pytest.mark.timeout(60)
 def test_a_process_with_many_files_open_serves(of):
     front, back = halves()
-    with many_open(), serving(back, credentials=of("cloud")) as server:
+    with many_open(), serving(back, credentials=of("server")) as server:
         losses, _ = visit(server, front, of("edge"), 2)
     assert losses == in_process(steps=2)[0]
 

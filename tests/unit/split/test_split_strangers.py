@@ -31,7 +31,7 @@ CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a T
 def test_silent_strangers_do_not_keep_the_edge_out(of, tls, says):
     front, back = halves()
     with (
-        serving(back, credentials=of("cloud") if tls else None) as server,
+        serving(back, credentials=of("server") if tls else None) as server,
         strangers(server, 20, says),
         linked(server, edge_end(front), of("edge") if tls else None) as (link, edge),
     ):
@@ -76,7 +76,7 @@ def test_an_edge_that_has_just_been_taken_in_makes_no_room_for_strangers():
 
 
 def test_handshake_and_hello_have_one_deadline(of):
-    for credentials in (None, of("cloud")):
+    for credentials in (None, of("server")):
         front, back = halves()
         with serving(back, credentials=credentials, hello_seconds=1.0) as server:
             with strangers(server, 1, CLIENT_HELLO if credentials else HELLO[:40]) as (slow,):
