@@ -3,11 +3,11 @@
 import queue
 import socket
 import ssl
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from parameter_cluster import started
 
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError
@@ -66,12 +66,6 @@ def both_ends():
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         return server.accept()[0], far
-
-
-def started(target, *args):
-    thread = threading.Thread(target=target, args=args, daemon=True)
-    thread.start()
-    return thread
 
 
 def test_what_crosses_is_counted_and_cannot_be_read(of):

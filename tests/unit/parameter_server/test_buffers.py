@@ -71,8 +71,9 @@ def test_each_buffer_is_decided_alone():
         return dict(zip(layout.names, layout.split(flat)))
 
     rows = [layout.flat(model) for _ in range(3)]
-    for row, mean, var, wide in zip(rows, (1.0, 3.0, torch.nan), (4.0, torch.nan, torch.nan), (1.0, 4.0, 1.0)):
-        values = {"norm.running_mean": mean, "norm.running_var": var, "wide": wide, "norm.num_batches_tracked": 7}
+    means, variances, wides = (1.0, 3.0, torch.nan), (4.0, torch.nan, torch.nan), (1.0, 4.0, 1.0)
+    for row, mean, var, wide, count in zip(rows, means, variances, wides, (7, 9, 5)):
+        values = {"norm.running_mean": mean, "norm.running_var": var, "wide": wide, "norm.num_batches_tracked": count}
         for name, value in values.items():
             named(row)[name].fill_(value)
     mean = layout.mean(rows)
@@ -80,6 +81,7 @@ def test_each_buffer_is_decided_alone():
         "norm.running_mean": [2.0] * 2,
         "norm.running_var": [4.0] * 2,
         "wide": [2.0] * 3,
+        "norm.num_batches_tracked": [9],  # of counts the largest
         "mask": [-torch.inf] * 2,
     }
     assert {name: named(mean)[name].tolist() for name in expected} == expected
@@ -90,7 +92,7 @@ def test_each_buffer_is_decided_alone():
     torch.testing.assert_close(model.wide, torch.full((3,), 0.9 * (0.9 + 0.1 * 2) + 0.1))
     assert model.norm.running_mean.tolist() == [2.0, 2.0]
     assert model.norm.running_var.tolist() == [4.0, 4.0]
-    assert model.norm.num_batches_tracked == 7
+    assert model.norm.num_batches_tracked == 9
     assert model.mask.tolist() == [-torch.inf] * 2
     assert model.number == 2**60 + 1
 
