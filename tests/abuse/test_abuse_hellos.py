@@ -78,25 +78,12 @@ def one(said):
     far.close()
 
 
-def many(good, examples, each):
-    @settings(max_examples=examples, database=None)
-    @given(st.integers(0, 2**32))
-    def go(seed):
-        draw = random.Random(seed)
-        for _ in range(each):
-            one(spoiled(draw, good))
-
-    go()
-
-
-def test_no_other_words_let_anybody_in(good):
-    many(good, 200, 25)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_no_other_words_let_anybody_in_for_long(good):
-    many(good, 4000, 100)
+@settings(max_examples=100, database=None)
+@given(st.integers(0, 2**32))
+def test_no_other_words_let_anybody_in(good, seed):
+    draw = random.Random(seed)
+    for _ in range(25):
+        one(spoiled(draw, good))
 
 
 def test_a_listener_hears_them_all_and_then_a_node(good):

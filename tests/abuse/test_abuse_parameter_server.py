@@ -156,8 +156,7 @@ def ended(threads):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("method", ["bsp", "ssp", "bsp:deterministic=true"])
-@pytest.mark.parametrize("numel", [1, 22, 88])
+@pytest.mark.parametrize(("method", "numel"), [("bsp", 1), ("ssp", 88), ("bsp:deterministic=true", 22)])
 def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(method, numel, caplog):
     service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd())
     node, threads = with_an_honest_worker(service, 0.02)

@@ -4,16 +4,11 @@ import contextlib
 import random
 import socket
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from split_ends import assert_same, batch_of, edge_end, halves, in_process, linked, serving
 
-from thinwire.systems.split.errors import FrameError
-from thinwire.systems.split.frames import HEADER_BYTES, Message, MessageReader, encode
+from thinwire.systems.split.frames import Message, encode
 
-LIMIT = 1 << 16
 GOOD = [
     b"".join(encode(message))
     for message in (
@@ -34,38 +29,6 @@ def spoiled(draw):
         at = draw.randrange(len(words))
         words[at : at + draw.choice((1, 4, 8))] = draw.choice((b"", b"\xff" * 8, draw.randbytes(8)))[: len(words) - at]
     return bytes(words[: draw.randrange(len(words) + 1)] if words and draw.random() < 0.3 else words)
-
-
-def read(draw):
-    reader, words, held = MessageReader(LIMIT), spoiled(draw), 0
-    with contextlib.suppress(FrameError):
-        while words:
-            size = draw.choice((1, 7, HEADER_BYTES, 1 << 16))
-            for message in reader.feed(words[:size]):
-                held += sum(tensor.nbytes for tensor in message.tensors(message.kind))
-            words = words[size:]
-    assert held <= 5 * LIMIT
-
-
-def many(examples, each):
-    @settings(max_examples=examples, database=None)
-    @given(st.integers(0, 2**32))
-    def go(seed):
-        draw = random.Random(seed)
-        for _ in range(each):
-            read(draw)
-
-    go()
-
-
-def test_the_reader_takes_a_message_or_refuses_it():
-    many(100, 100)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_reader_for_long():
-    many(2000, 500)
 
 
 def test_an_edge_trains_as_if_nobody_else_had_come():

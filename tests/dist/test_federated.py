@@ -81,7 +81,7 @@ def _all(rank, size, names, folder, options):
 
 @pytest.mark.parametrize(
     "size, options",
-    [(2, {"schedule": "pull"}), (3, {"schedule": "lpt", "warmup_rounds": 1}), (2, {"schedule": "equal"})],
+    [(2, {"schedule": "pull"}), (3, {"schedule": "lpt", "warmup_rounds": 1})],
 )
 def test_ranks_give_the_bits_of_one_process(size, options, tmp_path):
     """B5, B12, B16: every algorithm; which rank trains a client differs from round to round."""
@@ -110,16 +110,6 @@ def test_the_large_exchange_does_not_grow_with_the_cohort():
     assert few[0][1] < many[0][1]
 
 
-def _fp64(rank, size):
-    return train("fedavg", reduction="fp64")[0]
-
-
-def test_other_arithmetics_agree_up_to_the_last_digits():
-    wanted = train("fedavg", reduction="fp64")[0]
-    for found in run(_fp64, 2):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
 def _killed(rank, size, folder):
     class Dies(fl.Scaffold):
         seen = 0
@@ -135,7 +125,7 @@ def _killed(rank, size, folder):
     try:
         fl.simulate(
             Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, clients_per_round=7, reduction="exact",
-            checkpoint_dir=folder, schedule="equal", timeout=8,
+            checkpoint_dir=folder, schedule="equal", timeout=3,
         )  # fmt: skip
     except fl.DeviceLost as error:
         return str(error)

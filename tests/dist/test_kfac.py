@@ -1,9 +1,8 @@
 """K-FAC on real ranks: sharded is the joint batch, whatever the schedule; equal bits, counted messages, failures."""
 
-import logging
-
 import pytest
 import torch
+from cases import logged
 from torch import nn
 
 import thinwire as tw
@@ -15,7 +14,7 @@ from thinwire.core.pricing.costs import Costs
 
 pytestmark = pytest.mark.dist
 
-BATCH, STEPS = 8, 20
+BATCH, STEPS = 8, 8
 TERMS = BATCH * 4 * 4  # of the longest sum in a step: a weight's gradient in the convolution
 COSTS = Costs.of_link(1e9, 50e-6, 4)
 OPTIONS = {"damping": 1e-2, "factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": 1e-3, "costs": COSTS}
@@ -123,7 +122,7 @@ def test_sharded_is_the_joint_batch(size):
             for name, inverse in inverses.items():
                 other = next(f[i][2][name] for f in ranks if name in f[i][2])
                 assert torch.equal(inverse, other), (options, name)
-            assert (stats.factor_updates, stats.inverse_updates, stats.steps) == (10, 5, STEPS)
+            assert (stats.factor_updates, stats.inverse_updates, stats.steps) == (4, 2, STEPS)
             assert plan == ranks[0][i][4]
 
 
@@ -135,7 +134,7 @@ def _dp(rank, size):
 
 
 def test_dp_sends_no_factor_and_ranks_agree():
-    ranks = run(_dp, 4)
+    ranks = run(_dp, 2)
     plan = ranks[0][3]
     for weights, stats, _, _ in ranks:
         assert torch.equal(weights, ranks[0][0])
@@ -204,7 +203,7 @@ def _counted(rank, size, intervals):
     return kfac.stats(), kfac.plan
 
 
-@pytest.mark.parametrize("intervals", [(1, 1), (2, 4), (10, 100)])
+@pytest.mark.parametrize("intervals", [(2, 4), (10, 100)])
 def test_collectives_and_bytes_are_the_plans(intervals):
     for stats, plan in run(_counted, 2, intervals):
         factors, inverses = (len(range(0, 12, every)) for every in intervals)
@@ -284,11 +283,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_inverse_due():
 
 
 def _broken(rank, size, rule):
-    text = []
-    handler = logging.Handler()
-    handler.emit = lambda record: text.append(record.getMessage())
-    logging.getLogger("thinwire").addHandler(handler)
-    seen = {}
+    text, seen = logged(), {}
 
     def after(kfac, step):
         """The factors of the next steps are these, since ``factor_decay`` is 1."""
@@ -319,7 +314,6 @@ def _broken(rank, size, rule):
     }
     _, sync, _, net = train(rank, size, options, steps=6, after=after)
     sync.close()
-    logging.getLogger("thinwire").removeHandler(handler)
     return flat(net), seen, [line for line in text if "cannot be inverted" in line]
 
 
@@ -334,36 +328,6 @@ def test_what_cannot_be_inverted_keeps_its_old_inverse(rule):
         assert len(words) == 1
 
 
-def _poisoned(rank, size):
-    """From the fourth step on the input is NaN on one rank, and the first layer keeps that to itself."""
-    net = network()
-    net[0].register_forward_hook(lambda module, inputs, output: output.nan_to_num())
-    for parameter in net[0].parameters():
-        parameter.register_hook(torch.nan_to_num)
-
-    def poisoned(step):
-        x, y = data(step)
-        return (x.mul(torch.nan) if step >= 3 and rank == 1 else x), y
-
-    options = {"factor_update_steps": 1, "inv_update_steps": 1, "schedule": "mpd"}
-    frozen = {}
-
-    def before(kfac, step):
-        frozen[step] = of("factor", kfac)
-
-    _, sync, _, net = train(rank, size, options, steps=5, net=net, before=before, data=poisoned)
-    sync.close()
-    return flat(net), frozen
-
-
-def test_a_nan_on_one_rank_changes_no_factor():
-    ranks = run(_poisoned, 2)
-    for weights, frozen in ranks:
-        assert torch.equal(weights, ranks[0][0])
-        assert torch.equal(frozen[2]["0/A"], frozen[4]["0/A"])
-        assert not torch.equal(frozen[2]["0/G"], frozen[4]["0/G"])
-
-
 # --- T17: checkpoints -----------------------------------------------------------------------------------------------
 
 
@@ -372,7 +336,7 @@ def _saved(rank, size, folder, options):
     tw.checkpoint.save(folder, net, optimizer, sync, 5)
     held = of("factor", kfac), of("inverse", kfac)
     sync.close()
-    kfac, sync, _, net = train(rank, size, options, steps=10)  # 20 steps in one go
+    kfac, sync, _, net = train(rank, size, options, steps=10)
     sync.close()
     return held, flat(net)
 
@@ -395,9 +359,8 @@ def _resumed(rank, size, folder, options):
     return held, flat(net), placement
 
 
-@pytest.mark.parametrize("schedule", ["spd", "kaisa:1/2"])
-def test_resume(schedule, tmp_path):
-    options = {"schedule": schedule, "inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
+def test_resume(tmp_path):
+    options = {"schedule": "kaisa:1/2", "inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
     saved = run(_saved, 4, str(tmp_path), options)
     again = run(_resumed, 4, str(tmp_path), options)
     for (held, weights), (found, after, _) in zip(saved, again):

@@ -78,16 +78,6 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_and_the_next_is
     assert "continues from version 5" in caplog.text
 
 
-def test_at_the_end_an_unsaved_version_is_said(tmp_path):
-    folder = tmp_path / "c"
-    obstruct(folder, "", [22])
-    cluster = Cluster(bsp(), 1, updates=22, checkpoint_every=5, checkpoint_dir=folder)
-    cluster.join()
-    assert versions(folder) == [15, 20]
-    assert "version 22" in cluster.service.saves.unsaved
-    assert "continues from version 20" in cluster.service.saves.unsaved
-
-
 def test_the_verb_ends_with_a_sentence_and_exit_code_1(tmp_path):
     folder, port = tmp_path / "c", free_port()
     obstruct(folder, "", range(1, 5))

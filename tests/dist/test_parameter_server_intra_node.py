@@ -1,5 +1,7 @@
 """What happens inside a node: ranks that compute each gradient together, and buffers that come back averaged."""
 
+import time
+
 import pytest
 import torch
 from parameter_cluster import sgd, started
@@ -28,7 +30,8 @@ def loss(model, x):
 
 def serving(**options):
     model = build()
-    service = Service(model, ps.presets.bsp(), host="127.0.0.1", outer=sgd(), updates=UPDATES, **options)
+    options = {"outer": sgd(), "updates": UPDATES, **options}
+    service = Service(model, ps.presets.bsp(), host="127.0.0.1", **options)
     thread = started(service.run)
     return model, service, thread
 
@@ -89,6 +92,22 @@ def test_ranks_that_compute_together_are_one_worker_with_the_mean_gradient_bit_f
         assert steps >= UPDATES
         assert version == UPDATES
     assert service.machine.counters["applied"] == UPDATES
+
+
+def leading(rank, size, port):
+    def slowly(model, x):
+        time.sleep(0.02)  # so that the second worker is there before the end
+        return loss(model, x)
+
+    return ps.run(build(), lambda number: batch(rank, number), slowly, server=f"127.0.0.1:{port}").version
+
+
+def test_ranks_on_their_own_are_workers_of_one_node():
+    _, service, thread = serving(updates=60)
+    assert run(leading, 2, service.port, init=False) == [60, 60]
+    thread.join(60)
+    assert service.machine.counters["applied"] > 60  # of both workers, from when the second is there
+    assert service.machine.counters["joined"] == 1
 
 
 def test_an_unknown_way_to_work_together():

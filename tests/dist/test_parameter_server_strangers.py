@@ -1,11 +1,10 @@
 """A training whose processes share a secret, and those who come without it, with another, or as somebody else."""
 
 import socket
-import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, memory, model, part_of, sgd, started, wait_until
+from parameter_cluster import Cluster, flat, memory, model, sgd, synchronous, wait_until
 
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
@@ -15,11 +14,7 @@ from thinwire.systems.link.listener import Caller
 from thinwire.systems.parameter_server import (
     Layout,
     Node,
-    NodeRefused,
     Service,
-    Shard,
-    ShardRefused,
-    Worker,
     serve,
     serve_shard,
 )
@@ -62,10 +57,9 @@ def ends(pair):
         pair.close()
 
 
-@pytest.mark.parametrize("shards", [0, 2])
-def test_strangers_change_nothing(secret, caplog, shards):
+def test_strangers_change_nothing(secret, caplog):
     settings, layout = bsp(start_nodes=1, deterministic=True), Layout.of(model()).number
-    cluster = Cluster(settings, 1, delays=[0.01], shards=shards)
+    cluster = Cluster(settings, 1, delays=[0.01], shards=2)
     before = memory()
     for identity in (PeerIdentity("node", 9), PeerIdentity("node", 9, b"another secret, 24 bytes")):
         with pytest.raises(NotAdmitted, match="secret"):
@@ -83,7 +77,7 @@ def test_strangers_change_nothing(secret, caplog, shards):
         (PeerIdentity("node", 9, secret), msg.Ping()),
     ):
         assert not talk(cluster.address, identity, hello)
-    ports = [cluster.service.port, *(place.port for place in shards_of(cluster, shards))]
+    ports = [cluster.service.port, *(place.port for place in cluster.service.shards.shards.values())]
     for port in ports:
         for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 100_000, b"thinwire", b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -93,24 +87,7 @@ def test_strangers_change_nothing(secret, caplog, shards):
     status = cluster.join()
     assert status.counters["joined"] == 1
     assert "refused" not in status.counters
-    undisturbed = Cluster(settings, 1, updates=status.version, shards=shards)
-    undisturbed.join()
-    assert torch.equal(flat(cluster.model), flat(undisturbed.model))
-
-
-def shards_of(cluster, shards):
-    return list(cluster.service.shards.shards.values()) if shards else []
-
-
-@pytest.mark.parametrize("role", ["worker", "shard"])
-def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1)
-    wait_until(lambda: shards_of(cluster, 1))
-    port = shards_of(cluster, 1)[0].port
-    with pytest.raises(NotAdmitted, match=f"does not accept {role}s"):
-        talk(f"127.0.0.1:{port}", PeerIdentity(role, 0, secret), msg.Ticket(7))
-    cluster.stop_after(20)
-    assert cluster.join().counters["joined"] == 1
+    assert torch.equal(flat(cluster.model), synchronous(1, 1, status.version))
 
 
 def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
@@ -132,40 +109,10 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
     assert all(row.isfinite() for row in flat(cluster.model))
 
 
-def test_silent_connections_delay_a_node_that_joins_by_little(secret):
-    service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5)
-    serving = started(service.run)
-    silent = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(300)]
-    began = time.monotonic()
-    node = Node(f"127.0.0.1:{service.port}", 0, 1)
-    Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0)).run()
-    assert time.monotonic() - began < 100.0  # in turn they would keep it out for 3000 s
-    serving.join(60)
-    node.close()
-    for connection in silent:
-        connection.close()
-
-
-def test_members_without_the_secret_are_refused_with_a_sentence(secret, monkeypatch):
-    service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1)
-    address = f"127.0.0.1:{service.port}"
-    monkeypatch.delenv(VARIABLE)
-    for given, sentence in ((None, "asks for a secret: give --secret-file"), ("another secret, 24 bytes", "give both")):
-        with pytest.raises(NodeRefused, match=sentence):
-            Node(address, 0, 1, secret=given)
-        with pytest.raises(ShardRefused, match=sentence):
-            Shard(address, 0, secret=given).run()
-    service.close()
-
-
-def test_a_worker_needs_its_leaders_secret(secret, monkeypatch):
+def test_a_worker_says_nothing_but_a_workers_words(secret):
     service = Service(model(), bsp(), outer=sgd(), updates=5)
     node = Node(f"127.0.0.1:{service.port}", 0, 1)
-    monkeypatch.delenv(VARIABLE)
-    with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a secret"):
-        Worker(model(), *part_of(0, 0), node.address, 0).run()
-    layout = Layout.of(model())
-    assert not talk(node.address, PeerIdentity("worker", 1, secret), msg.Hello(0, 1, layout.number))
+    assert not talk(node.address, PeerIdentity("worker", 1, secret), msg.Hello(0, 1, Layout.of(model()).number))
     node.close()
     service.close()
 

@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, model, part_of, sgd, started, wait_until
+from parameter_cluster import Cluster, flat, model, part_of, sgd, started, synchronous, wait_until
 
 from spawned import free_port
 from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import VARIABLE, PeerIdentity
-from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
@@ -24,22 +23,10 @@ pytestmark = pytest.mark.dist
 SECRET = "a secret of this training"
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    new_keys(folder / "ours", ["server", "shard0", "shard1", "node0", "node1"])
-    new_keys(folder / "theirs", ["server", "node0"])
-    return folder
-
-
-@pytest.mark.parametrize("shards", [0, 2])
-def test_the_numbers_are_those_of_plain_connections(keys, shards):
-    settings = bsp(start_nodes=2, deterministic=True)
-    plain = Cluster(settings, 2, 2, updates=12, shards=shards)
-    plain.join()
-    secured = Cluster(settings, 2, 2, updates=12, shards=shards, keys=keys / "ours")
+def test_the_numbers_are_those_of_synchronous_sgd(keys):
+    secured = Cluster(bsp(start_nodes=2, deterministic=True), 2, 2, updates=12, shards=2, keys=keys / "ours")
     assert secured.join().version == 12
-    assert torch.equal(flat(secured.model), flat(plain.model))
+    assert torch.equal(flat(secured.model), synchronous(2, 2, 12))
 
 
 def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(keys, caplog):
@@ -57,56 +44,33 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     cluster.nodes[0].close()
 
 
-@pytest.mark.slow
-def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
-    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
-    cluster = Cluster(bsp(), 1, delays=[0.01], keys=keys / "ours", apart=True, **options)
-    wait_until(lambda: cluster.version >= 12)
-    cluster.kill()
-    port = int(cluster.address.rpartition(":")[2])
-    again = Service(model(), bsp(), outer=sgd(), port=port, updates=cluster.version + 30,
-                    keys=keys / "ours" / "server", **options)  # fmt: skip
-    assert again.saves.resumed >= 10
-    status = again.run()
-    assert status.counters["joined"] == 2
-    cluster.nodes[0].close()
+@pytest.mark.parametrize(
+    ("server", "other", "sentence", "wrong"),
+    [
+        ({"keys": "ours/server"}, {"keys": "theirs/node0"}, "asks for a certificate: give --keys", "another authority"),
+        (
+            {"secret": SECRET},
+            {"secret": "another secret, 24 bytes"},
+            "asks for a secret: give --secret-file",
+            "give both",
+        ),
+    ],
+    ids=["keys", "secret"],
+)
+def test_each_of_them_is_told_why_not(keys, server, other, sentence, wrong):
+    def placed(options):
+        return {name: keys / value if name == "keys" else value for name, value in options.items()}
 
-
-def test_each_of_them_is_told_why_not(keys, monkeypatch):
-    service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1, keys=keys / "ours" / "server")
-    open_to_all = Service(model(), bsp(), outer=sgd(), updates=5)
-    shared = Service(model(), bsp(), outer=sgd(), updates=5, secret=SECRET)
-    for one, options, sentence in (
-        (service, {"keys": keys / "theirs" / "node0"}, "another authority signed it"),
-        (service, {}, "asks for a certificate: give --keys"),
-        (service, {"secret": SECRET}, "asks for a certificate: give --keys"),
-        (open_to_all, {"keys": keys / "ours" / "node0"}, "give keys to both ends, or to neither"),
-        (shared, {"keys": keys / "ours" / "node0"}, "give keys to both ends, or to neither"),
-    ):
-        address = f"127.0.0.1:{one.port}"
-        with pytest.raises(NodeRefused, match=sentence):
-            Node(address, 0, 1, **options)
-        with pytest.raises(ShardRefused, match=sentence):
-            Shard(address, 0, **options).run()
-    for one in (service, open_to_all, shared):
-        one.close()
-
-
-def test_who_has_a_certificate_of_this_training_is_not_its_server(keys):
-    impostor = Service(model(), bsp(), outer=sgd(), updates=5, keys=keys / "ours" / "node1")
-    with impostor, pytest.raises(NodeRefused, match=r"not valid for '127\.0\.0\.1'"):
-        Node(f"127.0.0.1:{impostor.port}", 0, 1, keys=keys / "ours" / "node0")
-
-
-def test_workers_show_their_nodes_certificate(keys):
-    service = Service(model(), bsp(), outer=sgd(), updates=5, keys=keys / "ours" / "server")
-    node = Node(f"127.0.0.1:{service.port}", 0, 1, keys=keys / "ours" / "node0")
-    with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a certificate"):
-        Worker(model(), *part_of(0, 0), node.address, 0).run()
-    with pytest.raises(NodeRefused, match=r"worker 0: .* not the pinned one"):
-        Worker(model(), *part_of(0, 0), node.address, 0, keys=keys / "ours" / "node1").run()
-    node.close()
-    service.close()
+    with Service(model(), bsp(), outer=sgd(), updates=5, shards=1, **placed(server)) as service:
+        address = f"127.0.0.1:{service.port}"
+        for options, why in (({}, sentence), (placed(other), wrong)):
+            with pytest.raises(NodeRefused, match=why):
+                Node(address, 0, 1, **options)
+            with pytest.raises(ShardRefused, match=why):
+                Shard(address, 0, **options).run()
+        mine = {name: str(value).replace("server", "node0") for name, value in placed(server).items()}
+        with Node(address, 0, 1, **mine) as node, pytest.raises(NodeRefused, match=f"worker 0: .* {sentence[:15]}"):
+            Worker(model(), *part_of(0, 0), node.address, 0).run()
 
 
 def test_a_leader_knows_a_shard_by_its_certificate(keys):

@@ -1,11 +1,9 @@
-"""Two processes over TLS, by the command line, against both ends in one process: bit for bit."""
+"""The verbs in two processes over TLS, against both ends in one process: bit for bit."""
 
+import contextlib
 import json
-import os
-import signal
-import subprocess
+import multiprocessing
 import sys
-import time
 
 import pytest
 import torch
@@ -17,9 +15,8 @@ from thinwire.systems.split.finetune import train
 from thinwire.systems.split.models import preset
 from thinwire.systems.split.surgery import read_facts
 from thinwire.systems.split.tasks import stdlib_task
+from thinwire.tools.cli import main
 
-CODE = "import torch; torch.set_num_threads(1); from thinwire.tools.cli.main import run; run()"
-CLI = [sys.executable, "-c", CODE, "split"]
 WORDS = {"name": "stdlib", "model": "none", "pretrained": False, "length": 12, "lines": 50, "seed": 0}
 PLANS = [
     SplitPlan(1, rank=4),
@@ -44,29 +41,14 @@ def prepared(folder, plan, epochs=2):
     return report, pair
 
 
-def start(role, folder, port, *more):
+def verb(role, folder, port, *more):
+    """What a process of this role does; its standard output is in a file."""
     options = {"keys": folder / "keys" / role, "checkpoint-dir": folder / f"{role}-kept", "out": folder / f"{role}.out"}
     options["listen" if role == "cloud" else "cloud"] = f"127.0.0.1:{port}"
-    words = [role, str(folder), "--json", *(f"--{name}={value}" for name, value in options.items())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*CLI, *words, *more], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(*processes):
-    """The JSON of each."""
-    found = []
-    try:
-        for process in processes:
-            out, errors = process.communicate(timeout=250)
-            assert process.returncode == 0, errors
-            found.append(json.loads(out))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return found
+    sys.argv = ["thinwire", "split", role, str(folder), "--json", *(f"--{name}={x}" for name, x in options.items())]
+    sys.argv += more
+    with open(folder / f"{role}.json", "w") as file, contextlib.redirect_stdout(file):
+        main.run()
 
 
 def same_as(pair, folder):
@@ -94,36 +76,19 @@ def test_two_processes_are_one(plan, tmp_path):
     report, pair = prepared(tmp_path, plan, epochs=1)
     assert report.steps >= 20
     port = free_port()
-    cloud = start("cloud", tmp_path, port)
-    edge = start("edge", tmp_path, port, "--checkpoint-every", str(report.steps))
-    of_edge, of_cloud = finish(edge, cloud)
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=verb, args=(role, tmp_path, port, *more), daemon=True)
+        for role, *more in (("cloud",), ("edge", "--checkpoint-every", str(report.steps)))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        assert process.exitcode == 0
+    of_cloud, of_edge = (json.loads((tmp_path / f"{role}.json").read_text()) for role in ("cloud", "edge"))
     assert of_edge["losses"] == report.losses
     assert of_edge["score"] == report.score
     assert of_cloud["steps"] == report.steps
     assert read_facts(tmp_path / "edge.out")["pair"] == read_facts(tmp_path / "cloud.out")["pair"]
-    same_as(pair, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["edge", "cloud"])
-def test_a_killed_process_goes_on_from_its_checkpoint(victim, tmp_path):
-    report, pair = prepared(tmp_path, PLANS[1])
-    port = free_port()
-    ends = {"cloud": start("cloud", tmp_path, port), "edge": start("edge", tmp_path, port, "--checkpoint-every", "2")}
-    kept = tmp_path / "edge-kept"
-    deadline = time.monotonic() + 90
-    while len([p for p in kept.iterdir() if p.name.startswith("step-")] if kept.is_dir() else []) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    ends[victim].send_signal(signal.SIGKILL)
-    ends[victim].wait()
-    if victim == "cloud":  # the edge says so and ends; both are started again
-        ends["cloud"] = start("cloud", tmp_path, port)
-        _, errors = ends["edge"].communicate(timeout=250)
-        assert ends["edge"].returncode == 1
-        assert "error: " in errors
-    ends["edge"] = start("edge", tmp_path, port, "--checkpoint-every", str(report.steps))
-    of_edge, _ = finish(ends["edge"], ends["cloud"])
-    assert 0 < of_edge["steps"] < report.steps
-    assert of_edge["losses"] == report.losses[-of_edge["steps"] :]
     same_as(pair, tmp_path)

@@ -6,14 +6,11 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine.executors.alone import run_alone
-from thinwire.systems.supernet import ActiveReduce, ActiveSet, Evolution, ScheduleMismatch, Space, search
+from thinwire.systems.supernet import ActiveSet, ScheduleMismatch, Space
 from thinwire.systems.supernet.stereo import (
     Phase,
     RandomDots,
     SupernetTrainer,
-    batches,
-    calibrate,
     pyramid_loss,
     short,
     shrink,
@@ -43,17 +40,12 @@ def test_active_is_dense_bit_for_bit_and_sends_four_bytes_an_element(sampling):
     assert all(torch.equal(x, y) for x, y in zip(active[0][0], active[1][0]))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_many_ranks_train_as_one_with_the_whole_batch(world):
+def test_many_ranks_train_as_one_with_the_whole_batch():
     options = {"dtype": torch.float64, "frozen": True, "loss_over": "world"}
     one = _trained(0, 1, 3, 4, options)[0]
-    for found in run(_trained, world, 3, 4 // world, options):
+    for found in run(_trained, 2, 3, 2, options):
         for a, b in zip(found[0], one):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    if world == 2:
-        unfrozen = run(_trained, world, 3, 2, {**options, "frozen": False})
-        alone = _trained(0, 1, 3, 4, {**options, "frozen": False})[0]
-        assert max(float((a - b).abs().max()) for a, b in zip(unfrozen[0][0], alone)) > 1e-6  # BatchNorm is per rank
 
 
 def _mismatch(rank, size):
@@ -138,61 +130,10 @@ def test_what_only_an_earlier_sub_network_used_is_reduced_too():
         assert found.any()
 
 
-def _empty(rank, size):
-    net = cases.net_of()
-    trainer = SupernetTrainer(net, cases.PHASE, torch.optim.SGD(net.parameters(), lr=0.1))
-    losses = []
-    for step in range(2):
-        batch = cases.batch_of(step, 2, rank, size)
-        if rank == 1:
-            batch.disparity.fill_(torch.inf)
-        losses.append(trainer.step(batch, step).loss)
-    trainer.close()
-    return losses, all(p.isfinite().all() for p in net.parameters())
-
-
-def test_a_rank_without_a_valid_pixel_takes_part():
-    results = run(_empty, 2, seconds=250)
-    assert results[1][0] == [0.0, 0.0]
-    assert min(results[0][0]) > 0
-    assert all(finite for _, finite in results)
-
-
-COMPOSED = [tw.TopK(density=0.05), tw.Cast("bf16"), tw.SignSGD(), tw.SSGD(fusion="none")]
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(COMPOSED)))],
-    ids=[m.name for m in COMPOSED],
-)
-def test_other_methods_run_on_the_active_part(inner):
-    found = run(_trained, 2, 4, 2, {"method": COMPOSED[inner]})
-    dense = run(_trained, 2, 4, 2, {"method": "dense"})
+def test_another_method_runs_on_the_active_part():
+    found = run(_trained, 2, 3, 2, {"method": tw.TopK(density=0.05)})
     assert all(torch.equal(x, y) for x, y in zip(found[0][0], found[1][0]))
-    assert found[0][2] < dense[0][2]
-    if COMPOSED[inner].exact:
-        assert all(torch.equal(x, y) for x, y in zip(found[0][0], dense[0][0]))
-
-
-def _calibrated(rank, size):
-    net = cases.net_of()
-    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    pairs = RandomDots(16, 24, 48, 9)
-    sync.services.run(calibrate(net, net.space.largest, batches(pairs, 2, rank, size)))
-    score = lambda n: -float(int(n.hash, 16) % 1000)  # noqa: E731
-    cost = lambda n: float(sum(k for stage in n.stages for k, _ in stage))  # noqa: E731
-    found = sync.services.run(search(net.space, score, 20.0, cost, cost, Evolution(6, 3), rank=rank, world=size))
-    sync.close()
-    return {name: b.clone() for name, b in net.named_buffers()}, found.best.sub_net, len(found.archive)
-
-
-def test_calibration_and_search_are_those_of_one_rank():
-    alone = _calibrated(0, 1)
-    for statistics, best, seen in run(_calibrated, 2):
-        assert (best, seen) == alone[1:]
-        for name, x in statistics.items():
-            torch.testing.assert_close(x, alone[0][name], rtol=1e-6, atol=1e-7)
+    assert found[0][2] < 4 * sum(found[0][1])  # less than the active part whole
 
 
 def _resumed(rank, size, folder, stop):
@@ -216,18 +157,6 @@ def test_a_run_on_two_ranks_goes_on_bit_for_bit(tmp_path):
     again = run(_resumed, 2, str(tmp_path / "b"), None)
     for a, b in zip(whole, again):
         assert all(torch.equal(x, y) for x, y in zip(a, b))
-
-
-def test_one_rank_sends_nothing_and_trains():
-    net = cases.net_of()
-    method = ActiveReduce(tw.SSGD())
-    trainer = SupernetTrainer(net, cases.PHASE, torch.optim.SGD(net.parameters(), lr=0.1), method=method)
-    before = cases.weights(net)
-    trainer.step(cases.batch_of(0, 2, 0, 1), 0)
-    assert trainer.sync.stats().bytes_sent == 0
-    assert any(not torch.equal(a, b) for a, b in zip(before, net.parameters()))
-    trainer.close()
-    run_alone(calibrate(net, net.space.smallest, batches(RandomDots(4, 24, 48, 9), 4)))
 
 
 def _expect(rank, size):

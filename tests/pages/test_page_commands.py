@@ -352,7 +352,7 @@ torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:
 # tests/dist/test_launchers.py::test_by_ray_train
 pip install 'ray[train]'
 python examples/launchers/train.py acp
-# tests/dist/test_parameter_server_torchrun.py::test_a_script_under_torchrun_is_a_node_of_two_workers
+# tests/dist/test_parameter_server_intra_node.py::test_ranks_on_their_own_are_workers_of_one_node
 torchrun --nnodes 1 --nproc-per-node 2 train.py
 # tests/unit/cli/test_keys_verb.py::test_the_commands_of_the_pages_do_what_they_say
 thinwire keys new keys --names server,a,b --host 10.0.0.1

@@ -16,7 +16,7 @@ from thinwire.systems.data import CachedDataset, LocalitySampler
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize("workers, stop", [(0, 3), (2, 1), (2, 3), (2, 5)])
+@pytest.mark.parametrize("workers, stop", [(0, 3), (2, 3)])
 def test_stateful_loader_resumes_in_mid_epoch(tmp_path, workers, stop):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 

@@ -41,7 +41,7 @@ def equal(a, b):
     return a == b or (a != a and b != b)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(TREES)
 def test_round_trip(value):
     packed = pack(value)

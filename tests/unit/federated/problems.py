@@ -166,9 +166,3 @@ def feddyn(data, plan, lr, steps, alpha):
         h = h - alpha / len(data) * sum(x - theta for x in ends)
         theta = sum(ends) / len(chosen) - h / alpha
     return theta
-
-
-def optimum(data, uniform=True):
-    a = sum(c[0].T @ c[0] / len(c[1]) * (1 if uniform else len(c[1])) for c in data)
-    b = sum(c[0].T @ c[1] / len(c[1]) * (1 if uniform else len(c[1])) for c in data)
-    return np.linalg.solve(a, b)

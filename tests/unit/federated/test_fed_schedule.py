@@ -127,35 +127,6 @@ def test_uneven_devices():
     assert min(pull, lpt) >= 1 - 1e-9
 
 
-def test_after_a_swap_of_speeds_pull_wins_until_the_window_has_turned_over():
-    sizes = [sizes_of(i) for i in range(96)]
-    before, after = [FAST, FAST, SLOW, SLOW], [SLOW, SLOW, FAST, FAST]
-    estimates = Estimates(window_rounds=3)
-    times = {"lpt": [], "pull": []}
-    for round in range(12):
-        speeds = before if round < 5 else after
-        for name in times:
-            plan = s.plan(name, sizes, estimates.fits("train", 4), 4, seed=round)
-            outcome = drive(Coordinator(96, plan, range(4)), 4, lambda d, i, _, s=speeds: s[d].train_seconds(sizes[i]))
-            times[name].append(outcome.seconds)
-        estimates.add(round, "train", [ClientTime(d, i, sizes[i], t) for d, i, t in outcome.records])
-    assert times["pull"][5] < times["lpt"][5] / 2  # every fit is wrong
-    assert times["lpt"][11] < 1.1 * times["pull"][11]  # and right again
-    assert times["lpt"][4] < 1.1 * times["pull"][4]
-
-
-def test_ten_thousand_clients_on_a_thousand_devices_some_of_which_are_lost():
-    sizes = [1 + i % 37 for i in range(10_000)]
-    plan = s.plan("pull", sizes, None, 1000, seed=0)
-    coordinator = Coordinator(len(sizes), plan, range(1000))
-    lost = {device: 5.0 + device for device in range(0, 100, 7)}
-    outcome = drive(coordinator, 1000, lambda d, i, _: float(sizes[i]), losses=lost)
-    assert sorted(coordinator.reported) == list(range(10_000))
-    assert set(coordinator.lost_devices) == {d for d in lost if lost[d] <= outcome.seconds}
-    assert len(outcome.records) > 10_000  # what was lost was trained again
-    assert outcome.seconds >= sum(sizes) / 1000
-
-
 @pytest.mark.parametrize("name", ["lpt", "equal", "pull"])
 def test_a_lost_devices_clients_are_trained_once_more_and_reported_once(name):
     plan = s.plan(name, [3, 2, 2, 1], [Fit(1.0, 0.0)] * 2, 2, seed=0)

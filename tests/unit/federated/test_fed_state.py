@@ -1,10 +1,8 @@
 """The store of client states: budget, rounds that are whole or not there, damage."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import problems as p
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems import federated as fl
+from thinwire.systems.federated.history import Checkpoint
 from thinwire.systems.federated.state import PAGE, ClientStateStore, Pages, StateUnavailable
 
 
@@ -94,21 +93,6 @@ def test_pages_are_a_dictionary_of_bytes_within_a_budget(steps, budget):
         assert all(pages.get(stored) == expected for stored, expected in held)
 
 
-def test_memory_stays_within_the_budget_and_disk_holds_the_rest(tmp_path):
-    """B11, smaller: 300 states of 40 kB with room for 10 in memory."""
-    store = ClientStateStore(300, tmp_path, memory_bytes=400_000)
-    for round in range(2):
-        for client in range(300):
-            store.put(client, vector(client + round, 10_000), round)
-        store.commit(round)
-    assert store.memory_peak <= 400_000
-    assert [value_of(store, c) for c in (0, 150, 299)] == [1.0, 151.0, 300.0]
-    files = list(tmp_path.glob("*/*.safetensors"))
-    assert len(files) <= 300
-    assert int((store.versions >= 0).sum()) == 300
-    assert store.reads == 2  # the last one was in memory still
-
-
 def test_without_a_folder_nothing_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     import tempfile
@@ -157,39 +141,36 @@ def test_other_peoples_files_are_left_alone(tmp_path):
 
 
 DATA = p.population()
-RUN = textwrap.dedent(
-    """
-    import os, signal, sys
-    sys.path.insert(0, {here!r})
-    import problems as p
-    from thinwire.systems import federated as fl
-    from thinwire.systems.federated.state import ClientStateStore
+OPTIONS = {"rounds": 6, "clients_per_round": 4, "reduction": "exact"}
 
-    class Dies(fl.Scaffold):
-        seen = 0
 
-        def train(self, context, payload, state):
-            result = super().train(context, payload, state)
-            Dies.seen += 1
-            if Dies.seen == {after}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+class Dies(fl.Scaffold):
+    """Kills its process after so many clients."""
 
-    Dies.__name__ = "Scaffold"
-    if {at_commit}:
-        from thinwire.systems.federated.history import Checkpoint
+    left = 0
+
+    def train(self, context, payload, state):
+        result = super().train(context, payload, state)
+        Dies.left -= 1
+        if not Dies.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def killed(folder, after, at_commit, every, budget):
+    Dies.__name__, Dies.left = "Scaffold", after
+    if at_commit:
         whole, calls = Checkpoint.save, []
+
         def save(*arguments):
             calls.append(0)
             if len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             whole(*arguments)
+
         Checkpoint.save = save
-    store = ClientStateStore(len(p.population()), {folder!r} + "/states", memory_bytes={budget})
-    p.train(Dies(lr=0.1, batch_size=4), p.population(), rounds=6, clients_per_round=4, reduction="exact",
-            checkpoint_dir={folder!r}, checkpoint_every={every}, state=store)
-    """
-)
+    store = ClientStateStore(len(DATA), folder / "states", memory_bytes=budget)
+    p.train(Dies(lr=0.1, batch_size=4), DATA, **OPTIONS, checkpoint_dir=folder, checkpoint_every=every, state=store)
 
 
 @pytest.mark.parametrize(
@@ -199,14 +180,15 @@ RUN = textwrap.dedent(
 )
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, budget):
     """B10: kill -9 in the middle of a round; nothing of it is visible afterwards."""
-    options = {"rounds": 6, "clients_per_round": 4, "reduction": "exact"}
-    wanted, straight = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, **options)
-    here = os.path.dirname(p.__file__)
-    code = RUN.format(here=here, after=after, at_commit=at_commit, folder=str(tmp_path), every=every, budget=budget)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    wanted, straight = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, **OPTIONS)
+    process = multiprocessing.get_context("fork").Process(
+        target=killed, args=(tmp_path, after, at_commit, every, budget)
+    )
+    process.start()
+    process.join(200)
+    assert process.exitcode == -signal.SIGKILL
     store = ClientStateStore(len(DATA), tmp_path / "states", memory_bytes=0)
-    found, history = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, **options, checkpoint_dir=tmp_path, state=store)
+    found, history = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, **OPTIONS, checkpoint_dir=tmp_path, state=store)
     assert np.array_equal(found, wanted)
     assert [row.round for row in history.rounds] == list(range(6))
     assert [row.metrics for row in history.rounds] == [row.metrics for row in straight.rounds]

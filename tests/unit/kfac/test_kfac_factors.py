@@ -68,18 +68,6 @@ def test_ratios_of_the_scalings(module, shape):
     torch.testing.assert_close(torch.kron(*found["authors"]), torch.kron(*found["reference"]), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("module, shape", [(nn.Linear(4, 3), (4, 2, 4)), (nn.Conv2d(2, 3, 2), (4, 2, 3, 3))])
-@pytest.mark.parametrize("scaling, same", [("reference", True), ("authors", True), ("kaisa", False)])
-def test_a_batch_twice_is_the_same_batch(module, shape, scaling, same):
-    module = module.double()
-    x = torch.randn(shape).double()
-    once = factors_of(module, x, run_once(module, x), scaling)
-    g = run_once(module, x)
-    both = factors_of(module, torch.cat([x, x]), torch.cat([g, g]) / 2, scaling)
-    torch.testing.assert_close(both[0], once[0], rtol=1e-12, atol=1e-14)
-    assert torch.allclose(both[1], once[1], rtol=1e-12, atol=1e-14) == same
-
-
 @pytest.mark.parametrize("tokens", ["expand", "reduce"])
 def test_micro_batches_and_tokens(tokens):
     module = nn.Linear(4, 3).double()

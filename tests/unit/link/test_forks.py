@@ -100,6 +100,7 @@ def test_a_split_server_closes_while_a_child_lives():
     closing.join(30.0)
     assert not closing.is_alive()
     serving.join(30.0)
+    assert not serving.is_alive()
     os.close(go_on)
     os.waitpid(child, 0)
     os.close(wait)

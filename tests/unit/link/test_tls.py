@@ -1,50 +1,22 @@
 """TLS between two processes: who is let in by certificates, what each is told, and what crosses the socket."""
 
-import datetime
 import queue
 import socket
 import ssl
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from parameter_cluster import started
 
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, check_host, find_trust
-from thinwire.systems.link.keys import new_keys, show_keys
+from thinwire.systems.link.keys import show_keys
 from thinwire.systems.link.listener import MOST_NUMBERS, Caller, Listener, connect
 from thinwire.systems.link.tls import Credentials
 
 SECRET = b"0123456789abcdef"
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    new_keys(folder / "ours", ["server", "a", "b", "late"])
-    new_keys(folder / "theirs", ["server", "a"])
-    expire(folder / "ours", "late")
-    return folder
-
-
-def expire(folder, name):
-    """Sign a certificate again, as of yesterday."""
-    path = folder / name / "identity.crt"
-    old = x509.load_pem_x509_certificate(path.read_bytes())
-    signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    before, after = now - datetime.timedelta(2), now - datetime.timedelta(1)
-    made = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), 7, before, after)
-    path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-
-
-@pytest.fixture
-def of(keys):
-    return lambda name, whose="ours": Credentials.of(keys / whose / name)
 
 
 @pytest.fixture
@@ -94,12 +66,6 @@ def both_ends():
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         return server.accept()[0], far
-
-
-def started(target, *args):
-    thread = threading.Thread(target=target, args=args, daemon=True)
-    thread.start()
-    return thread
 
 
 def test_what_crosses_is_counted_and_cannot_be_read(of):
@@ -156,13 +122,17 @@ def test_strangers_are_told_why_not(of, inn):
         refused(listener, PeerIdentity("node", 3, trust), sentence)
     refused(there, PeerIdentity("worker", 3, of("a")), "does not accept workers")
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
-    with (
-        socket.create_connection(("127.0.0.1", there.port)) as raw,
-        anonymous.wrap_socket(raw) as stranger,
-        pytest.raises((ssl.SSLError, ConnectionError)),
-    ):
-        assert stranger.recv(1)
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    old.load_cert_chain(of("a").certificate, of("a").key)
+    for context in (anonymous, old):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with (
+            socket.create_connection(("127.0.0.1", there.port)) as raw,
+            pytest.raises((ssl.SSLError, ConnectionError)),
+            context.wrap_socket(raw) as stranger,
+        ):
+            assert stranger.recv(1)
 
 
 def test_a_ca_that_only_this_side_trusts_is_named(keys, of, inn):

@@ -36,12 +36,6 @@ def test_the_layout_of_a_model_tells_its_buffers_too():
         Layout.of(torch.nn.Sequential(torch.nn.BatchNorm1d(3))).check(Layout.of(without))
 
 
-def test_of_a_node_floats_are_averaged_and_of_counts_the_largest_is_taken():
-    layout = BufferLayout.of(Model())
-    rows = [torch.tensor([1.0] * 6 + [4]), torch.tensor([2.0] * 6 + [9])]
-    assert layout.mean([row.double() for row in rows]).tolist() == [1.5] * 6 + [9.0]
-
-
 def test_the_server_takes_the_first_and_then_moves_a_tenth():
     layout = BufferLayout.of(Model())
     running, model = RunningBuffers(layout), Model()
@@ -77,8 +71,9 @@ def test_each_buffer_is_decided_alone():
         return dict(zip(layout.names, layout.split(flat)))
 
     rows = [layout.flat(model) for _ in range(3)]
-    for row, mean, var, wide in zip(rows, (1.0, 3.0, torch.nan), (4.0, torch.nan, torch.nan), (1.0, 4.0, 1.0)):
-        values = {"norm.running_mean": mean, "norm.running_var": var, "wide": wide, "norm.num_batches_tracked": 7}
+    means, variances, wides = (1.0, 3.0, torch.nan), (4.0, torch.nan, torch.nan), (1.0, 4.0, 1.0)
+    for row, mean, var, wide, count in zip(rows, means, variances, wides, (7, 9, 5)):
+        values = {"norm.running_mean": mean, "norm.running_var": var, "wide": wide, "norm.num_batches_tracked": count}
         for name, value in values.items():
             named(row)[name].fill_(value)
     mean = layout.mean(rows)
@@ -86,6 +81,7 @@ def test_each_buffer_is_decided_alone():
         "norm.running_mean": [2.0] * 2,
         "norm.running_var": [4.0] * 2,
         "wide": [2.0] * 3,
+        "norm.num_batches_tracked": [9],  # of counts the largest
         "mask": [-torch.inf] * 2,
     }
     assert {name: named(mean)[name].tolist() for name in expected} == expected
@@ -96,7 +92,7 @@ def test_each_buffer_is_decided_alone():
     torch.testing.assert_close(model.wide, torch.full((3,), 0.9 * (0.9 + 0.1 * 2) + 0.1))
     assert model.norm.running_mean.tolist() == [2.0, 2.0]
     assert model.norm.running_var.tolist() == [4.0, 4.0]
-    assert model.norm.num_batches_tracked == 7
+    assert model.norm.num_batches_tracked == 9
     assert model.mask.tolist() == [-torch.inf] * 2
     assert model.number == 2**60 + 1
 

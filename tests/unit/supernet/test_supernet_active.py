@@ -39,7 +39,7 @@ def outside(active, name, x):
 
 
 @pytest.mark.parametrize(
-    "which,count,size", [("tiny", 33, (24, 48)), pytest.param("published", 5, (48, 48), marks=pytest.mark.slow)]
+    "which,count,size", [("tiny", 14, (24, 48)), pytest.param("published", 5, (48, 48), marks=pytest.mark.slow)]
 )
 def test_the_set_holds_every_gradient_and_little_else(which, count, size, published, monkeypatch):
     monkeypatch.setattr(F, "relu", F.softplus)  # no unit is dead by chance
@@ -67,7 +67,7 @@ def test_mean_shares_of_the_published_space(published):
 
 
 @given(st.lists(st.integers(0, 2**20), min_size=1, max_size=4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_union_holds_its_parts(seeds):
     net = tiny()
     sets = [net.active_set(net.sample(random.Random(seed))) for seed in seeds]
@@ -173,19 +173,6 @@ def test_a_step_that_is_rejected_leaves_residuals():
     world.step(active_reduce(tw.TopK(density=0.2)), bad)
     for old, new in zip(before, world.residuals()):
         assert all(torch.equal(old[name], new[name]) for name in old)
-
-
-def test_participants_divide_by_those_who_use_an_element():
-    own = [ACTIVE, ActiveSet.of(SHAPES, {"a": (slice(2, 5), slice(1, 3)), "b": None, "c": None, "d": None})]
-    both = ActiveSet.union(own)
-    grads = [{name: torch.ones(shape) - outside(s, name, torch.ones(shape)) for name, shape in SHAPES.items()}
-             for s in own]  # fmt: skip
-    method = ActiveReduce(tw.SSGD(), divisor="participants")
-    method.announced.active, method.announced.everyone = both, tuple(own)
-    for mine in tw.LocalWorld(2).step(method, grads):
-        for name, shape in SHAPES.items():
-            used = sum(g[name] for g in grads) > 0
-            assert torch.equal(mine[name], used.float() * torch.ones(shape))
 
 
 OPTIMIZERS = {

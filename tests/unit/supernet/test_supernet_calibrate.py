@@ -52,9 +52,8 @@ def test_nothing_but_the_statistics_it_uses_changes():
     assert all(torch.equal(x, once[name]) for name, x in statistics(net).items())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_many_ranks_find_what_one_finds(size):
-    batches = dots(12, size=2)
+def test_many_ranks_find_what_one_finds():
+    size, batches = 3, dots(12, size=2)
     alone = shaken(tiny())
     run_alone(calibrate(alone, alone.space.largest, batches))
     score = run_alone(evaluate(alone, alone.space.largest, batches))

@@ -1,7 +1,5 @@
 """Sizes of the published network: parameters, tensors, multiplications, shapes."""
 
-import math
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -63,7 +61,7 @@ def test_every_uniform_network_has_as_many_parameters_as_the_formula(published):
                 for s in space.scales:
                     active = published.active_set(space.uniform(k, d, e, s))
                     extracted = formula(k, d, e, s)
-                    if (k + d + e + s) % 5 == 0:  # a fifth of them for real: extraction costs time
+                    if (k + 2 * d + 3 * e + s) % 17 == 0:  # few of them for real: extraction costs time
                         assert size(published.extract(space.uniform(k, d, e, s)))[0] == extracted
                     maps = {7: 0, 5: 625, 3: 706}[k] * d * s
                     seen = {7: 49, 5: 25, 3: 25}[k]  # of the stored kernel
@@ -119,5 +117,3 @@ def test_two_ratios_of_one_width_are_one_network(published):
     assert b.stages[0][0] == (3, 6)
     assert b.stages[0][1] == b.stages[1][0] == (3, 8)
     assert size(published.extract(a)) == size(published.extract(b))
-    stage = [sum(12**d for d in (2, 3, 4)), sum(9 * 12 ** (d - 1) for d in (2, 3, 4))]
-    assert math.prod([stage[1], *stage[:1] * 3]) == pytest.approx(1.96e17, rel=0.01)
