@@ -504,6 +504,16 @@ def lars(data: Any) -> Iterator[Row]:
         )
 
 
+def claims(data: Any) -> Iterator[Row]:
+    """What holds of each paper, and the figures for which it gives its own."""
+    for name, found in data.items():
+        yield Row(f"{name}: verdict", found["word"].rstrip(":"))
+        for one in found["shown"]:
+            if one["published"]:
+                said = f"{number(one['value'])} {one['unit']} ({one['how']}; paper: {one['published']})"
+                yield Row(f"{name}: {one['what']}", said)
+
+
 def cache(data: Any) -> Iterator[Row]:
     """Epochs beside those of samples decoded in advance through the same loader; hits; what killed processes left."""
     for table in data["tables"]:
@@ -851,6 +861,9 @@ SOURCES = {
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
     "encode_time": Source(
         "python benchmarks/encode_time.py", "results.md", encode_time
+    ),
+    "claims": Source(
+        "thinwire reproduce --out benchmarks/results/claims.json", "papers.md", claims
     ),
     "step_cpu": Source("python benchmarks/step_cpu.py", "results.md", step_cpu),
     "lars": Source("python benchmarks/lars.py", "large_batch.md", lars),

@@ -13,7 +13,7 @@ from thinwire.tools.cli.console import Json, check_output, plain_table, progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thinwire.systems.papers import Result
+    from thinwire.systems.papers import Reproduced
 
 
 def reproduce(
@@ -71,7 +71,7 @@ def _read(out: Path) -> dict[str, Any]:
     return kept
 
 
-def _show(result: Result, console: Console) -> None:
+def _show(result: Reproduced, console: Console) -> None:
     from thinwire.systems.papers import paper
 
     told = paper(result.name)

@@ -44,7 +44,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Result(Record):
+class Reproduced(Record):
     """What ``thinwire reproduce`` found for one paper; the sentence of the verdict is ``word`` and ``why``."""
 
     called: ClassVar[str] = "what thinwire reproduce found for a paper"
@@ -92,7 +92,7 @@ def paper(name: str) -> Paper:
     return found
 
 
-def reproduce(name: str, bench: Workbench | None) -> Result:
+def reproduce(name: str, bench: Workbench | None) -> Reproduced:
     """Show what holds of a paper; ``bench`` None: only what can be simulated, without a verdict."""
     asked, began = paper(name), time.monotonic()
     shown, curves = list(asked.simulated()), list[Curves]()
@@ -101,4 +101,4 @@ def reproduce(name: str, bench: Workbench | None) -> Result:
         shown += [one] if isinstance(one, Shown) else []
     word, why = asked.judge({one.key: one.value for one in shown}) if bench else ("not judged:", "nothing was measured")
     full = bench is not None and bench.full
-    return Result(name, word, why, shown, time.monotonic() - began, full, curves)
+    return Reproduced(name, word, why, shown, time.monotonic() - began, full, curves)
