@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 from thinwire.core.records import made
-from thinwire.systems.papers import NAMES, Curves, Reproduced, paper
-from thinwire.tools.pictures import Panel, Picture, Series, write_picture
+from thinwire.systems.papers import NAMES, Reproduced, paper
+from thinwire.tools.pictures import write_picture
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "papers.md"
@@ -18,9 +18,9 @@ RESULTS = DOCS.parent / "benchmarks" / "results" / "claims.json"
 HEAD = """# Papers: what holds
 
 What each of eleven papers claims, what of it holds here, and the command that shows it. Two kinds of figures stand
-beside the paper's own: *simulated* at the paper's scale (its models, workers and network) by the planner, with published
-or assumed constants and none fitted to the result; and *measured* here in the small, with real ranks on an emulated
-network. The verdict follows from both by a rule of thinwire, so your machine may come to another one:
+beside the paper's own: *simulated* at the paper's scale (its models, workers and network) by the planner, with
+published or assumed constants and none fitted to the result; and *measured* here in the small, with real ranks on an
+emulated network. The verdict follows from both by a rule of thinwire, so your machine may come to another one:
 
 ```
 thinwire reproduce              # all of them, in at most half an hour
@@ -77,24 +77,12 @@ def section(result: Reproduced) -> str:
         here = f"{one.value:.3g} {one.unit}".strip()
         lines.append(f"| {one.what} | {one.published or '-'} | {here} | {one.how} |")
     lines.append("")
-    for number, curves in enumerate(result.curves):
+    for number, picture in enumerate(result.pictures):
         lines += [
-            f"![{curves.title}](images/papers/{result.name}-{number}.png)",
+            f"![{picture.title}](images/papers/{result.name}-{number}.png)",
             "",
         ]
     return "\n".join(lines)
-
-
-def draw(curves: Curves, path: Path) -> None:
-    """One picture."""
-    series = tuple(
-        Series(label, tuple(x for x, _ in line), tuple(y for _, y in line))
-        for label, line in curves.lines.items()
-    )
-    write_picture(
-        Picture(curves.title, (Panel(curves.x, curves.y, series),)),
-        path,
-    )
 
 
 if __name__ == "__main__":
@@ -102,6 +90,6 @@ if __name__ == "__main__":
     PAGE.write_text(page(made_of), encoding="utf-8")
     (DOCS / "images" / "papers").mkdir(exist_ok=True)
     for one in made_of.values():
-        for place, drawn in enumerate(one.curves):
-            draw(drawn, DOCS / "images" / "papers" / f"{one.name}-{place}.png")
+        for place, drawn in enumerate(one.pictures):
+            write_picture(drawn, DOCS / "images" / "papers" / f"{one.name}-{place}.png")
     print(f"written: {PAGE}")

@@ -9,7 +9,7 @@ import sys
 import pytest
 from wires import CLI, collect, namespaces
 
-from processes import runs, wait_until
+from alive import runs, wait_until
 from thinwire.tools import lab
 from thinwire.tools.lab import network
 from thinwire.tools.lab.network import Network, tool

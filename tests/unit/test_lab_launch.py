@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from processes import runs, wait_until
+from alive import runs, wait_until
 from thinwire.tools import lab
 from thinwire.tools.lab.ranks import rank_environment
 from verbs import call

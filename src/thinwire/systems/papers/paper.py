@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from thinwire.core.records import Record
 from thinwire.systems.papers.workbench import Workbench
+from thinwire.tools.pictures import Picture
 
 NAMES = ("omgs", "lags", "inhad", "acp", "dear", "parrot", "sft", "easnet", "spdkfac", "hitopk", "imagenet")
 Word = Literal["holds", "holds where", "does not hold:", "not judged:"]
@@ -34,16 +35,6 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Curves:
-    """Lines that say more than a figure: label -> (x, y) points."""
-
-    title: str
-    x: str
-    y: str
-    lines: dict[str, list[tuple[float, float]]]
-
-
-@dataclass(frozen=True)
 class Reproduced(Record):
     """What ``thinwire reproduce`` found for one paper; the sentence of the verdict is ``word`` and ``why``."""
 
@@ -55,7 +46,7 @@ class Reproduced(Record):
     shown: list[Shown]
     seconds: float
     full: bool
-    curves: list[Curves] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class Paper:
         setting: model, workers, network of that figure.
         page: of the docs, where the system is explained.
         simulated: yields figures at the paper's scale, in seconds, without ranks.
-        measured: yields figures measured on this machine, in at most three minutes.
+        measured: yields figures measured on this machine, in at most three minutes, and pictures.
         judge: figures by key -> the verdict's word and the rest of its sentence.
     """
 
@@ -80,7 +71,7 @@ class Paper:
     setting: str
     page: str
     simulated: Callable[[], Iterable[Shown]]
-    measured: Callable[[Workbench], Iterable[Shown | Curves]]
+    measured: Callable[[Workbench], Iterable[Shown | Picture]]
     judge: Callable[[Mapping[str, float]], tuple[Word, str]]
 
 
@@ -95,10 +86,10 @@ def paper(name: str) -> Paper:
 def reproduce(name: str, bench: Workbench | None) -> Reproduced:
     """Show what holds of a paper; ``bench`` None: only what can be simulated, without a verdict."""
     asked, began = paper(name), time.monotonic()
-    shown, curves = list(asked.simulated()), list[Curves]()
+    shown, pictures = list(asked.simulated()), list[Picture]()
     for one in asked.measured(bench) if bench else ():
-        curves += [one] if isinstance(one, Curves) else []
+        pictures += [one] if isinstance(one, Picture) else []
         shown += [one] if isinstance(one, Shown) else []
     word, why = asked.judge({one.key: one.value for one in shown}) if bench else ("not judged:", "nothing was measured")
     full = bench is not None and bench.full
-    return Reproduced(name, word, why, shown, time.monotonic() - began, full, curves)
+    return Reproduced(name, word, why, shown, time.monotonic() - began, full, pictures)
