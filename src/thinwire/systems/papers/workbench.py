@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.program import LocalWorld, Method
 from thinwire.predict.choose import resolved
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools import lab
-from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.rows import COMPUTE, parse_rows
+from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.cli.plan_inputs import read_question
 
@@ -52,9 +61,78 @@ class Workbench:
         record, _ = run_session(spec, functools.partial(lab.run, lab.Cluster(workers)), self._follow)
         return {row.label: row for row in record.rows}
 
+    def until(
+        self, model: str, methods: str, loss: float, *, workers: int = 2, ranks_per_node: int = 1,
+        link: str | None = None, steps: int = 400, every: int = 10, seed: int = 0, rate: float = 1.0,
+    ) -> dict[str, float]:  # fmt: skip
+        """Return, by label, seconds to a held-out ``loss`` on an emulated link; infinite if not in ``steps``."""
+        bits = lab.parse_rate(link) if link else None
+        spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds=1, every=every, warmup=0,
+                         seed=seed, target=loss, ranks_per_node=ranks_per_node, rate_factor=rate)  # fmt: skip
+        self.tell(f"{model}, {workers} workers, {link or 'no limit'}, to a loss of {loss:g}: {methods}")
+        record, _ = run_session(
+            spec, functools.partial(lab.run, lab.Cluster.parse(workers, ranks_per_node, link, None)), self._follow
+        )
+        if failed := [f"{row.label}: {row.error}" for row in record.rows if row.error]:
+            raise RuntimeError("; ".join(failed))
+        reached = {row.label: seconds_to(row.curve, loss) for row in record.rows if row.kind != COMPUTE}
+        return {label: math.inf if when is None else when for label, when in reached.items()}
+
     def _follow(self, event: Mapping[str, Any]) -> None:
         if "step" in event:
             self.tell(f"{event['row']}: step {event['step']}, loss {event['loss']:.3f}")
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A step of ranks in one process: their gradients, and the world that has averaged these."""
+
+    workload: Workload
+    world: LocalWorld
+    gradients: list[dict[str, Tensor]]
+
+
+def replicas(
+    model: str, method: Method, *, workers: int = 4, steps: int = 240, seed: int = 0, rate: float = 1.0,
+    decay_from: float = 1.0,
+) -> Iterator[Replicas]:  # fmt: skip
+    """Train in this process, in the method's buckets; yield after each step.
+
+    ``rate`` multiplies the learning rate, which is a tenth from that share of the steps on: ``decay_from``.
+    """
+    workload = build_model(model, seed)
+    optimizer = workload.optimizer(workload.model)
+    parameters = dict(workload.model.named_parameters())
+    tensors = [PlanTensor(name, tuple(p.shape), method.dense(name, p.shape, False)) for name, p in parameters.items()]
+    world = LocalWorld(workers, plan=make_plan(method, tensors, range(len(tensors))[::-1], (), "gloo"))
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("begun", group["lr"]) * rate * (0.1 if step >= decay_from * steps else 1.0)
+        ranks = []
+        for rank in range(workers):
+            found = torch.autograd.grad(
+                workload.loss(workload.model, seed * 100_000 + step, rank), [*parameters.values()]
+            )
+            ranks.append(dict(zip(parameters, found)))
+        for name, gradient in world.step(method, ranks)[0].items():
+            parameters[name].grad = gradient
+        optimizer.step()
+        yield Replicas(workload, world, ranks)
+
+
+def losses(
+    bench: Workbench, model: str, methods: Mapping[str, Method], *, steps: int = 400
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, float]]:
+    """Return held-out losses by step of the last seed, and the last over that of the first method: median of seeds."""
+    lines, ratios = dict[str, list[tuple[float, float]]](), dict[str, list[float]]()
+    for seed in range(3 if bench.full else 1):
+        for label, method in methods.items():
+            bench.tell(f"{model}, 4 workers in one process, {steps} steps, seed {seed}: {label}")
+            trained = replicas(model, method, steps=steps, seed=seed, decay_from=0.75)
+            kept = ((i, made) for i, made in enumerate(trained, 1) if not i % 10 or i == steps)
+            lines[label] = [(i, made.workload.held_out_loss() or math.nan) for i, made in kept]
+            ratios.setdefault(label, []).append(lines[label][-1][1] / next(iter(lines.values()))[-1][1])
+    return lines, {label: statistics.median(found) for label, found in ratios.items()}
 
 
 def predicted(
