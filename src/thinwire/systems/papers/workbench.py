@@ -19,7 +19,7 @@ from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
-from thinwire.tools.bench.rows import COMPUTE, parse_rows
+from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.cli.plan_inputs import read_question
@@ -61,22 +61,31 @@ class Workbench:
         record, _ = run_session(spec, functools.partial(lab.run, lab.Cluster(workers)), self._follow)
         return {row.label: row for row in record.rows}
 
-    def until(
+    def sooner(
         self, model: str, methods: str, loss: float, *, workers: int = 2, ranks_per_node: int = 1,
-        link: str | None = None, steps: int = 400, every: int = 10, seed: int = 0, rate: float = 1.0,
+        link: str | None = None, steps: int = 400, every: int = 10,
     ) -> dict[str, float]:  # fmt: skip
-        """Return, by label, seconds to a held-out ``loss`` on an emulated link; infinite if not in ``steps``."""
-        bits = lab.parse_rate(link) if link else None
-        spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds=1, every=every, warmup=0,
-                         seed=seed, target=loss, ranks_per_node=ranks_per_node, rate_factor=rate)  # fmt: skip
-        self.tell(f"{model}, {workers} workers, {link or 'no limit'}, to a loss of {loss:g}: {methods}")
-        record, _ = run_session(
-            spec, functools.partial(lab.run, lab.Cluster.parse(workers, ranks_per_node, link, None)), self._follow
-        )
-        if failed := [f"{row.label}: {row.error}" for row in record.rows if row.error]:
-            raise RuntimeError("; ".join(failed))
-        reached = {row.label: seconds_to(row.curve, loss) for row in record.rows if row.kind != COMPUTE}
-        return {label: math.inf if when is None else when for label, when in reached.items()}
+        """Return, by label, how many times the seconds of the last row it takes to a held-out ``loss``.
+
+        That is the median of seeds: infinite, or 0 for the last row, where a row does not reach it in ``steps``.
+        """
+        bits, found = lab.parse_rate(link) if link else None, dict[str, list[float]]()
+        cluster = lab.Cluster.parse(workers, ranks_per_node, link, None)
+        for seed in range(3 if self.full else 1):
+            spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds=1, every=every, warmup=0,
+                             seed=seed, target=loss, ranks_per_node=ranks_per_node)  # fmt: skip
+            self.tell(
+                f"{model}, {workers} workers, {link or 'no limit'}, seed {seed}, to a loss of {loss:g}: {methods}"
+            )
+            rows = run_session(spec, functools.partial(lab.run, cluster), self._follow)[0].rows
+            if failed := [f"{row.label}: {row.error}" for row in rows if row.error]:
+                raise RuntimeError("; ".join(failed))
+            last = seconds_to(rows[-1].curve, loss)
+            for row in rows:
+                when = seconds_to(row.curve, loss)
+                ratio = 0.0 if last is None else math.inf if when is None else when / last
+                found.setdefault(row.label, []).append(ratio)
+        return {label: statistics.median(ratios) for label, ratios in found.items()}
 
     def _follow(self, event: Mapping[str, Any]) -> None:
         if "step" in event:
