@@ -145,14 +145,15 @@ def losses(
 
 
 def predicted(
-    model: str, methods: str, *, workers: int, link: str, ranks_per_node: int = 1, batch: int | None = None,
-    device: str | None = None, flops: float | None = None, latency: str | None = None,
+    model: str, methods: str | Mapping[str, Method], *, workers: int, link: str, ranks_per_node: int = 1,
+    batch: int | None = None, device: str | None = None, flops: float | None = None, latency: str | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
     """Return steps by label, as ``thinwire plan`` simulates them from these assumptions."""
+    named = methods if isinstance(methods, str) else "ssgd"
     asked = read_question(model, link=link, latency=latency, costs=None, workers=workers, ranks_per_node=ranks_per_node,
-                          methods=methods, batch_size=batch, device=device, flops=flops, profile=None)  # fmt: skip
+                          methods=named, batch_size=batch, device=device, flops=flops, profile=None)  # fmt: skip
     where = (asked.profile, asked.topology, asked.costs())
     return {
         label: simulate(resolved(method, *where, **asked.where), *where, **asked.where)
-        for label, method in asked.candidates
+        for label, method in (asked.candidates if isinstance(methods, str) else methods.items())
     }

@@ -9,7 +9,7 @@ def test_by_the_authors_constants_the_optimum_gains_a_fifth_and_the_published_ru
     found = {one.key: one for one in PAPER.simulated()}
     assert found["greedy rule"].value == pytest.approx(1.0)
     assert found["optimum"].value == pytest.approx(1.203, rel=0.01)
-    assert found["most"].value == pytest.approx(1.48, rel=0.05)
+    assert found["most"].value == pytest.approx(1.43, rel=0.05)
     assert "64 workers" in found["most"].what
     assert 0.95 < found["least"].value < 1.02  # where one group or a group per layer is best already
 
