@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.plans import PlanTensor, make_plan
 from thinwire.core.program import LocalWorld, Method
 from thinwire.predict.choose import resolved
@@ -113,7 +114,8 @@ def replicas(
     optimizer = workload.optimizer(workload.model)
     parameters = dict(workload.model.named_parameters())
     tensors = [PlanTensor(name, tuple(p.shape), method.dense(name, p.shape, False)) for name, p in parameters.items()]
-    world = LocalWorld(workers, plan=make_plan(method, tensors, range(len(tensors))[::-1], (), "gloo"))
+    plan = make_plan(method, tensors, range(len(tensors))[::-1], (), "gloo")
+    world = LocalWorld(workers, plan=plan, dense=SSGD())
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("begun", group["lr"]) * rate * (0.1 if step >= decay_from * steps else 1.0)
