@@ -17,7 +17,9 @@ from thinwire.systems.papers.workbench import Workbench, predicted
 CASES = (("resnet50", 128), ("resnet50", 32), ("vgg16", 64), ("bert-base", 64), ("bert-large", 32))
 """Models and samples a GPU; 32 images of 224 pixels a side compute as long as 174 of 96, where the authors begin."""
 ROWS = ("cast:dtype=fp16:collective=torus", "cast:dtype=fp16", "topk:density=0.01", "hitopk:density=0.01")
-MODEL, LOSS = "chargpt:layers=4:width=256:heads=4:batch=4", 3.0
+MODEL, LOSS = "chargpt:layers=4:width=256:heads=4:batch=4", 2.7
+LAB = (*ROWS[:3], "hitopk:density=0.1")
+"""Of two machines, one sends another as much at density 0.1 as each of 16 sends all others at 0.007."""
 SIZES, DENSITY = (1 << 20, 1 << 24), 0.001
 
 
@@ -45,15 +47,16 @@ def selection(size: int) -> dict[str, float]:
 
 
 def measured(bench: Workbench) -> Iterator[Shown]:
-    where = "over HiTopK, GPT of 3.3 M, 2 x 2 workers, 100mbit"
+    where = "over HiTopK, density 0.1, GPT of 3.3 M, 2 x 2 workers, 100mbit"
     cluster: dict[str, Any] = {"workers": 4, "ranks_per_node": 2, "link": "100mbit"}
-    found = bench.bench(MODEL, ",".join(ROWS), **cluster, rounds=6 if bench.full else 2)
-    torus, ring, topk, ours = (row.step_seconds or math.nan for row in found.rows[1:])
+    found = bench.bench(MODEL, ",".join(LAB), **cluster, rounds=6 if bench.full else 2)
+    torus, ring, _, ours = (row.step_seconds or math.nan for row in found.rows[1:])
     yield Shown("torus measured", f"torus in fp16 {where}", torus / ours, how="measured")
-    best = min(torus, ring, topk) / ours
-    yield Shown("best measured", f"best of it, ring and flat Top-k {where}", best, how="measured")
-    gain = bench.sooner(MODEL, f"{ROWS[0]},{ROWS[-1]}", LOSS, **cluster)[ROWS[0].replace(":", " ")]
-    yield Shown("loss measured", f"torus in fp16 {where}, seconds to a held-out loss of {LOSS}", gain, how="measured")
+    yield Shown("ring measured", f"ring in fp16 {where}", ring / ours, how="measured")
+    times = bench.sooner(MODEL, ",".join((LAB[0], *LAB[2:])), LOSS, **cluster)
+    for key, row in (("torus", LAB[0]), ("flat Top-k, density 0.01,", LAB[2])):
+        what = f"{key} {where}, seconds to a held-out loss of {LOSS}"
+        yield Shown(f"{key.split()[0]} loss", what, times[row.replace(":", " ")], how="measured")
     for size in SIZES:
         for name, value in selection(size).items():
             what = f"torch.topk over {name}, {size:,} elements, density {DENSITY}, one core"
@@ -64,10 +67,10 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     cases = {f"{model} with {batch} samples": found[f"torus {model} {batch}"] for model, batch in CASES}
     good = [case for case, gain in cases.items() if gain >= 1.2]
     said = f"{min(cases.values()):.2f} to {max(cases.values()):.2f} times the fp16 torus, measured "
-    said += f"{found['torus measured']:.2f} a step and {found['loss measured']:.2f} to a loss"
-    if not good or found["torus measured"] <= 1:
+    said += f"{found['torus measured']:.2f} a step and {found['torus loss']:.2f} to a loss"
+    if not good or found["torus measured"] <= 1 or found["torus loss"] <= 1:
         return "does not hold:", said
-    if len(good) == len(cases) and found["loss measured"] > 1:
+    if len(good) == len(cases):
         return "holds", said
     return "holds where", f"backward does not hide the exchange ({', '.join(good)}): {said}"
 
