@@ -81,7 +81,7 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     )  # fmt: skip
     measured = ", ".join(f"{found[f'{label} measured']:.2f} times {label}" for label in ROWS)
     said = f"over one group {inside:.2f} with selection in backward, {beside:.2f} beside it; delta at most "
-    said += f"{found['delta']:.2f}; measured to a loss {measured}"
+    said += f"{found['delta']:.2f}; measured to a loss, on cores that also compute, {measured}"
     if found["delta"] > 1 or found["DDP measured"] <= 1 or beside < 1.25:
         return "does not hold:", said
     if inside >= 1.25 and found["one group measured"] > 1:
