@@ -23,7 +23,7 @@ from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.plans import RULES
 
 NEEDED = {name: {"density": 0.01} for name in ("topk", "gtopk", "oktopk", "hitopk", "omgs")}
-MERGES = {"omgs": "optimal", "lags": "none"}
+MERGES = {"omgs": "optimal", "lags": "auto"}
 
 
 @pytest.mark.parametrize("name", METHODS)

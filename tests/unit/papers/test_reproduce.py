@@ -21,7 +21,8 @@ def _quick(monkeypatch):
     def measured(bench):
         bench.tell("a bench")
         yield Shown("S-SGD measured", "S-SGD over ACP-SGD, here", 4.0, how="measured")
-        yield Shown("Power-SGD measured", "Power-SGD over ACP-SGD, here", 1.5, how="measured")
+        yield Shown("to a loss", "seconds to a loss, S-SGD over ACP-SGD, here", 2.0, how="measured")
+        yield Shown("loss", "loss of ACP-SGD over S-SGD's, here", 1.0, how="measured")
 
     monkeypatch.setattr(acp, "PAPER", dataclasses.replace(acp.PAPER, measured=measured))
 
@@ -32,7 +33,14 @@ def test_what_was_found_is_told_and_kept_beside_what_is_there(tmp_path):
     out.write_text('{"dear": {"word": "holds"}}')
     done = run("acp", "--out", out)
     assert done.exit_code == 0
-    for words in ("ACP-SGD", "4.06", "S-SGD over ACP-SGD, here", "measured", "holds at 10 Gb/s", "2306.08881"):
+    for words in (
+        "ACP-SGD",
+        "4.06",
+        "S-SGD over ACP-SGD, here",
+        "measured",
+        "at 10 Gb/s by the simulator",
+        "2306.08881",
+    ):
         assert words in done.stdout.replace("\n", " "), done.stdout
     kept = json.loads(out.read_text())
     assert list(kept) == ["dear", "acp"]

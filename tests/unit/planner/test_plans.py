@@ -115,6 +115,14 @@ def test_a_prediction_follows_the_rule_as_the_engine_does_once_it_has_measured()
     assert sum(filter(None, counts)) == kept[1]
 
 
+def test_lags_shares_messages_among_layers_where_start_ups_cost_more_than_they_hide():
+    profile, topology, costs = builtin("resnet50"), Topology(16), Costs.of_link(1e9, 4e-4, 16)
+    steps = [simulate(named("lags", fusion=rule), profile, topology, costs) for rule in ("auto", "none")]
+    merged, alone = (sum(not b.dense for b in step.plan.phases[0]) for step in steps)
+    assert 1 < merged < alone == sum(len(t.shape) > 1 for t in profile.tensors)
+    assert steps[0].step_seconds < steps[1].step_seconds
+
+
 def test_a_decoupled_plan_begins_and_ends_with_a_small_bucket():
     tensors = [PlanTensor(f"t{i}", (1 << 17,)) for i in range(20)]  # half a MiB each
     plan = make_plan(SSGD(decoupled=True), tensors, range(20), (), "gloo")

@@ -22,6 +22,15 @@ def test_average_of_uneven_nodes_and_unused_parameters():
     assert world.bytes_sent() == [round(2 * 2 * 12 / 3)] * 3
 
 
+def test_dense_buckets_are_averaged_by_their_own_method_if_one_is_given():
+    plan = Plan.of([["w"], ["b"]])
+    plan = Plan((tuple(PlanBucket(bucket.names, bucket.names == ("b",)) for bucket in plan.buckets()),))
+    world = LocalWorld(2, plan=plan, dense=SSGD())
+    out = world.step(TopK(0.5), [{"w": torch.tensor([1.0, 3.0]), "b": torch.tensor([1.0, 3.0])}] * 2)
+    assert [out[0][name].tolist() for name in ("w", "b")] == [[0.0, 3.0], [1.0, 3.0]]
+    assert world.residuals()[0].keys() == {"w"}
+
+
 def test_a_parameter_that_no_rank_used_stays_none():
     out = LocalWorld(2).step(SSGD(), [{"a": torch.ones(1), "b": None}] * 2)
     assert out[0]["b"] is None

@@ -61,7 +61,7 @@ class DGC(Method):
         clip: largest norm of the gradient, over all ranks; None: no clipping.
         masking: forget the momentum of what is sent.
         select: the selection algorithm, see :func:`thinwire.kernels.select.top_k`.
-        warmup: a :class:`~thinwire.methods.feedback.Warmup`, as in the published runs, or None.
+        warmup: a :class:`~thinwire.methods.base.Warmup`, as in the published runs, or None.
         value_dtype: of the values as sent: "fp32", "bf16" or "fp16".
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """

@@ -5,7 +5,8 @@ guarantees, arXiv 1911.08727. The numbers of entries to keep come from ``core.pr
 measured, equal on all ranks; before that every layer sends one element in ``max_ratio``.
 
 Differences from the paper: a layer's budget is the time until the next gradient is ready, by the planner's clocks; a
-layer whose all-reduce is hidden is sent dense, without loss; the numbers are part of the plan.
+layer whose all-reduce is hidden is sent dense, without loss; layers that share a message are selected together; the
+numbers are part of the plan.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class LAGS(Method):
     Args:
         max_ratio: no layer is compressed more than this many times.
         exposed_seconds: how long the last layer's exchange may take after backward.
-        fusion: "none": layer by layer, as the method requires.
+        fusion: "auto": neighbours whose start-ups would cost more than they hide share a message; "none": none do.
         value_dtype: of the values as sent: "fp32", "bf16" or "fp16".
         error_feedback: keep what was not sent; False is for ablations.
     """
@@ -45,14 +46,14 @@ class LAGS(Method):
 
     max_ratio: float = 1000
     exposed_seconds: float = 0.0
-    fusion: Any = "none"
+    fusion: Any = "auto"
     value_dtype: str = "fp32"
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
         check_number("max_ratio", self.max_ratio, least=1)
         check_number("exposed_seconds", self.exposed_seconds, least=0)
-        check_choice("fusion", self.fusion, ("none",))
+        check_choice("fusion", self.fusion, ("auto", "none"))
         check_choice("value_dtype", self.value_dtype, tuple(WIRES))
         check_flag("error_feedback", self.error_feedback)
         if not self.error_feedback:

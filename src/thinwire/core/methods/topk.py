@@ -55,7 +55,7 @@ class TopK(Method):
         select: the selection algorithm, see :func:`thinwire.kernels.select.top_k`.
         value_dtype: of the values as sent: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
         error_feedback: keep what was not sent; False is for ablations.
-        warmup: a :class:`~thinwire.methods.feedback.Warmup`, or None.
+        warmup: a :class:`~thinwire.methods.base.Warmup`, or None.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         capacity: room for one region's pairs under "oktopk", in units of k / P; at least 1.
     """

@@ -156,24 +156,41 @@ def _sparse(
 
 
 def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: Measured) -> list[BucketIndices]:
-    """Apply LAGS: one bucket per layer, with the number of elements kept of each."""
+    """Apply LAGS: one bucket per layer, or fewer if start-ups cost more than they hide, and what is kept of each."""
     world, costs = measured.topology.world_size, measured.costs
     all_reduce = all_reduce_seconds(costs, measured.topology)
+
+    @cache
+    def select(n: int) -> float:
+        return _first_segment(method, n, measured, 0)
 
     def exchange(kept: int) -> float:
         return costs.seconds("AllGather", Scope.WORLD, world, 8 * kept)
 
-    ratios = lags(
-        sizes,
-        list(seconds),
-        lambda n: _first_segment(method, n, measured, 0),
-        exchange,
-        lambda n: all_reduce(4 * n),
-        method.max_ratio,
-        exposed_seconds=method.exposed_seconds,
-        side_stream=measured.side_stream,
-    )
-    return [BucketIndices([i], kept) for i, kept in enumerate(ratios.kept)]
+    def filled(groups: list[list[int]]) -> tuple[float, list[BucketIndices]]:
+        ratios = lags(
+            [sum(sizes[i] for i in group) for group in groups],
+            [sum(seconds[i] for i in group) for group in groups],
+            select,
+            exchange,
+            lambda n: all_reduce(4 * n),
+            method.max_ratio,
+            exposed_seconds=method.exposed_seconds,
+            side_stream=measured.side_stream,
+        )
+        return ratios.finish_seconds, [BucketIndices(group, kept) for group, kept in zip(groups, ratios.kept)]
+
+    ends, alone = filled([[i] for i in range(len(sizes))])
+    if method.fusion == "none":
+        return alone
+    least = method.least
+    merge = optimal_sparse(sizes, list(seconds), select, lambda n: exchange(least(n)), side_stream=measured.side_stream)
+    sooner, merged = filled(merge.groups)
+    return merged if sooner < _SOONER * ends else alone
+
+
+_SOONER = 0.9
+"""LAGS: layers share messages only if backward and exchanges then end that much sooner; alone they hide more."""
 
 
 def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:

@@ -149,6 +149,7 @@ class LocalWorld:
     Args:
         ranks_per_node: one number, or one per node; None: one rank per node.
         plan: which tensors share a bucket; None: one bucket per tensor, in the order of the first rank's dict.
+        dense: program of the plan's dense buckets; None: the method's own.
         seed: kept for callers that draw their gradients from it (``world.seed``); methods carry their own seeds.
 
     Example:
@@ -165,11 +166,13 @@ class LocalWorld:
         ranks_per_node: int | Sequence[int] | None = None,
         *,
         plan: Plan | Sequence[Sequence[str]] | None = None,
+        dense: Method | None = None,
         seed: int = 0,
     ) -> None:
         self.topology = Topology(size, ranks_per_node)
         self.size = size
         self.seed = seed
+        self.dense = dense
         self.plan = plan if plan is None or isinstance(plan, Plan) else Plan.of(plan)
         self.states = [State(rank, self.topology) for rank in range(size)]
         self._sent = [0] * size
@@ -204,7 +207,7 @@ class LocalWorld:
         try:
             for index, entry in enumerate(buckets):
                 ranks = [self._bucket(index, entry, gradients[rank]) for rank in range(self.size)]
-                chosen = entry.applied(method)
+                chosen = entry.applied(self.dense if entry.dense and self.dense is not None else method)
                 programs = [chosen.reduce(bucket, state) for bucket, state in zip(ranks, self.states)]
                 sent = run_lockstep(programs, self.topology, where=f"bucket {index} ({', '.join(entry.names[:3])})")
                 self._sent = [a + b for a, b in zip(self._sent, sent)]

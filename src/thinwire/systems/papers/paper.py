@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from thinwire.core.records import Record
 from thinwire.systems.papers.workbench import Workbench
-from thinwire.tools.pictures import Picture
+from thinwire.tools.pictures import Panel, Picture, Series
 
 NAMES = ("omgs", "lags", "inhad", "acp", "dear", "parrot", "sft", "easnet", "spdkfac", "hitopk", "imagenet")
 Word = Literal["holds", "holds where", "does not hold:", "not judged:"]
@@ -73,6 +73,14 @@ class Paper:
     simulated: Callable[[], Iterable[Shown]]
     measured: Callable[[Workbench], Iterable[Shown | Picture]]
     judge: Callable[[Mapping[str, float]], tuple[Word, str]]
+
+
+def curves(title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:
+    """Draw lines, label -> (x, y) points, where they say more than a figure."""
+    series = (
+        Series(label, tuple(a for a, _ in points), tuple(b for _, b in points)) for label, points in lines.items()
+    )
+    return Picture(title, (Panel(x, y, tuple(series)),))
 
 
 def paper(name: str) -> Paper:

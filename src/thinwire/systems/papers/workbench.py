@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from thinwire.core.methods.ssgd import SSGD
+from thinwire.core.pricing.plans import PlanTensor, make_plan
+from thinwire.core.program import LocalWorld, Method
 from thinwire.predict.choose import resolved
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools import lab
-from thinwire.tools.bench.race_losses import TrainingSetup, Trajectory, steps_factors, trajectories
+from thinwire.tools.bench.models.registry import build_model
+from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session
+from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.cli.plan_inputs import read_question
 
@@ -54,40 +62,100 @@ class Workbench:
         record, _ = run_session(spec, functools.partial(lab.run, lab.Cluster(workers)), self._follow)
         return {row.label: row for row in record.rows}
 
-    def steps_to_loss(
-        self, model: str, methods: str, *, workers: int = 2, steps: int = 240, rates: Sequence[float] = (1.0, 2.0),
+    def sooner(
+        self, model: str, methods: str, loss: float, *, workers: int = 2, ranks_per_node: int = 1,
+        link: str | None = None, steps: int = 400, every: int = 10,
     ) -> dict[str, float]:  # fmt: skip
-        """Return how many steps each row needs for one of DDP's, to DDP's loss after 60 % of its run; inf: never.
+        """Return, by label, how many times the seconds of the last row it takes to a held-out ``loss``.
 
-        Each row, DDP too, takes the best of the factors on its learning rate, on seed 0; other seeds are compared.
+        That is the median of seeds: infinite, or 0 for the last row, where a row does not reach it in ``steps``.
         """
-        setup = TrainingSetup(model, workers, steps, max(1, steps // 30), None)
-        rows = {row.label: row for row in parse_rows(f"ddp,{methods}")}
-
-        def run(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
-            self.tell(f"{model}, {workers} workers, {steps} steps at {rate:g} x the rate, seed {seed}")
-            launch = functools.partial(lab.run, lab.Cluster(workers))
-            return trajectories(setup, [rows[label] for label in labels], rate, seed, launch, on_progress=self._follow)
-
-        seeds = (1, 2, 3) if self.full else (1,)
-        found = steps_factors(run, list(rows), "ddp", 0.6, reach=2 * setup.every, rates=rates, seeds=seeds)
-        base = found["ddp"].median or math.inf
-        return {label: (one.median or math.inf) / base for label, one in found.items() if label != "ddp"}
+        bits, found = lab.parse_rate(link) if link else None, dict[str, list[float]]()
+        cluster = lab.Cluster.parse(workers, ranks_per_node, link, None)
+        for seed in range(3 if self.full else 1):
+            spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds=1, every=every, warmup=0,
+                             seed=seed, target=loss, ranks_per_node=ranks_per_node)  # fmt: skip
+            self.tell(
+                f"{model}, {workers} workers, {link or 'no limit'}, seed {seed}, to a loss of {loss:g}: {methods}"
+            )
+            rows = run_session(spec, functools.partial(lab.run, cluster), self._follow)[0].rows
+            if failed := [f"{row.label}: {row.error}" for row in rows if row.error]:
+                raise RuntimeError("; ".join(failed))
+            last = seconds_to(rows[-1].curve, loss)
+            for row in rows:
+                when = seconds_to(row.curve, loss)
+                ratio = 0.0 if last is None else math.inf if when is None else when / last
+                found.setdefault(row.label, []).append(ratio)
+        return {label: statistics.median(ratios) for label, ratios in found.items()}
 
     def _follow(self, event: Mapping[str, Any]) -> None:
         if "step" in event:
             self.tell(f"{event['row']}: step {event['step']}, loss {event['loss']:.3f}")
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """A step of ranks in one process: their gradients, and the world that has averaged these."""
+
+    workload: Workload
+    world: LocalWorld
+    gradients: list[dict[str, Tensor]]
+
+
+def replicas(
+    model: str, method: Method, *, workers: int = 4, steps: int = 240, seed: int = 0, rate: float = 1.0,
+    decay_from: float = 1.0,
+) -> Iterator[Replicas]:  # fmt: skip
+    """Train in this process, in the method's buckets; yield after each step.
+
+    ``rate`` multiplies the learning rate, which is a tenth from that share of the steps on: ``decay_from``.
+    """
+    workload = build_model(model, seed)
+    optimizer = workload.optimizer(workload.model)
+    parameters = dict(workload.model.named_parameters())
+    tensors = [PlanTensor(name, tuple(p.shape), method.dense(name, p.shape, False)) for name, p in parameters.items()]
+    plan = make_plan(method, tensors, range(len(tensors))[::-1], (), "gloo")
+    world = LocalWorld(workers, plan=plan, dense=SSGD())
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("begun", group["lr"]) * rate * (0.1 if step >= decay_from * steps else 1.0)
+        ranks = []
+        for rank in range(workers):
+            found = torch.autograd.grad(
+                workload.loss(workload.model, seed * 100_000 + step, rank), [*parameters.values()]
+            )
+            ranks.append(dict(zip(parameters, found)))
+        for name, gradient in world.step(method, ranks)[0].items():
+            parameters[name].grad = gradient
+        optimizer.step()
+        yield Replicas(workload, world, ranks)
+
+
+def losses(
+    bench: Workbench, model: str, methods: Mapping[str, Method], *, steps: int = 400
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, float]]:
+    """Return held-out losses by step of the last seed, and the last over that of the first method: median of seeds."""
+    lines, ratios = dict[str, list[tuple[float, float]]](), dict[str, list[float]]()
+    for seed in range(3 if bench.full else 1):
+        for label, method in methods.items():
+            bench.tell(f"{model}, 4 workers in one process, {steps} steps, seed {seed}: {label}")
+            trained = replicas(model, method, steps=steps, seed=seed, decay_from=0.75)
+            kept = ((i, made) for i, made in enumerate(trained, 1) if not i % 10 or i == steps)
+            lines[label] = [(i, made.workload.held_out_loss() or math.nan) for i, made in kept]
+            ratios.setdefault(label, []).append(lines[label][-1][1] / next(iter(lines.values()))[-1][1])
+    return lines, {label: statistics.median(found) for label, found in ratios.items()}
+
+
 def predicted(
-    model: str, methods: str, *, workers: int, link: str, ranks_per_node: int = 1, batch: int | None = None,
-    device: str | None = None, flops: float | None = None, latency: str | None = None,
+    model: str, methods: str | Mapping[str, Method], *, workers: int, link: str, ranks_per_node: int = 1,
+    batch: int | None = None, device: str | None = None, flops: float | None = None, latency: str | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
     """Return steps by label, as ``thinwire plan`` simulates them from these assumptions."""
+    named = methods if isinstance(methods, str) else "ssgd"
     asked = read_question(model, link=link, latency=latency, costs=None, workers=workers, ranks_per_node=ranks_per_node,
-                          methods=methods, batch_size=batch, device=device, flops=flops, profile=None)  # fmt: skip
+                          methods=named, batch_size=batch, device=device, flops=flops, profile=None)  # fmt: skip
     where = (asked.profile, asked.topology, asked.costs())
     return {
         label: simulate(resolved(method, *where, **asked.where), *where, **asked.where)
-        for label, method in asked.candidates
+        for label, method in (asked.candidates if isinstance(methods, str) else methods.items())
     }
