@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.core.events import LastWords, python
 from thinwire.predict.choose import resolved
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools import lab
@@ -51,6 +52,22 @@ class Workbench:
         self.tell(f"{model}, {workers} workers, {steps} steps, seed {seed}: {methods}")
         record, _ = run_session(spec, functools.partial(lab.run, lab.Cluster(workers)), self._follow)
         return {row.label: row for row in record.rows}
+
+    def ranks(self, program: str, *arguments: object, cluster: lab.Cluster) -> dict[str, Any]:
+        """Return what rank 0 told last of a program of :mod:`thinwire.systems.papers.ranks` that all ranks ran."""
+        told: dict[str, Any] = {}
+
+        def follow(rank: int, event: dict[str, Any]) -> None:
+            if rank == 0:
+                told.update(event)
+                self.tell(f"{program}: {event.get('now', 'done')}")
+
+        words = LastWords(follow)
+        command = python("-m", "thinwire.systems.papers.ranks", program, *map(str, arguments))
+        launched = lab.run(cluster, command, on_line=words, timeout_seconds=3600)
+        if launched.exit_code:
+            raise RuntimeError(words.after(f"the ranks of {program} ended with exit code {launched.exit_code}"))
+        return told
 
     def _follow(self, event: Mapping[str, Any]) -> None:
         if "step" in event:
