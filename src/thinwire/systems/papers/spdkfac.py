@@ -73,7 +73,9 @@ def measured(bench: Workbench) -> Iterator[Shown]:
 
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     published, ours, here = found["SPD-KFAC"], found["our rules"], found["our rules measured"]
-    figures = f"{published:.2f} times the better of D-KFAC and MPD-KFAC by the published rules at 64 GPUs, {ours:.2f} by "
+    figures = (
+        f"{published:.2f} times the better of D-KFAC and MPD-KFAC by the published rules at 64 GPUs, {ours:.2f} by "
+    )
     figures += f"ours; {here:.2f} measured by ours, {found['SPD-KFAC measured']:.2f} by theirs"
     if published < 1.11 and ours < 1.11:
         return "does not hold:", figures

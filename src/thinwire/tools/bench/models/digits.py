@@ -56,7 +56,8 @@ def turned(copies: int = 365) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     def one() -> Tensor:
         angle, scale, moved = (
-            most * (2 * torch.rand(known, count, generator=draw) - 1) for count, most in ((1, 0.26), (2, 0.15), (2, 0.25))
+            most * (2 * torch.rand(known, count, generator=draw) - 1)
+            for count, most in ((1, 0.26), (2, 0.15), (2, 0.25))
         )
         c, s, scale = angle[:, 0].cos(), angle[:, 0].sin(), 1 + scale
         x, y = scale.unbind(1)
