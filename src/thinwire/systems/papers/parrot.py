@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 from collections.abc import Iterator, Mapping
 
 from thinwire.systems import federated as fl
@@ -52,7 +53,8 @@ def measured(bench: Workbench) -> Iterator[Shown]:
     made.simulate(rounds=rounds, clients_per_round=30, devices=4, reduction="exact", evaluate_every=0)
     hashes = {weights_of(made.model)}
     for way in ("equal", "lpt", "pull"):
-        found = bench.ranks("federated", way, rounds, 0.02, cluster=Cluster(3))
+        with tempfile.TemporaryDirectory() as folder:
+            found = bench.ranks("federated", way, rounds, 0.02, folder, cluster=Cluster(3))
         seconds[way] = found["seconds"]
         hashes.add(found["weights"])
     for way in ("lpt", "pull"):

@@ -93,7 +93,7 @@ def clients(way: str, count: str) -> None:
     tell_event({"bytes": grown, "seconds": time.perf_counter() - began})
 
 
-def federated(schedule: str, rounds: str, pace: str) -> None:
+def federated(schedule: str, rounds: str, pace: str, states: str) -> None:
     """Train the digits' federation, a device a rank, of speeds 100, 60 and 30 %: a batch of the first takes ``pace``.
 
     Tells the median seconds of rounds, without the first three, and the weights' hash.
@@ -105,7 +105,7 @@ def federated(schedule: str, rounds: str, pace: str) -> None:
         return cross_entropy(model, batch)
 
     options = {"clients_per_round": 30, "reduction": "exact", "evaluate_every": 0}
-    history = made.simulate(rounds=int(rounds), loss=slowed, schedule=schedule, **options)
+    history = made.simulate(rounds=int(rounds), loss=slowed, schedule=schedule, state=states, **options)
     seconds = statistics.median(row.device_seconds for row in history.rounds[3:])
     tell_event({"seconds": seconds, "weights": weights_of(made.model)})
 
