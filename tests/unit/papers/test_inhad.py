@@ -3,7 +3,8 @@
 import pytest
 
 from thinwire.systems.papers import paper
-from thinwire.systems.papers.inhad import INHAD, reached, trained
+from thinwire.systems.papers.inhad import INHAD, reached
+from thinwire.systems.papers.trainings import served
 
 PAPER = paper("inhad")
 
@@ -18,8 +19,8 @@ def test_sums_carry_more_gradients_through_the_servers_link():
 @pytest.mark.parametrize("scheme", [INHAD, "all-reduce"])
 def test_a_scheme_trains_in_virtual_time_alike_twice(scheme):
     pytest.importorskip("sklearn")
-    run = trained(scheme, 0.01, 1e8, 4, 0, seconds=4.0)
-    assert run == trained(scheme, 0.01, 1e8, 4, 0, seconds=4.0)
+    run = served(scheme, 0.01, 1e8, 4, 0, seconds=4.0)
+    assert run == served(scheme, 0.01, 1e8, 4, 0, seconds=4.0)
     assert run[0][1] == pytest.approx(2.3, abs=0.1)
     assert reached([run], 0.0) == 120
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from thinwire.core.methods.registry import method
 from thinwire.core.pricing.costs import Costs
@@ -16,8 +14,9 @@ from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Topology
 from thinwire.predict.choose import DEVICES
 from thinwire.predict.timeline import simulate
-from thinwire.systems.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly
+from thinwire.systems.optim import LAMB, LARS, param_groups, scaled_lr
 from thinwire.systems.papers.paper import Paper, Shown, Word
+from thinwire.systems.papers.trainings import Make, accuracy
 from thinwire.systems.papers.workbench import Workbench
 from thinwire.tools.bench.models.digits import enlarged, turned
 
@@ -25,8 +24,7 @@ RANKS = Topology(1024, 8)
 """Eight P40 a node, at 10 GB/s between them (PCIe), and a 100 Gb/s card: assumed, as the start-ups below."""
 P40 = 4e12
 """FLOP/s in training: assumed, a third of its fp32 peak."""
-EPOCHS, WARM = 20, 2
-Make = Callable[[nn.Module], torch.optim.Optimizer]
+EPOCHS = 20
 
 
 def simulated() -> Iterator[Shown]:
@@ -70,25 +68,6 @@ def measured(bench: Workbench) -> Iterator[Shown]:
 
 def sgd(rate: float) -> Make:
     return lambda net: torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4)
-
-
-def accuracy(data: tuple[Tensor, ...], seed: int, batch: int, make: Make, epochs: int) -> float:
-    x, y, held_out, wanted = data[0].flatten(1), data[1], data[2].flatten(1), data[3]
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    for p in net.parameters():
-        nn.init.kaiming_normal_(p, nonlinearity="relu") if p.dim() > 1 else nn.init.zeros_(p)
-    optimizer, per_epoch = make(net), len(x) // batch
-    schedule = warmup_poly(optimizer, total_steps=epochs * per_epoch, warmup_steps=WARM * per_epoch)
-    for _ in range(epochs):
-        for chosen in torch.randperm(len(x))[: per_epoch * batch].split(batch):
-            F.cross_entropy(net(x[chosen]), y[chosen]).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        return float((net(held_out).argmax(1) == wanted).float().mean())
 
 
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:

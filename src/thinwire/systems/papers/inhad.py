@@ -6,28 +6,20 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from thinwire.systems.papers.paper import Curves, Paper, Shown, Word
+from thinwire.systems.papers.trainings import Run, served
 from thinwire.systems.papers.workbench import Workbench
-from thinwire.systems.parameter_server import Layout, Link, preset, simulate
-from thinwire.systems.parameter_server.synchronous import hierarchical_seconds, synchronous_step_seconds
-from thinwire.tools.bench.models.digits import HELD_OUT, images
-from thinwire.tools.bench.models.registry import build_model
+from thinwire.systems.parameter_server import Link, preset, simulate
+from thinwire.systems.parameter_server.synchronous import hierarchical_seconds
 
 INHAD = "inhad:max_staleness=8:update_every=nodes/2"
 SCHEMES = (INHAD, "asp", "ssp", "bsp")
-PACE, SLOW = 0.1, (1.0, 1.0, 1.5, 4.0)
-"""Seconds of a step; how many times slower each of four nodes of two workers is."""
 CASES = (("100mbit", 1e8, 4, (*SCHEMES, "all-reduce")), ("6mbit", 6e6, 4, SCHEMES[:2]),
          ("100mbit", 1e8, 32, (*SCHEMES[:2], "all-reduce")))  # fmt: skip
 """Link, digits a gradient, and what is compared; the CNN has 73 KB, so that the second link holds ASP back."""
 RATES = (0.001, 0.0025, 0.006)
 LOSSES = (0.9, 0.7)
 """Held out, from 2.3; with smoothed labels the least is 0.5."""
-
-Run = list[tuple[float, float, float]]
 
 
 def simulated() -> Iterator[Shown]:
@@ -54,7 +46,7 @@ def measured(bench: Workbench) -> Iterator[Shown | Curves]:
             runs = dict[float, list[Run]]()
             for rate in RATES:
                 bench.tell(f"{link}, batch {batch}, {text}, rate {rate}")
-                runs[rate] = [trained(text, rate, bits, batch, seed) for seed in range(3 if bench.full else 1)]
+                runs[rate] = [served(text, rate, bits, batch, seed) for seed in range(3 if bench.full else 1)]
             best = min(runs.values(), key=lambda found: tuple(reached(found, loss) for loss in LOSSES[::-1]))
             what = f"{text}, digits, batch {batch}, 4 x 2 workers of different speed, {link}"
             for loss in LOSSES:
@@ -64,42 +56,6 @@ def measured(bench: Workbench) -> Iterator[Shown | Curves]:
             lines[text.partition(":")[0]] = [(at, loss) for at, loss, _ in best[0]]
         title = f"digits, batch {batch}, 4 x 2 workers of different speed, {link}"
         yield Curves(title, "virtual seconds", "held-out loss", lines)
-
-
-def trained(text: str, rate: float, bits: float, batch: int, seed: int, seconds: float = 60.0) -> Run:
-    """Return (virtual seconds, held-out loss, accuracy); an all-reduce is BSP on steps that contain the exchange."""
-    torch.set_num_threads(1)
-    work, link, (pixels, labels) = (
-        build_model(f"digits:width=8:hidden=64:batch={batch}", seed),
-        Link(5e-4, bits),
-        images(),
-    )
-    net, layout = work.model, Layout.of(work.model)
-    takes = [PACE * factor for factor in SLOW]
-    if text == "all-reduce":
-        exchange = hierarchical_seconds(4 * layout.numel, len(SLOW), bits, 5e-4)
-        takes = [synchronous_step_seconds(lambda node, *_: PACE * SLOW[node], 4, 2, exchange)] * 4
-        text, link = "bsp", Link(0.0)
-    right: list[float] = []
-
-    def gradient(theta: Tensor, node: int, worker: int, step: int) -> Tensor:
-        layout.write(theta, net)
-        net.zero_grad()
-        work.loss(net, step, 64 * (node + 16 * seed) + worker).backward()
-        return layout.gradient(net)
-
-    def held_out(theta: Tensor) -> float:
-        layout.write(theta, net)
-        with torch.no_grad():
-            right.append(float((net(pixels[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]).float().mean()))
-        return work.held_out_loss() or 0.0
-
-    trace = simulate(
-        replace(preset(text), start_nodes=4), nodes=4, workers=2, seconds=seconds, link=link, server_link=link,
-        outer=lambda p: torch.optim.Adam(p, rate, (0.0, 0.999)), step_seconds=lambda node, *_: takes[node],
-        parameters=layout.flat(net), gradient=gradient, evaluate=held_out,
-    )  # fmt: skip
-    return [(at, loss, share) for (at, loss), share in zip(trace.losses, right)]
 
 
 def reached(runs: list[Run], goal: float) -> float:
