@@ -7,6 +7,8 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from thinwire.systems import federated as fl
 from thinwire.systems.papers.paper import Paper, Shown, Word
 from thinwire.systems.papers.ranks import built_in, weights_of
@@ -49,6 +51,7 @@ def measured(bench: Workbench) -> Iterator[Shown]:
     yield Shown("memory", "growth of a model a client over devices, 1,000 clients", rows["models"]["bytes"] / least,
                 published="10 to 100, over FedML", how="measured")  # fmt: skip
     rounds, seconds = 12 if bench.full else 7, dict[str, float]()
+    torch.set_num_threads(1)  # as the ranks do: with more, convolutions add in another order
     made = built_in()
     made.simulate(rounds=rounds, clients_per_round=30, devices=4, reduction="exact", evaluate_every=0)
     hashes = {weights_of(made.model)}
