@@ -281,6 +281,10 @@ def federated(data: Any) -> Iterator[Row]:
         yield claim(
             what, run["states_peak"] / 1e6, f"{NBSP}MB", at_most=int(budget) / 1e6
         )
+        under = f"1,000,000 clients, a budget of {int(budget) / 1e6:.1f} MB"
+        yield claim(f"{under}, the process grows by", run["grown"] / 1e6, f"{NBSP}MB")
+        seconds = statistics.median(run["seconds"])
+        yield claim(f"{under}, seconds a round", seconds)
     equal = data["uneven"]["equal"]["makespan"]
     for name in ("lpt", "pull"):
         ratio = data["uneven"][name]["makespan"] / equal

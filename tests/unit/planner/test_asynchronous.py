@@ -2,8 +2,8 @@
 
 import pytest
 
-from thinwire.systems.cli.ps_work import hierarchical_seconds, synchronous_step_seconds
 from thinwire.systems.parameter_server import presets, simulate
+from thinwire.systems.parameter_server.synchronous import hierarchical_seconds, synchronous_step_seconds
 from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
 
 

@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_count, check_number
+from thinwire.core.checks import check_count
 from thinwire.core.events import LastWords, event_in, python, tell_event
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.hello import find_trust, is_loopback, read_secret
@@ -47,6 +47,7 @@ from thinwire.systems.parameter_server import (
     simulate,
 )
 from thinwire.systems.parameter_server.outer import Outer, default_outer
+from thinwire.systems.parameter_server.synchronous import hierarchical_seconds, synchronous_step_seconds
 from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model, check_model
 from thinwire.tools.bench.models.workload import Workload
@@ -56,8 +57,6 @@ from thinwire.tools.lab.network import Network
 from thinwire.tools.pictures import Mark, Panel, Picture, Series
 
 PORT = 29400
-BACKWARD_SHARE = 2 / 3
-"""Share of a step that a good all-reduce can hide behind (assumed)."""
 _RESTARTS = 20
 _AWAY_SECONDS = 1.0  # between a node's death and its return
 
@@ -354,24 +353,6 @@ def predict(
     rates = "gradients_per_second", "updates_per_second"
     names = "scheme", *rates, "mean_staleness", "max_staleness", "bytes_per_gradient"
     return [dict(zip(names, row)) for row in rows]
-
-
-def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
-    """Return the time of a ring all-reduce over the nodes' network cards, without the work inside a node."""
-    check_number("bits_per_second", bits_per_second, above=0)
-    return 2 * (nodes - 1) * (model_bytes * 8 / nodes / bits_per_second + latency_seconds)
-
-
-def synchronous_step_seconds(
-    step_seconds: Callable[[int, int, int, random.Random], float], nodes: int, workers: int, exchange_seconds: float, *,
-    draws: int = 200, seed: int = 0,
-) -> float:  # fmt: skip
-    """Return the mean time of a synchronous step: the slowest worker plus the exchange that nothing hides."""
-    rng, total = random.Random(seed), 0.0
-    for step in range(draws):
-        slowest = max(step_seconds(node, worker, step, rng) for node in range(nodes) for worker in range(workers))
-        total += slowest + max(0.0, exchange_seconds - BACKWARD_SHARE * slowest)
-    return total / draws
 
 
 @dataclass(frozen=True)

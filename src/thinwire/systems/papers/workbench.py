@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.events import LastWords, python
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.plans import PlanTensor, make_plan
 from thinwire.core.program import LocalWorld, Method
@@ -87,6 +88,22 @@ class Workbench:
                 ratio = 0.0 if last is None else math.inf if when is None else when / last
                 found.setdefault(row.label, []).append(ratio)
         return {label: statistics.median(ratios) for label, ratios in found.items()}
+
+    def ranks(self, program: str, *arguments: object, cluster: lab.Cluster) -> dict[str, Any]:
+        """Return what rank 0 told last of a program of :mod:`thinwire.systems.papers.ranks` that all ranks ran."""
+        told: dict[str, Any] = {}
+
+        def follow(rank: int, event: dict[str, Any]) -> None:
+            if rank == 0:
+                told.update(event)
+                self.tell(f"{program}: {event.get('now', 'done')}")
+
+        words = LastWords(follow)
+        command = python("-m", "thinwire.systems.papers.ranks", program, *map(str, arguments))
+        launched = lab.run(cluster, command, on_line=words, timeout_seconds=3600)
+        if launched.exit_code:
+            raise RuntimeError(words.after(f"the ranks of {program} ended with exit code {launched.exit_code}"))
+        return told
 
     def _follow(self, event: Mapping[str, Any]) -> None:
         if "step" in event:

@@ -1,0 +1,101 @@
+"""ImageNet in four minutes: large batches with LARS, and all-reduces of 1,024 GPUs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from thinwire.core.methods.registry import method
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.hierarchy import way_seconds
+from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import Topology
+from thinwire.predict.choose import DEVICES
+from thinwire.predict.timeline import simulate
+from thinwire.systems.optim import LAMB, LARS, param_groups, scaled_lr
+from thinwire.systems.papers.paper import Paper, Shown, Word
+from thinwire.systems.papers.trainings import Make, accuracy
+from thinwire.systems.papers.workbench import Workbench
+from thinwire.tools.bench.models.digits import enlarged, turned
+
+RANKS = Topology(1024, 8)
+"""Eight P40 a node, at 10 GB/s between them (PCIe), and a 100 Gb/s card: assumed, as the start-ups below."""
+P40 = 4e12
+"""FLOP/s in training: assumed, a third of its fp32 peak."""
+EPOCHS = 20
+
+
+def simulated() -> Iterator[Shown]:
+    for ways, trees in (("rings", False), ("today's rings or trees", True)):
+        costs = Costs.of_link(100e9, 20e-6, 1024, 8, node_bits_per_second=80e9, node_latency_seconds=1e-5, trees=trees,
+                              compute=DEVICES["v100"].compute())  # fmt: skip
+        for size, name in ((1 << 16, "64 KB"), (1 << 20, "1 MB"), (102_228_128, "ResNet-50's 102 MB")):
+            flat, hierarchy = (way_seconds(way, size, costs, RANKS) for way in ("flat", "three_phase"))
+            yield Shown(f"{ways} {size}", f"three phases over flat {ways}, {name}, 128 x 8 GPUs", flat / hierarchy)
+        profile = builtin("resnet50", batch_size=64, device_flops=P40)
+        rows = {"alone": {"fusion": "none"}, "fused": {}, "theirs": {"collective": "threshold:4"}}
+        alone, fused, theirs = (
+            simulate(method("ssgd", **row), profile, RANKS, costs, backend="nccl", shared_compute=False).step_seconds
+            for row in rows.values()
+        )
+        what = f"ResNet-50 on 1,024 GPUs, fused and three phases up to 4 MB: over flat {ways}"
+        yield Shown(f"{ways} step", f"{what}, tensor by tensor", alone / theirs, published="" if trees else "11")
+        yield Shown(f"{ways} fused", f"{what}, buckets of 25 MiB", fused / theirs)
+
+
+def measured(bench: Workbench) -> Iterator[Shown]:
+    """The same epochs for all; SGD with the best of three rates, biases of LARS at a hundredth of its rate."""
+    data, batch, seeds, epochs = enlarged(), 8192, 1, EPOCHS
+    if bench.full:
+        data, batch, seeds, epochs = turned(), 32768, 3, EPOCHS // 2
+    rows: dict[str, tuple[int, list[Make]]] = {
+        "SGD, small batch": (128, [sgd(0.1)]),
+        "SGD, scaled": (batch, [sgd(scaled_lr(0.1, batch, 128))]),
+        "SGD, tuned": (batch, [sgd(0.2), sgd(0.4), sgd(0.8)]),
+        "LARS": (batch, [lambda net: LARS(param_groups(net, 1e-4, skip_lr_scale=0.01), lr=40.0, momentum=0.9)]),
+        "LAMB": (batch, [lambda net: LAMB(param_groups(net, 0.01), lr=0.04)]),
+    }
+    for row, (size, made) in rows.items():
+        found = []
+        for make in made:
+            bench.tell(f"{row}, batch {size:,}, {len(data[0]):,} digits, {epochs} epochs, {seeds} seed(s)")
+            found.append(statistics.fmean(accuracy(data, seed, size, make, epochs) for seed in range(seeds)))
+        what = f"{row}, batch {size:,} of {len(data[0]):,} digits, {epochs} epochs, {seeds} seed(s): held-out accuracy"
+        yield Shown(row, what, 100 * max(found), "%", "75.8, at 64k" if row == "LARS" else "", "measured")
+
+
+def sgd(rate: float) -> Make:
+    return lambda net: torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4)
+
+
+def judge(found: Mapping[str, float]) -> tuple[Word, str]:
+    lost = found["SGD, small batch"] - max(found["LARS"], found["LAMB"])
+    gained = max(found["LARS"], found["LAMB"]) - found["SGD, tuned"]
+    rings, trees = found["rings step"], found["today's rings or trees step"]
+    batch = f"the large batch loses {lost:.1f} points ({gained:+.1f} over tuned SGD)"
+    network = f"1,024 GPUs gain {rings:.1f} times over flat rings tensor by tensor, {trees:.2f} over today's trees"
+    if lost > 1:
+        return "does not hold:", f"{batch}; {network}"
+    if trees < 1.2:
+        return (
+            "holds where",
+            f"sums go around flat rings, as in 2018: {network}, whose start-ups grow with log2; {batch}",
+        )
+    return "holds", f"{batch}; {network}"
+
+
+PAPER = Paper(
+    name="imagenet",
+    system="LARS with mixed precision, hierarchical all-reduce",
+    title="Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in Four Minutes",
+    authors="X. Jia, S. Song, W. He, Y. Wang, H. Rong, F. Zhou, L. Xie and 7 others (2018)",
+    link="https://arxiv.org/abs/1807.11205",
+    claim="a batch of 64k without loss of accuracy (75.8 %); 3 (AlexNet) and 11 times (ResNet-50) NCCL's speed",
+    setting="ResNet-50 and AlexNet on 1,024 to 2,048 GPUs (Tesla P40), 100 Gb/s",
+    page="large_batch.md",
+    simulated=simulated,
+    measured=measured,
+    judge=judge,
+)
