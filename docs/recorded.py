@@ -430,19 +430,6 @@ def whole_runs(data: Any) -> Iterator[Row]:
         )
 
 
-def dear(data: Any) -> Iterator[Row]:
-    """Of every link: the decoupled schedule as it comes beside the coupled one, at its ratio of exchange to compute."""
-    for run in data:
-        step = {
-            row["method"]: row["seconds"] for row in run["rows"] if not row["error"]
-        }
-        c = run["exchange"] / run["compute"]
-        for other in ("ssgd", "ddp"):
-            if "dear" in step and other in step:
-                what = f"dear / {other}, exchange / compute = {c:.1f}, {run['link']}, {run['workers']} workers"
-                yield claim(what, step["dear"] / step[other])
-
-
 def merge_plans(data: Any) -> Iterator[Row]:
     """Every rule beside DDP as it comes."""
     for model, link in dict.fromkeys((row["model"], row["link"]) for row in data):
@@ -848,7 +835,6 @@ SOURCES = {
     "bucket_view": Source(
         "python benchmarks/bucket_view.py", "what_differs_from_ddp.md", bucket_view
     ),
-    "dear": Source("python benchmarks/dear.py", "methods/dear.md", dear),
     "merge_plans": Source(
         "python benchmarks/merge_plans.py", "methods/common.md", merge_plans
     ),

@@ -205,3 +205,12 @@ def test_fractions_and_plans_that_do_not_fit():
 
 def test_equal_costs_place_alike():
     assert place([1.0] * 6, 3).owner == (0, 1, 2, 0, 1, 2)
+
+
+@pytest.mark.parametrize("model, layers, a, g", [("resnet50", 54, 62.35, 14.62), ("resnet152", 156, 161.96, 32.93)])
+def test_factors_of_the_published_models(model, layers, a, g):
+    """Millions of elements of all triangles, as their paper counts them."""
+    found = layers_of(builtin(model))
+    assert len(found) == layers
+    assert sum(x.d_a * (x.d_a + 1) // 2 for x in found) / 1e6 == pytest.approx(a, abs=0.005)
+    assert sum(x.d_g * (x.d_g + 1) // 2 for x in found) / 1e6 == pytest.approx(g, abs=0.005)
