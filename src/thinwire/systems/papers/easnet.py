@@ -1,0 +1,119 @@
+"""EASNet: sub-networks cut out of one trained network, against the same ones trained alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from statistics import fmean
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from thinwire.systems.papers.paper import Paper, Shown, Word
+from thinwire.systems.papers.workbench import Told, Workbench
+from thinwire.systems.supernet import Space, SubNet
+from thinwire.systems.supernet.stereo import (
+    ElasticStereo,
+    Phase,
+    RandomDots,
+    batches,
+    measure,
+    measure_net,
+    pad,
+    short,
+    shrink,
+)
+from thinwire.systems.supernet.stereo.data import StereoBatch, middlebury_motorcycle, normalise
+from thinwire.systems.supernet.stereo.evaluation import Calibrated, box_match
+
+SPACE = Space((3, 5), (1, 2), (2, 4), (1, 2, 3), refine_widths=(4, 8, 16), refine_depths=(1, 2, 3))
+"""The refinement is elastic too: as published it does most of the work, whatever is cut."""
+SIZES = {"smallest": SPACE.smallest, "middle": SPACE.uniform(5, 1, 2, 2, (8, 2)), "largest": SPACE.largest}
+CROP, TIMED_AT, MOST = (48, 96), (240, 384), 24
+
+
+def simulated() -> Iterator[Shown]:
+    """How much a cut can save at the paper's scale: multiplications. Its 100 ms are of a GPU, its pairs elsewhere."""
+    elastic = Space(refine_widths=(8, 16, 32), refine_depths=(1, 3, 6))
+    for key, space in (("as published", Space()), ("elastic refinement", elastic)):
+        with torch.device("meta"):
+            net, view, work = ElasticStereo(space, deformable=0), torch.empty(1, 3, 576, 960), []
+            for sub_net in (space.largest, space.smallest):
+                with FlopCounterMode(display=False) as counter:
+                    net.extract(sub_net)(view, view)
+                work.append(counter.get_total_flops())
+        what = f"multiplications, largest over smallest sub-network, 576x960, {key}"
+        yield Shown(key, what, work[0] / work[1])
+
+
+def only(sub_net: SubNet) -> Space:
+    """Return the space of one uniform sub-network alone."""
+    (kernel, expand), (width, depth) = sub_net.stages[0][0], sub_net.refine or (0, 0)
+    return Space((kernel,), (len(sub_net.stages[0]),), (expand,), (sub_net.scales,), (width,), (depth,))
+
+
+def trained(space: Space, phases: tuple[Phase, ...], pairs: RandomDots, seed: int, tell: Told) -> ElasticStereo:
+    """Train a network of a space: of many sub-networks, or of one."""
+    scales, width, depth = space.scales[-1], space.refine_widths[-1], space.refine_depths[-1]
+    torch.manual_seed(seed)
+    net = ElasticStereo(space, (8, 16, 32)[:scales], 2 * MOST, modules=2, deformable=0, refine_width=width,
+                        dilations=(1, 2, 4)[:depth])  # fmt: skip
+    shrink(net, pairs, phases, seed=seed, on_step=lambda phase, step, _: tell(f"step {step + 1} of {phase.steps}"))
+    return net
+
+
+def measured(bench: Workbench) -> Iterator[Shown]:
+    """Held-out errors of three sizes, cut out of one network and trained alone for as many steps; and their times."""
+    steps, seeds = (600, range(3)) if bench.full else (120, range(1))
+    held_out = list(batches(RandomDots(32, *CROP, MOST, "scene", seed=99), 8))
+    left, right, truth = middlebury_motorcycle(3)
+    views = [pad(normalise(x), 12)[None] for x in (left, right)]
+    real = [StereoBatch(views[0], views[1], pad(truth, 12, torch.inf)[None])]
+    errors = dict[str, list[float]]()
+    for seed in seeds:
+        pairs = RandomDots(4096, *CROP, MOST, "scene", seed=seed)
+        some = [next(batches(pairs, 80))]
+        whole = trained(SPACE, short(SPACE, steps // 2, steps // 2), pairs, seed, bench.tell)
+        for name, sub_net in SIZES.items():
+            own = only(sub_net)
+            phase = Phase(f"{name} alone", own, steps, 2e-3, flat=steps * 3 // 4)
+            alone = trained(own, (phase,), pairs, seed, bench.tell)
+            runs = {name: (whole, sub_net, held_out), phase.name: (alone, own.largest, held_out)}
+            for key, (net, one, known) in (runs | {f"{name} real": (whole, sub_net, real)}).items():
+                errors.setdefault(key, []).append(-Calibrated(net, some, known)(one))
+    times = {name: measure_net(whole, sub_net, TIMED_AT, 9).p50 for name, sub_net in SIZES.items()}
+    here = partial(Shown, how="measured")
+    for name in SIZES:
+        cut, alone_too = fmean(errors[name]), fmean(errors[f"{name} alone"])
+        yield here(f"{name} time", f"{name}: time over the largest's, 240x384", times[name] / times["largest"])
+        yield here(name, f"{name}: end-point error on held-out scenes, cut out after {steps} steps", cut, "px")
+        yield here(f"{name} ratio", f"{name}: that error over the one trained alone for {steps} steps", cut / alone_too)
+        yield here(f"{name} real", f"{name}: on a real pair, the motorcycle", fmean(errors[f"{name} real"]), "px")
+    matched = measure(box_match(left, right, MOST + 1)[None], truth[None], 2 * MOST).epe
+    yield here("block matching", "block matching 9x9 on that pair", matched, "px")
+
+
+def judge(found: Mapping[str, float]) -> tuple[Word, str]:
+    fast = [name for name in ("smallest", "middle") if found[f"{name} time"] <= 0.5]
+    kept = [name for name in fast if found[f"{name} ratio"] <= 1.03]
+    said = [f"{n}: {found[f'{n} ratio']:.2f} of its error alone, {found[f'{n} time']:.2f} of the time" for n in fast]
+    if not fast:
+        return "does not hold:", "no sub-network takes half the largest one's time here"
+    if kept == fast:
+        return "holds", f"with the refinement elastic too, which is not the paper's: {', '.join(said)}"
+    return ("holds where" if kept else "does not hold:"), f"{'the cut is like this: ' if kept else ''}{', '.join(said)}"
+
+
+PAPER = Paper(
+    name="easnet",
+    system="EASNet",
+    title="EASNet: Searching Elastic and Accurate Network Architecture for Stereo Matching",
+    authors="Q. Wang, S. Shi, K. Zhao, X. Chu (ECCV 2022)",
+    link="https://arxiv.org/abs/2207.09796",
+    claim="a sub-network for a latency keeps its accuracy without additional training; 0.73 px at 100 ms",
+    setting="Scene Flow, 192 disparities, 8 GPUs",
+    page="supernet.md",
+    simulated=simulated,
+    measured=measured,
+    judge=judge,
+)
