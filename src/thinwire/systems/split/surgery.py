@@ -69,7 +69,8 @@ def principal_directions(moment: Tensor, count: int) -> Tensor:
 def rotation(size: int) -> Tensor:
     """Return a fixed orthogonal matrix, fp64: it spreads a few large numbers over all, so that codecs lose less."""
     draw = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return torch.linalg.qr(draw).Q
+    turned: Tensor = torch.linalg.qr(draw).Q
+    return turned
 
 
 def _svd(w: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
