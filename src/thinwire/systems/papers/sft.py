@@ -19,7 +19,7 @@ CUT, LINK, SMALL = 3, Link(1e8, 1e8), ("int4", "pack")
 PLANS = {
     "as published": SplitPlan(CUT, rank=4),
     "wide": SplitPlan(CUT, "principal", 128, up=SMALL, down=SMALL),
-    "thin": SplitPlan(CUT, "principal", 40, up=SMALL, down=SMALL),
+    "thin": SplitPlan(CUT, "principal", 56, up=SMALL, down=SMALL),
 }
 """Of a width of 384: rank 4 is what 8 is of BERT-base's 768."""
 
