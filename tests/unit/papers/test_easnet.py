@@ -17,13 +17,14 @@ def test_sizes_are_in_the_space_and_alone_they_are_the_same():
         assert easnet.only(sub_net).largest == easnet.only(sub_net).smallest == sub_net
 
 
-@pytest.mark.parametrize("smallest, middle, word", [
-    (1.01, 0.98, "holds"), (1.2, 1.0, "holds where"), (1.2, 1.1, "does not hold:"),
+@pytest.mark.parametrize("middle, as_published, word", [
+    (0.98, 2.5, "holds"), (1.02, 1.24, "holds where"), (1.1, 1.24, "does not hold:"),
 ])  # fmt: skip
-def test_verdict(smallest, middle, word):
-    ratios = {"smallest ratio": smallest, "middle ratio": middle, "largest ratio": 1.0}
-    times = {"smallest time": 0.1, "middle time": 0.45, "largest time": 1.0}
-    told, why = easnet.judge(ratios | times)
+def test_verdict(middle, as_published, word):
+    found = {"as published": as_published, "block matching": 1.66, "smallest time": 0.6, "middle time": 0.45}
+    found |= {"smallest ratio": 1.2, "middle ratio": middle, "smallest real": 1.0, "middle real": 3.0}
+    told, why = easnet.judge(found)
     assert told == word
-    assert f"{smallest:.2f}" in why
-    assert easnet.judge(ratios | {"smallest time": 0.9, "middle time": 0.95})[0] == "does not hold:"
+    assert f"middle {middle:.2f} of its error alone in 0.45 of the time" in why
+    assert "block matching is better than middle" in why
+    assert easnet.judge(found | {"middle time": 0.95})[0] == "does not hold:"

@@ -16,7 +16,9 @@ from thinwire.systems.supernet.stereo.data import StereoBatch, middlebury_motorc
 from thinwire.systems.supernet.stereo.evaluation import Calibrated, box_match
 
 SPACE = Space((3, 5), (1, 2), (2, 4), (1, 2, 3), refine_widths=(4, 8, 16), refine_depths=(1, 2, 3))
-"""The refinement is elastic too: as published it does most of the work, whatever is cut."""
+"""The refinement is elastic too: as published it does most of the work, whatever is cut. All sizes train from the first
+step on: after steps of the largest alone (the paper's phases) so short a training leaves them at 1.07 to 1.27 of the
+error."""
 SIZES = {"smallest": SPACE.smallest, "middle": SPACE.uniform(5, 1, 2, 2, (8, 2)), "largest": SPACE.largest}
 MOST = 24  # pixels of disparity
 
@@ -41,13 +43,15 @@ def only(sub_net: SubNet) -> Space:
     return Space((kernel,), (len(sub_net.stages[0]),), (expand,), (sub_net.scales,), (width,), (depth,))
 
 
-def trained(bench: Workbench, space: Space, seed: int, *phases: stereo.Phase) -> stereo.ElasticStereo:
+def trained(bench: Workbench, space: Space, seed: int, phase: stereo.Phase) -> stereo.ElasticStereo:
     """Train a network of a space: of many sub-networks, or of one."""
     scales, width, depth = space.scales[-1], space.refine_widths[-1], space.refine_depths[-1]
     torch.manual_seed(seed)
     net = stereo.ElasticStereo(space, (8, 16, 32)[:scales], 2 * MOST, 2, 0, width, (1, 2, 4)[:depth])
     told = bench.tell
-    stereo.shrink(net, scenes(4096, seed), phases, seed=seed, on_step=lambda p, step, _: told(f"{p.name}: step {step}"))
+    stereo.shrink(
+        net, scenes(4096, seed), [phase], seed=seed, on_step=lambda p, step, _: told(f"{p.name}: step {step}")
+    )
     return net
 
 
@@ -58,16 +62,17 @@ def scenes(count: int, seed: int) -> stereo.RandomDots:
 def measured(bench: Workbench) -> Iterator[Shown]:
     """Held-out errors of three sizes, cut out of one network and trained alone for as many steps; and their times."""
     steps, seeds = (600, range(3)) if bench.full else (240, range(1))
+    flat = steps * 3 // 4
     left, right, truth = middlebury_motorcycle(3)
     views = [stereo.pad(normalise(x), 12)[None] for x in (left, right)]
     real = [StereoBatch(views[0], views[1], stereo.pad(truth, 12, torch.inf)[None])]
     held_out, errors = list(stereo.batches(scenes(32, 99), 8)), dict[str, list[float]]()
     for seed in seeds:
         some = [next(stereo.batches(scenes(80, seed), 80))]
-        whole = trained(bench, SPACE, seed, *stereo.short(SPACE, steps // 2, steps // 2))
+        whole = trained(bench, SPACE, seed, stereo.Phase("all sizes", SPACE, steps, 2e-3, sub_nets=4, flat=flat))
         for name, sub_net in SIZES.items():
             own = only(sub_net)
-            alone = trained(bench, own, seed, stereo.Phase(f"{name} alone", own, steps, 2e-3, flat=steps * 3 // 4))
+            alone = trained(bench, own, seed, stereo.Phase(f"{name} alone", own, steps, 2e-3, flat=flat))
             runs = {name: (whole, sub_net, held_out), f"{name} alone": (alone, own.largest, held_out)}
             for key, (net, one, known) in (runs | {f"{name} real": (whole, sub_net, real)}).items():
                 errors.setdefault(key, []).append(-Calibrated(net, some, known)(one))
@@ -77,7 +82,7 @@ def measured(bench: Workbench) -> Iterator[Shown]:
     for name in SIZES:
         cut, alone_too = fmean(errors[name]), fmean(errors[f"{name} alone"])
         yield here(f"{name} time", f"{name}: time over the largest's, 240x384", times[name] / times["largest"])
-        yield here(name, f"{name}: error on held-out scenes, cut out of a network of {steps} steps", cut, "px")
+        yield here(name, f"{name}: error on held-out scenes, cut out; {steps} steps of 4 sizes each", cut, "px")
         yield here(f"{name} ratio", f"{name}: that error over the one trained alone for {steps} steps", cut / alone_too)
         yield here(f"{name} real", f"{name}: error on a real pair, the motorcycle", fmean(errors[f"{name} real"]), "px")
     matched = stereo.measure(box_match(left, right, MOST + 1)[None], truth[None], 2 * MOST).epe
@@ -87,12 +92,18 @@ def measured(bench: Workbench) -> Iterator[Shown]:
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     fast = [name for name in ("smallest", "middle") if found[f"{name} time"] <= 0.5]
     kept = [name for name in fast if found[f"{name} ratio"] <= 1.03]
-    said = [f"{n}: {found[f'{n} ratio']:.2f} of its error alone, {found[f'{n} time']:.2f} of the time" for n in fast]
-    if not fast:
-        return "does not hold:", "no sub-network takes half the largest one's time here"
-    if kept == fast:
-        return "holds", f"with the refinement elastic too, which is not the paper's: {', '.join(said)}"
-    return ("holds where" if kept else "does not hold:"), f"{'the cut is like this: ' if kept else ''}{', '.join(said)}"
+    each = [f"{n} {found[f'{n} ratio']:.2f} of its error alone in {found[f'{n} time']:.2f} of the time" for n in fast]
+    said = ", ".join(each) or "no sub-network takes half the largest one's time here"
+    if real := [name for name in fast if found[f"{name} real"] > found["block matching"]]:
+        said += f"; on a real pair block matching is better than {' and '.join(real)}"
+    if not kept:
+        return "does not hold:", said
+    if kept == fast and found["as published"] >= 2:
+        return "holds", said
+    return (
+        "holds where",
+        f"the refinement is elastic too, as published a cut saves {found['as published']:.2f} x: {said}",
+    )
 
 
 PAPER = Paper(
