@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
 import torch
-import torch.nn.functional as F
-from thinwire.supernet.stereo.data import read_disparity, read_picture
+from thinwire.supernet.stereo.data import middlebury_motorcycle
+from thinwire.supernet.stereo.evaluation import box_match
 from torch import Tensor
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-
-def box_match(left: Tensor, right: Tensor, disparities: int, window: int = 9) -> Tensor:
-    """Of each left pixel the shift with the smallest mean absolute difference of colours in a square window.
-
-    Args:
-        left, right: views ``[3, H, W]`` in 0..1.
-        disparities: shifts from 0 to this, exclusive. window: side of the square, odd; it ends at the border.
-
-    Returns:
-        ``[H, W]``, whole pixels: no smoothing, no check from the other side, nothing between pixels.
-    """
-    height, width = left.shape[1:]
-    best = torch.full((height, width), torch.inf, dtype=left.dtype)
-    found = torch.zeros(height, width, dtype=left.dtype)
-    for d in range(min(disparities, width)):
-        cost = left.new_full((1, 1, height, width), 3.0)  # dearer than any difference: out of the right view
-        cost[0, 0, :, d:] = (left[:, :, d:] - right[:, :, : width - d]).abs().mean(0)
-        mean = F.avg_pool2d(cost, window, 1, window // 2, count_include_pad=False)[0, 0]
-        better = mean < best
-        best, found = torch.where(better, mean, best), torch.where(better, float(d), found)
-    return found
-
-
-def middlebury_motorcycle() -> tuple[Tensor, Tensor, Tensor]:
-    """The Middlebury 2014 pair "motorcycle" that scikit-image carries.
-
-    Returns:
-        left, right ``[3, 500, 741]`` in 0..1, and the left view's disparity ``[500, 741]``, infinite where unknown.
-
-    Raises:
-        ValueError: scikit-image is not installed.
-    """
-    spec = importlib.util.find_spec("skimage")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("the motorcycle pair comes with scikit-image: pip install 'thinwire[stereo]'")
-    folder = Path(spec.submodule_search_locations[0]) / "data"
-    left, right = (read_picture(folder / f"motorcycle_{side}.png") for side in ("left", "right"))
-    return left, right, read_disparity(folder / "motorcycle_disp.npz")
+__all__ = ["box_match", "draw_disparities", "middlebury_motorcycle"]
 
 
 def draw_disparities(

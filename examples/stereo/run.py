@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from baseline import box_match, draw_disparities, middlebury_motorcycle
 from rich.console import Console
 from rich.table import Table
@@ -34,14 +33,6 @@ def thinwire(*words: str, ranks: int = 1) -> str:
     if done.returncode:  # the verb has said why
         sys.exit(done.returncode)
     return done.stdout
-
-
-def motorcycle() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pair and its truth, made smaller: colours are averaged, disparities taken as they are and divided."""
-    left, right, truth = middlebury_motorcycle()
-    size = (left.shape[1] // SHRUNK, left.shape[2] // SHRUNK)
-    left, right = (F.interpolate(x[None], size, mode="area")[0] for x in (left, right))
-    return left, right, F.interpolate(truth[None, None], size, mode="nearest")[0, 0] * size[1] / 741
 
 
 def main() -> None:
@@ -70,7 +61,7 @@ def main() -> None:
     best = SubNet.from_json(json.dumps(found["sub_net"]))
 
     # a real pair: statistics of made-up scenes, as in training
-    left, right, truth = motorcycle()
+    left, right, truth = middlebury_motorcycle(SHRUNK)
     views = [pad(normalise(x), net.multiple)[None] for x in (left, right)]
     maps = {"block matching, 9 x 9": box_match(left, right, MOST + 1)}
     calibration = list(batches(RandomDots(80, *SIZE, MOST, "scene", seed=7), 20))

@@ -49,6 +49,7 @@ CUTS = [
     SplitPlan(1, "boundary"),
     SplitPlan(3, "ffn"),
     SplitPlan(2, residual="keep"),
+    SplitPlan(2, "principal", 5),
     SplitPlan(2, front_on="cloud"),
     SplitPlan(2, rank=3, residual="keep", front_on="cloud"),
 ]
@@ -57,10 +58,11 @@ CUTS = [
 @pytest.mark.parametrize("architecture, plan", zip(small.ARCHITECTURES, CUTS))
 def test_each_half_comes_back_from_its_own_file(architecture, plan, tmp_path):
     whole = small.model(architecture).eval()
-    halves = [half.eval() for half in split_model(whole, plan)]
-    pair = prepare(whole, plan, tmp_path, notes={"task": "none"})
-    loaded = [load_half(tmp_path, role) for role in ("edge", "cloud")]
     batch = small.batch(architecture)
+    samples = [(batch.inputs, batch.lengths)]
+    halves = [half.eval() for half in split_model(whole, plan, samples)]
+    pair = prepare(whole, plan, tmp_path, samples, notes={"task": "none"})
+    loaded = [load_half(tmp_path, role) for role in ("edge", "cloud")]
     assert {half.pair for half in loaded} == {pair}
     assert all((half.plan, half.notes) == (plan, {"task": "none"}) for half in loaded)
     assert [isinstance(half.module, Front) for half in loaded] == [plan.front_on == role for role in ("edge", "cloud")]

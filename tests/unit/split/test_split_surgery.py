@@ -142,6 +142,28 @@ def test_residual_directions_come_from_the_samples(architecture):
     assert 1e-6 < away[0] < away[1]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", small.ARCHITECTURES)
+def test_principal_directions_of_a_layer(architecture):
+    whole = small.model(architecture, torch.float64).eval()
+    batch = small.batch(architecture, dtype=torch.float64)
+    expected, away = whole_forward(whole, batch), []
+    for rank in (32, 12, 3):
+        halves = split_model(whole, SplitPlan(2, "principal", rank), [(batch.inputs, batch.lengths)])
+        found = logits_of([half.eval() for half in halves], batch)
+        if found.dim() == 3:
+            real = torch.arange(found.shape[1]) < batch.lengths[:, None]
+            found, expected = found * real[..., None], expected * real[..., None]
+        away.append(float((found - expected).norm()))
+    assert away[0] < 1e-9 < away[1] < away[2]
+    front = halves[0]
+    crossed = front(batch.inputs, batch.lengths)
+    real = torch.arange(crossed.shape[1]) < (batch.lengths[:, None] if batch.lengths is not None else 10**9)
+    assert crossed[real.expand(crossed.shape[:2])].mean(0).abs().max() < 1e-9  # centred
+    turned = front.directions @ front.directions.T
+    torch.testing.assert_close(turned, torch.eye(3).double(), rtol=0, atol=1e-12)
+
+
 def test_activation_aware_surgery_at_full_rank_is_exact():
     whole = small.model("gpt2", torch.float64).eval()
     samples = [(small.batch("gpt2", s, lengths=(9,) * 8).inputs, None) for s in range(4)]

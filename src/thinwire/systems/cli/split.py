@@ -49,7 +49,7 @@ Data = Annotated[Path | None, _help("Directory with the task's train.tsv and dev
 Length = Annotated[int, _help("Tokens per sample; longer samples are truncated.")]
 Most = Annotated[int, typer.Option("--lines", min=1, help="With stdlib: lines per package.")]
 Cut = Annotated[int, _help("The layer to cut, counted from 1.")]
-Rank = Annotated[int, _help("With lowrank: numbers per token that cross the cut.")]
+Rank = Annotated[int, _help("With principal and lowrank: numbers per token that cross the cut.")]
 Up = Annotated[str, _help("Codecs for what goes up: none, fp16, bf16, int8, int4, delta:4; then optionally pack.")]
 FrontOn = Annotated[str, _help("edge, or cloud as in the published code, where token ids leave the edge.")]
 Epochs = Annotated[int, _help("Passes over the data.")]
@@ -77,7 +77,7 @@ def plan(
     length: Length = 32,
     lines: Most = 1200,
     cut: Cut = 1,
-    kind: Annotated[str, _help("lowrank, ffn or boundary.")] = "lowrank",
+    kind: Annotated[str, _help("principal, lowrank (the paper), ffn or boundary.")] = "lowrank",
     rank: Rank = 8,
     residual: Annotated[str, _help("drop, keep or lowrank:q.")] = "drop",
     labels: Annotated[str, _help("edge, or cloud, where labels leave the edge.")] = "edge",
@@ -220,7 +220,7 @@ def compare(
     cut: Cut = 1,
     rank: Rank = 8,
     plans: Annotated[
-        str, _help("Rows, separated by blanks: boundary, lowrank; codecs after a colon, as in lowrank:int8,pack.")
+        str, _help("Rows, by blanks: boundary, principal, lowrank; codecs after a colon, as in lowrank:int8,pack.")
     ] = "boundary lowrank lowrank:int8,pack lowrank:int4,pack",
     front_on: FrontOn = "edge",
     epochs: Epochs = 3,

@@ -24,6 +24,7 @@ from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
+from thinwire.tools.cli.console import RunFailed
 from thinwire.tools.cli.plan_inputs import read_question
 
 Told = Callable[[str], None]
@@ -49,7 +50,7 @@ class Workbench:
         record, launched = run_session(spec, functools.partial(lab.run, cluster), self._follow)
         result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
         if failed := [f"{row.label}: {row.error}" for row in result.rows if row.error]:
-            raise RuntimeError("; ".join(failed))
+            raise RunFailed("; ".join(failed))
         return result
 
     def train(
@@ -81,7 +82,7 @@ class Workbench:
             )
             rows = run_session(spec, functools.partial(lab.run, cluster), self._follow)[0].rows
             if failed := [f"{row.label}: {row.error}" for row in rows if row.error]:
-                raise RuntimeError("; ".join(failed))
+                raise RunFailed("; ".join(failed))
             last = seconds_to(rows[-1].curve, loss)
             for row in rows:
                 when = seconds_to(row.curve, loss)
@@ -102,7 +103,7 @@ class Workbench:
         command = python("-m", "thinwire.systems.papers.ranks", program, *map(str, arguments))
         launched = lab.run(cluster, command, on_line=words, timeout_seconds=3600)
         if launched.exit_code:
-            raise RuntimeError(words.after(f"the ranks of {program} ended with exit code {launched.exit_code}"))
+            raise RunFailed(words.after(f"the ranks of {program} ended with exit code {launched.exit_code}"))
         return told
 
     def _follow(self, event: Mapping[str, Any]) -> None:

@@ -248,7 +248,7 @@ def advise(
 
 def name_of(plan: SplitPlan) -> str:
     """Return a plan's name for display, such as ``lowrank r=8, up int8,pack``."""
-    words = [f"lowrank r={plan.rank}" if plan.kind == "lowrank" else plan.kind]
+    words = [f"{plan.kind} r={plan.rank}" if plan.kind in ("lowrank", "principal") else plan.kind]
     words += [f"residual {plan.residual}"] if plan.residual != "drop" else []
     ways = (("both ways", plan.up),) if plan.up == plan.down else (("up", plan.up), ("down", plan.down))
     words += [f"{way} {','.join(chain)}" for way, chain in ways if chain]

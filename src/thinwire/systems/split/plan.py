@@ -29,8 +29,9 @@ class SplitPlan(Record):
         cut: the layer that is cut, counted from 1; the edge runs what comes before.
         kind: "lowrank": its first dense layer is split into two thin ones; r numbers per token are sent (SFT). "ffn":
             the cut is between that dense layer and its activation; f numbers are sent. "boundary": the cut is after the
-            layer; h numbers are sent.
-        rank: r; the other kinds do not use it.
+            layer; h numbers are sent. "principal": the cut is after the layer, which keeps every residual; only the r
+            principal directions of what it computes are sent, rotated, and its mean stands for the rest.
+        rank: r of "lowrank" and "principal".
         residual: of the feed-forward block that is cut. "drop": omitted, as in the paper. "keep": its h numbers are
             sent too. "lowrank:q": only their q principal directions are sent. A "boundary" has no residual to drop.
         labels: who computes the loss: "edge" (labels stay there) or "cloud" (labels are sent; one round trip per step).
@@ -56,7 +57,7 @@ class SplitPlan(Record):
     def __post_init__(self) -> None:
         object.__setattr__(self, "up", tuple(self.up))
         object.__setattr__(self, "down", tuple(self.down))
-        check_choice("kind", self.kind, ("lowrank", "ffn", "boundary"))
+        check_choice("kind", self.kind, ("lowrank", "principal", "ffn", "boundary"))
         check_choice("init", self.init, ("svd", "activation"))
         for name in ("labels", "front_on"):
             check_choice(name, getattr(self, name), ("edge", "cloud"))
@@ -64,8 +65,8 @@ class SplitPlan(Record):
             check_count(name, getattr(self, name))
         if self.residual not in ("drop", "keep") and self.kept_directions < 1:
             raise ValueError(f"residual={self.residual!r} is unknown; use drop, keep or a rank such as lowrank:4")
-        if self.kind == "boundary" and self.residual != "drop":
-            raise ValueError("a boundary cut always keeps every residual: leave residual out")
+        if self.whole_layers and self.residual != "drop":
+            raise ValueError(f"a {self.kind} cut always keeps every residual: leave residual out")
         if self.kind != "lowrank" and self.init != "svd":
             raise ValueError(f"init={self.init!r} needs factors: use it with kind='lowrank'")
         if self.front_on == "cloud" and self.labels == "cloud":
@@ -78,11 +79,18 @@ class SplitPlan(Record):
 
     @property
     def kept_directions(self) -> int:
-        """q of ``residual="lowrank:q"``; 0 for "drop" and "keep", -1 for anything else."""
+        """r of "principal", q of ``residual="lowrank:q"``; 0 for "drop" and "keep", -1 for anything else."""
+        if self.kind == "principal":
+            return self.rank
         word, colon, count = self.residual.partition(":")
         if not colon:
             return 0 if word in ("drop", "keep") else -1
         return int(count) if word == "lowrank" and count.isascii() and count.isdigit() else -1
+
+    @property
+    def whole_layers(self) -> bool:
+        """Whether the cut is between two layers, not inside of one."""
+        return self.kind in ("boundary", "principal")
 
     @property
     def calibrated(self) -> bool:
@@ -106,14 +114,14 @@ class SplitPlan(Record):
 
     def width(self, hidden: int, intermediate: int) -> int:
         """Return how many numbers per token are sent, for a model of these widths."""
-        main = {"lowrank": self.rank, "ffn": intermediate, "boundary": hidden}[self.kind]
+        main = {"lowrank": self.rank, "principal": 0, "ffn": intermediate, "boundary": hidden}[self.kind]
         return main + (hidden if self.residual == "keep" else self.kept_directions)
 
     def check(self, layers: int, hidden: int) -> None:
         """Raise ``ValueError`` if a model with that many layers of this width cannot be cut by this plan."""
         if self.cut > layers:
             raise ValueError(f"cut={self.cut} is outside 1 to {layers}, the layers of this model")
-        if self.kind == "lowrank" and self.rank > hidden:
+        if self.kind in ("lowrank", "principal") and self.rank > hidden:
             raise ValueError(f"rank={self.rank} is outside 1 to {hidden}, the width of this model")
         if self.kept_directions > hidden:
             raise ValueError(f"residual={self.residual!r} keeps more directions than the {hidden} of this model")

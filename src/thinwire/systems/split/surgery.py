@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ class Factors:
     u: Tensor  # [f, r], for the back
     s: Tensor  # [r, r], for the front; diagonal at first, a full matrix in training
     v: Tensor  # [r, h], for the front
-    directions: Tensor  # [q, h], orthonormal rows; q is 0 unless the residual is "lowrank:q"
+    directions: Tensor  # [q, h], orthonormal rows; q is 0 unless the residual is "lowrank:q" or the kind "principal"
+    mean: Tensor  # [h], which "principal" takes away before, and adds behind
 
     @classmethod
     def empty(cls, f: int, h: int, r: int, q: int) -> Factors:
-        shapes = ((f, r), (r, r), (r, h), (q, h))
+        shapes = ((f, r), (r, r), (r, h), (q, h), (h,))
         return cls(*(torch.empty(shape, device="meta") for shape in shapes))
 
 
@@ -63,6 +64,13 @@ def principal_directions(moment: Tensor, count: int) -> Tensor:
     """Return the ``count`` leading eigenvectors ``[count, h]`` of a second moment ``[h, h]``, largest value first."""
     vectors = torch.linalg.eigh(moment.double()).eigenvectors.T.flip(0)[:count]
     return _signed(vectors)[0]
+
+
+def rotation(size: int) -> Tensor:
+    """Return a fixed orthogonal matrix, fp64: it spreads a few large numbers over all, so that codecs lose less."""
+    draw = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned: Tensor = torch.linalg.qr(draw).Q
+    return turned
 
 
 def _svd(w: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,6 +107,7 @@ class Front(nn.Module):
         self.v = nn.Parameter(f.v) if lowrank else None
         self.s = nn.Parameter(f.s) if lowrank else None
         self.directions = nn.Parameter(f.directions) if plan.kept_directions else None
+        self.offset = nn.Parameter(-f.directions @ f.mean) if plan.kind == "principal" else None
 
     def forward(self, inputs: Mapping[str, Tensor], lengths: Tensor | None = None) -> Tensor:
         """Return what crosses the cut: ``[B, L, width]``."""
@@ -119,6 +128,8 @@ class Front(nn.Module):
         """Return what crosses the cut, of what :meth:`activations` returned."""
         if self.plan.kind == "boundary":
             return a
+        if self.offset is not None:
+            return a @ self.directions.T + self.offset  # type: ignore[union-attr]
         if self.first is not None:
             z: Tensor = self.first(x)
         else:
@@ -147,12 +158,16 @@ class Back(nn.Module):
         self.dropout = parts.dropout if parts else None
         self.after = parts.after if parts else None
         self.directions = nn.Parameter(f.directions.T.clone()) if plan.kept_directions else None
+        self.mean = nn.Parameter(f.mean) if plan.kind == "principal" else None
         self.layers = nn.ModuleList(layers)
         self.head = head
 
     def forward(self, z: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Return the logits from what crossed, ``[B, L, width]``."""
-        hidden = z if self.second is None else self._second_half(z)
+        if self.mean is not None:
+            hidden = z @ self.directions.T + self.mean  # type: ignore[union-attr]
+        else:
+            hidden = z if self.second is None else self._second_half(z)
         mask = self.view.mask(hidden, lengths)
         for layer in self.layers:
             hidden = self.view.run(layer, hidden, mask)
@@ -195,7 +210,7 @@ def split_model(model: nn.Module, plan: SplitPlan, samples: Iterable[Sample] | N
     Args:
         model: of transformers, of a class with a view in ``split.models``; it is not changed.
         plan: where and how to cut.
-        samples: batches of inputs, for ``init="activation"`` and ``residual="lowrank:q"``.
+        samples: batches of inputs, for kind "principal", ``init="activation"`` and ``residual="lowrank:q"``.
 
     Raises:
         ValueError: the model cannot be cut like this, or a parameter would belong to both halves.
@@ -208,21 +223,27 @@ def split_model(model: nn.Module, plan: SplitPlan, samples: Iterable[Sample] | N
     model = copy.deepcopy(model)
     if plan.kind == "boundary":
         return assemble(view, model, plan, Factors.empty(0, 0, 0, 0))
+    if plan.kind == "principal":
+        mean, moment, _ = _moments(view, model, plan, samples)
+        turned = rotation(plan.rank) @ principal_directions(moment - torch.outer(mean, mean), plan.rank)
+        like = next(p for p in model.parameters() if p.is_floating_point())
+        empty = replace(Factors.empty(0, 0, 0, 0), directions=turned.to(like), mean=mean.to(like))
+        return assemble(view, model, plan, empty)
     first = view.parts(view.layers(model)[plan.cut - 1]).first
     weight = dense_weight(first).detach()
     moment_a = moment_x = None
     if plan.calibrated:
-        moment_a, moment_x = _moments(view, model, plan, samples)
+        _, moment_a, moment_x = _moments(view, model, plan, samples)
     u, s, v = factorise(weight, plan.rank if plan.kind == "lowrank" else 1, moment_x if plan.init != "svd" else None)
     q = plan.kept_directions
     kept = weight.new_empty(0, view.hidden) if moment_a is None else principal_directions(moment_a, q).to(weight.dtype)
-    return assemble(view, model, plan, Factors(u, s, v, kept))
+    return assemble(view, model, plan, Factors(u, s, v, kept, kept.new_zeros(view.hidden)))
 
 
 def assemble(view: View, model: nn.Module, plan: SplitPlan, factors: Factors) -> tuple[Front, Back]:
     """Distribute the modules of a model over the two halves; the model must not be used afterwards."""
     layers = list(view.layers(model))
-    parts = None if plan.kind == "boundary" else view.parts(layers[plan.cut - 1])
+    parts = None if plan.whole_layers else view.parts(layers[plan.cut - 1])
     own = plan.cut if parts is None else plan.cut - 1
     front = Front(view, plan, view.embeddings(model), layers[:own], parts, factors)
     back = Back(view, plan, layers[plan.cut :], parts, view.head(model), factors)
@@ -240,14 +261,18 @@ def _refuse_tied(model: nn.Module) -> None:
             )
 
 
-def _moments(view: View, model: nn.Module, plan: SplitPlan, samples: Iterable[Sample] | None) -> tuple[Tensor, Tensor]:
-    """Return the means over real tokens of a^T a and x^T x, ``[h, h]`` fp64: of residual stream and dense input."""
+def _moments(
+    view: View, model: nn.Module, plan: SplitPlan, samples: Iterable[Sample] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the means over real tokens of a, a^T a and x^T x, fp64: a residual stream, x dense input."""
     why = "init='activation'" if plan.init == "activation" else f"residual={plan.residual!r}"
+    why = "kind='principal'" if plan.kind == "principal" else why
     if samples is None:
         raise ValueError(f"{why} needs sample batches: pass samples=[(inputs, lengths), ...]")
     front, _ = assemble(view, copy.deepcopy(model), plan, Factors.empty(0, 0, 0, 0))
     front.eval()
     sums = [torch.zeros(view.hidden, view.hidden, dtype=torch.float64) for _ in range(2)]
+    mean = torch.zeros(view.hidden, dtype=torch.float64)
     tokens = 0
     with torch.no_grad():
         for inputs, lengths in samples:
@@ -257,10 +282,11 @@ def _moments(view: View, model: nn.Module, plan: SplitPlan, samples: Iterable[Sa
             for total, value in zip(sums, found):
                 rows = value[real.to(value.device)].double()
                 total += (rows.T @ rows).cpu()
+            mean += found[0][real.to(found[0].device)].double().sum(0).cpu()
             tokens += int(real.sum())
     if not tokens:
         raise ValueError(f"{why} needs sample batches: samples is empty")
-    return sums[0] / tokens, sums[1] / tokens
+    return mean / tokens, sums[0] / tokens, sums[1] / tokens
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -309,6 +310,32 @@ def read_disparity(path: str | Path, kind: str = "") -> Tensor:
             found = torch.from_numpy(4 * r + g / 64 + b / 16384)
             missing = torch.zeros_like(found, dtype=torch.bool)
     return torch.where(missing, torch.inf, found)
+
+
+def middlebury_motorcycle(shrink: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the Middlebury 2014 pair "motorcycle" that scikit-image carries.
+
+    Args:
+        shrink: make it so many times smaller: colours are averaged, disparities taken as they are and divided.
+
+    Returns:
+        left, right ``[3, H, W]`` in 0..1, and the left view's disparity ``[H, W]``, infinite where unknown.
+
+    Raises:
+        ValueError: scikit-image is not installed.
+    """
+    spec = importlib.util.find_spec("skimage")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("the motorcycle pair comes with scikit-image: pip install 'thinwire[stereo]'")
+    folder = Path(spec.submodule_search_locations[0]) / "data"
+    left, right = (read_picture(folder / f"motorcycle_{side}.png") for side in ("left", "right"))
+    truth = read_disparity(folder / "motorcycle_disp.npz")
+    if shrink == 1:
+        return left, right, truth
+    size = (left.shape[1] // shrink, left.shape[2] // shrink)
+    smaller = F.interpolate(truth[None, None], size, mode="nearest")[0, 0] * size[1] / left.shape[2]
+    left, right = (F.interpolate(x[None], size, mode="area")[0] for x in (left, right))
+    return left, right, smaller
 
 
 def read_list(path: str | Path) -> list[tuple[Path, Path, Path | None]]:
