@@ -18,6 +18,7 @@ import pytest
 
 import fences
 from fences import blocks
+from thinwire.systems.papers.paper import NAMES, paper
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,6 +202,15 @@ PAGES: dict[str, dict[str, Shown]] = {
             f"thinwire bench --model {SMALL} --steps 8 --rounds 1 "
             "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit --json",
         ),
+    },
+    "docs/papers.md": {
+        "thinwire reproduce": Shown(said("ACP-SGD", "holds", "claims.json"), "thinwire reproduce acp lags"),
+        "thinwire reproduce acp dear": Shown(said("bandwidth alone"), "thinwire reproduce acp dear --simulated"),
+        "thinwire reproduce --simulated": Shown(said("not judged", *(paper(name).system for name in NAMES))),
+        **{
+            f"thinwire reproduce {name}": Shown(said(paper(name).link), f"thinwire reproduce {name} --simulated")
+            for name in NAMES
+        },
     },
     "docs/parameter_server.md": {
         "thinwire ps run --nodes 4 --slow 3:4 --kill 1:25 --link 200mbit --seconds 60 --plot run.png": Shown(_went_on),

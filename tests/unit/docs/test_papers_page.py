@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import papers
-from thinwire.systems.papers import NAMES
+
+from thinwire.systems.papers.paper import NAMES
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinwire.systems.papers import paper
+from thinwire.systems.papers.paper import paper
 from thinwire.tools.bench.models.digits import images, turned
 
 IMAGENET = paper("imagenet")

@@ -22,7 +22,7 @@ MEASURED = "better of one group and per layer measured"
     [
         ({}, "holds where"),
         ({"optimum": 1.3}, "holds"),
-        ({MEASURED: 0.98}, "does not hold:"),
+        ({MEASURED: 1.0}, "does not hold:"),
         ({"loss": 1.2}, "does not hold:"),
     ],
 )

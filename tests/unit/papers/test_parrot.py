@@ -2,7 +2,7 @@
 
 import pytest
 
-from thinwire.systems.papers import paper
+from thinwire.systems.papers.paper import paper
 
 PARROT = paper("parrot")
 

@@ -6,7 +6,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from thinwire.systems.papers import NAMES, Shown, acp, paper
+from thinwire.systems.papers import acp
+from thinwire.systems.papers.paper import NAMES, Shown, paper
 from thinwire.tools.cli.main import app
 
 

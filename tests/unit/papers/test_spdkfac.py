@@ -2,7 +2,7 @@
 
 import pytest
 
-from thinwire.systems.papers import paper
+from thinwire.systems.papers.paper import paper
 from thinwire.systems.papers.spdkfac import BROADCAST, PUBLISHED
 
 SPD = paper("spdkfac")

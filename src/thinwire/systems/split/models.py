@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -421,6 +422,20 @@ def preset(
         return build(_BY_TYPE[kind].classes[0], config)
 
 
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Let transformers tell neither a progress bar nor that the head is new."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
 def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
     """Load a pre-trained encoder from a directory, with a new head, for which the seed is.
 
@@ -436,7 +451,7 @@ def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
         raise ValueError(f"{directory} holds a {config.model_type}, which cannot be split: use one of {known}")
     class_name = _BY_TYPE[config.model_type].classes[0]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _quiet(transformers.utils.logging):
             torch.manual_seed(seed)
             model: nn.Module = getattr(transformers, class_name).from_pretrained(
                 directory,
