@@ -12,8 +12,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from processes import fork, kill_after, kill_at_line, wait
+
 from thinwire.systems.data.arena import FILLING, READY, SLOT, SLOTS_AT, Arena, Header, store, table_bytes
 from thinwire.systems.data.keys import digest
 
