@@ -117,11 +117,13 @@ def test_a_node_that_names_the_largest_step_can_come_again(step):
     assert msg.decode(msg.encode(welcome))[0] == welcome
 
 
-def test_who_sends_gradients_of_weights_to_come_is_dropped():
+@pytest.mark.parametrize(("pull", "weight", "base"), [(0, 1.0, 1), (1, 1.0, 1), (1, 1e-40, 0), (1, 1e300, 0)])
+def test_who_sends_what_gradients_cannot_be_is_dropped(pull, weight, base):
+    """Of weights to come; or a sum whose part of the divisor would make weights infinite, or hide those of others."""
     server = Server(asp())
     server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
-    server.on(msg.Grad(member, 0, 1, 1, 0, 1, 1.0, (msg.Row(1, 0, 0, 8),), torch.zeros(1)), 0.0)
+    server.on(msg.Grad(member, pull, 1, 1, 0, 1, weight, (msg.Row(base, 0, 0, 8),), torch.zeros(1)), 0.0)
     assert not server.members
     assert server.version == 0
 

@@ -204,11 +204,18 @@ class Server:
                 self._refuse(claim[0], msg.TAKEN)
             self._go_on(member)
             self._permits()
-        elif isinstance(message, msg.Grad) and any(row.base > self.version for row in message.rows):
+        elif isinstance(message, msg.Grad) and not self._possible(message):
             self._unused(message, "late")
-            self._drop(member.number)  # it sends gradients at weights that do not exist yet
+            self._drop(member.number)
         elif isinstance(message, msg.Grad):
             self._grad(member, message)
+
+    def _possible(self, message: msg.Grad) -> bool:
+        """Return whether its gradients are of weights that exist, and weigh together what gradients can weigh."""
+        count = len(message.rows)
+        if any(row.base > self.version for row in message.rows):
+            return False
+        return message.pull == 0 or not count or 0.99 * count / (1 + self.version) <= message.weight <= 1.01 * count
 
     def _hello(self, message: msg.Hello) -> None:
         if message.protocol != msg.PROTOCOL:
