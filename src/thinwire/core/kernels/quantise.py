@@ -1,4 +1,4 @@
-"""Quantisers: a 1-D tensor as small integer codes and a few scales, and back.
+"""Quantisers: a 1-D tensor as packed codes of 2, 4 or 8 bits and a few scales, and back.
 
 Block codec: s = 2^(bits - 1) - 1 levels on either side of 0 (bits 2, 4, 8: 1, 7, 127). For a block v of elements, with
 N = max|v| or |v|_2, a code is round(s v / N) + s, and stands for (code - s) N / s. Rounding is to nearest even or, with

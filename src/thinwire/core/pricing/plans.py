@@ -1,4 +1,4 @@
-"""From tensors in order of arrival to a :class:`Plan`: the size-threshold rule and its defaults."""
+"""From tensors in order of arrival to a :class:`Plan`: chooses the fusion rule; the size-threshold rule is here."""
 
 from __future__ import annotations
 
