@@ -25,7 +25,7 @@ emulated network. The verdict follows from both by a rule of thinwire, so your m
 ```
 thinwire reproduce              # all of them, in at most half an hour
 thinwire reproduce acp dear     # some
-thinwire reproduce --simulated  # only what is simulated, in two minutes
+thinwire reproduce --simulated  # only what is simulated, in half a minute
 ```
 
 `--full` takes longer runs and more seeds, `--json` prints everything. The figures below are those of two cores of a
