@@ -113,9 +113,12 @@ def plan_of(
     topology: Topology | None = None,
     costs: Costs | None = None,
     *,
-    side_stream: bool = False,
+    side_stream: bool | None = None,
 ) -> Plan:
-    """Return the plan that ``attach`` makes for tensors arriving in the profile's order, once it knows the network."""
+    """Return the plan that ``attach`` makes for tensors arriving in the profile's order, once it knows the network.
+
+    ``side_stream``: methods compute alongside backward; None: on NCCL, as devices do by default.
+    """
     fragments: dict[str, int] = {}
     if isinstance(method, Periodic):
         fragments, method = method.fragments(profile), method.carrier
@@ -125,7 +128,8 @@ def plan_of(
     known = measured = None
     if topology is not None and costs is not None:
         known = hidden_seconds(profile, costs, topology)
-        measured = Measured(profile, costs, topology, side_stream) if needs_measurement(method) else None
+        beside = backend == "nccl" if side_stream is None else side_stream
+        measured = Measured(profile, costs, topology, beside) if needs_measurement(method) else None
     plan = make_plan(method, tensors, range(len(tensors)), (), backend, measured, known)
     return in_fragments(plan, fragments) if fragments else plan
 
