@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 from thinwire.core.records import made
-from thinwire.systems.papers.paper import NAMES, Reproduced, paper
+from thinwire.systems.papers import NAMES
+from thinwire.systems.papers.paper import Reproduced, paper
 from thinwire.tools.pictures import write_picture
 
 DOCS = Path(__file__).parent

@@ -18,7 +18,8 @@ import pytest
 
 import fences
 from fences import blocks
-from thinwire.systems.papers.paper import NAMES, paper
+from thinwire.systems.papers import NAMES
+from thinwire.systems.papers.paper import paper
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import papers
 
-from thinwire.systems.papers.paper import NAMES
+from thinwire.systems.papers import NAMES
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -6,8 +6,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from thinwire.systems.papers import acp
-from thinwire.systems.papers.paper import NAMES, Shown, paper
+from thinwire.systems.papers import NAMES, acp
+from thinwire.systems.papers.paper import Shown, paper
 from thinwire.tools.cli.main import app
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.systems.papers import NAMES
 from thinwire.tools.cli.console import Json, check_output, plain_table, progress, watched_load
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="omgs, lags, inhad, acp, dear, parrot, sft, easnet, spdkfac, hitopk, imagenet; or all."),
+        typer.Argument(help=f"{', '.join(NAMES)}; without names all."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Longer runs and more seeds.")] = False,
     simulated: Annotated[
@@ -35,7 +36,7 @@ def reproduce(
 
     from thinwire.core.durable import write_whole
     from thinwire.core.records import plain
-    from thinwire.systems.papers.paper import NAMES, paper
+    from thinwire.systems.papers.paper import paper
     from thinwire.systems.papers.paper import reproduce as run
     from thinwire.systems.papers.workbench import Workbench
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from thinwire.core.records import Record
+from thinwire.systems.papers import NAMES
 from thinwire.systems.papers.workbench import Workbench
 from thinwire.tools.pictures import Panel, Picture, Series
 
-NAMES = ("omgs", "lags", "inhad", "acp", "dear", "parrot", "sft", "easnet", "spdkfac", "hitopk", "imagenet")
 Word = Literal["holds", "holds where", "does not hold:", "not judged:"]
 
 

@@ -22,7 +22,7 @@ from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import parse_rows
-from thinwire.tools.bench.session import BenchSpec, RowRecord, run_session, seconds_to
+from thinwire.tools.bench.session import BenchSpec, Launched, RowRecord, RunRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.cli.console import RunFailed
 from thinwire.tools.cli.plan_inputs import read_question
@@ -47,21 +47,16 @@ class Workbench:
                          ranks_per_node=ranks_per_node)  # fmt: skip
         cluster = lab.Cluster.parse(workers, ranks_per_node, link, None)
         self.tell(f"{model}, {workers} workers, {link or 'no limit'}: {methods}")
-        record, launched = run_session(spec, functools.partial(lab.run, cluster), self._follow)
-        result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
-        if failed := [f"{row.label}: {row.error}" for row in result.rows if row.error]:
-            raise RunFailed("; ".join(failed))
-        return result
+        record, launched = self._run(spec, cluster)
+        return summarise(spec, record, emulated=launched.emulated, note=launched.note)
 
     def train(
-        self, model: str, methods: str, *, workers: int = 2, steps: int = 240, every: int = 8, seed: int = 0,
-        rate: float = 1.0,
-    ) -> dict[str, RowRecord]:  # fmt: skip
-        """Return whole trainings, by label, on ranks that nothing slows down; ``rate`` multiplies the learning rate."""
-        spec = BenchSpec(model, parse_rows(methods), workers, steps=steps, every=every, warmup=0, seed=seed,
-                         curves=True, rate_factor=rate)  # fmt: skip
-        self.tell(f"{model}, {workers} workers, {steps} steps, seed {seed}: {methods}")
-        record, _ = run_session(spec, functools.partial(lab.run, lab.Cluster(workers)), self._follow)
+        self, model: str, methods: str, *, workers: int = 2, steps: int = 240, every: int = 8
+    ) -> dict[str, RowRecord]:
+        """Return whole trainings, by label, on ranks that nothing slows down."""
+        spec = BenchSpec(model, parse_rows(methods), workers, steps=steps, every=every, warmup=0, curves=True)
+        self.tell(f"{model}, {workers} workers, {steps} steps: {methods}")
+        record, _ = self._run(spec, lab.Cluster(workers))
         return {row.label: row for row in record.rows}
 
     def sooner(
@@ -80,9 +75,7 @@ class Workbench:
             self.tell(
                 f"{model}, {workers} workers, {link or 'no limit'}, seed {seed}, to a loss of {loss:g}: {methods}"
             )
-            rows = run_session(spec, functools.partial(lab.run, cluster), self._follow)[0].rows
-            if failed := [f"{row.label}: {row.error}" for row in rows if row.error]:
-                raise RunFailed("; ".join(failed))
+            rows = self._run(spec, cluster)[0].rows
             last = seconds_to(rows[-1].curve, loss)
             for row in rows:
                 when = seconds_to(row.curve, loss)
@@ -106,6 +99,12 @@ class Workbench:
             raise RunFailed(words.after(f"the ranks of {program} ended with exit code {launched.exit_code}"))
         return told
 
+    def _run(self, spec: BenchSpec, cluster: lab.Cluster) -> tuple[RunRecord, Launched]:
+        record, launched = run_session(spec, functools.partial(lab.run, cluster), self._follow)
+        if failed := [f"{row.label}: {row.error}" for row in record.rows if row.error]:
+            raise RunFailed("; ".join(failed))
+        return record, launched
+
     def _follow(self, event: Mapping[str, Any]) -> None:
         if "step" in event:
             self.tell(f"{event['row']}: step {event['step']}, loss {event['loss']:.3f}")
@@ -121,12 +120,11 @@ class Replicas:
 
 
 def replicas(
-    model: str, method: Method, *, workers: int = 4, steps: int = 240, seed: int = 0, rate: float = 1.0,
-    decay_from: float = 1.0,
-) -> Iterator[Replicas]:  # fmt: skip
+    model: str, method: Method, *, workers: int = 4, steps: int, seed: int = 0, decay_from: float = 1.0
+) -> Iterator[Replicas]:
     """Train in this process, in the method's buckets; yield after each step.
 
-    ``rate`` multiplies the learning rate, which is a tenth from that share of the steps on: ``decay_from``.
+    The learning rate is a tenth from that share of the steps on: ``decay_from``.
     """
     workload = build_model(model, seed)
     optimizer = workload.optimizer(workload.model)
@@ -136,7 +134,7 @@ def replicas(
     world = LocalWorld(workers, plan=plan, dense=SSGD())
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("begun", group["lr"]) * rate * (0.1 if step >= decay_from * steps else 1.0)
+            group["lr"] = group.setdefault("begun", group["lr"]) * (0.1 if step >= decay_from * steps else 1.0)
         ranks = []
         for rank in range(workers):
             found = torch.autograd.grad(
