@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from thinwire.systems.papers.imagenet import turned
 from thinwire.systems.papers.paper import paper
-from thinwire.tools.bench.models.digits import images, turned
+from thinwire.tools.bench.models.digits import images
 
 IMAGENET = paper("imagenet")
 

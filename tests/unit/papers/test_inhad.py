@@ -2,9 +2,8 @@
 
 import pytest
 
-from thinwire.systems.papers.inhad import INHAD, reached
+from thinwire.systems.papers.inhad import INHAD, reached, served
 from thinwire.systems.papers.paper import paper
-from thinwire.systems.papers.trainings import served
 
 PAPER = paper("inhad")
 

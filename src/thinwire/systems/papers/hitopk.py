@@ -13,6 +13,7 @@ import torch
 from thinwire.core.kernels.select import keep_count, top_k
 from thinwire.systems.papers.paper import Paper, Shown, Word
 from thinwire.systems.papers.workbench import Workbench, predicted
+from thinwire.tools.lab import Cluster
 
 CASES = (("resnet50", 128), ("resnet50", 32), ("vgg16", 64), ("bert-base", 64), ("bert-large", 32))
 """Models and samples a GPU; 32 images of 224 pixels a side compute as long as 174 of 96, where the authors begin."""
@@ -20,6 +21,7 @@ ROWS = ("cast:dtype=fp16:collective=torus", "cast:dtype=fp16", "topk:density=0.0
 MODEL, LOSS = "chargpt:layers=4:width=256:heads=4:batch=4", 2.8
 LAB = (*ROWS[:3], "hitopk:density=0.1")
 """Of two machines, one sends another as much at density 0.1 as each of 16 sends all others at 0.007."""
+PARTS = ("fp16 torus", "cached input", "shared norms", "HiTopK", "all")
 SIZES, DENSITY = (1 << 20, 1 << 24), 0.001
 
 
@@ -57,6 +59,10 @@ def measured(bench: Workbench) -> Iterator[Shown]:
     for key, row in (("torus", LAB[0]), ("flat Top-k, density 0.01,", LAB[2])):
         what = f"{key} {where}, seconds to a held-out loss of {LOSS}"
         yield Shown(f"{key.split()[0]} loss", what, times[row.replace(":", " ")], how="measured")
+    parts = bench.ranks("together", 6 if bench.full else 2, cluster=Cluster.parse(4, 2, "100mbit"))
+    for row in PARTS[1:]:
+        what = f"fp16 torus over {row}, a step of LARS on JPEG files, CNN on digits, 2 x 2 workers, 100mbit"
+        yield Shown(row, what, parts[PARTS[0]] / parts[row], published="1.25 to 1.40" * (row == "all"), how="measured")
     for size in SIZES:
         for name, value in selection(size).items():
             what = f"torch.topk over {name}, {size:,} elements, density {DENSITY}, one core"

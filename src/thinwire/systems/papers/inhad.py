@@ -6,13 +6,21 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from thinwire.systems.papers.paper import Paper, Shown, Word, curves
-from thinwire.systems.papers.trainings import Run, served
 from thinwire.systems.papers.workbench import Workbench
-from thinwire.systems.parameter_server import Link, preset, simulate
-from thinwire.systems.parameter_server.synchronous import hierarchical_seconds
+from thinwire.systems.parameter_server import Layout, Link, preset, simulate
+from thinwire.systems.parameter_server.synchronous import hierarchical_seconds, synchronous_step_seconds
+from thinwire.tools.bench.models.digits import HELD_OUT, images
+from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.pictures import Picture
 
+Run = list[tuple[float, float, float]]
+"""Virtual seconds, held-out loss, accuracy."""
+SLOW = (1.0, 1.0, 1.5, 4.0)
+"""How many times slower each of four nodes of two workers is."""
 INHAD = "inhad:max_staleness=8:update_every=nodes/2"
 SCHEMES = (INHAD, "asp", "ssp", "bsp")
 CASES = (("100mbit", 1e8, 4, (*SCHEMES, "all-reduce")), ("6mbit", 6e6, 4, SCHEMES[:2]),
@@ -57,6 +65,45 @@ def measured(bench: Workbench) -> Iterator[Shown | Picture]:
             lines[text.partition(":")[0]] = [(at, loss) for at, loss, _ in best[0]]
         title = f"digits, batch {batch}, 4 x 2 workers of different speed, {link}"
         yield curves(title, "virtual seconds", "held-out loss", lines)
+
+
+def served(
+    text: str, rate: float, bits: float, batch: int, seed: int, seconds: float = 60.0,
+    pace: float = 0.1,
+) -> Run:  # fmt: skip
+    """Return (virtual seconds, held-out loss, accuracy); an all-reduce is BSP on steps that contain the exchange."""
+    torch.set_num_threads(1)
+    work, link, (pixels, labels) = (
+        build_model(f"digits:width=8:hidden=64:batch={batch}", seed),
+        Link(5e-4, bits),
+        images(),
+    )
+    net, layout = work.model, Layout.of(work.model)
+    takes = [pace * factor for factor in SLOW]
+    if text == "all-reduce":
+        exchange = hierarchical_seconds(4 * layout.numel, len(SLOW), bits, 5e-4)
+        takes = [synchronous_step_seconds(lambda node, *_: pace * SLOW[node], 4, 2, exchange)] * 4
+        text, link = "bsp", Link(0.0)
+    right: list[float] = []
+
+    def gradient(theta: Tensor, node: int, worker: int, step: int) -> Tensor:
+        layout.write(theta, net)
+        net.zero_grad()
+        work.loss(net, step, 64 * (node + 16 * seed) + worker).backward()
+        return layout.gradient(net)
+
+    def held_out(theta: Tensor) -> float:
+        layout.write(theta, net)
+        with torch.no_grad():
+            right.append(float((net(pixels[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]).float().mean()))
+        return work.held_out_loss() or 0.0
+
+    trace = simulate(
+        replace(preset(text), start_nodes=4), nodes=4, workers=2, seconds=seconds, link=link, server_link=link,
+        outer=lambda p: torch.optim.Adam(p, rate, (0.0, 0.999)), step_seconds=lambda node, *_: takes[node],
+        parameters=layout.flat(net), gradient=gradient, evaluate=held_out,
+    )  # fmt: skip
+    return [(at, loss, share) for (at, loss), share in zip(trace.losses, right)]
 
 
 def reached(runs: list[Run], goal: float) -> float:

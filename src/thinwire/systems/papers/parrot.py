@@ -17,7 +17,6 @@ from thinwire.tools.lab import Cluster
 
 CLIENTS, COHORT = 3400, 1000
 """FEMNIST's, and how many of them a round; sizes are drawn, log-normal with mean 110 and a deviation of 0.7."""
-RESNET18 = 4 * 11_689_512
 DEVICES = {"8 equal GPUs": [1.0] * 8, "8 GPUs, half of them at 50 %": [1.0] * 4 + [0.5] * 4,
            "8 GPUs at 100, 60 and 30 %": [1.0] * 3 + [0.6] * 3 + [0.3] * 2}  # fmt: skip
 
@@ -33,8 +32,6 @@ def simulated() -> Iterator[Shown]:
         )
         what = f"{COHORT:,} of {CLIENTS:,} clients a round, {name}: equal parts over auto, seconds a round"
         yield Shown(name, what, equal / auto, published="1.2 to 4, over FedScale")
-    what = f"weights and gradients of ResNet-18, {COHORT} clients on 8 GPUs: a model a client over a model a GPU"
-    yield Shown("models", what, COHORT * 2 * RESNET18 / (8 * 2 * RESNET18), published="10 to 100, over FedML")
 
 
 def measured(bench: Workbench) -> Iterator[Shown]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
+import itertools
 import statistics
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import thinwire as tw
@@ -23,6 +26,7 @@ from thinwire.systems.federated.aggregator import cross_entropy
 from thinwire.systems.federated.builtin import digits
 from thinwire.systems.kfac import KFAC, Variant
 from thinwire.systems.kfac.planning import measured_costs
+from thinwire.systems.optim import LARS
 from thinwire.tools.bench.models.digits import images, network
 from thinwire.tools.bench.models.registry import build_model
 
@@ -57,6 +61,57 @@ def kfac(model: str, rounds: str, steps: int = 4, warmup: int = 4) -> None:
                 dist.barrier()
                 seconds[row].append((time.perf_counter() - began) / steps)
             if rank == 0:
+                tell_event({"now": f"round {turn + 1}, {row}: {seconds[row][-1]:.3f} s a step"})
+    tell_event({row: statistics.median(found) for row, found in seconds.items()})
+
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "fp16 torus": (),
+    "cached input": ("cache",),
+    "shared norms": ("pto",),
+    "HiTopK": ("hitopk",),
+    "all": ("cache", "pto", "hitopk"),
+}
+"""Rows of :func:`together`, and what of the paper each has."""
+
+
+def decoded(sample: tuple[bytes, int]) -> tuple[Tensor, int]:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(sample[0])).resize((8, 8), Image.Resampling.BOX)
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, 8, 8) / 255, sample[1]
+
+
+def together(rounds: str, steps: int = 6, warmup: int = 4, batch: int = 16) -> None:
+    """Time steps with LARS on JPEG files of 256 x 256 pixels, by the parts of HiTopK's paper; tells their medians."""
+    from PIL import Image
+
+    pixels, labels = (x[dist.get_rank() :: dist.get_world_size()][: 8 * batch] for x in images())
+    files, seconds = list[tuple[bytes, int]](), {row: list[float]() for row in PARTS}
+    for image, label in zip((255 * pixels[:, 0]).to(torch.uint8).numpy(), labels.tolist()):
+        file = io.BytesIO()
+        Image.fromarray(image).resize((256, 256)).save(file, "JPEG")
+        files.append((file.getvalue(), label))
+    with tempfile.TemporaryDirectory() as folder:
+        cache = tw.data.CachedDataset(files, decoded, dataset_id="digits", version=1, prefix_id="decoded",
+                                      memory_bytes=1 << 22, directory=folder)  # fmt: skip
+        for turn, (row, parts) in itertools.product(range(int(rounds)), PARTS.items()):
+            model = network()
+            optimizer = LARS(model.parameters(), 0.1, momentum=0.9, parallel="world" if "pto" in parts else None)
+            options = {"density": 0.1} if "hitopk" in parts else {"dtype": "fp16", "collective": "torus"}
+            times = list[float]()
+            with tw.attach(model, optimizer, "hitopk" if "hitopk" in parts else "cast", **options):
+                for step in range(warmup + steps):
+                    dist.barrier()
+                    began = time.perf_counter()
+                    chosen = [(step * batch + i) % len(files) for i in range(batch)]
+                    x, y = zip(*(cache[i] if "cache" in parts else decoded(files[i]) for i in chosen))
+                    F.cross_entropy(model(torch.stack(x)), torch.tensor(y)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    times.append(time.perf_counter() - began)
+            seconds[row].append(statistics.median(times[warmup:]))
+            if dist.get_rank() == 0:
                 tell_event({"now": f"round {turn + 1}, {row}: {seconds[row][-1]:.3f} s a step"})
     tell_event({row: statistics.median(found) for row, found in seconds.items()})
 
@@ -125,7 +180,8 @@ def weights_of(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {"kfac": kfac, "clients": clients, "federated": federated}
+PROGRAMS: dict[str, Callable[..., None]] = {"kfac": kfac, "clients": clients, "federated": federated,
+                                            "together": together}  # fmt: skip
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

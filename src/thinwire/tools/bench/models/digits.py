@@ -48,26 +48,6 @@ def enlarged(copies: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.cat(noisy), labels[:known].repeat(9 * copies), pixels[known:], labels[known:]
 
 
-def turned(copies: int = 365) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return as ``enlarged`` does, but more: 524,505 by default, each at random by up to 15 degrees, 15 %, a pixel."""
-    pixels, labels = images()
-    known = len(labels) - HELD_OUT
-    draw = torch.Generator().manual_seed(0)
-
-    def one() -> Tensor:
-        angle, scale, moved = (
-            most * (2 * torch.rand(known, count, generator=draw) - 1)
-            for count, most in ((1, 0.26), (2, 0.15), (2, 0.25))
-        )
-        c, s, scale = angle[:, 0].cos(), angle[:, 0].sin(), 1 + scale
-        x, y = scale.unbind(1)
-        rows = (c * x, -s * y, moved[:, 0], s * x, c * y, moved[:, 1])
-        grid = F.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), [known, 1, 8, 8], align_corners=False)
-        return F.grid_sample(pixels[:known], grid, align_corners=False)
-
-    return torch.cat([one() for _ in range(copies)]), labels[:known].repeat(copies), pixels[known:], labels[known:]
-
-
 def build(width: int = 32, hidden: int = 256, batch: int = 32, lr: float = 0.05) -> Workload:
     pixels, labels = images()
     known = len(labels) - HELD_OUT
