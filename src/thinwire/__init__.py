@@ -18,6 +18,7 @@ _HOME = {
     "Local": "engine.local.settings",
     "LocalSync": "engine.local.sync",
     "LocalWorld": "core.program.local_world",
+    "Look": "engine.look",
     "Method": "core.program.method",
     "Nesterov": "engine.local.settings",
     "Plan": "core.program.plan",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from thinwire.engine.attach import attach
     from thinwire.engine.local.settings import QSR, Local, Nesterov
     from thinwire.engine.local.sync import LocalSync
+    from thinwire.engine.look import Look
     from thinwire.engine.state import checkpoint  # noqa: F401
     from thinwire.engine.stats import Stats
     from thinwire.engine.sync import GradientSync
@@ -120,6 +122,7 @@ __all__ = [
     "Local",
     "LocalSync",
     "LocalWorld",
+    "Look",
     "Method",
     "Nesterov",
     "OkTopk",

@@ -21,11 +21,16 @@ SETTINGS = {
     "low rank, late": Local(4, tw.ACP(rank=2, min_rate=1.0), outer=Nesterov(0.7, 0.5), fragments=2,
                             fragment_sync_delay=3),
     "top-k, late": Local(4, tw.TopK(0.1), fragments=3, fragment_sync_delay=2),
+    "looking": Local(3, tw.Cast("int2"), fragment_sync_delay=1, look=tw.Look()),
     "mixed": Local(3, tw.PowerSGD(rank=2, min_rate=1.0), fragment_sync_delay=2, fragment_update_alpha=0.5),
 }  # fmt: skip
 BY_CALENDAR = {"by a calendar": Local(2, tw.TopK(0.1), schedule="dream")}  # of measured times: no two runs are alike
 STOPS = {"averaged": (5, 8), "averaged, late": (9,), "diloco": (8, 10), "low rank, late": (9,), "top-k, late": (5, 10)}
-STOPS |= {"mixed": (8,), "by a calendar": (5, 9)}  # between rounds, at their ends, and with something under way
+STOPS |= {
+    "looking": (7,),
+    "mixed": (8,),
+    "by a calendar": (5, 9),
+}  # between rounds, at their ends, and with something under way
 
 
 def _job(settings, **attach):

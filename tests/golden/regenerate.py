@@ -28,7 +28,7 @@ OPTIONS = {  # where the first candidate of the method, or no option, is not for
 }
 VARIANTS = {
     "cast_fp16": ("cast", {"dtype": "fp16"}),
-    **{f"cast_int{bits}": ("cast", {"dtype": f"int{bits}", "block": 16}) for bits in (8, 4, 2)},
+    **{f"cast_int{bits}": ("cast", {"dtype": f"int{bits}", "block": 16}) for bits in (8, 4, 2, 1)},
     "signsgd_levels2": ("signsgd", {"levels": 2}),
     "signsgd_majority": ("signsgd", {"error_feedback": False, "vote": "majority"}),
     "topk_fp16": ("topk", {"density": 0.1, "value_dtype": "fp16"}),

@@ -28,6 +28,7 @@ from thinwire.engine.buckets import Buckets
 from thinwire.engine.controller.pilot import Controller, Decision
 from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.hooks import ModuleHook, WithoutHooks, current_task
+from thinwire.engine.look import Look
 from thinwire.engine.parameters import Buffers, DenseRule, ignored, managed_parameters
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.session import INTERRUPTED
@@ -126,6 +127,7 @@ class AttachSettings:
     detect_desync: bool = False
     keep_dense: DenseRule = "auto"
     on_failure: Callable[[Exception], None] | None = None
+    look: Look | None = None
     note: str = ""  # what is not done because there is only one rank
     named: Method | None = None  # the method whose state is kept, if another runs in its place
 

@@ -110,6 +110,7 @@ class GradientSync(Handle):
                 "find_unused_parameters": settings.find_unused_parameters,
                 "broadcast_buffers": settings.broadcast_buffers,
                 "detect_desync": settings.detect_desync,
+                "look": str(settings.look),
                 "plan": plan.hash,
             }
         )

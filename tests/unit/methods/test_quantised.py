@@ -15,7 +15,16 @@ from thinwire.core.program import LocalWorld, Topology
 from thinwire.core.program.trace import trace
 
 UNBIASED = [QSGD(), QSGD(bits=2, block=64, norm="l2"), QSGD(bits=8, seed=3), TernGrad(clip=None)]
-ALL = [*UNBIASED, TernGrad(), Cast("int8"), Cast("int8", block=8), Cast("int4"), Cast("int2", block=16), OneBit()]
+ALL = [
+    *UNBIASED,
+    TernGrad(),
+    Cast("int8"),
+    Cast("int8", block=8),
+    Cast("int4"),
+    Cast("int2", block=16),
+    Cast("int1", block=16),
+    OneBit(),
+]
 
 
 def uniform(n, method, name, step, rank):
@@ -266,6 +275,7 @@ def test_bytes(ranks):
     whole = 16 * blocks  # whole bytes of codes: 112, 80 and 32 elements
     assert sent(Cast("int4", block=16)) == 2 * others * (4 * blocks + whole // 2)
     assert sent(Cast("int2", block=16)) == 2 * others * (4 * (blocks + 4) + whole // 4)
+    assert sent(Cast("int1", block=16)) == 2 * others * (4 * (blocks + 2) + whole // 8)
 
 
 def test_bytes_of_a_large_tensor_follow_the_formulas():
@@ -285,6 +295,7 @@ def test_payload():
     assert TernGrad().payload(shapes, 0) == [54, 3, 2, 0]
     assert Cast("int8", block=64).payload(shapes, 0) == [53 + 4, 3, 2, 0]
     assert Cast("int2", block=64).payload(shapes, 0) == [14 + 4, 2, 2, 0]
+    assert Cast("int1", block=64).payload(shapes, 0) == [7 + 4, 2, 2, 0]
     assert Cast().payload(shapes, 0) == [105, 3, 1, 0]
 
 

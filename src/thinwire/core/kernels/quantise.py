@@ -1,4 +1,4 @@
-"""Quantisers: a 1-D tensor as packed codes of 2, 4 or 8 bits and a few scales, and back.
+"""Quantisers: a 1-D tensor as packed codes of 1, 2, 4 or 8 bits and a few scales, and back.
 
 Block codec: s = 2^(bits - 1) - 1 levels on either side of 0 (bits 2, 4, 8: 1, 7, 127). For a block v of elements, with
 N = max|v| or |v|_2, a code is round(s v / N) + s, and stands for (code - s) N / s. Rounding is to nearest even or, with
@@ -6,7 +6,8 @@ noise, to one of the two neighbours so that the mean over draws is v. The last b
 with NaN or infinity has a scale that is not finite; its codes mean nothing.
 
 Means codec, 2 bits: a block's unit u is its root mean square. Three bounds, -w u, 0 and w u, make four bins; a code
-stands for the mean of what fell into its bin, in units. The means are sent with the codes.
+stands for the mean of what fell into its bin, in units. The means are sent with the codes. 1 bit: u is the mean of |v|,
+and 0 the only bound.
 
 Sign bits, for methods of one bit, are packed by eight into bytes.
 
@@ -85,7 +86,7 @@ def _packed_piece(device: torch.device) -> int:
 
 BITS = (2, 4, 8)
 _PIECE = 1 << 18  # number of elements: they stay in a CPU's cache, and calls cost little beside the work
-_WIDE = {2: torch.int16, 4: torch.int32}  # to read that many codes, of one byte each, as one integer
+_WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # to read that many codes, of one byte each, as one integer
 _STEP = 2.0**-16  # step of the noise
 _BOUND = 0.9957  # between two of four bins, in standard deviations, with least error for a Gaussian: Max, 1960
 
@@ -164,29 +165,31 @@ def encode(
     return codes, scales
 
 
-def encode_means(a: Tensor, block: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of 2 bits, uint8 ``[n / 4]``, scales ``[n / block]`` and means ``[parts, 4]`` in units of scales.
+def encode_means(a: Tensor, bits: int, block: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes of 1 or 2 bits, uint8 ``[n bits / 8]``, scales ``[n / block]`` and means ``[parts, 2^bits]``.
 
-    The means have the least squared error that these bins allow, so the decoded vector is never longer than ``a`` [n].
-    ``block`` is a multiple of 8; each of the equal ``parts``, of whole blocks, has its own means.
+    The means, in units of scales, have the least squared error that these bins allow, so the decoded vector is never
+    longer than ``a`` [n]. ``block`` is a multiple of 8; each of the equal ``parts``, of whole blocks, has own means.
     """
-    n, size = a.numel(), _piece(block, a.device)
-    codes = torch.empty(packed_bytes(n, 2), dtype=torch.uint8, device=a.device)
-    scales, means = a.new_empty(n // block), a.new_empty(parts, 4)
+    n, size, bins = a.numel(), _piece(block, a.device), 2**bits
+    codes = torch.empty(packed_bytes(n, bits), dtype=torch.uint8, device=a.device)
+    scales, means = a.new_empty(n // block), a.new_empty(parts, bins)
     if a.device.type == "meta":
         return codes, scales, means
-    found = a.new_empty(2, 4, n // block)  # sums and counts of each bin of each block
+    bound = _BOUND if bits == 2 else 1.0
+    found = a.new_empty(2, bins, n // block)  # sums and counts of each bin of each block
     for start in range(0, n, size):
         rows = a[start : start + size].view(-1, block)
         here = slice(start // block, start // block + len(rows))
-        unit = torch.linalg.vector_norm(rows, dim=1).div_(block**0.5)
+        unit = torch.linalg.vector_norm(rows, bits, dim=1).div_(block ** (1 / bits))
         scales[here] = unit
-        y = rows.div(unit.masked_fill(unit == 0, 1).mul_(_BOUND)[:, None])
-        made, found[:, :, here] = _four_bins(y)
-        codes[start // 4 :][: rows.numel() // 4] = pack_codes(made.view(-1), 2)
+        y = rows.div(unit.masked_fill(unit == 0, 1).mul_(bound)[:, None])
+        made, found[:, :, here] = _four_bins(y) if bits == 2 else _two_bins(y)
+        first = start * bits // 8
+        codes[first : first + rows.numel() * bits // 8] = pack_codes(made.view(-1), bits)
     weights = scales.double().square().view(parts, -1)
-    sums, counts = (found.view(2, 4, parts, -1) * weights).sum(-1)
-    means.copy_((sums / counts.masked_fill_(counts == 0, 1)).mul_(_BOUND).T)
+    sums, counts = (found.view(2, bins, parts, -1) * weights).sum(-1)
+    means.copy_((sums / counts.masked_fill_(counts == 0, 1)).mul_(bound).T)
     return codes, scales, means
 
 
@@ -195,14 +198,14 @@ def decode_sum(
 ) -> Tensor:
     """Fill ``out`` [n] with the sum of the decoded rows of codes [P, bytes] and scales [P, blocks], in their order.
 
-    ``means``: for each row, and each of its equal parts: ``[P, parts, 4]``; None: the block codec.
+    ``means``: for each row, and each of its equal parts: ``[P, parts, 2^bits]``; None: the block codec.
     """
     if out.device.type == "meta":
         return out
     n, s, size = out.numel(), levels(bits), _piece(block, out.device)
     if means is not None:
         parts = means.shape[1]
-        held = codes_of_bytes(bits, out.device)  # for every byte, the four numbers that it stands for
+        held = codes_of_bytes(bits, out.device)  # for every byte, the numbers that it stands for
         tables = [row[:, held].view(-1, 8 // bits) for row in means.unbind()]
         begins = torch.arange(0, 256 * parts, 256, dtype=torch.int32, device=out.device)
         owners = begins[:, None].expand(parts, codes.shape[1] // parts).reshape(-1)  # where each byte's table begins
@@ -267,6 +270,14 @@ def _rounded_at_random(level: Tensor, s: int, noise: Tensor) -> Tensor:
     level.view(-1)[: noise.numel()].add_(noise, alpha=_STEP)
     level.add_(s + 0.5 + _STEP / 2).clamp_(0, 2 * s)  # not negative, so that the cast is the floor
     return level.to(torch.int16).to(torch.uint8)
+
+
+def _two_bins(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether each element is at least 0, and each row's sum and number in each bin, ``[2, 2, rows]``."""
+    above = y >= 0
+    count, high = above.sum(1, dtype=y.dtype), y.clamp(min=0).sum(1)
+    found = torch.stack([y.sum(1) - high, high, y.shape[1] - count, count])
+    return above.view(torch.uint8), found.view(2, 2, -1)
 
 
 def _four_bins(y: Tensor) -> tuple[Tensor, Tensor]:

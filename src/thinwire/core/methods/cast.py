@@ -1,4 +1,4 @@
-"""Cast: the average in 16 bits, half the bytes of S-SGD, no state; or in 8, 4 or 2 bits.
+"""Cast: the average in 16 bits, half the bytes of S-SGD, no state; or in 8, 4, 2 or 1 bits.
 
 Code that does the same: torch's ``fp16_compress_hook`` and ``bf16_compress_hook``.
 
@@ -8,9 +8,10 @@ range where fp16 is accurate.
 
 ``Cast("int8")`` is 8-bit linear quantisation, and another program (``two_step.py``): blocks of A = M + E with the
 scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. ``"int4"`` is the same program with the
-scale max|a| / 7, ``"int2"`` with four bins around 0, whose means are sent with the codes. Its traffic does not grow
-with the number of ranks, whereas torch's 8-bit hooks gather all ranks' codes. It keeps the error of both steps in a
-residual, which those hooks drop. Chunks follow the bucket, so values depend on the plan; the state does not.
+scale max|a| / 7, ``"int2"`` with four bins around 0 and ``"int1"`` with two, whose means are sent with the codes. Its
+traffic does not grow with the number of ranks, whereas torch's 8-bit hooks gather all ranks' codes. It keeps the error
+of both steps in a residual, which those hooks drop. Chunks follow the bucket, so values depend on the plan; the state
+does not.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ _DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
 }
-_BITS: Mapping[torch.dtype | str, int] = {torch.int8: 8, "int4": 4, "int2": 2}
+_BITS: Mapping[torch.dtype | str, int] = {torch.int8: 8, "int4": 4, "int2": 2, "int1": 1}
 
 
 @dataclass(frozen=True)
 class Cast(Decoupling, Method):
-    """Average in 16, 8, 4 or 2 bits.
+    """Average in 16, 8, 4, 2 or 1 bits.
 
     Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; ``torch.int8``, "int8", "int4", "int2".
+        dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; ``torch.int8`` or "int8", "int4", "int2",
+            "int1".
         block: number of elements that share a scale, below 16 bits.
         fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         deterministic: sum in rank order: equal bits under any plan; not below 16 bits.
@@ -70,7 +72,7 @@ class Cast(Decoupling, Method):
         if dtype not in (*_DTYPES.values(), *_BITS):
             raise ValueError(
                 f"dtype={self.dtype!r} is unknown; use torch.bfloat16 ('bf16'), torch.float16 ('fp16'), torch.int8 "
-                "('int8'), 'int4' or 'int2'"
+                "('int8'), 'int4', 'int2' or 'int1'"
             )
         object.__setattr__(self, "dtype", dtype)
         check_fusion(self.fusion)

@@ -1,4 +1,4 @@
-"""The two-step program of ``Cast("int8")``, "int4" and "int2": few bits in both halves of an all-reduce, no error lost.
+"""The two-step program of ``Cast`` in 8, 4, 2 or 1 bits: few bits in both halves of an all-reduce, no error lost.
 
 A = M + E over the bucket, in P chunks; rank r owns the r-th. All-to-all of the encoded chunks. The owner adds what it
 received in rank order, encodes the sum and sends it to all ranks. E = A minus what was sent, decoded; the owner adds
@@ -24,7 +24,7 @@ from thinwire.core.program import AllGather, AllToAll, Bucket, Program, State
 class Code:
     """The format of a chunk of ``blocks`` blocks as a message: scales, then means, then codes.
 
-    8 and 4 bits: linear, with a scale for each block of ``size``. 2: bins, and their means for each message.
+    8 and 4 bits: linear, with a scale for each block of ``size``. 2 and 1: bins, and their means for each message.
     """
 
     bits: int
@@ -50,7 +50,7 @@ class Code:
             codes, scales = encode(a, self.bits, self.size, leave_error=True)
             head = scales.view(chunks, -1)
         else:
-            codes, scales, means = encode_means(a, self.size, chunks)
+            codes, scales, means = encode_means(a, self.bits, self.size, chunks)
             a.sub_(decode_sum(a.new_empty(len(a)), codes[None], scales[None], self.bits, self.size, means[None]))
             head = torch.cat([scales.view(chunks, -1), means], dim=1)
         return torch.cat([head.view(torch.uint8), codes.view(chunks, -1)], dim=1)
@@ -68,7 +68,7 @@ class Code:
         return decode_sum(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])
 
     def _split(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        head, codes = split_message(messages, self.blocks + (0 if self.bits > 2 else 4), dtype)
+        head, codes = split_message(messages, self.blocks + (0 if self.bits > 2 else 2**self.bits), dtype)
         return codes, head[:, : self.blocks], None if self.bits > 2 else head[:, self.blocks :]
 
 
@@ -109,7 +109,7 @@ def payload(sizes: Sequence[int], bits: int, block: int) -> list[int]:
 def seconds(size: int, ranks: int, bits: int, prices: Prices) -> list[float]:
     """Accumulate and encode; sum and encode a chunk; decode all."""
     encode = ENCODE + ERROR + bits / 8  # codes of 8 bits, written and read, are a quarter of a pass of fp32 each
-    if bits == 2:
+    if bits <= 2:
         encode += MEANS + DECODE
     before = prices.passes(ACCUMULATE + encode, size)
     between = prices.passes(DECODE * ranks + encode, size / ranks)

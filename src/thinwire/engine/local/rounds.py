@@ -159,6 +159,17 @@ class Rounds:
             self.period = min(self.period, max(shorter, self.count - self.begun + 1))
         self.count += 1
 
+    def alone(self) -> None:
+        """After a step of the only rank: its own weights are the outer ones."""
+        for fragment in self.fragments:
+            fragment.alone(self.count)
+
+    def look(self) -> None:
+        """Look ahead, before gradients are computed, once after each step."""
+        for fragment in self.fragments:
+            if fragment.slow:
+                self.settings.look.ahead([*fragment.parameters.values()], fragment.slow)  # type: ignore[union-attr]
+
     def arriving(self) -> list[Fragment]:
         """Return the fragments to merge now: those that are due, or are to be sent again."""
         return [f for f in self.travelling() if (f.due or 0) <= self.count or (self._leaves(f) and f.left < self.count)]
@@ -270,6 +281,9 @@ class Fragment:
         self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]  # outer weights
         momentum = settings.outer is not None
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
+        look = settings.look is not None
+        self.slow = [torch.zeros_like(x) for x in self.anchors] if look else []  # mean change of a step, to look ahead
+        self._followed = 0  # the optimizer step after which it was last brought up to date
         self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as sent, less the share that is kept
         self._kept = 0.0  # share of this rank's deviation at sending that is kept
         self._mean: list[Tensor] | None = None  # received, and to be merged; None: it was rejected
@@ -384,10 +398,12 @@ class Fragment:
             change = torch._foreach_sub(self.anchors, mean) if self._averages else mean
             torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
             self._add_residuals(-self._kept)
+        before = _clones(self.anchors) if self.slow else []
         if self._averages:
             torch._foreach_copy_(self.anchors, mean)
         else:
             torch._foreach_sub_(self.anchors, self._outer_step(mean))
+        self._follow(before, count)
         alpha = self._settings.fragment_update_alpha
         if self._last:
             torch._foreach_copy_(weights, self.anchors)
@@ -403,6 +419,20 @@ class Fragment:
             for slot in bucket.slots:
                 slot.value = slot.result = None
         return True
+
+    def _follow(self, before: Sequence[Tensor], count: int) -> None:
+        """Take the outer weights' change into the mean that looks ahead."""
+        if self.slow and count > self._followed:
+            change = torch._foreach_sub(self.anchors, list(before))
+            self._settings.look.follow(self.slow, list(change), count - self._followed)  # type: ignore[union-attr]
+            self._followed = count
+
+    @torch.no_grad()
+    def alone(self, count: int) -> None:
+        if self.slow:
+            before = _clones(self.anchors)
+            torch._foreach_copy_(self.anchors, [x.detach() for x in self.parameters.values()])
+            self._follow(before, count)
 
     @torch.no_grad()
     def recover(self) -> None:
@@ -442,6 +472,8 @@ class Fragment:
             "rejected": self.rejected,
             "anchors": _clones(self.anchors) if self.state.size > 1 else own,
             "momenta": _clones(self.momenta),
+            "slow": _clones(self.slow),
+            "followed": self._followed,
             "left": self.left,
             "due": self.due,
             "sent": [] if self.due is None else _clones(self._sent),
@@ -458,8 +490,10 @@ class Fragment:
         self.state.restore(saved["codec"])
         self.rejected, self.left, self.due = saved["rejected"], saved["left"], saved["due"]
         self.received, self._last = self.due is not None, False
-        for own, value in zip([*self.anchors, *self.momenta], [*saved["anchors"], *saved["momenta"]], strict=True):
-            own.copy_(value)
+        for held, kept in ((self.anchors, "anchors"), (self.momenta, "momenta"), (self.slow, "slow")):
+            for own, value in zip(held, saved.get(kept, []), strict=True):
+                own.copy_(value)
+        self._followed = saved.get("followed", 0)
         for own, value in zip(self._sent, saved["sent"]):
             own.copy_(value)
         self._kept = saved["kept"]

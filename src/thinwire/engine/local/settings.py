@@ -14,6 +14,7 @@ from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.periods import LONGEST, steps_late
 from thinwire.core.program import Method
+from thinwire.engine.look import Look, check_look
 
 if TYPE_CHECKING:
     from thinwire.predict.timeline.local_steps import Periodic
@@ -88,8 +89,8 @@ class Local:
             for the least time to a loss: mean step times the number of steps that ``benchmarks/race.py`` has found such
             a period to need. Or a :class:`QSR`.
         codec: the method that sends the mean change, with its residual; None: weights are averaged as they are.
-            ``attach`` also takes "int8", "int4", "int2", "bf16", "fp16" or a method's name, and a command line also
-            "none". "auto": 8 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
+            ``attach`` also takes "int8", "int4", "int2", "int1", "bf16", "fp16" or a method's name, and a command line
+            also "none". "auto": 8 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
         outer: the outer optimizer, which applies the mean change; None: the change is applied as it is.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
@@ -109,6 +110,7 @@ class Local:
             ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only if training waits for the exchange.
         inside: the method by which the ranks of a machine average gradients at every step; only machines then train
             independently, and each counts once. None: every rank trains independently.
+        look: a slow look-ahead along the way that the outer weights have gone; None: none.
 
     Raises:
         ValueError: an option is out of range.
@@ -125,6 +127,7 @@ class Local:
     warmup_steps: int = 0
     moments: Mapping[str, int] = field(default_factory=dict)
     inside: Method | None = None
+    look: Look | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sync_every, int):
@@ -166,6 +169,7 @@ class Local:
             raise ValueError(
                 f'inside={self.inside!r} must be a method that is not decoupled, for example "ssgd", or None'
             )
+        check_look(self.look)
         if "local" in self.method.unfit:
             raise ValueError(f"{self.method.name} cannot be a codec of local steps: {self.method.unfit['local']}")
         if self.method.decoupled:
@@ -177,6 +181,11 @@ class Local:
         if isinstance(self.codec, Method):
             return (self.codec,)
         return (SSGD(),) if self.codec is None else (Cast("int8"), Cast("int2"))
+
+    @property
+    def told(self) -> str:
+        """The settings in words, as checkpoints name them; those of 0.1 knew no ``look``."""
+        return repr(self).replace(", look=None)", ")")
 
     @property
     def method(self) -> Method:
@@ -251,7 +260,7 @@ class Local:
         return steps_late(delay, period)
 
 
-_DTYPES = ("fp16", "bf16", "int8", "int4", "int2")
+_DTYPES = ("fp16", "bf16", "int8", "int4", "int2", "int1")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "local": {"sync_every": "auto", "codec": "auto", "fragment_sync_delay": "auto"},
     "diloco": {"sync_every": 64, "outer": Nesterov()},

@@ -21,6 +21,7 @@ from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.times import CalendarTimes, RoundTimes
 from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
+from thinwire.engine.look import BeforeForward
 from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Fitting, Handle, Services, fitting
@@ -92,6 +93,7 @@ class LocalSync(Handle):
                 raise
         session.watch.listen(self._watch, self._stepped)
         self._handles: list[Any] = [SkippedSteps(self._skipped)]
+        self._forward = BeforeForward(model, self._rounds.look) if local.look else None
         self.services.remember(self)
 
     def _compare(self) -> None:
@@ -131,8 +133,8 @@ class LocalSync(Handle):
             )
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._steps.ends(optimizer):
-            self._count(optimizer)
+        if self._steps.ends(optimizer) and self._count(optimizer) and self._forward is not None:
+            self._forward.due = True  # not after a skipped step, whose weights are still ahead
 
     def _skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that a GradScaler skipped: the other ranks count it too."""
@@ -140,15 +142,18 @@ class LocalSync(Handle):
             self._tell_loaded()
             self._count(optimizer)
 
-    def _count(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._steps.counts(optimizer):
+    def _count(self, optimizer: torch.optim.Optimizer) -> bool:
+        counts = self._steps.counts(optimizer)
+        if counts:
             with own_modes():
                 self._counted()
+        return counts
 
     def _counted(self) -> None:
         rounds, travel, session = self._rounds, self._travel, self._session
         if travel is None:
             rounds.stepped(self._lr)
+            rounds.alone()
             session.state.step = rounds.count
             return
         if measuring := rounds.measuring:
@@ -189,12 +194,16 @@ class LocalSync(Handle):
             yield
             return
         lent, self._lent = self._lent, True
+        if self._forward is not None:
+            due, self._forward.due = self._forward.due, False
         try:
             # Before the first step the outer weights are the model's, even if they were loaded after attach.
             with self._rounds.outer_weights() if self._rounds.count else contextlib.nullcontext():
                 yield
         finally:
             self._lent = lent
+            if self._forward is not None:
+                self._forward.due = due
 
     def finish(self) -> None:
         """Merge what is under way, and average once more: then all ranks have the same weights.
@@ -282,7 +291,7 @@ class LocalSync(Handle):
                     codec[kind].setdefault(field, {}).update(named)
             saved |= {"names": list(fragment.parameters), "rounds": part["step"], "dropped": part["dropped"]}
             sent.append(saved.pop("sent"))
-        flat = to_flat(self._session, {}, None, codec) | {LOCAL: repr(self.settings), f"sent/{rank}": sent}
+        flat = to_flat(self._session, {}, None, codec) | {LOCAL: self.settings.told, f"sent/{rank}": sent}
         if self._inner is not None:
             flat[f"inside/{rank}"] = self._inner.state_dict()
         return flat | {"outer": {**outer, "buffers": buffers, "frozen": frozen}}
@@ -356,10 +365,10 @@ class LocalSync(Handle):
                 "attach with that method, or start from the saved weights"
             )
         rank, same = self.services.rank, int(state["world_size"]) == self.services.topology.world_size
-        if state[LOCAL] != repr(self.settings):
+        if state[LOCAL] != self.settings.told:
             raise ValueError(
-                f"the state was saved with {state[LOCAL]}, but here it is {self.settings!r}; to change settings, call "
-                "finish() before saving, and start from the saved weights"
+                f"the state was saved with {state[LOCAL]}, but here it is {self.settings.told}; to change settings, "
+                "call finish() before saving, and start from the saved weights"
             )
         if same and state["rank"] != rank:
             raise ValueError(
@@ -382,6 +391,8 @@ class LocalSync(Handle):
             self._travel.restore(buffers, frozen, merged=again)
             self._measure_anew()
         self.services.state.step = self._rounds.count
+        if self._forward is not None:
+            self._forward.due = True
 
     def close(self) -> None:
         """Remove the hooks and give the process groups back. Idempotent. Waits for what is under way, and drops it.
@@ -391,6 +402,8 @@ class LocalSync(Handle):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._forward is not None:
+            self._forward.close()
         session, travel, error = self._session, self._travel, sys.exc_info()[1]
         travelling = self._rounds.travelling() if travel is not None and session.broken is None else []
         try:

@@ -310,7 +310,10 @@ class Travel:
 
 
 class LocalRanks:
-    """Local steps of several ranks in one process, by the same lines; sums are exact. Change ``weights``, then step."""
+    """Local steps of several ranks in one process, by the same lines; sums are exact.
+
+    Look, change ``weights``, then step.
+    """
 
     def __init__(
         self,
@@ -330,6 +333,11 @@ class LocalRanks:
     def _travel(self, rank: int, rounds: Rounds) -> Travel:
         channels = [_Lockstep(self._left[rank])] * rounds.most_travelling()
         return Travel(rounds, channels, Beside([], [], lambda message: [message]), Moments({}, [], []))
+
+    def look(self) -> None:
+        """Look ahead, before gradients are taken at ``weights``."""
+        for rounds in self.rounds:
+            rounds.look()
 
     def step(self, lr: float = 0.0) -> None:
         self._together([travel.turn(lr) for travel in self._travels])
