@@ -27,7 +27,7 @@ from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.local.sync import LocalSync
-from thinwire.engine.look import Look, LookAhead, check_look
+from thinwire.engine.look import Look, LookAhead, as_look
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator, meeting_in_attach
 from thinwire.engine.services import attached_to, handles
@@ -92,7 +92,7 @@ def attach(
     on_failure: Callable[[Exception], None] | None = None,
     costs: Costs | None = None,
     worth: str | Path | None = None,
-    look: Look | None = None,
+    look: Look | float | None = None,
     **options: Any,
 ) -> GradientSync | LocalSync:
     """Average the model's gradients over all ranks during backward. Works in place: no wrapper, no new optimizer.
@@ -138,7 +138,7 @@ def attach(
             probe --out`` has written. None: remembered from an earlier start, or measured between the first steps.
         worth: what a step of each method is worth on your model, by which ``lossy=True`` chooses: the file written by
             ``thinwire race``, on every machine. None: the table that comes with the package.
-        look: a slow look-ahead, ``tw.Look()``, for local steps and all methods that are not decoupled.
+        look: a slow look-ahead, ``tw.Look()`` or its ``beta``, for local steps and methods that are not decoupled.
 
     Returns:
         The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...; a ``LocalSync`` for local steps.
@@ -151,7 +151,8 @@ def attach(
     if ignore is not None:
         ignore_in(model, ignore)
     optimizers = _listed(optimizer)
-    local = named_local(method, options if look is None else {**options, "look": look})
+    ahead = as_look(look)
+    local = named_local(method, options if ahead is None else {**options, "look": ahead})
     if local is not None:
         if not (plan is None and bucket_cap_mb is None and costs is None and worth is None and not lossy):
             raise ValueError("local steps send no gradients: leave out plan, bucket_cap_mb, costs, worth and lossy")
@@ -178,11 +179,9 @@ def attach(
         raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
     if auto and isinstance(plan, Plan):
         raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
-    if look is not None and local is None:
-        check_look(look)
-        if auto or deferring(chosen) is not None or not optimizers:
-            what = "the optimizer" if not optimizers else "a method by name that is not decoupled"
-            raise ValueError(f"look= follows the weights after each step of an optimizer: give attach {what}")
+    if ahead is not None and local is None and (auto or deferring(chosen) is not None or not optimizers):
+        what = "the optimizer" if not optimizers else "a method by name that is not decoupled"
+        raise ValueError(f"look= follows the weights after each step of an optimizer: give attach {what}")
     if on_failure is not None and (chosen.decoupled or local is not None):
         what = "local steps have" if local is not None else f"{chosen.name} is decoupled: it has"
         raise ValueError(f"{what} no end of backward at which a failed step could be abandoned: leave out on_failure")
@@ -198,7 +197,7 @@ def attach(
         detect_desync=detect_desync,
         keep_dense=keep_dense,
         on_failure=on_failure,
-        look=look,
+        look=ahead,
     )
     world = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
     if world < 1:
@@ -239,9 +238,9 @@ def attach(
     comm.attaching = False
     try:
         sync.services.bind(optimizers, sync, scaler)
-        if look is not None:
+        if ahead is not None:
             trained = {m.name: m.parameter for m in managed}
-            sync.services.companions["look"] = LookAhead(look, model, trained)
+            sync.services.companions["look"] = LookAhead(ahead, model, trained)
     except BaseException:
         sync.close()
         raise

@@ -62,9 +62,13 @@ class Look:
         torch._foreach_add_(slow, change, alpha=(1 - left) / steps)
 
 
-def check_look(look: object) -> None:
-    if not (look is None or isinstance(look, Look)):
-        raise TypeError(f"look={look!r} must be a thinwire.Look, such as thinwire.Look(beta=0.5), or None")
+def as_look(look: Any) -> Look | None:
+    """Return a look as it was given, or of its beta alone."""
+    if look is None or isinstance(look, Look):
+        return look
+    if isinstance(look, bool) or not isinstance(look, (int, float)):
+        raise TypeError(f"look={look!r} must be a thinwire.Look, such as thinwire.Look(beta=0.5), its beta, or None")
+    return Look(look)
 
 
 class BeforeForward:

@@ -87,7 +87,7 @@ def test_attach_does_the_same_to_a_model_on_one_rank(method, several):
     groups = [parameters[:1], parameters[1:]] if several else [parameters]
     optimizers = [torch.optim.SGD(some, RATE, momentum=0.9) for some in groups]
     name, options = ("cast", {"dtype": "int8"}) if method == "int8" else (method, {})
-    with tw.attach(net, optimizers, name, look=Look(), **options):
+    with tw.attach(net, optimizers, name, look=0.5 if several else Look(), **options):
         train(net, optimizers, 12)
     same(net, by_hand(module(), 12))
 
@@ -205,7 +205,7 @@ def test_a_saved_mean_goes_on():
     [
         ("auto", {}, "look= follows the weights after each step"),
         ("dear", {}, "look= follows the weights after each step"),
-        ("ssgd", {"look": 0.5}, r"look=0.5 must be a thinwire.Look"),
+        ("ssgd", {"look": True}, r"look=True must be a thinwire.Look"),
         ("local", {"look": "yes"}, r"look='yes' must be a thinwire.Look"),
     ],
 )

@@ -14,7 +14,7 @@ from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.periods import LONGEST, steps_late
 from thinwire.core.program import Method
-from thinwire.engine.look import Look, check_look
+from thinwire.engine.look import Look, as_look
 
 if TYPE_CHECKING:
     from thinwire.predict.timeline.local_steps import Periodic
@@ -110,7 +110,7 @@ class Local:
             ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only if training waits for the exchange.
         inside: the method by which the ranks of a machine average gradients at every step; only machines then train
             independently, and each counts once. None: every rank trains independently.
-        look: a slow look-ahead along the way that the outer weights have gone; None: none.
+        look: a slow look-ahead along the way that the outer weights have gone, or its ``beta``; None: none.
 
     Raises:
         ValueError: an option is out of range.
@@ -169,7 +169,7 @@ class Local:
             raise ValueError(
                 f'inside={self.inside!r} must be a method that is not decoupled, for example "ssgd", or None'
             )
-        check_look(self.look)
+        object.__setattr__(self, "look", as_look(self.look))
         if "local" in self.method.unfit:
             raise ValueError(f"{self.method.name} cannot be a codec of local steps: {self.method.unfit['local']}")
         if self.method.decoupled:

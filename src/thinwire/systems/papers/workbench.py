@@ -19,6 +19,7 @@ from thinwire.core.program import LocalWorld, Method
 from thinwire.predict.choose import resolved
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools import lab
+from thinwire.tools.bench.contenders import Several, listed
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import parse_rows
@@ -127,7 +128,7 @@ def replicas(
     The learning rate is a tenth from that share of the steps on: ``decay_from``.
     """
     workload = build_model(model, seed)
-    optimizer = workload.optimizer(workload.model)
+    optimizer = Several(listed(workload.optimizer(workload.model)))
     parameters = dict(workload.model.named_parameters())
     tensors = [PlanTensor(name, tuple(p.shape), method.dense(name, p.shape, False)) for name, p in parameters.items()]
     plan = make_plan(method, tensors, range(len(tensors))[::-1], (), "gloo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,7 @@ from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.tools.bench.device import rank_device
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
-from thinwire.tools.bench.rows import COMPUTE, Row
+from thinwire.tools.bench.rows import COMPUTE, EVERY, Row
 from thinwire.tools.bench.session import BenchSpec
 from thinwire.tools.bench.trainer import OptimizerLike, build_trainer
 
@@ -52,28 +53,37 @@ class Contender:
         self.workload: Workload = at_rate(build_model(spec.model, spec.seed, device), spec.rate_factor)
         self.initial = _sums(self.workload.model)
         self._watch = Stopwatch(device)
+        self._schedule, self._last = spec.schedule, spec.steps
+        self._every = int(row.options.get("every", EVERY)) if row.kind == "accumulate" else 1
         self.optimizer: OptimizerLike
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
         self.steps = 0
         self.close: Callable[[], None] = lambda: None
         self._evaluated: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._period = 1
+        self._period = self._every
         if row.is_custom:
             trainer = build_trainer(row, self.workload, group)
             self._period = trainer.period
             self.module, self.optimizer, self.close = trainer.module, trainer.optimizer, trainer.close
             return
-        self.optimizer = optimizer = self.workload.optimizer(self.workload.model)
+        optimizers = listed(self.workload.optimizer(self.workload.model))
+        self.optimizer = optimizers[0] if len(optimizers) == 1 else Several(optimizers)
         if row.is_thinwire:
-            self._attach(optimizer)
-        elif row.kind != COMPUTE:
+            self._attach(optimizers)
+        elif row.kind not in (COMPUTE, "alone"):
             self._wrap(group)
 
     def step(self, rank: int) -> StepTime:
         host, mark, between = time.thread_time(), self._watch.mark, self._watch.between
         start = mark()
-        self.optimizer.zero_grad()
+        self._set_rates()
+        place = self.steps % self._every
+        if place == 0:
+            self.optimizer.zero_grad()
+        sends = place == self._every - 1
+        if self.row.kind == "accumulate":
+            self.module.require_backward_grad_sync = sends  # type: ignore[assignment]  # as DDP's no_sync
         try:
             loss = self.workload.loss(self.module, self.steps, rank)
         except RuntimeError as error:
@@ -81,13 +91,19 @@ class Contender:
                 raise RuntimeError(UNUSED) from error
             raise
         forward = mark()
-        loss.backward()
-        self.optimizer.step()
+        (loss / self._every if self._every > 1 else loss).backward()
+        if sends:
+            self.optimizer.step()
         end = mark()
         self.steps += 1
         host = time.thread_time() - host
         value = loss.item()  # on a GPU the marks can be read from here on
         return StepTime(between(start, end), between(start, forward), host, value)
+
+    def _set_rates(self) -> None:
+        if self._schedule:
+            for group in getattr(self.optimizer, "param_groups", []):
+                group["lr"] = group.setdefault("begun", group["lr"]) * share_of_rate(self.steps, self._last)
 
     @property
     def period(self) -> int:
@@ -120,15 +136,15 @@ class Contender:
         with self._evaluated():
             return self.workload.held_out_loss(rank)
 
-    def _attach(self, optimizer: Optimizer) -> None:
+    def _attach(self, optimizers: list[Optimizer]) -> None:
         import thinwire
 
         if self.row.kind == "auto":
             lossy = bool(self.row.options.get("lossy", False))
-            self.sync = thinwire.attach(self.workload.model, optimizer, "auto", lossy=lossy)
+            self.sync = thinwire.attach(self.workload.model, optimizers, "auto", lossy=lossy)
         else:
             plan = {"plan": Plan.from_json(self.row.plan)} if self.row.plan else {}
-            self.sync = thinwire.attach(self.workload.model, optimizer, self.row.kind, **self.row.options, **plan)
+            self.sync = thinwire.attach(self.workload.model, optimizers, self.row.kind, **self.row.options, **plan)
             if isinstance(self.sync, thinwire.LocalSync):
                 self._evaluated = self.sync.outer_weights
         self.close = self.sync.close
@@ -152,6 +168,38 @@ class Contender:
         self.module = model
 
 
+class Several:
+    """Several optimizers that step together."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._optimizers for group in one.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self._optimizers:
+            one.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        for one in self._optimizers:
+            one.step()
+
+
+def listed(made: Optimizer | list[Optimizer]) -> list[Optimizer]:
+    return [made] if isinstance(made, Optimizer) else list(made)
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Return the share of the learning rate of a whole run: up in its first tenth, at most 100 steps, then a cosine.
+
+    The cosine ends at a tenth.
+    """
+    rise = min(1.0, (step + 1) / min(100, max(1, steps // 10)))
+    return rise * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+
 def _sums(model: nn.Module) -> list[str]:
     weights = (p.detach() for p in model.parameters() if not is_lazy(p))
     return [str(x.abs().sum(dtype=torch.float64).item()) for x in weights]
@@ -160,7 +208,7 @@ def _sums(model: nn.Module) -> list[str]:
 def at_rate(workload: Workload, factor: float) -> Workload:
     """Multiply the learning rates as the optimizer gets them, since a scheduler created beside it keeps the first."""
 
-    def optimizer(model: nn.Module) -> Optimizer:
+    def optimizer(model: nn.Module) -> Optimizer | list[Optimizer]:
         add, scaled = Optimizer.add_param_group, list[Optimizer]()
 
         def add_scaled(made: Optimizer, group: dict[str, Any]) -> None:
@@ -174,8 +222,8 @@ def at_rate(workload: Workload, factor: float) -> Workload:
             made = workload.optimizer(model)
         finally:
             Optimizer.add_param_group = add  # type: ignore[method-assign]
-        if not any(made is one for one in scaled):  # it existed before
-            for parameters in made.param_groups:
+        for existing in (one for one in listed(made) if not any(one is new for new in scaled)):
+            for parameters in existing.param_groups:
                 parameters["lr"] = parameters["lr"] * factor
         return made
 

@@ -26,11 +26,14 @@ from thinwire.tools.bench.race_answer import StepTimes, TimeToLoss, step_times, 
 from thinwire.tools.bench.race_losses import (
     BASE,
     FEWEST,
+    HORIZONS,
     SHARE,
+    UPWARD,
     StepsFactor,
     TrainingBudget,
     TrainingSetup,
     Trajectory,
+    WholeRun,
     cache_folder,
     digest_of,
     fit,
@@ -40,8 +43,10 @@ from thinwire.tools.bench.race_losses import (
     remember,
     text_digest,
     trajectories,
+    whole_factors,
+    whole_runs,
 )
-from thinwire.tools.bench.rows import COMPUTE, Row, parse_rows
+from thinwire.tools.bench.rows import COMPUTE, EVERY, Row, parse_rows
 from thinwire.tools.bench.session import (
     BenchError,
     BenchSpec,
@@ -64,6 +69,15 @@ LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=
 """More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
 spend a fifth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
 
+WHOLE_METHODS = (
+    "alone,accumulate:every=4,ssgd:look=0.5,local:sync_every=4:codec=int2,local:sync_every=4:codec=int1:look=0.5,"
+    "local:sync_every=8:codec=int1:look=0.5,local:sync_every=16:codec=int2"
+)
+"""Of whole runs; one worker alone, and what everybody has: exchanges every few steps of gradients added up."""
+
+LEAST_WHOLE = 100
+_RATES = 5  # that a row is trained with, as a rule, until the best is known
+
 SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
 _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
@@ -72,6 +86,7 @@ _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 class RaceSpec:
     """The settings of a race of ``rows`` against DDP; ``link_bits`` None: no limit; ``seeds`` None: as many as fit.
 
+    ``steps``: of whole runs, with a ``schedule`` of the learning rate; None: short runs that fit into ``minutes``.
     ``longer``: (ratio, row) pairs that race only where DDP's step sends for that many times as long as it computes.
     """
 
@@ -86,12 +101,16 @@ class RaceSpec:
     seeds: int | None = None
     device: str = "cpu"
     longer: tuple[tuple[float, Row], ...] = ()
+    steps: int | None = None
+    schedule: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:
             raise ValueError(f"--minutes {self.minutes:g} must be above 0, for example 10")
         if self.seeds is not None and self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds} must be at least 1")
+        if self.steps is not None and self.steps < LEAST_WHOLE:
+            raise ValueError(f"--steps {self.steps}: a whole run has at least {LEAST_WHOLE} steps")
         if self.workers < 2:
             raise ValueError(f"--workers {self.workers}: a race needs at least 2, as one has no one to exchange with")
         rows = (Row(BASE, BASE), *(row for row in self.rows if row.label not in (BASE, COMPUTE)))
@@ -100,7 +119,8 @@ class RaceSpec:
     @property
     def key(self) -> str:
         """A digest of everything that determines seconds per step, including this machine."""
-        told = {**asdict(self), "minutes": None, "seeds": None, "machine": platform.node()}
+        left_out = dict.fromkeys(("minutes", "seeds", "steps", "schedule"))
+        told = {**asdict(self), **left_out, "machine": platform.node()}
         cards = names_of_cards() if self.device != "cpu" else []
         return digest_of([told, text_digest(), cards, own_digest(self.model)])
 
@@ -149,7 +169,8 @@ class RaceResult:
 
     ``target`` is DDP's loss on seed 0, at its best rate, after ``ddp_steps``; ``curves`` are losses on seed 0 at each
     row's best rate, smoothed as they are compared; ``raced`` has the rows that were trained; ``trained`` and ``known``
-    count trajectories; ``left_out``: rounds for which there was no time.
+    count trajectories; ``left_out``: rounds for which there was no time; ``finals``: what
+    whole runs ended at.
     """
 
     asked: RaceSpec
@@ -163,6 +184,14 @@ class RaceResult:
     trained: int
     known: int
     left_out: int = 0
+    finals: dict[str, WholeRun] = field(default_factory=dict)
+
+    def way(self, label: str) -> float | None:
+        """Return a row's share of the way from one worker alone to DDP, in final losses; None if that is not known."""
+        if not {label, "alone", BASE} <= self.finals.keys():
+            return None
+        alone, ddp = self.finals["alone"].final, self.finals[BASE].final
+        return (alone - self.finals[label].final) / (alone - ddp) if alone > ddp else None
 
 
 def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
@@ -175,6 +204,8 @@ def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
     if errors and all(errors):
         raise BenchError(f"no method trains this model, only DDP does: {errors[0]}")
     times, compute = measured.step_times(), statistics.fmean(measured.compute.step_seconds)
+    if asked.steps is not None:
+        return _whole_race(asked, context, measured, times, compute)
     raced, budget, notes = _starters(asked, measured, times)
     for label, note in notes.items():
         context.tell(f"{label}: {note}", 0)
@@ -215,6 +246,38 @@ def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
     )  # fmt: skip
 
 
+def _whole_race(
+    asked: RaceSpec, context: RunContext, measured: LinkTimes, times: Mapping[str, StepTimes], compute: float
+) -> RaceResult:
+    """Train all rows over whole schedules, at the rate that serves each best."""
+    assert asked.steps is not None
+    seeds = asked.seeds or 1
+    labels = [row.label for row in asked.rows if not times[row.label].error and (row.kind == BASE or not is_exact(row))]
+    budget = TrainingBudget(asked.steps, (1.0, UPWARD), seeds)
+    each = sum(times[label].apart_seconds for label in labels) * (_RATES + seeds - 1)
+    minutes = asked.steps * (each + sum(HORIZONS) * times[BASE].apart_seconds) / 60
+    context.tell(f"whole runs of {len(labels)} methods, {asked.steps} steps each: about {minutes:.0f} minutes", 0)
+    runs = _Runs(asked, context, budget)
+    finals, power = whole_runs(runs.whole, labels, seeds)
+    if not (math.isfinite(finals[BASE].final) and power > 0):
+        raise BenchError(f"DDP's loss does not fall in {asked.steps} steps: there is nothing to race to")
+    factors = whole_factors(finals, power)
+    for row in asked.rows:
+        if is_exact(row) and not times[row.label].error:
+            factors.setdefault(row.label, StepsFactor(factors[BASE].rate, (1.0,)))
+    curves = {label: runs.whole(label, one.rate, 0, 1.0) for label, one in finals.items()}
+    notes = {label: f"failed: {curves[label].error}" for label in labels if curves[label].error}
+    rows = [
+        time_to_loss(label, times[label], compute, factors.get(label), asked.steps, notes.get(label, ""))
+        for label in (row.label for row in asked.rows)
+    ]
+    return RaceResult(
+        asked, measured, budget, finals[BASE].finals[0], asked.steps, _ordered(asked, measured, rows),
+        {label: factors[label] for label in labels if label != BASE}, curves, runs.trained,
+        len(runs.found) - runs.trained, finals=finals,
+    )  # fmt: skip
+
+
 @dataclass
 class _Runs:
     """The trajectories of a race: each is trained once and then looked up."""
@@ -224,6 +287,25 @@ class _Runs:
     budget: TrainingBudget
     found: dict[tuple[str, float, int], Trajectory] = field(default_factory=dict)
     trained: int = 0
+
+    def whole(self, label: str, rate: float, seed: int, share: float) -> Trajectory:
+        """Return one row's run with a schedule of that share of the steps."""
+        name = f"{label}, {share:g} of the steps" if share < 1 else label
+        if (name, rate, seed) not in self.found:
+            asked, context = self.asked, self.context
+            steps = round(share * self.budget.steps)
+            setup = TrainingSetup(
+                asked.model, asked.workers, steps, max(1, steps // 8), None, asked.device, asked.schedule
+            )
+            row = next(row for row in asked.rows if row.label == label)
+
+            def launch(command: list[str], **options: Any) -> Launched:
+                context.tell(f"{label}: {steps} steps, seed {seed}, {rate:.3g} x the learning rate", steps)
+                return context.apart(command, **options)
+
+            one = trajectories(setup, [row], rate, seed, launch, folder=context.folder, on_progress=self._follow)
+            self.found[name, rate, seed] = one[label]
+        return self.found[name, rate, seed]
 
     def __call__(self, labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
         asked, budget, context = self.asked, self.budget, self.context
@@ -307,7 +389,7 @@ def _expected_steps(row: Row, record: RunRecord) -> float:
 
     if row.kind not in METHODS and row.kind != "local":
         return 2.0
-    known = named_method(row.kind, row.options)
+    known = named_method(row.kind, row.of_method)
     return min(4.0, shipped()(known, record.parameters, record.workers).middle)
 
 
@@ -405,6 +487,8 @@ def _steps_of(row: Row, steps: int, turns: int) -> int:
 
 def period_of(row: Row) -> int:
     """Return after how many steps the row exchanges; 1 if that is in every step, or not known beforehand."""
+    if row.kind == "accumulate":
+        return int(row.options.get("every", EVERY))
     settings = named_local(row.kind, row.options)
     return settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
 
@@ -412,5 +496,5 @@ def period_of(row: Row) -> int:
 def is_exact(row: Row) -> bool:
     """Return whether its steps are worth the same as DDP's, since they are the same up to rounding."""
     if row.kind in METHODS:
-        return method(row.kind, **row.options).exact
+        return method(row.kind, **row.of_method).exact and "look" not in row.options
     return row.kind == BASE or (row.kind == "auto" and not row.options.get("lossy", False))

@@ -115,6 +115,9 @@ def time_to_loss(
     )  # fmt: skip
 
 
+SHORT = "; a short race: over thousands of steps the order may be another one (--steps 2000)"
+
+
 def winner(rows: Sequence[TimeToLoss]) -> TimeToLoss:
     ddp = next(row for row in rows if row.label == BASE)
     if (rows[0].sooner or 0.0) <= 1 + TIE:
@@ -130,7 +133,8 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     assert ddp.seconds is not None
     rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
     rival = rivals[0] if rivals else None
-    sure = _sureness(found, first, ddp, rival) + _last_rate(found.budget.rates, ddp.rate)
+    sure = _sureness(found, first, ddp, rival)
+    sure += " over whole schedules" if found.finals else _last_rate(found.budget.rates, ddp.rate) + SHORT
     at = f"a loss of {found.target:.3f}"
     if first is ddp:
         said = "no other method reaches it"
@@ -161,7 +165,7 @@ def _cost(found: RaceResult, row: TimeToLoss, ddp: TimeToLoss) -> str:
     said = f"it takes {row.steps:.2f} times DDP's steps ("
     said += f"{steps_range(row).replace(' - ', ' to ')} over {row.seeds} seeds" if row.seeds > 1 else "one seed"
     if len(found.budget.rates) > 1:
-        said += f"; at {row.rate:g} x your learning rate, DDP at {ddp.rate:g} x"
+        said += f"; at {row.rate:.3g} x your learning rate, DDP at {ddp.rate:.3g} x"
     return said + ")"
 
 
@@ -233,14 +237,19 @@ def planner_row(row: Row) -> dict[str, Any] | None:
     if row.kind == "local":
         settings = local_settings("local", row.options)
         every = settings.sync_every
-        if settings.outer is not None or not isinstance(every, int) or settings.fragment_sync_delay == "auto":
+        if (
+            settings.outer is not None
+            or settings.look is not None
+            or not isinstance(every, int)
+            or settings.fragment_sync_delay == "auto"
+        ):
             return None
         codec = str(row.options.get("codec", "int8"))
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
         return code | {"every": every, "delay": settings.delay_in(every)}
     if row.kind not in METHODS:
         return None
-    return {"method": row.kind, "options": row.options, "every": 1, "delay": 0}
+    return None if "look" in row.options else {"method": row.kind, "options": row.options, "every": 1, "delay": 0}
 
 
 def race_data(found: RaceResult) -> dict[str, Any]:
@@ -267,6 +276,7 @@ def race_data(found: RaceResult) -> dict[str, Any]:
             "ddp_steps": found.ddp_steps,
             "budget": asdict(found.budget),
             "rows": [asdict(row) for row in found.rows],
+            "finals": {label: {**asdict(one), "way": found.way(label)} for label, one in found.finals.items()},
         },
         "bench": asdict(bench),
         "curves": {label: [asdict(point) for point in points] for label, points in curves(found).items()},

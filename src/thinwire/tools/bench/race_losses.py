@@ -88,13 +88,14 @@ class TrainingSetup:
     every: int = 8
     rate: float | None = 1e-3
     device: str = "cpu"
+    schedule: bool = False
 
     def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
         named = self.rate is not None
         model = f"{self.model}:lr={self.rate * factor:g}" if self.rate is not None else self.model
         return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
                          curves=True, every=self.every, timeout_seconds=36000.0,
-                         rate_factor=1.0 if named else factor, device=self.device)  # fmt: skip
+                         rate_factor=1.0 if named else factor, device=self.device, schedule=self.schedule)  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -142,7 +143,7 @@ def trajectories(
 def _key(spec: BenchSpec, row: Row) -> str:
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
             "row": [row.kind, row.options, row.plan],
-            "device": spec.device, "rate_factor": spec.rate_factor}  # fmt: skip
+            "device": spec.device, "rate_factor": spec.rate_factor, "schedule": spec.schedule}  # fmt: skip
     return digest_of([told, text_digest(), sys.version, own_digest(spec.model), own_digest(row.kind)])
 
 
@@ -312,6 +313,83 @@ def steps_factors(
             factor = steps_to(runs[label], runs[base])
             factors[label].append(None if factor == math.inf else factor)
     return {label: StepsFactor(best[label], tuple(found)) for label, found in factors.items()}
+
+
+HORIZONS = (0.5, 0.63, 0.8)
+"""Shares of a whole run in which DDP is trained too, each with a schedule of its own."""
+UPWARD = math.sqrt(2)
+_WORSE = 2  # rates in a row that must be worse than the best before the search ends
+
+
+def best_rate(final: Callable[[float], float]) -> float:
+    """Return the factor on the learning rate with the least final loss: upwards, and downwards if that gains nothing.
+
+    The search goes on until two rates in a row are worse than the best.
+    """
+    found = {1.0: final(1.0)}
+    for way in (UPWARD, 1 / UPWARD):
+        rate, worse = 1.0, 0
+        while worse < _WORSE:
+            rate *= way
+            least, found[rate] = min(found.values()), final(rate)
+            worse = 0 if found[rate] < least else worse + 1
+        if min(found, key=lambda tried: found[tried]) > 1.0:
+            break
+    return min(found, key=lambda tried: found[tried])
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """Final held-out losses of a row's whole runs by seed, at its best factor on the rate; infinite: it failed."""
+
+    rate: float
+    finals: tuple[float, ...]
+
+    @property
+    def final(self) -> float:
+        return statistics.median(self.finals)
+
+
+Whole = Callable[[str, float, int, float], Trajectory]
+"""(label, factor on the learning rate, seed, share of the steps) -> a run with a schedule of its own length."""
+
+
+def whole_runs(run: Whole, labels: Sequence[str], seeds: int) -> tuple[dict[str, WholeRun], float]:
+    """Train rows, DDP first, over whole schedules; rates are tuned on seed 0. Return them, and the power of DDP's law.
+
+    By that law, through DDP's finals at ``HORIZONS``, DDP's final loss falls as steps to the power of minus that.
+    """
+
+    def final(label: str, rate: float, seed: int = 0, share: float = 1.0) -> float:
+        losses = run(label, rate, seed, share).losses
+        return losses[-1] if losses and math.isfinite(losses[-1]) else math.inf
+
+    found, power = dict[str, WholeRun](), math.nan
+    for label in labels:
+        rate = best_rate(functools.partial(final, label))
+        found[label] = WholeRun(rate, tuple(final(label, rate, seed) for seed in range(seeds)))
+        if label == BASE:
+            marks = [(share, final(BASE, rate, 0, share)) for share in HORIZONS]
+            power = power_of([*marks, (1.0, found[BASE].finals[0])])
+    return found, power
+
+
+def power_of(marks: Sequence[tuple[float, float]]) -> float:
+    """Return the c of loss = b steps^-c with the least squares in logarithms."""
+    steps, losses = ([math.log(value) for value in column] for column in zip(*marks))
+    return -statistics.linear_regression(steps, losses).slope
+
+
+def whole_factors(found: Mapping[str, WholeRun], power: float) -> dict[str, StepsFactor]:
+    """Return how many times DDP's steps each row needs, by seed: DDP's whole run is one."""
+    base = found[BASE].finals
+    return {
+        label: StepsFactor(
+            row.rate,
+            tuple((mine / its) ** (1 / power) if math.isfinite(mine) else None for mine, its in zip(row.finals, base)),
+        )
+        for label, row in found.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,14 @@ class RoundRobin:
             record.why, record.plan = list(stats.why), row_run.contender.counted_plan
         if sent is None:
             dense = dense_ring_bytes(row_run.contender.workload.gradient_bytes, self.workers)
-            record.wire_bytes = {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(record.kind)
+            every = row_run.contender.period
+            record.wire_bytes = {
+                "accumulate": dense / every,
+                "compute": 0.0,
+                "alone": 0.0,
+                "ddp": dense,
+                "ddp-fp16": dense / 2,
+            }.get(record.kind)
             record.wire_source = "formula"
 
     def _texts(self, text: str, room: int = 300) -> list[str]:

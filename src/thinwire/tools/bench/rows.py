@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from thinwire.tools.bench.words import Value, load_function, nearest, split_options
 
 COMPUTE = "compute"
+EVERY = 8  # steps that "accumulate" adds up, if no number is named
 BEST_BUCKETS_MB = (1, 4, 25, 100)
 TORCH_ROWS: dict[str, tuple[str, ...]] = {
     COMPUTE: (),
+    "alone": (),
+    "accumulate": ("every",),
     "ddp": ("bucket",),
     "ddp-best": ("buckets",),
     "ddp-fp16": (),
@@ -31,6 +34,11 @@ class Row:
     options: dict[str, Value] = field(default_factory=dict)
     family: str = ""
     plan: str = ""
+
+    @property
+    def of_method(self) -> dict[str, Value]:
+        """The options that are the method's own."""
+        return {key: given for key, given in self.options.items() if key != "look"}
 
     @property
     def is_thinwire(self) -> bool:
@@ -64,6 +72,8 @@ def _parse_one(text: str) -> list[Row]:
                 raise ValueError(f"{name!r} has no option {key!r}; known: {known}")
             if key == "rank" and not (type(given) is int and given >= 1):
                 raise ValueError(f"{name}: rank={given!r} must be a whole number of at least 1")
+            if key == "every" and not (type(given) is int and given >= 2):
+                raise ValueError(f"{name}: every={given!r} must be a whole number of at least 2")
             if key == "bucket" and not _is_size(given):
                 raise ValueError(f"{name}: bucket={given!r} must be a size in MB, such as 25")
         if name == "ddp-best":
@@ -104,6 +114,7 @@ def _is_method(name: str) -> bool:
 def _check_method(name: str, options: dict[str, Value]) -> None:
     from thinwire.core.methods.registry import METHODS, method
     from thinwire.engine.local.settings import PRESETS, named_local
+    from thinwire.engine.look import as_look
 
     if named_local(name, options) is not None:
         return
@@ -113,7 +124,8 @@ def _check_method(name: str, options: dict[str, Value]) -> None:
         return
     known_method(name, (*TORCH_ROWS, *METHODS, *PRESETS, "auto"))
     try:
-        method(name, **options)
+        as_look(options.get("look"))
+        method(name, **{key: given for key, given in options.items() if key != "look"})
     except TypeError as error:
         raise ValueError(f"method {name!r}: {error}") from error
 

@@ -22,7 +22,8 @@ class BenchSpec(Record):
     With ``curves`` each row trains for a curve with a point every ``every`` steps; with ``loss_as`` too, rows after the
     first train until they reach its last loss, for at most as many seconds. With ``target``, a held-out loss, rows
     train in turns of ``every`` steps until they reach it or have made ``steps``. ``rate_factor`` multiplies learning
-    rates; ``operation_seconds`` is the time-out of one collective; ``link_bits`` None: no limit.
+    rates; with ``schedule`` they rise and fall over ``steps``. ``operation_seconds`` is the time-out of one collective;
+    ``link_bits`` None: no limit.
     """
 
     called: ClassVar[str] = "the settings of a bench run"
@@ -45,6 +46,7 @@ class BenchSpec(Record):
     target: float | None = None
     rate_factor: float = 1.0
     device: str = "cpu"
+    schedule: bool = False
 
     def __post_init__(self) -> None:
         for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):

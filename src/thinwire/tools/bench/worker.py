@@ -117,7 +117,7 @@ def _predictor(spec: BenchSpec, topology: Topology) -> Callable[[Row, RowRecord]
     def predict(row: Row, compute: RowRecord) -> float | None:
         if row.kind not in METHODS or not compute.step_seconds:
             return None
-        method = named(row.kind, **row.options)
+        method = named(row.kind, **row.of_method)
         managed = managed_parameters(model, method, "auto")
         rest = max(0.0, statistics.median(compute.step_seconds) - passes)  # without exchange: optimizer and data
         return price_plan(method, managed, "nccl" if on_card else "gloo", measured, None, rest).step_seconds

@@ -46,7 +46,14 @@ def race(
             "the network takes most of the time, also local steps with longer periods."
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Minutes that the race may take.")] = 10.0,
+    minutes: Annotated[float, typer.Option(help="Minutes that the race may take; with --steps, timing steps.")] = 10.0,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Race over whole runs of so many steps, such as 2000, each at its best rate: takes hours."),
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="Learning rate of whole runs: cosine (a rise, then down to a tenth) or constant.")
+    ] = "cosine",
     seeds: Annotated[
         int | None,
         typer.Option(help="Number of seeds on which methods are compared; by default up to 3, as many as fit."),
@@ -61,10 +68,18 @@ def race(
 
     from rich.console import Console
 
+    from thinwire.core.checks import check_choice
     from thinwire.tools import lab
     from thinwire.tools.bench.device import check_device
     from thinwire.tools.bench.models.registry import check_model
-    from thinwire.tools.bench.race import DEFAULT_METHODS, LONGER_PERIODS, RaceSpec, RunContext, run_race
+    from thinwire.tools.bench.race import (
+        DEFAULT_METHODS,
+        LONGER_PERIODS,
+        WHOLE_METHODS,
+        RaceSpec,
+        RunContext,
+        run_race,
+    )
     from thinwire.tools.bench.race_answer import curves, race_data
     from thinwire.tools.bench.rows import parse_rows
     from thinwire.tools.bench.summary import loss_picture
@@ -73,10 +88,12 @@ def race(
     bits = slowest_link(cluster)
     check_device(device)
     check_model(model)
-    rows = parse_rows(DEFAULT_METHODS if methods is None else methods)
-    longer = LONGER_PERIODS if methods is None else ()
+    check_choice("--schedule", schedule, ("cosine", "constant"))
+    standard = DEFAULT_METHODS if steps is None else WHOLE_METHODS
+    rows = parse_rows(standard if methods is None else methods)
+    longer = LONGER_PERIODS if methods is None and steps is None else ()
     asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds, device,
-                     longer)  # fmt: skip
+                     longer, steps, schedule == "cosine")  # fmt: skip
     check_folder(out)
     if bits and lab.available() == "loopback":
         raise RunFailed(
@@ -119,6 +136,8 @@ def _basis(found: RaceResult) -> list[str]:
     said.append(
         "steps: to the loss, relative to DDP, and from least to most over seeds; x DDP: times faster to it than DDP"
     )
+    if found.finals:
+        said.append("loss: held out, at the end; way: from one worker alone, 0, to DDP, 1; its steps see half the data")
     if found.known and not found.trained:
         said.append(f"all {found.known} runs were known from an earlier race, and none was trained again")
     elif found.known:
@@ -135,7 +154,8 @@ def race_table(found: RaceResult) -> Table:
     from thinwire.tools.bench.race_answer import steps_range, winner
 
     tuned = len(found.budget.rates) > 1
-    columns = ["method", "step", "x compute", "steps", "range", *(["rate"] if tuned else []), "to loss", "x DDP"]
+    whole = ["loss", "way"] if found.finals else []
+    columns = ["method", "step", "x compute", *whole, "steps", "range", *["rate"] * tuned, "to loss", "x DDP"]
     table = plain_table(f"{_title(found)}\nto a loss of {found.target:.3f}", columns)
     first = winner(found.rows)
     options = {row.label: row.options for row in found.asked.rows}
@@ -144,8 +164,11 @@ def race_table(found: RaceResult) -> Table:
         name = " ".join([row.label.partition(" ")[0], *map(str, options[row.label].values())])
         cells = [name, "" if row.step_seconds is None else seconds(row.step_seconds)]
         cells.append("" if row.over_compute is None else f"{row.over_compute:.2f}")
+        if whole:
+            way, ended = found.way(row.label), found.finals.get(row.label)
+            cells += ["" if ended is None else f"{ended.final:.3f}", "" if way is None else f"{way:.2f}"]
         cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1", steps_range(row) if raced else ""]
-        cells += [f"{row.rate:g}" if there else ""] if tuned else []
+        cells += [f"{row.rate:.3g}" if there else ""] if tuned else []
         cells += ["" if row.seconds is None else run_seconds(row.seconds)]
         cells += ["" if row.sooner is None else f"{row.sooner:.2f}"]
         table.add_row(*cells, style="bold" if row is first else None)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import sysconfig
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from thinwire.core.checks import check_choice
 from thinwire.tools.bench.models.workload import Workload, beside, draws
 
 VOCABULARY = 256
@@ -114,8 +116,14 @@ def chargpt(
     lr: float = 1e-3,
     fused: bool = True,
     shares: int = 1,
+    optimizer: str = "adamw",
+    held_out: int = 16,
 ) -> Workload:
-    """``batch`` sequences of ``block`` characters per rank and step; with ``shares`` rank r trains on piece r alone."""
+    """``batch`` sequences of ``block`` characters per rank and step, and ``held_out`` to evaluate.
+
+    With ``shares`` rank r trains on piece r alone. ``optimizer``: "adamw", or "muon" for the matrices of the blocks.
+    """
+    check_choice("chargpt: optimizer", optimizer, ("adamw", "muon"))
     if shares < 1:
         raise ValueError(f"chargpt: shares={shares} must be at least 1")
     if width % heads:
@@ -127,22 +135,27 @@ def chargpt(
         return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
 
     def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
-        text, target = beside(model, *corpus.batch(16, block, step=step, rank=rank, validation=True))
+        text, target = beside(model, *corpus.batch(held_out, block, step=step, rank=rank, validation=True))
         return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
+
+    def made(model: nn.Module) -> Optimizer | list[Optimizer]:
+        decay = 0.01 if optimizer == "adamw" else 0.1
+        adamw = partial(torch.optim.AdamW, lr=lr, weight_decay=decay, fused=fused or None)  # None: torch chooses
+        if optimizer == "adamw":
+            return adamw(model.parameters())
+        inner = [p for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2]
+        rest = [p for name, p in model.named_parameters() if not ("blocks." in name and p.dim() == 2)]
+        return [torch.optim.Muon(inner, lr, decay, adjust_lr_fn="match_rms_adamw"), adamw(rest)]
 
     return Workload(
         name="chargpt",
         model=CharGPT(layers, width, heads, block),
         loss=loss,
-        optimizer=lambda model: torch.optim.AdamW(
-            model.parameters(),
-            lr=lr,
-            weight_decay=0.01,
-            fused=fused or None,  # None leaves the choice to torch, False turns it off
-        ),
+        optimizer=made,
         describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, text: the standard library"
         + (f" in {shares} shares" if shares > 1 else "")
-        + ("" if fused else ", torch's default AdamW"),
+        + ("" if fused else ", torch's default AdamW")
+        + (", Muon" if optimizer == "muon" else ""),
         evaluate=evaluate,
     )
 

@@ -32,7 +32,7 @@ class Workload:
         model: the module, freshly initialised.
         loss: ``loss(model, step, rank)``: the loss of that rank's batch; the same arguments give the same batch. The
             model passed in may be a wrapper (DDP), so only calling it is allowed.
-        optimizer: creates the optimizer of a module.
+        optimizer: creates the optimizer of a module, or a list of several.
         describe: one-line description.
         evaluate: ``evaluate(model, 0, rank)``: loss on held-out data of that rank, or None. The model is in evaluation
             mode then, and no gradients are kept.
@@ -42,7 +42,7 @@ class Workload:
     name: str
     model: nn.Module
     loss: Loss
-    optimizer: Callable[[nn.Module], Optimizer]
+    optimizer: Callable[[nn.Module], Optimizer | list[Optimizer]]
     describe: str
     evaluate: Loss | None = None
     find_unused_parameters: bool = False
