@@ -1,8 +1,9 @@
 """Steps to DDP's loss, each row at the rate that serves it best: what a step of each method is worth.
 
 ``python benchmarks/race.py --size 1m`` trains what is not cached yet, on ranks that nothing slows down, and writes
-``results/race.json``, and from it the table that ``thinwire plan`` and ``"auto"`` go by. Losses do not depend on the
-machine's speed, so other work may go on beside it.
+``results/race.json``, and from it the table that ``thinwire plan`` and ``"auto"`` go by. With ``--whole 1504`` rows
+train over whole runs of so many steps, with a learning rate that rises and falls. Losses do not depend on the machine's
+speed, so other work may go on beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ from thinwire.predict.choose.worth import TABLE
 from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.race_answer import planner_row
-from thinwire.tools.bench.race_losses import StepsFactor, TrainingSetup, Trajectory, steps_factors, trajectories
+from thinwire.tools.bench.race_losses import (
+    StepsFactor,
+    TrainingSetup,
+    Trajectory,
+    steps_factors,
+    trajectories,
+    whole_factors,
+    whole_runs,
+)
 from thinwire.tools.bench.rows import Row, parse_rows
 
 SIZES = {
@@ -42,6 +51,15 @@ ROWS = ",".join(
         *(f"local:sync_every={h}:codec={c}:fragment_sync_delay={d}" for c, some in OVERLAPPED.items() for h, d in some),
     ]
 )
+WHOLE = ",".join(
+    [
+        "ddp,alone,accumulate:every=4,ssgd:look=0.5",
+        *(f"local:sync_every={h}:codec=int2" for h in (4, 16)),
+        *(f"local:sync_every={h}:codec=int1:look=0.5" for h in (4, 8)),
+        "local:sync_every=4:codec=int1:fragment_sync_delay=1:look=0.5",
+    ]
+)
+"""Rows of whole runs."""
 RESULTS = Path(__file__).parent / "results" / "race.json"
 
 
@@ -60,14 +78,31 @@ def factors(
     return steps_factors(run, labels, "ddp", share, reach=2 * track.every, rates=rates, tuned_on=tuned_on)
 
 
+def whole(track: TrainingSetup, rows: tuple[Row, ...], seeds: int) -> dict[str, dict[str, Any]]:
+    """Rates, final losses and steps over DDP's of every row."""
+    launch = functools.partial(lab.run, lab.Cluster.parse(track.workers, 1, None, None))
+
+    def run(label: str, factor: float, seed: int, share: float) -> Trajectory:
+        steps = round(share * track.steps)
+        print(f"... {label}: {steps} steps, rate x {factor:.3g}, seed {seed}", file=sys.stderr, flush=True)
+        one = replace(track, steps=steps, every=max(1, steps // 8))
+        return trajectories(one, [row for row in rows if row.label == label], factor, seed, launch)[label]
+
+    finals, power = whole_runs(run, [row.label for row in rows], seeds)
+    worth = whole_factors(finals, power)
+    return {label: asdict(one) | {"factors": worth[label].factors, "power": power} for label, one in finals.items()}
+
+
 def ship(known: list[dict[str, Any]]) -> None:
     """Write the table that ``thinwire plan`` and ``"auto"`` go by: of ranks whose data is alike.
 
     Of a size with some of the rows alone nothing is in it: a period of one model would be held against another's.
     """
     rows, all_rows = [], {row.label for row in parse_rows(ROWS)}
-    for one in (one for one in known if "shares" not in one["track"]["model"] and all_rows <= one["rows"].keys()):
+    alike = [one for one in known if "shares" not in one["track"]["model"]]
+    for one in (one for one in alike if one["track"]["schedule"] or all_rows <= one["rows"].keys()):
         about = {"elements": one["elements"], "workers": one["track"]["workers"]}
+        about["steps"] = one["track"]["steps"] if one["track"]["schedule"] else 0
         for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
             if (said := planner_row(row)) is not None:
                 rows.append(said | about | {"factors": one["rows"][row.label]["factors"]})
@@ -83,17 +118,30 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.4, help="of DDP's run, at which its loss is the target")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--tune-on", type=int, nargs="+", default=[0, 1, 2], help="seeds whose median says which rate")
-    parser.add_argument("--methods", default=ROWS)
+    parser.add_argument("--methods")
+    parser.add_argument("--whole", type=int, help="steps of whole runs, instead of runs to a loss")
+    parser.add_argument("--seeds", type=int, default=3, help="of whole runs, at the rate that is best on the first")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
     parser.add_argument("--apart", action="store_true", help="each rank trains on its own share of the text")
     told = parser.parse_args()
     model = SIZES[told.size] + (f":shares={told.workers}" if told.apart else "")
-    track = TrainingSetup(model, told.workers, told.steps)
-    found = factors(track, parse_rows(told.methods), told.share, told.rates, told.tune_on)
+    track, share = TrainingSetup(model, told.workers, told.steps), told.share
+    methods = told.methods or (WHOLE if told.whole else ROWS)
+    if told.whole:
+        muon = ":optimizer=muon" if told.optimizer == "muon" else ""
+        track = TrainingSetup(f"{model}:lr=0.002:held_out=64{muon}", told.workers, told.whole, rate=None, schedule=True)
+        finals, share = whole(track, parse_rows(methods), told.seeds), 1.0
+        found = {label: StepsFactor(one["rate"], one["factors"]) for label, one in finals.items()}
+    else:
+        finals, found = {}, factors(track, parse_rows(methods), share, told.rates, told.tune_on)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    mine = {"size": told.size, "track": asdict(track), "share": told.share}
+    mine = {"size": told.size, "track": asdict(track), "share": share}
     before = [one for one in known if {key: one[key] for key in mine} == mine]
-    text = {row.label: part for part in told.methods.split(",") for row in parse_rows(part)}
-    rows = {label: {"methods": text[label], "rate": one.rate, "factors": one.factors} for label, one in found.items()}
+    text = {row.label: part for part in methods.split(",") for row in parse_rows(part)}
+    rows = {
+        label: {"methods": text[label], "rate": one.rate, "factors": one.factors} | finals.get(label, {})
+        for label, one in found.items()
+    }
     for one in before:  # its rows that are not trained now stay: DDP, which all are held against, trains as it did
         rows = one["rows"] | rows
         known.remove(one)

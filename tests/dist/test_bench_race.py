@@ -14,7 +14,7 @@ from thinwire.core.events import event_in
 from thinwire.core.program import Plan
 from thinwire.core.records import made
 from thinwire.tools.bench import worker
-from thinwire.tools.bench.contenders import UNUSED, Contender
+from thinwire.tools.bench.contenders import UNUSED, Contender, share_of_rate
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.rows import Row, parse_rows
@@ -258,3 +258,41 @@ def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():
         assert [p.step for p in meeting.curve] == list(range(0, len(meeting.losses) + 1, 4))
         for place in range(0, len(meeting.step_seconds), 4):
             assert len(set(meeting.step_seconds[place : place + 4])) == 1
+
+
+def line():
+    """A model of one weight, whose gradient is the batch's number: rank plus step."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+
+    def loss(model, step, rank):
+        return model(torch.full((1, 1), float(rank + step))).sum()
+
+    return Workload("line", model, loss, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), "")
+
+
+def _rows_of_everybody(rank, size):
+    found = {}
+    for schedule in (False, True):
+        spec = BenchSpec("test_bench_race:line", (), size, steps=8, warmup=0, schedule=schedule)
+        for row in parse_rows("ddp,accumulate:every=4,alone"):
+            contender = Contender(row, spec, None)
+            weights = []
+            for _ in range(8):
+                contender.step(rank)
+                weights.append(contender.workload.model.weight.item())
+            found[schedule, row.kind] = weights
+            assert contender.period == (4 if row.kind == "accumulate" else 1)
+            contender.close()
+    return found
+
+
+def test_rows_that_everybody_has_do_what_they_say():
+    for rank, found in enumerate(run(_rows_of_everybody, 2)):
+        sums = [sum(0.5 + step for step in range(n)) for n in range(1, 9)]
+        assert found[False, "ddp"] == [-x for x in sums]
+        assert found[False, "accumulate"] == [0, 0, 0, *[-sums[3] / 4] * 4, -sums[7] / 4]
+        assert found[False, "alone"] == [-float(sum(rank + step for step in range(n))) for n in range(1, 9)]
+        rates = [share_of_rate(step, 8) for step in range(8)]
+        scheduled = [-sum(rates[step] * (0.5 + step) for step in range(n)) for n in range(1, 9)]
+        assert found[True, "ddp"] == pytest.approx(scheduled)

@@ -175,6 +175,9 @@ ROWS = (
     MeasuredWorth("cast", {"dtype": "int8"}, 8, 7, 1_000_000, 2, (None, 1.5, None)),
     MeasuredWorth("cast", {"dtype": "int8"}, 8, 2, 1_000_000, 2, (1.1, 1.2, 1.4)),
     MeasuredWorth("acp", {"rank": 4}, 1, 0, 1_000_000, 2, (1.7, 1.6, 2.1)),
+    MeasuredWorth("cast", {"dtype": "int8"}, 16, 0, 2_000_000, 2, (1.1,)),
+    MeasuredWorth("cast", {"dtype": "int2"}, 16, 0, 1_000_000, 2, (1.3,), steps=1500),
+    MeasuredWorth("cast", {"dtype": "int1"}, 8, 0, 1_000_000, 2, (1.02,), look=0.5, steps=1500),
 )
 
 
@@ -197,7 +200,16 @@ ROWS = (
         (TopK(0.01), 1e6, 2, None),
         (Periodic(Cast("int8"), 2, "full"), 1e6, 2, 1.3),
         (Periodic(Cast("int8"), 4, 3), 1e6, 2, 1.3),
-        (Periodic(Cast("int8"), 4, 0), 1e6, 2, None),
+        (Periodic(Cast("int8"), 32, 0), 1e6, 2, None),
+        (
+            Periodic(Cast("int8"), 16, 0),
+            1e6,
+            2,
+            1.3,
+        ),  # in more bits than in whole runs, which count more than short ones
+        (Periodic(Cast("int1"), 16, 0), 1e6, 2, None),
+        (Periodic(Cast("int2"), 4, 0, look=0.5), 1e6, 2, 1.02),
+        (Periodic(Cast("int2"), 4, 0, look=0.3), 1e6, 2, None),
         (Periodic(Cast("int8"), 6, "full"), 1e6, 2, None),
         (Periodic(Cast("int8"), 6, 2), 1e6, 2, 1.2),
         (Periodic(Cast("int8"), 1, 0), 1e6, 2, 1.0),

@@ -250,7 +250,8 @@ class Local:
         if isinstance(every, QSR):
             raise ValueError("a period that follows the learning rate has no price: give sync_every as a number")
         fixed = None if isinstance(every, str) else every
-        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule)
+        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule,
+                        0.0 if self.look is None else self.look.beta)  # fmt: skip
 
     def delay_in(self, period: int, measured: tuple[int, int] | None = None) -> int:
         """Return the number of optimizer steps made while a fragment of this period is under way."""

@@ -79,7 +79,8 @@ class RoundTimes:
         found, least, every = ((2, 0), codes[-1]), math.inf, settings.sync_every
         for code, (round_, compute) in sorted(exchanges.items()):
             taken_away = 0.0 if self._beside else compute
-            worth = period_worth(shipped(), codecs[code], self._elements, workers)
+            look = 0.0 if settings.look is None else settings.look.beta
+            worth = period_worth(shipped(), codecs[code], self._elements, workers, look)
             periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
             option = best_period(
                 step, round_, worth,

@@ -1,7 +1,8 @@
 """How many steps a method needs for one step of plain averaging: a compressed step is worth less than an exact one.
 
-The table was measured by ``benchmarks/race.py``: each row at its best learning rate, on seeds other than those used to
-find that rate. A method that was not measured has no factor and is never recommended.
+The table was measured by ``benchmarks/race.py``: each row at its best learning rate, to DDP's loss early in a run, on
+seeds other than those used to find that rate; or over whole runs whose learning rate rises and falls, which count more.
+A method that was not measured has no factor and is never recommended.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ UNKNOWN = Worth(math.inf, math.inf, math.inf, "not measured")
 class MeasuredWorth:
     """One row of the table, of a method or the codec of local steps; a factor per seed (None: it did not get there).
 
-    ``options``: numbers are minimum values for which the row holds (more is sent); words must be equal. ``delay``: most
-    steps that run while an exchange is in flight.
+    ``options``: numbers are minimum values for which the row holds (more is sent), as are bits in whole runs; other
+    words must be equal. ``delay``: most steps that run while an exchange is in flight. ``look``: beta.
+    ``steps``: of whole runs; 0: to a loss early in a run.
     """
 
     method: str
@@ -66,6 +68,8 @@ class MeasuredWorth:
     elements: int
     workers: int
     factors: tuple[float | None, ...]
+    look: float = 0.0
+    steps: int = 0
 
     def __post_init__(self) -> None:
         numbers = (self.every, self.elements, self.workers, *(factor for factor in self.factors if factor is not None))
@@ -74,33 +78,49 @@ class MeasuredWorth:
 
     def speaks_for(self, method: Method) -> bool:
         """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
-        every, delay = 1, 0
+        every, delay, look = 1, 0, 0.0
         if isinstance(method, Periodic):
             if method.every is None or method.delay == "auto" or method.outer or method.schedule != "strided":
                 return False
-            every, delay = method.every, method.travelling
+            every, delay, look = method.every, method.travelling, method.look
             method = method.codec
         if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
             return False
-        if delay > self.delay or (delay == 0) != (self.delay == 0):
+        if delay > self.delay or (delay == 0) != (self.delay == 0) or look != self.look:
             return False
-        return all(_covers(getattr(method, k), v) for k, v in self.options.items())
+        bits = _bits if self.steps else _word
+        return all(_covers(bits(getattr(method, k)), bits(v)) for k, v in self.options.items())
+
+    @property
+    def sends(self) -> list[float]:
+        return [-float(v) for v in map(_bits, self.options.values()) if isinstance(v, (int, float))]
 
     def worth(self, by: str = "measured") -> Worth:
         """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins."""
         ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
         source = f"{by} with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
+        source += f", whole runs of {self.steps:,} steps" if self.steps else ""
         return Worth(ordered[0], ordered[len(ordered) // 2], ordered[-1], source)
 
 
 def _covers(value: Any, least: Any) -> bool:
     if isinstance(least, (int, float)) and isinstance(value, (int, float)):
         return value >= least
-    return str(value).removeprefix("torch.") == str(least)
+    return bool(value == least)
+
+
+def _word(value: Any) -> Any:
+    return value if isinstance(value, (int, float)) else str(value).removeprefix("torch.")
+
+
+def _bits(value: Any) -> Any:
+    """Return the bits of a code, such as 8 of "int8"."""
+    word = _word(value)
+    return int(word[3:]) if isinstance(word, str) and word.startswith("int") and word[3:].isdigit() else word
 
 
 def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
-    """Return a look-up of the row that holds for a method: nearest in ranks, then in size, then in what it sends."""
+    """Return a look-up of a method's row: of whole runs, nearest in ranks, then in size, then in what it sends."""
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
         if method.exact or workers == 1:
@@ -111,14 +131,14 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
         if not found:
             return UNKNOWN
 
-        def apart(row: MeasuredWorth) -> tuple[float, float, int, int, list[float]]:
-            sends = [-float(v) for v in row.options.values() if isinstance(v, (int, float))]
+        def apart(row: MeasuredWorth) -> tuple[bool, float, float, int, int, list[float]]:
             return (
+                not row.steps,
                 abs(math.log(row.workers / workers)),
                 abs(math.log(row.elements / max(1, elements))),
                 row.every,
                 row.delay,
-                sends,
+                row.sends,
             )
 
         nearest = min(found, key=apart)
@@ -128,11 +148,13 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
     return worth_of
 
 
-def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> Callable[[int, int], float]:
+def period_worth(
+    worth: WorthOf, codec: Method, elements: int, workers: int, look: float = 0.0
+) -> Callable[[int, int], float]:
     """Return (period, delay) -> steps to a loss of local steps with a codec; if it was not measured, with 8 bits."""
 
     def steps_with(code: Method) -> Callable[[int, int], float]:
-        return lambda every, delay: worth(Periodic(code, every, delay), elements, workers).middle
+        return lambda every, delay: worth(Periodic(code, every, delay, look=look), elements, workers).middle
 
     own = steps_with(codec)
     measured = any(math.isfinite(own(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
@@ -181,7 +203,7 @@ def resolved(
     round_, compute = round_seconds(costs), 0.0
     if where.get("shared_compute", True):
         compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
-    steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size)
+    steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size, method.look)
     periods = up_to(method.most) if method.every is None else (method.every,)
     every, delay = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
     return replace(method, every=every, delay=delay)

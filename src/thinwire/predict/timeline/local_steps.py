@@ -21,6 +21,7 @@ class Periodic(Method):
 
     ``every`` None: ``choose.resolved`` chooses, up to ``most``. ``delay``: steps that run while a round is in flight;
     "full": all but one; "auto": chosen with ``every``. ``schedule`` "dream": layers go after the steps that hide them.
+    ``look``: beta of a look-ahead, which takes no time.
     """
 
     name: ClassVar[str] = "local"
@@ -32,6 +33,7 @@ class Periodic(Method):
     most: int = LONGEST
     outer: bool = False
     schedule: str = "strided"
+    look: float = 0.0
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         yield from self.codec.reduce(bucket, state)

@@ -134,7 +134,7 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
     rival = rivals[0] if rivals else None
     sure = _sureness(found, first, ddp, rival)
-    sure += " over whole schedules" if found.finals else _last_rate(found.budget.rates, ddp.rate) + SHORT
+    sure += " over whole schedules" if found.finals else SHORT + _last_rate(found.budget.rates, ddp.rate)
     at = f"a loss of {found.target:.3f}"
     if first is ddp:
         said = "no other method reaches it"
@@ -237,16 +237,12 @@ def planner_row(row: Row) -> dict[str, Any] | None:
     if row.kind == "local":
         settings = local_settings("local", row.options)
         every = settings.sync_every
-        if (
-            settings.outer is not None
-            or settings.look is not None
-            or not isinstance(every, int)
-            or settings.fragment_sync_delay == "auto"
-        ):
+        if settings.outer is not None or not isinstance(every, int) or settings.fragment_sync_delay == "auto":
             return None
         codec = str(row.options.get("codec", "int8"))
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        return code | {"every": every, "delay": settings.delay_in(every)}
+        look = 0.0 if settings.look is None else settings.look.beta
+        return code | {"every": every, "delay": settings.delay_in(every), "look": look}
     if row.kind not in METHODS:
         return None
     return None if "look" in row.options else {"method": row.kind, "options": row.options, "every": 1, "delay": 0}
@@ -258,7 +254,7 @@ def race_data(found: RaceResult) -> dict[str, Any]:
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip
     bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)
-    about = {"elements": bench.parameters, "workers": asked.workers}
+    about = {"elements": bench.parameters, "workers": asked.workers, "steps": asked.steps or 0}
     broken = {row.label for row in found.rows if row.note.startswith("failed")}
     planned = []
     for row in asked.rows:
