@@ -13,6 +13,7 @@ gradients) and files that are saved between steps hold weights that have not bee
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thinwire.core.checks import check_number
 from thinwire.core.program import working_dtype
-from thinwire.engine.hooks import ModuleHook, WithoutHooks
+from thinwire.engine.hooks import ModuleHook, WithoutHooks, current_task
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class BeforeForward:
     """Calls ``do`` once ``due`` is set: before the next forward of a model, or of a part of it, that trains."""
 
     def __init__(self, model: nn.Module, do: Callable[[], None]) -> None:
-        self.due, self._do, self._handles = True, torch.compiler.disable(do), list[Any]()
+        self.due, self._do, self._handles = True, do, list[Any]()
         for module in model.modules():
             if module is model or any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(WithoutHooks(module))
@@ -83,6 +84,11 @@ class BeforeForward:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self.due and module.training and torch.is_grad_enabled():
+            self._begins()
+
+    @torch.compiler.disable
+    def _begins(self) -> None:
+        if current_task() == -1:  # not a forward that is rerun inside backward
             self.due = False
             self._do()
 
@@ -104,7 +110,8 @@ class LookAhead:
         self._begun = {n: p.detach().clone() for n, p in parameters.items()}  # before their last look
         self._names, self._due = {id(p): n for n, p in parameters.items()}, set(parameters)
         self._forward = BeforeForward(model, self._ahead)
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        stepped = weakref.WeakMethod(self._stepped)
+        self._handle = register_optimizer_step_post_hook(lambda optimizer, *_: _told(stepped, optimizer))
 
     @torch.no_grad()
     def _ahead(self) -> None:
@@ -115,7 +122,7 @@ class LookAhead:
         self._due.difference_update(names)
 
     @torch.no_grad()
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         own = [self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
         names = [n for n in own if n is not None and n not in self._due]  # a step inside another one has taken the rest
         if names:
@@ -136,3 +143,8 @@ class LookAhead:
     def close(self) -> None:
         self._handle.remove()
         self._forward.close()
+
+
+def _told(call: weakref.WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
+    if (found := call()) is not None:
+        found(optimizer)

@@ -1,11 +1,14 @@
 """Slow look-ahead against EMA-Nesterov by hand; what it does to rounds; and that only training forwards see it."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from local_ranks import Ranks, close, drawn, equal, mean_walk, virtual
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.core.methods.cast import Cast
@@ -153,6 +156,29 @@ def test_only_forwards_that_train_see_it():
         assert not any(torch.equal(kept[name], value) for name, value in moved.items())
         net(x)  # once for each step
         assert all(torch.equal(moved[name], value) for name, value in net.state_dict().items())
+
+
+def test_a_forward_that_is_rerun_inside_backward_does_not_move_the_weights():
+    net = module()
+    optimizer = torch.optim.SGD(net.parameters(), RATE, momentum=0.9)
+    with tw.attach(net, optimizer, "local", look=Look()):
+        train(net, [optimizer], 3)
+        kept = copy.deepcopy(net.state_dict())
+        x = torch.ones(1, 6, dtype=torch.float64, requires_grad=True)
+        # Only here: the first forward is without gradients, the second one inside backward.
+        checkpoint(lambda x: net[2](net[1](net[0](x))), x, use_reentrant=True).sum().backward()
+        assert all(torch.equal(kept[name], value) for name, value in net.state_dict().items())
+
+
+def test_a_handle_that_is_forgotten_does_not_keep_the_model():
+    net = module()
+    optimizer = torch.optim.SGD(net.parameters(), RATE)
+    tw.attach(net, optimizer, "ssgd", look=Look())
+    train(net, [optimizer], 2)
+    gone = weakref.ref(net)
+    del net, optimizer
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("method", ["ssgd", "local"])

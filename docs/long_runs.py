@@ -1,0 +1,143 @@
+"""The page "What local steps cost": ``python docs/long_runs.py`` writes it from ``benchmarks/results/race.json``.
+
+``python benchmarks/race.py --whole 1504`` measures that file's whole runs anew.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from thinwire.tools.bench.rows import parse_rows
+from thinwire.tools.pictures import Level, Panel, Picture, Series, write_picture
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "long_runs.md"
+PICTURE = "images/long_runs.png"
+RESULTS = DOCS.parent / "benchmarks" / "results" / "race.json"
+BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
+"""Of an element, its share of a block's scale of 32 bits included."""
+
+HEAD = """# What local steps cost
+
+What is the loss at the end of a whole run, and what was sent for it? Each row below trained a character GPT on the
+standard library's text with AdamW, over a schedule that rises in the first 100 steps and falls to a tenth along a
+cosine, at the learning rate that serves this row best. *Sent* is a share of what DDP sends. *Way* is how far the row
+comes from one worker alone (0) to DDP (1): the two ends that everybody has. *Steps* is how many steps the row needs for
+one of DDP's, by its final loss and a power law through DDP's own runs of 0.5, 0.63, 0.8 and 1 times the length.
+"""
+TAIL = """
+Again, with other models or your own: [`thinwire race MODEL --link 100mbit --steps 2000`](race.md#whole-runs). Here:
+`python benchmarks/race.py --whole 1504`, then `python docs/long_runs.py`.
+"""
+
+
+def whole() -> list[dict[str, Any]]:
+    """The whole runs of the file."""
+    return [
+        one
+        for one in json.loads(RESULTS.read_text(encoding="utf-8"))
+        if one["track"]["schedule"]
+    ]
+
+
+def sent(methods: str) -> float:
+    """Bytes of a row over those of DDP."""
+    (row,) = parse_rows(methods)
+    if row.kind == "alone":
+        return 0.0
+    if row.kind == "accumulate":
+        return 1 / int(row.options["every"])
+    if row.kind != "local":
+        return BITS.get(str(row.options.get("dtype")), 32) / 32
+    return BITS.get(str(row.options["codec"]), 32) / 32 / int(row.options["sync_every"])
+
+
+def named(methods: str) -> str:
+    """A row in words."""
+    (row,) = parse_rows(methods)
+    look = f", look {row.options['look']}" if "look" in row.options else ""
+    if row.kind == "local":
+        late = row.options.get("fragment_sync_delay")
+        bits = str(row.options["codec"]).removeprefix("int")
+        said = f"local, every {row.options['sync_every']} in {bits} bit{'s' * (bits != '1')}"
+        return said + (f", merged {late} late" if late else "") + look
+    names = {"ddp": "DDP", "ssgd": "DDP", "alone": "one worker alone"}
+    if row.kind == "accumulate":
+        return f"DDP that accumulates {row.options['every']} steps"
+    return names.get(row.kind, methods) + look
+
+
+def finals(one: dict[str, Any], label: str) -> float:
+    return statistics.median(one["rows"][label]["finals"])
+
+
+def table(one: dict[str, Any]) -> list[str]:
+    """The rows of one model, the lowest loss first."""
+    seeds = max(len(row["finals"]) for row in one["rows"].values())
+    muon = ", Muon for the blocks' matrices" if "muon" in one["track"]["model"] else ""
+    lines = [
+        f"{one['elements'] / 1e6:.1f} million parameters, {one['track']['workers']} workers, "
+        f"{one['track']['steps']:,} steps{muon}; the median of {seeds} seed{'s' * (seeds > 1)}, steps with their ends:",
+        "",
+        "| row | sent | rate | final loss | way | steps |",
+        "|---|---|---|---|---|---|",
+    ]
+    alone, ddp = (
+        finals(one, name) if name in one["rows"] else None for name in ("alone", "ddp")
+    )
+    for label in sorted(one["rows"], key=lambda label: finals(one, label)):
+        row = one["rows"][label]
+        share, loss = sent(row["methods"]), finals(one, label)
+        way = f"{(alone - loss) / (alone - ddp):.2f}" if alone and ddp else ""
+        factors = sorted(x for x in row["factors"] if x is not None)
+        steps = f"{statistics.median(factors):.2f}"
+        if len(factors) > 1 and label != "ddp":
+            steps += f" ({factors[0]:.2f} to {factors[-1]:.2f})"
+        bytes_ = "nothing" if not share else "1" if share == 1 else f"1/{1 / share:.0f}"
+        lines.append(
+            f"| {named(row['methods'])} | {bytes_} | {0.002 * row['rate']:.1e} | {loss:.3f} | {way} | {steps} |"
+        )
+    return lines
+
+
+def picture(one: dict[str, Any]) -> Picture:
+    """Final loss against megabytes a step; DDP and one worker alone as lines."""
+    exact, workers = 8e-6 * one["elements"], one["track"]["workers"]
+    exact *= (workers - 1) / workers
+    series, levels = [], []
+    for label, row in one["rows"].items():
+        name, loss = named(row["methods"]), finals(one, label)
+        if label in ("ddp", "alone"):
+            levels.append(Level(loss, name))
+        else:
+            at = (sent(row["methods"]) * exact,)
+            series.append(Series(name, at, (loss,), "points"))
+    title = f"GPT of {one['elements'] / 1e6:.1f} million parameters, {workers} workers, {one['track']['steps']:,} steps"
+    panel = Panel(
+        "MB sent per step",
+        "final held-out loss",
+        tuple(series),
+        levels=tuple(levels),
+        log_x=True,
+    )
+    return Picture(title, (panel,))
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """The whole page as Markdown."""
+    lines = [HEAD, f"![Final loss against megabytes per step]({PICTURE})", ""]
+    for one in found:
+        lines += [*table(one), ""]
+    return "\n".join([*lines, READING, TAIL])
+
+
+READING = ""
+
+if __name__ == "__main__":
+    measured = whole()
+    PAGE.write_text(page(measured), encoding="utf-8")
+    write_picture(picture(measured[0]), DOCS / PICTURE)
+    print(f"written: {PAGE}")
