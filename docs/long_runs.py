@@ -17,6 +17,7 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "long_runs.md"
 PICTURE = "images/long_runs.png"
 RESULTS = DOCS.parent / "benchmarks" / "results" / "race.json"
+RATE = 0.0028
 BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
 """Of an element, its share of a block's scale of 32 bits included."""
 
@@ -98,7 +99,7 @@ def table(one: dict[str, Any]) -> list[str]:
             steps += f" ({factors[0]:.2f} to {factors[-1]:.2f})"
         bytes_ = "nothing" if not share else "1" if share == 1 else f"1/{1 / share:.0f}"
         lines.append(
-            f"| {named(row['methods'])} | {bytes_} | {0.002 * row['rate']:.1e} | {loss:.3f} | {way} | {steps} |"
+            f"| {named(row['methods'])} | {bytes_} | {RATE * row['rate']:.1e} | {loss:.3f} | {way} | {steps} |"
         )
     return lines
 

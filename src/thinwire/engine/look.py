@@ -77,6 +77,7 @@ class BeforeForward:
 
     def __init__(self, model: nn.Module, do: Callable[[], None]) -> None:
         self.due, self._do, self._handles = True, do, list[Any]()
+        self._begins = torch.compiler.disable(self._outside)
         for module in model.modules():
             if module is model or any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(WithoutHooks(module))
@@ -86,8 +87,7 @@ class BeforeForward:
         if self.due and module.training and torch.is_grad_enabled():
             self._begins()
 
-    @torch.compiler.disable
-    def _begins(self) -> None:
+    def _outside(self) -> None:
         if current_task() == -1:  # not a forward that is rerun inside backward
             self.due = False
             self._do()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -118,10 +118,14 @@ def chargpt(
     shares: int = 1,
     optimizer: str = "adamw",
     held_out: int = 16,
+    decay: float = 0.01,
+    beta2: float = 0.999,
+    clip: float = 0.0,
 ) -> Workload:
     """``batch`` sequences of ``block`` characters per rank and step, and ``held_out`` to evaluate.
 
     With ``shares`` rank r trains on piece r alone. ``optimizer``: "adamw", or "muon" for the matrices of the blocks.
+    ``clip``: the most that a rank's gradient may be long; 0: any.
     """
     check_choice("chargpt: optimizer", optimizer, ("adamw", "muon"))
     if shares < 1:
@@ -139,13 +143,19 @@ def chargpt(
         return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
 
     def made(model: nn.Module) -> Optimizer | list[Optimizer]:
-        decay = 0.01 if optimizer == "adamw" else 0.1
-        adamw = partial(torch.optim.AdamW, lr=lr, weight_decay=decay, fused=fused or None)  # None: torch chooses
-        if optimizer == "adamw":
-            return adamw(model.parameters())
-        inner = [p for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2]
-        rest = [p for name, p in model.named_parameters() if not ("blocks." in name and p.dim() == 2)]
-        return [torch.optim.Muon(inner, lr, decay, adjust_lr_fn="match_rms_adamw"), adamw(rest)]
+        def clipped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+        named = list(model.named_parameters())
+        inner = [p for name, p in named if optimizer == "muon" and "blocks." in name and p.dim() == 2]
+        rest = [p for _, p in named if not any(p is one for one in inner)]
+        adamw: Optimizer = torch.optim.AdamW(
+            rest, lr, (0.9, beta2), weight_decay=decay, fused=fused or None,  # None leaves the choice to torch
+        )  # fmt: skip
+        found = [torch.optim.Muon(inner, lr, decay, adjust_lr_fn="match_rms_adamw"), adamw] if inner else [adamw]
+        if clip:
+            found[0].register_step_pre_hook(clipped)
+        return found if inner else adamw
 
     return Workload(
         name="chargpt",
