@@ -3,12 +3,15 @@
 import dataclasses
 import importlib
 import json
+import math
 import re
 import statistics
 
 import pytest
 
+from thinwire.core.methods.cast import Cast
 from thinwire.predict.choose.worth import MeasuredWorth, read_worth
+from thinwire.predict.timeline.local_steps import Periodic
 from thinwire.tools.bench import race, race_losses
 from thinwire.tools.bench.race import RaceSpec, RunContext, run_race
 from thinwire.tools.bench.race_answer import line_to_write, race_data, sentences, step_times
@@ -63,6 +66,24 @@ class World:
             slope *= 1.0 if spec.rate_factor == self.rate else 0.8
             places = range(0, spec.steps + 1, spec.every)
             record.curve = [Point(step, 0.0, float("nan"), 4.0 - slope * step) for step in places]
+
+
+class WholeRuns(World):
+    """Whole runs: a loss falls as steps to the power of -0.15, least at a row's own rate."""
+
+    def __init__(self, seconds, needs, rates, **options):
+        super().__init__(seconds, needs, **options)
+        self.rates = rates
+
+    def _train(self, spec, record):
+        assert spec.schedule
+        if record.label == "compute":
+            return
+        off = abs(math.log2(spec.rate_factor / self.rates.get(record.label, 1.0)))
+        steps = spec.steps / self.needs[record.label]
+        places = range(0, spec.steps + 1, spec.every)
+        record.curve = [Point(step, 0.0, 9.0, 9.0) for step in places]
+        record.curve[-1] = Point(spec.steps, 0.0, 9.0, (1 + 0.1 * off) * 5 * steps**-0.15)
 
 
 @pytest.fixture
@@ -328,3 +349,48 @@ def test_a_race_goes_on_where_nothing_can_be_kept(raced, tmp_path, caplog):
     _, found, _ = raced(world, METHODS, folder=tmp_path / "a_file" / "race")
     assert found.rows[0].label == "powersgd rank=4"
     assert f"results cannot be kept in {tmp_path / 'a_file' / 'race'} (Not a directory)" in caplog.text
+
+
+def test_whole_runs_are_compared_by_their_final_losses_each_at_its_best_rate(raced, tmp_path):
+    local = "local sync_every=4 codec=int2"
+    seconds = {"ddp": 1.0, "ssgd": 0.9, "alone": 0.1, "accumulate every=4": 0.4, local: 0.12}
+    needs = {"alone": 20.0, "accumulate every=4": 1.5, local: 1.1}
+    world = WholeRuns(seconds, needs, {local: 2.0, "accumulate every=4": math.sqrt(2)})
+    methods = "ssgd,alone,accumulate:every=4,local:sync_every=4:codec=int2"
+    _, found, said = raced(world, methods, steps=1000, minutes=60.0)
+    rows = {row.label: row for row in found.rows}
+    assert found.rows[0].label == local
+    for label, need in needs.items():
+        assert rows[label].steps == pytest.approx(need, rel=0.01), label
+    assert rows[local].rate == pytest.approx(2.0)
+    assert rows[local].sooner == pytest.approx(1.0 / (0.12 * 1.1), rel=0.02)
+    assert rows["ssgd"].steps == 1.0
+    assert 0.9 < found.way(local) < 1
+    assert (found.way("alone"), found.way("ddp"), found.way("ssgd")) == (0.0, 1.0, None)
+    assert found.target == pytest.approx(5 * 1000**-0.15)
+    trained = [(labels, seed) for kind, labels, seed in world.sessions if kind == "losses"]
+    assert all(len(labels) == 1 and seed == 0 for labels, seed in trained)
+    assert [labels[0] for labels, _ in trained].count("ddp") == 5 + 3  # rates, and shares of the run
+    assert not any("ssgd" in labels for labels, _ in trained)
+    assert any(re.match(r"whole runs of 4 methods, 1000 steps each: about \d+ minutes", text) for text in said)
+    assert sentences(found)[2].endswith(" over whole schedules")
+    assert "a short race" not in sentences(found)[2]
+
+    data = race_data(found)
+    assert data["race"]["finals"][local]["way"] == found.way(local)
+    (tmp_path / "race.json").write_text(json.dumps(data))
+    worth = read_worth(tmp_path / "race.json")(Periodic(Cast("int8"), 4, 0), 1000, 2)
+    assert worth.middle == pytest.approx(1.1, rel=0.01)
+    assert worth.source.endswith("whole runs of 1,000 steps")
+
+    again = WholeRuns(seconds, needs, {})
+    raced(again, methods, steps=1000, minutes=60.0)
+    assert not again.sessions  # all is known
+
+
+def test_a_row_that_fails_in_a_whole_run_is_told(raced):
+    world = WholeRuns({"ddp": 1.0, "alone": 0.1}, {"alone": 2.0}, {}, diverging=("alone",))
+    _, found, _ = raced(world, "alone", steps=200, minutes=60.0)
+    rows = {row.label: row for row in found.rows}
+    assert rows["alone"].note == "failed: it diverged"
+    assert rows["alone"].seconds is None

@@ -140,6 +140,11 @@ race chargpt --methods acp,acp -> given twice
 race chargpt --workers 1 -> --workers 1: a race needs at least 2
 race chargpt --minutes 0 -> --minutes 0 must be above 0
 race chargpt --seeds 0 -> --seeds 0 must be at least 1
+race chargpt --steps 50 -> --steps 50: a whole run has at least 100 steps
+race chargpt --steps 200 --schedule linear -> --schedule
+race chargpt --methods accumulate:every=1 -> accumulate: every=1 must be a whole number of at least 2
+race chargpt --methods ssgd:look=far -> look='far' must be a thinwire.Look
+race chargpt --methods local:look=2 -> Look: beta
 race chargpt --out own.py -> --out own.py is not a folder that can be written (File exists)
 race chargpt --out own.py/results -> --out own.py/results is not a folder that can be written
 race chargpt --out /proc/results -> --out /proc/results is not a folder that can be written (
