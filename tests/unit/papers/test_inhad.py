@@ -27,6 +27,7 @@ def test_a_scheme_trains_in_virtual_time_alike_twice(scheme):
 def test_verdicts():
     cases = {"100mbit 4 0.7": (36.0, 29.0), "6mbit 4 0.9": (120.0, 48.0), "100mbit 32 0.7": (30.0, 35.0)}
     found = {f"{text} {case}": value for case, pair in cases.items() for text, value in zip(("asp", INHAD), pair)}
+    found |= {"asp lab": 20.0, f"{INHAD} lab": 25.0}
     found |= {"asp 10 Gb/s": 7.0, "all-reduce 100mbit 4 accuracy": 97.0, f"{INHAD} 100mbit 4 accuracy": 96.5}
     assert PAPER.judge(found)[0] == "holds where"
     assert PAPER.judge({**found, f"{INHAD} 100mbit 32 0.7": 15.0})[0] == "holds"
