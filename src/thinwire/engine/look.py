@@ -33,6 +33,8 @@ class Look:
 
     Paper: EMA-Nesterov, arXiv 2605.25395, there for plain data-parallel training.
 
+    Differences from the paper: with local steps it follows the outer weights, once in a round.
+
     With the largest stable learning rate it may diverge: take a lower one or a lower ``beta``.
 
     Args:
