@@ -53,9 +53,9 @@ ROWS = ",".join(
 )
 WHOLE = ",".join(
     [
-        "ddp,alone,local:sync_every=4:codec=int2,local:sync_every=4:codec=int1:look=0.5,ssgd:look=0.5",
-        "local:sync_every=8:codec=int1:look=0.5,accumulate:every=4,local:sync_every=16:codec=int2",
-        "local:sync_every=4:codec=int1:fragment_sync_delay=1:look=0.5",
+        "ddp,alone,local:sync_every=4:codec=int2,local:sync_every=4:codec=int2:look=0.3,ssgd:look=0.5",
+        "local:sync_every=4:codec=int1,local:sync_every=4:codec=int1:look=0.3,local:sync_every=8:codec=int1:look=0.3,accumulate:every=4,local:sync_every=16:codec=int2",
+        "local:sync_every=4:codec=int1:fragment_sync_delay=1",
     ]
 )
 """Rows of whole runs."""
@@ -101,7 +101,7 @@ def ship(known: list[dict[str, Any]]) -> None:
     """
     rows, all_rows = [], {row.label for row in parse_rows(ROWS)}
     alike = [one for one in known if "shares" not in one["track"]["model"]]
-    for one in (one for one in alike if one["track"]["schedule"] or all_rows <= one["rows"].keys()):
+    for one in (one for one in alike if all_rows <= one["rows"].keys()):
         about = {"elements": one["elements"], "workers": one["track"]["workers"]}
         about["steps"] = one["track"]["steps"] if one["track"]["schedule"] else 0
         for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):

@@ -35,7 +35,8 @@ class Look:
 
     Differences from the paper: with local steps it follows the outer weights, once in a round.
 
-    With the largest stable learning rate it may diverge: take a lower one or a lower ``beta``.
+    It wants a lower learning rate, about 1 - ``beta`` times the best one without it; at the largest stable rate it may
+    diverge.
 
     Args:
         beta: how far to look, in steps of the slow mean; 0 is none.

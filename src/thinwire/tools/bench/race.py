@@ -70,8 +70,8 @@ LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=
 spend a fifth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
 
 WHOLE_METHODS = (
-    "alone,accumulate:every=4,ssgd:look=0.5,local:sync_every=4:codec=int2,local:sync_every=4:codec=int1:look=0.5,"
-    "local:sync_every=8:codec=int1:look=0.5,local:sync_every=16:codec=int2"
+    "alone,accumulate:every=4,ssgd:look=0.5,local:sync_every=4:codec=int2,local:sync_every=4:codec=int2:look=0.3,"
+    "local:sync_every=8:codec=int2:look=0.3,local:sync_every=16:codec=int2"
 )
 """Of whole runs; one worker alone, and what everybody has: exchanges every few steps of gradients added up."""
 
