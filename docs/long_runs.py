@@ -137,9 +137,9 @@ def page(found: list[dict[str, Any]]) -> str:
 
 READING = """* **Every 4 steps in 2 bits, at 1/60 of DDP's bytes, costs a tenth more steps.** One worker alone
   would need three quarters more.
-* **A [look-ahead](methods/local.md#looking-ahead) gives some of that back** and sends nothing. It wants a lower rate:
-  `look=0.3` about 0.7 times that without it, `look=0.5` at most half. DDP may use it too, and is then ahead of plain
-  DDP, so compare with both.
+* **A [look-ahead](methods/local.md#looking-ahead) sends nothing and gains little here**: a hundredth of the loss for
+  DDP and less for local steps. It wants a lower rate: `look=0.3` about 0.7 times that without it, `look=0.5` at most
+  half. Give it to both before you compare.
 * **A rate for all rows says little.** DDP ends as low at 2.8e-3 as at 4e-3, local steps do not.
 * One seed, one size: differences of a hundredth are within its luck. Not measured yet: other sizes, four workers, later
   merges.
