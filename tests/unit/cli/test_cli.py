@@ -30,6 +30,12 @@ def test_help_ends_with_an_example_that_can_be_read(verb):
     VERBS[verb].make_context(verb, example.removeprefix(start).split())
 
 
+def test_the_package_is_the_command():
+    ended = subprocess.run([sys.executable, "-m", "thinwire", "--help"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert "Usage: python -m thinwire" in ended.stdout
+
+
 @pytest.mark.parametrize("module", ["typer", "thinwire.systems.cli.supernet"])
 def test_control_c_while_python_imports(module):
     code = f"""import sys
