@@ -584,11 +584,11 @@ RATES = "python benchmarks/parameter_server_rates.py --out FILE"
 
 
 def of_seeds(factors: list[float | None]) -> str:
-    """The median of three, and their ends."""
+    """The median, and the ends."""
     ordered = sorted(float("inf") if factor is None else factor for factor in factors)
     low, middle, high = (
         "never" if x == float("inf") else f"{x:.2f}"
-        for x in (ordered[0], ordered[1], ordered[-1])
+        for x in (ordered[0], ordered[len(ordered) // 2], ordered[-1])
     )
     return f"{middle} ({low} to {high})"
 

@@ -209,7 +209,9 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire reproduce acp dear": Shown(said("bandwidth alone"), "thinwire reproduce acp dear --simulated"),
         "thinwire reproduce --simulated": Shown(said("not judged", *(paper(name).system for name in NAMES))),
         **{
-            f"thinwire reproduce {name}": Shown(said(paper(name).link), f"thinwire reproduce {name} --simulated")
+            f"thinwire reproduce {name}{' --full' * (name == 'sft')}": Shown(
+                said(paper(name).link), f"thinwire reproduce {name} --simulated"
+            )
             for name in NAMES
         },
     },

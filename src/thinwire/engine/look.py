@@ -31,9 +31,8 @@ from thinwire.engine.hooks import ModuleHook, WithoutHooks, current_task
 class Look:
     """Slow look-ahead, for local steps and for methods that are not decoupled; nothing is sent for it.
 
-    Paper: EMA-Nesterov, arXiv 2605.25395, there for plain data-parallel training.
-
-    Differences from the paper: with local steps it follows the outer weights, once in a round.
+    Paper: EMA-Nesterov, arXiv 2605.25395, there for plain data-parallel training, and so once a step. With local steps
+    it follows the outer weights, once a round.
 
     It wants a lower learning rate, about 1 - ``beta`` times the best one without it; at the largest stable rate it may
     diverge.
