@@ -69,7 +69,8 @@ def by_hand(net, steps):
     for step in range(steps):
         before = [p.detach().clone() for p in net.parameters()]
         with torch.no_grad():
-            torch._foreach_add_(list(net.parameters()), buf, alpha=look.beta)
+            for p, slow in zip(net.parameters(), buf):
+                p.add_(slow, alpha=look.beta)
         train(net, [optimizer], 1, step)
         with torch.no_grad():
             for p, was, slow in zip(net.parameters(), before, buf):
