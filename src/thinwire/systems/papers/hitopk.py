@@ -12,6 +12,7 @@ import torch
 
 from thinwire.core.kernels.select import keep_count, top_k
 from thinwire.systems.papers.paper import Paper, Shown, Word
+from thinwire.systems.papers.ranks import PARTS
 from thinwire.systems.papers.workbench import Workbench, predicted
 from thinwire.tools.lab import Cluster
 
@@ -21,7 +22,6 @@ ROWS = ("cast:dtype=fp16:collective=torus", "cast:dtype=fp16", "topk:density=0.0
 MODEL, LOSS = "chargpt:layers=4:width=256:heads=4:batch=4", 2.8
 LAB = (*ROWS[:3], "hitopk:density=0.1")
 """Of two machines, one sends another as much at density 0.1 as each of 16 sends all others at 0.007."""
-PARTS = ("fp16 torus", "cached input", "shared norms", "HiTopK", "all")
 SIZES, DENSITY = (1 << 20, 1 << 24), 0.001
 
 
@@ -60,9 +60,10 @@ def measured(bench: Workbench) -> Iterator[Shown]:
         what = f"{key} {where}, seconds to a held-out loss of {LOSS}"
         yield Shown(f"{key.split()[0]} loss", what, times[row.replace(":", " ")], how="measured")
     parts = bench.ranks("together", 6 if bench.full else 2, cluster=Cluster.parse(4, 2, "100mbit"))
-    for row in PARTS[1:]:
+    base, *others = PARTS
+    for row in others:
         what = f"fp16 torus over {row}, a step of LARS on JPEG files, CNN on digits, 2 x 2 workers, 100mbit"
-        yield Shown(row, what, parts[PARTS[0]] / parts[row], published="1.25 to 1.40" * (row == "all"), how="measured")
+        yield Shown(row, what, parts[base] / parts[row], published="1.25 to 1.40" * (row == "all"), how="measured")
     for size in SIZES:
         for name, value in selection(size).items():
             what = f"torch.topk over {name}, {size:,} elements, density {DENSITY}, one core"

@@ -65,8 +65,9 @@ def measured(bench: Workbench) -> Iterator[Shown | Picture]:
             for rate in RATES:
                 bench.tell(f"{link}, batch {batch}, {text}, rate {rate}")
                 runs[rate] = [served(text, rate, bits, batch, seed) for seed in range(3 if bench.full else 1)]
-            best = min(runs.values(), key=lambda found: tuple(reached(found, loss) for loss in LOSSES[::-1]))
-            rates.setdefault(text, next(rate for rate, found in runs.items() if found is best))
+            taken = min(RATES, key=lambda rate: tuple(reached(runs[rate], loss) for loss in LOSSES[::-1]))
+            best = runs[taken]
+            rates.setdefault(text, taken)
             what = f"{text}, digits, batch {batch}, 4 x 2 workers of different speed, {link}"
             for loss in LOSSES:
                 yield Shown(f"{text} {where} {loss}", f"{what}: to {loss}", reached(best, loss), "s", how="measured")

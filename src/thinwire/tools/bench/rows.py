@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from thinwire.tools.bench.words import Value, load_function, nearest, split_options
@@ -38,7 +38,7 @@ class Row:
     @property
     def of_method(self) -> dict[str, Value]:
         """The options that are the method's own."""
-        return {key: given for key, given in self.options.items() if key != "look"}
+        return without_look(self.options)
 
     @property
     def is_thinwire(self) -> bool:
@@ -47,6 +47,10 @@ class Row:
     @property
     def is_custom(self) -> bool:
         return ":" in self.kind
+
+
+def without_look(options: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: given for key, given in options.items() if key != "look"}
 
 
 def parse_rows(text: str) -> tuple[Row, ...]:
@@ -125,7 +129,7 @@ def _check_method(name: str, options: dict[str, Value]) -> None:
     known_method(name, (*TORCH_ROWS, *METHODS, *PRESETS, "auto"))
     try:
         as_look(options.get("look"))
-        method(name, **{key: given for key, given in options.items() if key != "look"})
+        method(name, **without_look(options))
     except TypeError as error:
         raise ValueError(f"method {name!r}: {error}") from error
 
