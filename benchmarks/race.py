@@ -51,14 +51,23 @@ ROWS = ",".join(
         *(f"local:sync_every={h}:codec={c}:fragment_sync_delay={d}" for c, some in OVERLAPPED.items() for h, d in some),
     ]
 )
+WHOLE_LOCAL = (
+    *(f"local:sync_every={h}:codec=int2" for h in (4, 8, 16, 64)),
+    *(
+        f"local:sync_every={h}:codec=int2:fragment_sync_delay={d}"
+        for h, d in ((4, 1), (8, 1), (8, 3), (16, 7), (64, 15))
+    ),
+    *(f"local:sync_every={h}:codec=int1" for h in (4, 8)),
+)
 WHOLE = ",".join(
     [
-        "ddp,alone,local:sync_every=4:codec=int2,local:sync_every=4:codec=int2:look=0.3,ssgd:look=0.5",
-        "local:sync_every=4:codec=int1,local:sync_every=4:codec=int1:look=0.3,local:sync_every=8:codec=int1:look=0.3,accumulate:every=4,local:sync_every=16:codec=int2",
-        "local:sync_every=4:codec=int1:fragment_sync_delay=1",
+        "ddp,alone,accumulate:every=4,ssgd:look=0.5",
+        *WHOLE_LOCAL,
+        "local:sync_every=4:codec=int2:look=0.3,local:sync_every=4:codec=int1:look=0.3",
+        "cast:dtype=int4,cast:dtype=int2,powersgd:rank=4,acp:rank=16,topk:density=0.01",
     ]
 )
-"""Rows of whole runs."""
+"""Rows of whole runs; of local steps all are needed before any is planned with."""
 RECIPE = "lr=0.0028:beta2=0.95:decay=0.1:clip=1:held_out=64"
 """How language models are trained as a rule, at the rate that is best for DDP here."""
 RESULTS = Path(__file__).parent / "results" / "race.json"
@@ -99,9 +108,13 @@ def ship(known: list[dict[str, Any]]) -> None:
 
     Of a size with some of the rows alone nothing is in it: a period of one model would be held against another's.
     """
-    rows, all_rows = [], {row.label for row in parse_rows(ROWS)}
-    alike = [one for one in known if "shares" not in one["track"]["model"]]
-    for one in (one for one in alike if all_rows <= one["rows"].keys()):
+    rows = []
+    needed = {
+        whole: {row.label for row in parse_rows(text)} for whole, text in ((False, ROWS), (True, ",".join(WHOLE_LOCAL)))
+    }
+    others = ("shares", "muon", "scaled_init")
+    alike = [one for one in known if not any(word in one["track"]["model"] for word in others)]
+    for one in (one for one in alike if needed[one["track"]["schedule"]] <= one["rows"].keys()):
         about = {"elements": one["elements"], "workers": one["track"]["workers"]}
         about["steps"] = one["track"]["steps"] if one["track"]["schedule"] else 0
         for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
@@ -123,15 +136,17 @@ def main() -> None:
     parser.add_argument("--whole", type=int, help="steps of whole runs, instead of runs to a loss")
     parser.add_argument("--seeds", type=int, default=3, help="of whole runs, at the rate that is best on the first")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
+    parser.add_argument("--scaled-init", action="store_true", help="begin as GPT-2 does, in whole runs")
     parser.add_argument("--apart", action="store_true", help="each rank trains on its own share of the text")
     told = parser.parse_args()
     model = SIZES[told.size] + (f":shares={told.workers}" if told.apart else "")
     track, share = TrainingSetup(model, told.workers, told.steps), told.share
     methods = told.methods or (WHOLE if told.whole else ROWS)
     if told.whole:
-        muon = ":optimizer=muon" if told.optimizer == "muon" else ""
+        other = ":optimizer=muon" if told.optimizer == "muon" else ""
+        other += ":scaled_init=true" if told.scaled_init else ""
         track = TrainingSetup(
-            f"{model}:lr=0.0028:beta2=0.95:decay=0.1:clip=1:held_out=64{muon}",
+            f"{model}:{RECIPE}{other}",
             told.workers,
             told.whole,
             rate=None,

@@ -10,8 +10,8 @@ range where fp16 is accurate.
 scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. ``"int4"`` is the same program with the
 scale max|a| / 7, ``"int2"`` with four bins around 0, whose means are sent with the codes. Its traffic does not grow
 with the number of ranks, whereas torch's 8-bit hooks gather all ranks' codes. It keeps the error of both steps in a
-residual, which those hooks drop. ``"int1"``, with two bins, gathers all ranks' codes too, and keeps its error. Chunks
-follow the bucket, so values depend on the plan; the state does not.
+residual, which those hooks drop. Two ranks gather each other's codes, and so do more in ``"int1"``, with two bins.
+Chunks follow the bucket, so values depend on the plan; the state does not.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Cast(Decoupling, Method):
         )
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Do one all-reduce of 16-bit elements; below 16 bits an all-to-all and an all-gather; in 1 the latter."""
+        """Do one all-reduce of 16-bit elements; below 16 bits what ``two_step.py`` says."""
         if bucket.numel == 0:
             return
         if bits := _BITS.get(self.dtype):

@@ -4,8 +4,9 @@ A = M + E over the bucket, in P chunks; rank r owns the r-th. All-to-all of the 
 received in rank order, encodes the sum and sends it to all ranks. E = A minus what was sent, decoded; the owner adds
 the error of the second encoding to its chunk, so one residual per rank is enough to lose nothing.
 
-In 1 bit a sum that is encoded again is too coarse: local steps that end at 1.68 in 2 bits ended at 1.88. So all ranks
-gather all messages, whose bytes grow with their number: from four ranks on they are as many as in 2 bits.
+Two ranks gather each other's messages instead: as many bytes, but one collective and one encoding. So do more ranks in
+1 bit, where a sum that is encoded again is too coarse: local steps that end at 1.68 in 2 bits ended at 1.88. The bytes
+then grow with the number of ranks: from four on they are as many as in 2 bits.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Code:
 def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: bool = True) -> Program:
     """All-to-all of codes, sum, encode again, all-gather. Without ``feedback`` nothing is kept for later."""
     n, ranks = bucket.numel, state.size
-    if bits == 1:
-        yield from _gathered(bucket, state, Code.of(bits, block, n, 1))
+    if _gathers(bits, ranks):
+        yield from _gathered(bucket, state, Code.of(bits, block, n, 1), feedback)
         return
     code = Code.of(bits, block, n, ranks)
     a = accumulate_flat(bucket, state, ranks * code.chunk) if feedback else _padded(bucket, ranks * code.chunk)
@@ -96,12 +97,17 @@ def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: b
     bucket.write_gradient(mean[:n].div_(poison(finite, ranks, a.dtype)))
 
 
-def _gathered(bucket: Bucket, state: State, code: Code) -> Program:
+def _gathers(bits: int, ranks: int) -> bool:
+    return bits == 1 or ranks <= 2
+
+
+def _gathered(bucket: Bucket, state: State, code: Code, feedback: bool) -> Program:
     """All-gather of codes, and their sum on all ranks."""
     n = bucket.numel
-    a = accumulate_flat(bucket, state, code.chunk)
+    a = accumulate_flat(bucket, state, code.chunk) if feedback else _padded(bucket, code.chunk)
     everyone = yield AllGather(code.encode(a).view(-1))
-    stage_flat(bucket, state, a[:n])
+    if feedback:
+        stage_flat(bucket, state, a[:n])
     total, finite = code.decode_sum(everyone, a.dtype), code.finite(everyone, a.dtype)
     state.verdict(finite)
     bucket.write_gradient(total[:n].div_(poison(finite, state.size, a.dtype)))
@@ -127,12 +133,12 @@ def payload(sizes: Sequence[int], bits: int, block: int) -> list[int]:
 
 
 def seconds(size: int, ranks: int, bits: int, prices: Prices) -> list[float]:
-    """Accumulate and encode; sum and encode a chunk; decode all. In 1 bit the second encoding is left out."""
+    """Accumulate and encode; sum and encode a chunk; decode all. Who gathers leaves the second encoding out."""
     encode = ENCODE + ERROR + bits / 8  # codes of 8 bits, written and read, are a quarter of a pass of fp32 each
     if bits <= 2:
         encode += MEANS + DECODE
     before = prices.passes(ACCUMULATE + encode, size)
-    if bits == 1:
+    if _gathers(bits, ranks):
         return [before, prices.passes(DECODE * ranks + IN_PLACE + COPY, size)]
     between = prices.passes(DECODE * ranks + encode, size / ranks)
     after = prices.passes(ACCUMULATE, size / ranks) + prices.passes(DECODE + IN_PLACE + COPY, size)

@@ -85,7 +85,9 @@ class TransformerBlock(nn.Module):
 class CharGPT(nn.Module):
     """A causal transformer over bytes; the output layer is its own matrix."""
 
-    def __init__(self, layers: int = 6, width: int = 384, heads: int = 6, block: int = 64) -> None:
+    def __init__(
+        self, layers: int = 6, width: int = 384, heads: int = 6, block: int = 64, scaled_init: bool = False
+    ) -> None:
         super().__init__()
         self.characters = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(block, width)
@@ -97,6 +99,10 @@ class CharGPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if scaled_init:
+            for one in self.blocks:
+                for last in (one.out, one.down):
+                    nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, text: Tensor) -> Tensor:
         """Return the logits of the next character, ``(batch, length, 256)``."""
@@ -121,11 +127,13 @@ def chargpt(
     decay: float = 0.01,
     beta2: float = 0.999,
     clip: float = 0.0,
+    scaled_init: bool = False,
 ) -> Workload:
     """``batch`` sequences of ``block`` characters per rank and step, and ``held_out`` to evaluate.
 
     With ``shares`` rank r trains on piece r alone. ``optimizer``: "adamw", or "muon" for the matrices of the blocks.
-    ``clip``: the most that a rank's gradient may be long; 0: any.
+    ``clip``: the most that a rank's gradient may be long; 0: any. ``scaled_init``: what is added to a residual starts
+    smaller by the root of how many are added, as in GPT-2.
     """
     check_choice("chargpt: optimizer", optimizer, ("adamw", "muon"))
     if shares < 1:
@@ -159,13 +167,14 @@ def chargpt(
 
     return Workload(
         name="chargpt",
-        model=CharGPT(layers, width, heads, block),
+        model=CharGPT(layers, width, heads, block, scaled_init),
         loss=loss,
         optimizer=made,
         describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, text: the standard library"
         + (f" in {shares} shares" if shares > 1 else "")
         + ("" if fused else ", torch's default AdamW")
-        + (", Muon" if optimizer == "muon" else ""),
+        + (", Muon" if optimizer == "muon" else "")
+        + (", GPT-2's initial weights" if scaled_init else ""),
         evaluate=evaluate,
     )
 
