@@ -23,7 +23,7 @@ from thinwire.predict.choose import DEVICES, Ranking
 from thinwire.predict.choose.rank import UNCERTAINTY, spread_costs
 from thinwire.predict.choose.worth import UNKNOWN, MeasuredWorth, Worth, read_worth, shipped, worth_from
 from thinwire.predict.timeline import bound_by, simulate
-from thinwire.predict.timeline.local_steps import Periodic
+from thinwire.predict.timeline.local_steps import PLAIN, Periodic
 
 DENSE = (("ssgd", SSGD()), ("cast", Cast()))
 SPARSE = (("topk .001", TopK(0.001)), ("topk .01", TopK(0.01)))
@@ -33,8 +33,12 @@ RESNET, BERT = builtin("resnet50", device_flops=3e13), builtin("bert-base", devi
 
 
 def alike(method, elements, workers):
-    """As if a step of every method were worth the same."""
-    return Worth(1.0, 1.0, 1.0, "a test's")
+    """As if a step of every method were worth the same, and nothing were known of what everybody has."""
+    return UNKNOWN if label_of_plain(method) else Worth(1.0, 1.0, 1.0, "a test's")
+
+
+def label_of_plain(method):
+    return next((label for label, plain in PLAIN.items() if plain == method), None)
 
 
 def choose(*arguments, worth=alike, **options):
@@ -391,3 +395,42 @@ def test_a_lossy_method_that_saves_start_ups_alone_is_not_recommended(elements, 
     assert ranking.sentence.startswith("dense is enough here: ")
     assert "start-ups" in ranking.sentence
     assert not choose(candidates, RESNET, Topology(workers), costs_of(1e10, 5e-5, workers)).best.dense
+
+
+# --- what everybody has --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alone", "accumulated", "said"),
+    [(3.0, 2.0, "topk .001 is faster here: "), (1.01, 2.0, "nothing pays here: "), (3.0, 0.5, "nothing pays here: ")],
+)
+def test_a_lossy_method_must_beat_one_worker_alone_and_ddp_that_accumulates(alone, accumulated, said):
+    steps = {"alone": alone, "accumulate:every=4": accumulated}
+
+    def worth(method, elements, workers):
+        return (
+            alike(method, elements, workers)
+            if (label := label_of_plain(method)) is None
+            else Worth(*[steps[label]] * 3, "")
+        )
+
+    topology, costs = Topology(8), costs_of(1e10, 30e-6, 8)
+    ranking = choose((*DENSE, *SPARSE), RESNET, topology, costs, worth=worth, **GPU)
+    assert ranking.sentence.startswith(said)
+    assert ranking.best.dense == said.startswith("nothing")
+    compute = RESNET.forward_seconds + sum(RESNET.backward_seconds)
+    entry, exact = ranking.entry("alone"), ranking.entry("ssgd")
+    assert (entry.bytes_sent, entry.step_seconds) == (0, pytest.approx(compute))
+    assert entry.speedup == pytest.approx(exact.step_seconds / compute / alone)
+    fourth = ranking.entry("accumulate:every=4")
+    assert (fourth.every, fourth.bytes_sent) == (4, pytest.approx(exact.bytes_sent / 4))
+
+
+def test_one_worker_alone_is_known_beside_as_many_as_were_measured():
+    rows = [
+        MeasuredWorth(name, {}, every, 0, 10**6, 2, (2.0,), steps=1504)
+        for name, every in (("alone", 1), ("accumulate", 4))
+    ]
+    worth = worth_from(tuple(rows))
+    known = {workers: [worth(plain, 10**6, workers).known for plain in PLAIN.values()] for workers in (2, 4)}
+    assert known == {2: [True, True], 4: [False, True]}

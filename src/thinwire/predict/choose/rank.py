@@ -19,7 +19,7 @@ from thinwire.core.words import milliseconds
 from thinwire.predict.choose.result import Entry, Ranking
 from thinwire.predict.choose.worth import Worth, WorthOf, resolved, shipped
 from thinwire.predict.timeline import Timeline, bound_by, simulate
-from thinwire.predict.timeline.local_steps import Periodic
+from thinwire.predict.timeline.local_steps import PLAIN, Periodic
 from thinwire.predict.timeline.programs import Place
 from thinwire.predict.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event, union_seconds
 from thinwire.predict.timeline.simulate import network_free
@@ -192,7 +192,8 @@ def choose(
     loss more than 10 % sooner than the fastest dense form, with the most steps that it has needed anywhere, and would
     still do so if start-ups of messages cost nothing; otherwise sending less gains nothing. Among lossy methods that
     are equally fast, the simpler one is recommended (:func:`simplest`). Among the dense forms, 16 bits are recommended
-    only if they gain 5 %.
+    only if they gain 5 %. Where it is known what they are worth, one worker alone and DDP that accumulates are listed
+    too, and a lossy method must beat both.
 
     The band is the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
     40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
@@ -260,7 +261,12 @@ def price(
     worth_of = worth or shipped()
     points: list[SimulatedMethod] = []
     left_out: list[tuple[str, str]] = []
-    for label, method in _complete(candidates):
+    known = [
+        (label, method)
+        for label, method in PLAIN.items()
+        if worth_of(method, profile.elements, topology.world_size).known
+    ]
+    for label, method in [*_complete(candidates), *known]:
         dense = _dense(method)
         if not (lossy or dense or method.exact):
             continue
@@ -305,7 +311,8 @@ def judge(
         return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
     kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
-    lossies = [p for p in points if not (p.exact or p.dense)]
+    plain = [p for p in points if p.label in PLAIN]
+    lossies = [p for p in points if not (p.exact or p.dense or p in plain)]
     rivals = sorted((p for p in lossies if p.worth.known), key=lambda p: p.loss_seconds)
     if not rivals:
         other = (
@@ -329,6 +336,10 @@ def judge(
         )
         return Recommendation(kept, best_exact, dense, said)
     simple = simplest(rival, [p for p in sooner if as_soon(p, rival) and bytes_alone(p) < limit])
+    least = min(plain, key=lambda p: p.loss_seconds, default=simple)
+    if least.loss_seconds < simple.loss_seconds:
+        said = f"nothing pays here: {_told(least)} for {least.label} against {_told(simple)} ({simple.label})"
+        return Recommendation(kept, best_exact, dense, said)
     against = f"{milliseconds(dense.seconds)} for dense ({dense.label})"
     said = f"{simple.label} is faster here: {_told(simple)} against {against}"
     if simple is not rival:

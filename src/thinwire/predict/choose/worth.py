@@ -22,7 +22,7 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.local_steps import Periodic
+from thinwire.predict.timeline.local_steps import Alone, Periodic
 from thinwire.predict.timeline.simulate import network_free
 
 TABLE = Path(__file__).with_name("worth.json")
@@ -120,20 +120,23 @@ def _bits(value: Any) -> Any:
 
 
 def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
-    """Return a look-up of a method's row: of whole runs, nearest in ranks, then in size, then in what it sends."""
+    """Return a look-up of a method's row: of the longest runs, nearest in ranks, in size, then in what it sends.
+
+    One worker alone is worth what it is beside as many workers as were measured.
+    """
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
         if method.exact or workers == 1:
             return EXACT
         if method.name == "cast" and not method.has_residual:
             return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
-        found = [row for row in rows if row.speaks_for(method)]
+        found = [row for row in rows if row.speaks_for(method) and (row.workers == workers or row.method != Alone.name)]
         if not found:
             return UNKNOWN
 
-        def apart(row: MeasuredWorth) -> tuple[bool, float, float, int, int, list[float]]:
+        def apart(row: MeasuredWorth) -> tuple[int, float, float, int, int, list[float]]:
             return (
-                not row.steps,
+                -row.steps,
                 abs(math.log(row.workers / workers)),
                 abs(math.log(row.elements / max(1, elements))),
                 row.every,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.periods import LONGER, LONGEST, calendar, layers, nanoseconds, steps_late
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Bucket, Method, Plan, Program, State
@@ -60,6 +61,28 @@ class Periodic(Method):
         tensors = profile.tensors[::-1]  # in the model's order
         runs = layers([t.name for t in tensors], [t.size for t in tensors], self.every)
         return {tensors[place].name: index for index, run in enumerate(runs) for place in run}
+
+
+@dataclass(frozen=True)
+class Alone(Method):
+    """One worker without a network, as the planner sees it: what a user has already."""
+
+    name: ClassVar[str] = "alone"
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Accumulated(SSGD):
+    """What :class:`Periodic` sends for DDP that accumulates gradients over a period."""
+
+    name: ClassVar[str] = "accumulate"
+    exact: ClassVar[bool] = False
+
+
+PLAIN: Mapping[str, Method] = {"alone": Alone(), "accumulate:every=4": Periodic(Accumulated(), 4, 0)}
+"""What everybody has without this library; a lossy method must beat both."""
 
 
 def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:

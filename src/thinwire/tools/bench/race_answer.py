@@ -16,7 +16,7 @@ from thinwire.core.words import seconds as short
 from thinwire.engine.local.settings import local_settings
 from thinwire.predict.choose.rank import TIE, as_soon, overlap, simplest
 from thinwire.tools.bench.race_losses import BASE, StepsFactor
-from thinwire.tools.bench.rows import Row
+from thinwire.tools.bench.rows import EVERY, Row
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord
 from thinwire.tools.bench.summary import summarise
 from thinwire.tools.bench.words import attach_line
@@ -243,6 +243,13 @@ def planner_row(row: Row) -> dict[str, Any] | None:
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
         look = 0.0 if settings.look is None else settings.look.beta
         return code | {"every": every, "delay": settings.delay_in(every), "look": look}
+    if row.kind in ("alone", "accumulate"):
+        return {
+            "method": row.kind,
+            "options": {},
+            "every": row.options.get("every", EVERY if row.kind == "accumulate" else 1),
+            "delay": 0,
+        }
     if row.kind not in METHODS:
         return None
     return None if "look" in row.options else {"method": row.kind, "options": row.options, "every": 1, "delay": 0}
