@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -254,7 +255,13 @@ class LocalSync(Handle):
         why = self._times.said or ("" if isinstance(local.sync_every, int) else str(local.sync_every))
         delay = local.delay_in(self.period, self._rounds.measured)
         every = f"{self.period} steps" + (f" ({why})" if why else "") + (f", merged {delay} later" if delay else "")
-        found = self._session.stats(f"{rounds} rounds, every {every}, by {self._session.method.name}")
+        note = f"{rounds} rounds, every {every}, by {self._session.method.name}"
+        topology = self.services.topology
+        workers = topology.world_size if local.inside is None else topology.nodes
+        if local.outer is None and workers > 1:
+            root = math.sqrt(workers)  # each worker's normalised step is smaller by about that
+            note += f"; local steps want about {root:.1f} times the learning rate that is best for DDP"
+        found = self._session.stats(note)
         return dataclasses.replace(
             found,
             method="local",
