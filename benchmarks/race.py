@@ -68,7 +68,7 @@ WHOLE = ",".join(
     ]
 )
 """Rows of whole runs; of local steps all are needed before any is planned with."""
-RECIPE = "lr=0.0028:beta2=0.95:decay=0.1:clip=1:held_out=64"
+RECIPE = "lr=0.0028:beta2=0.95:decay=0.1:clip=1:held_out=64:scaled_init=true"
 """How language models are trained as a rule, at the rate that is best for DDP here."""
 RESULTS = Path(__file__).parent / "results" / "race.json"
 
@@ -109,14 +109,14 @@ def ship(known: list[dict[str, Any]]) -> None:
     Of a size with some of the rows alone nothing is in it: a period of one model would be held against another's.
     """
     rows = []
-    needed = {
-        whole: {row.label for row in parse_rows(text)} for whole, text in ((False, ROWS), (True, ",".join(WHOLE_LOCAL)))
-    }
-    others = ("shares", "muon", "scaled_init")
-    alike = [one for one in known if not any(word in one["track"]["model"] for word in others)]
-    for one in (one for one in alike if needed[one["track"]["schedule"]] <= one["rows"].keys()):
-        about = {"elements": one["elements"], "workers": one["track"]["workers"]}
-        about["steps"] = one["track"]["steps"] if one["track"]["schedule"] else 0
+    for one in known:
+        track = one["track"]
+        model, whole = track["model"], track["schedule"]
+        needed = {row.label for row in parse_rows(",".join(WHOLE_LOCAL) if whole else ROWS)}
+        other = "shares" in model or "muon" in model or (whole and RECIPE not in model)
+        if other or not needed <= one["rows"].keys():
+            continue
+        about = {"elements": one["elements"], "workers": track["workers"], "steps": track["steps"] if whole else 0}
         for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
             if (said := planner_row(row)) is not None:
                 rows.append(said | about | {"factors": one["rows"][row.label]["factors"]})
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--whole", type=int, help="steps of whole runs, instead of runs to a loss")
     parser.add_argument("--seeds", type=int, default=3, help="of whole runs, at the rate that is best on the first")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
-    parser.add_argument("--scaled-init", action="store_true", help="begin as GPT-2 does, in whole runs")
+    parser.add_argument("--plain-init", action="store_true", help="all weights begin alike, in whole runs")
     parser.add_argument("--apart", action="store_true", help="each rank trains on its own share of the text")
     told = parser.parse_args()
     model = SIZES[told.size] + (f":shares={told.workers}" if told.apart else "")
@@ -144,9 +144,9 @@ def main() -> None:
     methods = told.methods or (WHOLE if told.whole else ROWS)
     if told.whole:
         other = ":optimizer=muon" if told.optimizer == "muon" else ""
-        other += ":scaled_init=true" if told.scaled_init else ""
+        recipe = RECIPE.replace(":scaled_init=true", "") if told.plain_init else RECIPE
         track = TrainingSetup(
-            f"{model}:{RECIPE}{other}",
+            f"{model}:{recipe}{other}",
             told.workers,
             told.whole,
             rate=None,

@@ -564,8 +564,9 @@ def tolls(data: Any) -> Iterator[Row]:
         mine = [label for label in seconds if label.startswith(OURS)]
         best = min(mine, key=seconds.__getitem__)
         peer = min(set(seconds) - set(mine), key=seconds.__getitem__)
-        size, _, workers = network["name"].partition("/")
+        size, workers, *whole = network["name"].split("/")
         where = f"{size.removesuffix('M')} M parameters, {workers} workers, {network['link']}"
+        where += "".join(f", whole runs of {steps} steps" for steps in whole)
         toll, over = bounds.get(network["link"], (None, None))
         alone = one["steps"] * network["compute_seconds"]
         yield claim(

@@ -114,6 +114,17 @@ _TOLL_TRAINED = (
     ),
     *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 16, 32)),
 )
+_WHOLE_TRAINED = (
+    *BASELINE,
+    *parse_rows(
+        "alone, accumulate:every=4, cast:dtype=int4, powersgd:rank=4, torch-powersgd:rank=4, "
+        "local:sync_every=4:codec=int2, local:sync_every=8:codec=int2, local:sync_every=16:codec=int2, "
+        "local:sync_every=64:codec=int2, local:sync_every=8:codec=none, local:sync_every=32:codec=none, "
+        "local:sync_every=4:codec=int2:fragment_sync_delay=1, "
+        "local:sync_every=8:codec=int2:fragment_sync_delay=3, local:sync_every=16:codec=int2:fragment_sync_delay=7"
+    ),
+    *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 32)),
+)
 _TOLL_NEAR = parse_rows("cast:dtype=int8, cast:dtype=int4")  # so near to DDP that they train at its rate alone
 _NEAR = tuple(row.label for row in _TOLL_NEAR)
 _TOLL_TIMED = tuple(_peer(f"torchft LocalSGD, every {h}", "torchft_rows:local_sgd", every=h) for h in (8, 16, 32))
@@ -130,6 +141,7 @@ class Tolls:
         left_out: labels of the rows that are not trained.
         not_timed: more labels, by link.
         tuned_on: seeds whose median says which rate is a row's best.
+        whole: steps of whole runs, which ``../race.py`` trains; 0: of runs to a loss early on.
     """
 
     model: str
@@ -139,6 +151,7 @@ class Tolls:
     left_out: tuple[str, ...]
     not_timed: dict[str, tuple[str, ...]]
     tuned_on: tuple[int, ...] = (0,)
+    whole: int = 0
 
     @property
     def trained(self) -> tuple[Row, ...]:
@@ -147,12 +160,12 @@ class Tolls:
         hivemind's ranks find each other by time, not after so many steps: where turns end before both have met, one
         waits until it gives up.
         """
-        return tuple(row for row in _TOLL_TRAINED if row.label not in self.left_out)
+        return tuple(row for row in (_WHOLE_TRAINED if self.whole else _TOLL_TRAINED) if row.label not in self.left_out)
 
     @property
     def near(self) -> tuple[Row, ...]:
         """Rows that are trained at the rate that serves DDP best."""
-        return tuple(row for row in _TOLL_NEAR if row.label not in self.left_out)
+        return () if self.whole else tuple(row for row in _TOLL_NEAR if row.label not in self.left_out)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -170,9 +183,14 @@ class Tolls:
         return tuple(row for row in self.rows if row.label not in self.not_timed.get(link, ()))
 
 
-def trained_as(label: str) -> str:
-    """The label of the row whose losses are this one's: torchft averages the same weights as Accelerate, as often."""
-    return label.replace("torchft", "Accelerate")
+def trained_as(label: str, whole: int = 0) -> str:
+    """The label of the row whose losses are this one's: all average the same weights, as often."""
+    label = label.replace("torchft", "Accelerate")
+    return (
+        label.replace("Accelerate LocalSGD, every ", "local sync_every=") + " codec=none"
+        if whole and "Accel" in label
+        else label
+    )
 
 
 _TINY = "chargpt:layers=4:width=144:heads=4"
@@ -190,6 +208,7 @@ TOLLS = {
         not_timed={},
         tuned_on=(0, 4, 5),  # the rate at which DDP does best on the first is nearly too high on others
     ),
+    "1.1M/2/1504": Tolls(_TINY, 2, (), ("10mbit", "100mbit", "1gbit"), (), {}, whole=1504),
     "3.3M/2": Tolls(
         _SMALL, 2, (0.25, 0.35, 0.5, 0.7, 1.0), ("10mbit", "100mbit", "250mbit", "1gbit"),
         left_out=_SHORT_IN_2_BITS,  # long periods need hardly more steps here
@@ -214,7 +233,7 @@ TOLLS = {
         not_timed={},
     ),
 }  # fmt: skip
-"""By size and number of workers."""
+"""By size and number of workers, and steps of whole runs."""
 
 
 INSTALLED = ("torch", "accelerate", "torchft", "hivemind")

@@ -49,6 +49,8 @@ def title(row: Row) -> str:
     words = {
         "ddp": "DDP, as it comes",
         "ddp-fp16": "DDP, fp16 hook",
+        "alone": "one worker alone",
+        "accumulate every=4": "DDP, accumulating 4 steps",
         "torch-powersgd rank=4": "DDP, torch's PowerSGD hook, rank 4",
     }
     label = str(row["label"])
@@ -239,9 +241,10 @@ def tolls(results: Run) -> str:
 
 def _tolls_of(trained: Run, clocked: list[Run]) -> str:
     """The table of one size and number of workers."""
-    size, _, workers = trained["name"].partition("/")
+    size, workers, *whole = trained["name"].split("/")
+    where = f"{workers} workers" + "".join(f", whole runs of {steps} steps" for steps in whole)
     factors = {label: _three(row["factors"]) for label, row in trained["rows"].items()}
-    columns = [(f"steps, {size}, {workers} workers", factors)]
+    columns = [(f"steps, {size}, {where}", factors)]
     for network in (one for one in clocked if one["name"] == trained["name"]):
         alone = trained["steps"] * network["compute_seconds"]
         ended = finishes(trained, network)
@@ -256,8 +259,8 @@ def _tolls_of(trained: Run, clocked: list[Run]) -> str:
 
 
 def _three(factors: list[float | None]) -> Three:
-    low, middle, high = sorted(float("inf") if factor is None else factor for factor in factors)
-    return low, middle, high
+    ordered = sorted(float("inf") if factor is None else factor for factor in factors)
+    return ordered[0], ordered[len(ordered) // 2], ordered[-1]
 
 
 def _cell(label: str, column: dict[str, Three], *, bold: bool) -> str:

@@ -27,7 +27,8 @@ from thinwire.tools.bench.rows import COMPUTE, Row
 from thinwire.tools.bench.session import BenchSpec, run_session
 
 sys.path.append(str(Path(__file__).parents[1]))
-from race import factors
+from race import RECIPE, factors
+from race import RESULTS as RACE
 
 RESULTS = Path(__file__).parents[1] / "results" / "tolls.json"
 STEPS, SHARE = 320, 0.6  # of each row, and at which share of DDP's its loss is the target
@@ -37,6 +38,17 @@ TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes wh
 def train(name: str, known: dict[str, Any]) -> dict[str, Any]:
     """Steps to DDP's loss of every row, over DDP's; ``known``: what is recorded of some of them."""
     asked = TOLLS[name]
+    if asked.whole:
+        model = f"{asked.model}:{RECIPE}"
+        (of_race,) = (
+            one["rows"]
+            for one in json.loads(RACE.read_text())
+            if (one["track"]["model"], one["track"]["workers"], one["track"]["steps"])
+            == (model, asked.workers, asked.whole)
+        )
+        rows = {row.label: of_race[trained_as(row.label, asked.whole)] for row in asked.rows}
+        told = {label: {key: row[key] for key in ("rate", "factors")} for label, row in rows.items()}
+        return {"name": name, "steps": asked.whole, "rows": told}
     track = TrainingSetup(asked.model, asked.workers, STEPS)
 
     def learn(rows: tuple[Row, ...], rates: list[float]) -> None:

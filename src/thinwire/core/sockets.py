@@ -22,9 +22,18 @@ class _HasDescriptor(Protocol):
 
 def readable(ends: Iterable[_End], seconds: float) -> list[_End]:
     """Wait up to ``seconds``; return those with something to read. Unlike ``select.select`` with any descriptor."""
+    return _ready(ends, seconds, selectors.EVENT_READ)
+
+
+def writable(ends: Iterable[_End], seconds: float) -> list[_End]:
+    """Wait up to ``seconds``; return those that take bytes, or whose call has failed."""
+    return _ready(ends, seconds, selectors.EVENT_WRITE)
+
+
+def _ready(ends: Iterable[_End], seconds: float, events: int) -> list[_End]:
     with Selector() as selector:
         for end in ends:
-            selector.register(end, selectors.EVENT_READ, end)
+            selector.register(end, events, end)
         return [key.data for key, _ in selector.select(seconds)]
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.program.bucket import working_dtype
-from thinwire.core.sockets import readable
+from thinwire.core.sockets import readable, writable
 
 if TYPE_CHECKING:
     from thinwire.core.collectives.exchange import Lane
@@ -137,18 +137,25 @@ def meet(
 ) -> dict[tuple[int, int], socket.socket] | None:
     """Connect to every lower rank, and accept every higher one; None if a rank does not come.
 
-    Handshakes are read concurrently, so a client that connects and sends nothing holds up no other.
+    All connections are opened at once, in one round trip. Handshakes are read concurrently, so a client that connects
+    and sends nothing holds up no other.
     """
     found: dict[tuple[int, int], socket.socket] = {}
+    called: dict[tuple[int, int], socket.socket] = {}
     unknown: dict[socket.socket, bytes] = {}  # connections whose handshake is incomplete: bytes so far; oldest first
     deadline = time.monotonic() + MEETING_SECONDS
     try:
         for peer in range(rank):
             host, _, port = endpoints[peer][_TOKEN_BYTES:].rstrip(b"\0").decode().rpartition(":")
             for channel in range(_CHANNELS):
-                connection = socket.create_connection((host, int(port)), max(0.01, deadline - time.monotonic()))
-                found[peer, channel] = connection
-                connection.sendall(_HELLO.pack(endpoints[peer][:_TOKEN_BYTES], rank, channel))
+                called[peer, channel] = connection = socket.socket()
+                connection.setblocking(False)
+                connection.connect_ex((host, int(port)))
+        for (peer, channel), connection in called.items():
+            if not writable([connection], max(0.01, deadline - time.monotonic())):
+                raise TimeoutError
+            connection.sendall(_HELLO.pack(endpoints[peer][:_TOKEN_BYTES], rank, channel))  # or the call's error
+            found[peer, channel] = connection
         server.setblocking(False)
         while len(found) < _CHANNELS * (len(endpoints) - 1):
             if (left := deadline - time.monotonic()) <= 0:
@@ -175,7 +182,7 @@ def meet(
                         found[other, channel] = ready
         return found
     except OSError:
-        _close(found.values())
+        _close((*found.values(), *called.values()))
         return None
     finally:
         _close(unknown)
