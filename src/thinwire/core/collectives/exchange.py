@@ -330,7 +330,7 @@ def _to_all(x: Tensor, out: list[Tensor], lane: Lane, tag: int) -> PairwiseWork 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SWAPPED_BYTES = 64 << 10  # for smaller messages a ring's turns cost nothing that counts
+_SWAPPED_BYTES = 64 << 10  # without a mesh; smaller messages that wait for one another gain nothing
 
 
 def pairwise(topology: Topology) -> tuple[str, ...]:
@@ -428,8 +428,11 @@ def _swaps(x: Tensor, lane: Lane) -> bool:
     """Return whether an all-reduce or all-gather consists of messages between pairs, which need CPU tensors."""
     if lane.mesh_only:
         return True
-    paired = (lane.mesh is not None and lane.disjoint) or (lane.back is not None and lane.size == 2)
-    return paired and x.device.type == "cpu" and x.nbytes >= _SWAPPED_BYTES
+    if x.device.type != "cpu":
+        return False
+    if lane.mesh is not None:
+        return lane.disjoint  # of small tensors too: a ring has 2 (W - 1) turns, each of which takes the link's delay
+    return lane.back is not None and lane.size == 2 and x.nbytes >= _SWAPPED_BYTES
 
 
 def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:
