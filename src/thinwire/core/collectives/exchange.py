@@ -61,6 +61,7 @@ from thinwire.core.program.ops import (
 _STORE_SECONDS = 2.0
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
 meshes: dict[tuple[Any, ...], list[Mesh]] = {}
+bundled: dict[tuple[Any, ...], Mesh] = {}  # meshes whose sockets others of the same ranks share
 unreachable: set[tuple[Any, ...]] = set()  # ranks that cannot connect directly: tried once, not once per lane
 _pool_owner: weakref.ref[Any] | None = None
 
@@ -74,6 +75,7 @@ def _fresh_pool() -> None:
         for mesh in (mesh for free in meshes.values() for mesh in free):
             mesh.close()
         meshes.clear()
+        bundled.clear()
         unreachable.clear()
         _pool_owner = weakref.ref(world) if world is not None else None
 
@@ -181,10 +183,14 @@ class Lanes:
         free = meshes.setdefault(key, [])
         if free:
             mesh: Mesh | None = free.pop(0)
+        elif key in bundled:
+            mesh = bundled[key].another()
         elif key in unreachable:
             return None
         else:
             mesh = open_mesh(group, ranks, place, self._timeout)
+            if mesh is not None and mesh.shared:
+                bundled[key] = mesh
         if mesh is None:
             unreachable.add(key)
         else:
@@ -220,6 +226,8 @@ class Lanes:
         for key, mesh in self._leased_meshes:
             if broken:
                 mesh.close()
+                if bundled.pop(key, None) is not None:
+                    meshes.pop(key, None)  # they were over the same sockets
             else:
                 meshes.setdefault(key, []).append(mesh)
         if not broken:

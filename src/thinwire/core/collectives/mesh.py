@@ -19,7 +19,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -28,6 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.core.collectives.bundle import (
+    LONG_SECONDS,
+    MOST_SOCKETS,
+    SOCKETS,
+    WITH_BBR,
+    Bundle,
+    BundleStream,
+    round_trip,
+    use_bbr,
+)
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.program.bucket import working_dtype
@@ -49,13 +60,31 @@ _SIOCGIFADDR = 0x8915
 
 
 class Mesh:
-    """This rank's connections: two streams to every other rank, each with an order of its own."""
+    """This rank's connections: two streams to every other rank, each with an order of its own.
 
-    def __init__(self, streams: Sequence[dict[int, Stream]]) -> None:
+    On a long wire they run over ``bundles``, one to every other rank, which all meshes of these ranks share.
+    """
+
+    def __init__(
+        self, streams: Sequence[Mapping[int, Stream | BundleStream]], bundles: Mapping[int, Bundle] | None = None
+    ) -> None:
         self.first, self.second = streams
+        self._bundles = bundles or {}
+
+    @classmethod
+    def over(cls, bundles: Mapping[int, Bundle]) -> Mesh:
+        return cls([{peer: bundle.stream() for peer, bundle in bundles.items()} for _ in range(_CHANNELS)], bundles)
+
+    @property
+    def shared(self) -> bool:
+        return bool(self._bundles)
+
+    def another(self) -> Mesh:
+        """Return a mesh over the same bundles."""
+        return Mesh.over(self._bundles)
 
     def close(self) -> None:
-        for stream in (*self.first.values(), *self.second.values()):
+        for stream in (*self.first.values(), *self.second.values(), *self._bundles.values()):
             stream.close()
 
 
@@ -67,11 +96,17 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     encrypted = gloo_encrypts()
     server, token = None if encrypted else listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
     endpoints = exchange_endpoints(endpoint_of(server, token), group, len(ranks))
+    sockets = bundled = None
     with server or contextlib.nullcontext():
-        sockets = meet(server, token, endpoints, rank) if server is not None and all(endpoints) else None
-    everyone = torch.tensor([sockets is not None], dtype=torch.int32)
-    dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
-    if not everyone.item():
+        if server is not None and all(endpoints):
+            sockets = meet(server, token, endpoints, rank)
+        facts = _agreed(_facts(sockets), group)
+        if server is not None and sockets is not None and facts.met and facts.sockets > 1:
+            bundled = meet(server, token, endpoints, rank, 1 + facts.sockets, have=sockets)
+            if not _agreed(_Facts(met=bundled is not None), group).met:
+                _close((bundled or {}).values())
+                facts = _Facts(met=False)
+    if not facts.met:
         _close((sockets or {}).values())
         if encrypted:
             logger.info("thinwire: GLOO_DEVICE_TRANSPORT=TCP_TLS, so Gloo carries everything, encrypted")
@@ -80,10 +115,43 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
         return None
     assert sockets is not None
     seconds = seconds_of(timeout)
+    if bundled is not None:
+        pairs = {peer: [bundled[peer, channel] for channel in range(1 + facts.sockets)] for peer, _ in sockets}
+        control = "BBR" if all(use_bbr(one) for some in pairs.values() for one in some) else "the system's control"
+        logger.info("thinwire: a long wire: %s sockets to each rank, with %s", facts.sockets, control)
+        return Mesh.over({p: Bundle(some, f"rank {ranks[p]}", seconds, socket_loop()) for p, some in pairs.items()})
     streams: list[dict[int, Stream]] = [{} for _ in range(_CHANNELS)]
     for (peer, channel), connection in sockets.items():
         streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, socket_loop())
     return Mesh(streams)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What ranks tell one another of their connections. ``sockets``: to each rank, in a bundle; 1: none is needed."""
+
+    met: bool
+    sockets: int = 1
+
+
+def _facts(connections: Mapping[tuple[int, int], socket.socket] | None) -> _Facts:
+    """Return what this rank has found: whether it reaches all others, and how many sockets its longest wire wants."""
+    if connections is None:
+        return _Facts(met=False)
+    if wish := os.environ.get("THINWIRE_SOCKETS"):
+        if not wish.isdigit() or not 1 <= int(wish) <= MOST_SOCKETS:
+            raise ValueError(f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to {MOST_SOCKETS}")
+        return _Facts(True, int(wish))
+    if max(map(round_trip, connections.values())) < LONG_SECONDS:
+        return _Facts(met=True)
+    return _Facts(True, WITH_BBR if all(map(use_bbr, connections.values())) else SOCKETS)
+
+
+def _agreed(mine: _Facts, group: dist.ProcessGroup) -> _Facts:
+    """Return whether all ranks have met, and the most sockets that any of them wants; a collective."""
+    told = torch.tensor([mine.met, -mine.sockets], dtype=torch.int32)
+    dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
+    return _Facts(bool(told[0]), -int(told[1]))
 
 
 def gloo_encrypts() -> bool:
@@ -133,21 +201,29 @@ def exchange_endpoints(endpoint: bytes, group: dist.ProcessGroup, size: int) -> 
 
 
 def meet(
-    server: socket.socket, token: bytes, endpoints: Sequence[bytes], rank: int
+    server: socket.socket,
+    token: bytes,
+    endpoints: Sequence[bytes],
+    rank: int,
+    channels: int = _CHANNELS,
+    have: Mapping[tuple[int, int], socket.socket] | None = None,
 ) -> dict[tuple[int, int], socket.socket] | None:
-    """Connect to every lower rank, and accept every higher one; None if a rank does not come.
+    """Connect to every lower rank, and accept every higher one, by (rank, channel); None if a rank does not come.
+
+    ``have``: the first channels' connections, which are kept.
 
     All connections are opened at once, in one round trip. Handshakes are read concurrently, so a client that connects
     and sends nothing holds up no other.
     """
-    found: dict[tuple[int, int], socket.socket] = {}
+    found = dict(have or {})
+    first = len(found) // max(1, len(endpoints) - 1)
     called: dict[tuple[int, int], socket.socket] = {}
     unknown: dict[socket.socket, bytes] = {}  # connections whose handshake is incomplete: bytes so far; oldest first
     deadline = time.monotonic() + MEETING_SECONDS
     try:
         for peer in range(rank):
             host, _, port = endpoints[peer][_TOKEN_BYTES:].rstrip(b"\0").decode().rpartition(":")
-            for channel in range(_CHANNELS):
+            for channel in range(first, channels):
                 called[peer, channel] = connection = socket.socket()
                 connection.setblocking(False)
                 connection.connect_ex((host, int(port)))
@@ -157,7 +233,7 @@ def meet(
             connection.sendall(_HELLO.pack(endpoints[peer][:_TOKEN_BYTES], rank, channel))  # or the call's error
             found[peer, channel] = connection
         server.setblocking(False)
-        while len(found) < _CHANNELS * (len(endpoints) - 1):
+        while len(found) < channels * (len(endpoints) - 1):
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
             for ready in readable([server, *unknown], left):
@@ -173,7 +249,7 @@ def meet(
                 else:
                     shown, other, channel = _HELLO.unpack(hello)
                     known = (
-                        secrets.compare_digest(shown, token) and rank < other < len(endpoints) and channel < _CHANNELS
+                        secrets.compare_digest(shown, token) and rank < other < len(endpoints) and channel < channels
                     )
                     if not known or (other, channel) in found:
                         _forget(ready, unknown)
@@ -182,7 +258,7 @@ def meet(
                         found[other, channel] = ready
         return found
     except OSError:
-        _close((*found.values(), *called.values()))
+        _close(one for one in (*found.values(), *called.values()) if one not in (have or {}).values())
         return None
     finally:
         _close(unknown)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -104,24 +105,36 @@ _process_loop: SocketLoop | None = None
 _lock = threading.Lock()
 
 
+class Watched(Protocol):
+    """What a loop calls for one socket, whose descriptor is ``number``; ``check`` now and then."""
+
+    number: int
+
+    def on_data(self) -> None: ...
+    def on_room(self) -> None: ...
+    def hung_up(self) -> None: ...
+    def check(self, now: float) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+
+
 class SocketLoop:
     """Watches sockets and calls their streams when there is data, or room to send."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, Watched] = {}
         self.gone: set[int] = set()  # file descriptors closed since the last poll, which may be in use again
         threading.Thread(target=self._loop, name="thinwire-sockets", daemon=True).start()
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: Watched) -> None:
         self.streams[stream.number] = stream
         self._epoll.register(stream.number, 0)
 
-    def watch(self, stream: Stream, events: int) -> None:
+    def watch(self, stream: Watched, events: int) -> None:
         """Set what the stream waits for from now on, as epoll's event mask."""
         self._epoll.modify(stream.number, events)
 
-    def remove(self, stream: Stream) -> None:
+    def remove(self, stream: Watched) -> None:
         if self.streams.pop(stream.number, None) is not None:
             self.gone.add(stream.number)
             with contextlib.suppress(OSError):
@@ -149,7 +162,7 @@ class SocketLoop:
                             stream.fail(error)
 
     @staticmethod
-    def _serve(stream: Stream, happened: int) -> None:
+    def _serve(stream: Watched, happened: int) -> None:
         if happened & select.EPOLLIN:
             stream.on_data()
         if happened & select.EPOLLOUT:
