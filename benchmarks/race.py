@@ -53,18 +53,15 @@ ROWS = ",".join(
 )
 WHOLE_LOCAL = (
     *(f"local:sync_every={h}:codec=int2" for h in (4, 8, 16, 64)),
-    *(
-        f"local:sync_every={h}:codec=int2:fragment_sync_delay={d}"
-        for h, d in ((4, 1), (8, 1), (8, 3), (16, 7), (64, 15))
-    ),
-    *(f"local:sync_every={h}:codec=int1" for h in (4, 8)),
+    *(f"local:sync_every={h}:codec=int2:fragment_sync_delay={d}" for h, d in ((4, 1), (8, 3), (16, 7), (64, 15))),
+    "local:sync_every=4:codec=int1",
 )
 WHOLE = ",".join(
     [
         "ddp,alone,accumulate:every=4,ssgd:look=0.5",
         *WHOLE_LOCAL,
-        "local:sync_every=4:codec=int2:look=0.3,local:sync_every=4:codec=int1:look=0.3",
-        "cast:dtype=int4,cast:dtype=int2,powersgd:rank=4,acp:rank=16,topk:density=0.01",
+        "local:sync_every=4:codec=int1:look=0.5,local:sync_every=8:codec=int1:look=0.5",
+        "cast:dtype=int4,powersgd:rank=4,torch-powersgd:rank=4,local:sync_every=8:codec=none,local:sync_every=32:codec=none",
     ]
 )
 """Rows of whole runs; of local steps all are needed before any is planned with."""
