@@ -21,20 +21,23 @@ from thinwire.core.program import Collective, Scope, Topology
 _CHUNK_BYTES = 16 << 20
 _COMPARED_BYTES = 1 << 20  # sending less than this is faster than comparing it
 _DIGEST_BYTES = 16
+_SHORT_BYTES = 248
 
 
 def gather_bytes(message: bytes, lane: Lane, device: torch.device) -> list[bytes]:
-    length = torch.tensor([len(message)], dtype=torch.int64, device=device)
-    lengths = torch.empty(lane.size, dtype=torch.int64, device=device)
-    all_gather_flat(lengths, length, group=lane.group)
-    counts = [int(n) for n in lengths.tolist()]
-    longest = max(counts)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
-    everyone = torch.empty(lane.size * longest, dtype=torch.uint8, device=device)
-    all_gather_flat(everyone, mine.to(device), group=lane.group)
-    rows = everyone.cpu().view(lane.size, longest)
-    return [bytes(rows[r, : counts[r]].tolist()) for r in range(lane.size)]
+    """Return every rank's message, in one collective if all are short: at the start each costs a round trip or two."""
+
+    def gathered(row: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+        everyone = torch.empty(lane.size * len(row), dtype=torch.uint8, device=device)
+        all_gather_flat(everyone, mine, group=lane.group)
+        return [bytes(one) for one in everyone.cpu().view(lane.size, len(row)).tolist()]
+
+    heads = gathered((len(message).to_bytes(8, "little") + message[:_SHORT_BYTES]).ljust(8 + _SHORT_BYTES, b"\0"))
+    counts = [int.from_bytes(head[:8], "little") for head in heads]
+    rest = max(counts) - _SHORT_BYTES
+    rests = gathered(message[_SHORT_BYTES:].ljust(rest, b"\0")) if rest > 0 else [b""] * lane.size
+    return [(head[8:] + more)[:count] for head, more, count in zip(heads, rests, counts)]
 
 
 def deepest_of_all(depth: Mapping[Scope, int], gather: Callable[[bytes], list[bytes]]) -> dict[Scope, int]:
