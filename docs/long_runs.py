@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
+from thinwire.core.methods.powersgd import PowerSGD
+from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.pictures import Level, Panel, Picture, Series, write_picture
 
@@ -24,7 +27,8 @@ BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
 HEAD = """# What local steps cost
 
 What is the loss at the end of a whole run, and what was sent for it? Each row below trained a character GPT on the
-standard library's text with AdamW, over a schedule that rises in the first 100 steps and falls to a tenth along a
+standard library's text with AdamW, from weights as GPT-2 begins with (what is added to a residual starts
+small), over a schedule that rises in the first 100 steps and falls to a tenth along a
 cosine, at the learning rate that serves this row best. *Sent* is a share of what DDP sends. *Way* is how far the row
 comes from one worker alone (0) to DDP (1): the two ends that everybody has. *Steps* is how many steps the row needs for
 one of DDP's, by its final loss and a power law through DDP's own runs of 0.5, 0.63, 0.8 and 1 times the length.
@@ -36,17 +40,34 @@ Again, with other models or your own: [`thinwire race MODEL --link 100mbit --ste
 
 
 def whole() -> list[dict[str, Any]]:
-    """The whole runs of the file."""
-    return [
-        one
-        for one in json.loads(RESULTS.read_text(encoding="utf-8"))
-        if one["track"]["schedule"]
-    ]
+    """The whole runs of the file, the usual ones first."""
+    return sorted(
+        (
+            one
+            for one in json.loads(RESULTS.read_text(encoding="utf-8"))
+            if one["track"]["schedule"]
+        ),
+        key=lambda one: list(HEADINGS).index(kind(one)),
+    )
 
 
-def sent(methods: str) -> float:
+def kind(one: dict[str, Any]) -> str:
+    """What is special about some runs; "": nothing."""
+    model, workers, steps = (one["track"][key] for key in ("model", "workers", "steps"))
+    if "muon" in model:
+        return "muon"
+    if "scaled_init" not in model:
+        return "plain"
+    return "workers" if workers > 2 else "short" if steps < 1000 else ""
+
+
+def sent(methods: str, model: str = "") -> float:
     """Bytes of a row over those of DDP."""
     (row,) = parse_rows(methods)
+    if "powersgd" in row.kind:
+        shapes = [tuple(p.shape) for p in build_model(model).model.parameters()]
+        factors = PowerSGD(rank=int(row.options["rank"])).payload(shapes, 0)
+        return sum(factors) / sum(map(math.prod, shapes))
     if row.kind == "alone":
         return 0.0
     if row.kind == "accumulate":
@@ -63,9 +84,20 @@ def named(methods: str) -> str:
     if row.kind == "local":
         late = row.options.get("fragment_sync_delay")
         bits = str(row.options["codec"]).removeprefix("int")
-        said = f"local, every {row.options['sync_every']} in {bits} bit{'s' * (bits != '1')}"
+        said = f"local, every {row.options['sync_every']}"
+        said += (
+            ", exactly" if bits == "none" else f" in {bits} bit{'s' * (bits != '1')}"
+        )
         return said + (f", merged {late} late" if late else "") + look
-    names = {"ddp": "DDP", "ssgd": "DDP", "alone": "one worker alone"}
+    bits = str(row.options.get("dtype")).removeprefix("int")
+    names = {
+        "ddp": "DDP",
+        "ssgd": "DDP",
+        "alone": "one worker alone",
+        "torch-powersgd": "DDP, torch's PowerSGD hook, rank 4",
+        "powersgd": "powersgd, rank 4",
+        "cast": f"gradients in {bits} bits",
+    }
     if row.kind == "accumulate":
         return f"DDP that accumulates {row.options['every']} steps"
     return names.get(row.kind, methods) + look
@@ -75,13 +107,27 @@ def finals(one: dict[str, Any], label: str) -> float:
     return statistics.median(one["rows"][label]["finals"])
 
 
+HEADINGS = {
+    "": "",
+    "short": "## A run of a quarter of that length",
+    "workers": "## Four workers",
+    "muon": "## Muon for the matrices",
+    "plain": "## If residual layers do not begin small",
+}
+
+
 def table(one: dict[str, Any]) -> list[str]:
     """The rows of one model, the lowest loss first."""
     seeds = max(len(row["finals"]) for row in one["rows"].values())
-    muon = ", Muon for the blocks' matrices" if "muon" in one["track"]["model"] else ""
     lines = [
         f"{one['elements'] / 1e6:.1f} million parameters, {one['track']['workers']} workers, "
-        f"{one['track']['steps']:,} steps{muon}; the median of {seeds} seed{'s' * (seeds > 1)}, steps with their ends:",
+        f"{one['track']['steps']:,} steps; "
+        + (
+            "one seed"
+            if seeds == 1
+            else f"the median of {seeds} seeds where ends are shown, else one"
+        )
+        + ":",
         "",
         "| row | sent | rate | final loss | way | steps |",
         "|---|---|---|---|---|---|",
@@ -91,7 +137,7 @@ def table(one: dict[str, Any]) -> list[str]:
     )
     for label in sorted(one["rows"], key=lambda label: finals(one, label)):
         row = one["rows"][label]
-        share, loss = sent(row["methods"]), finals(one, label)
+        share, loss = sent(row["methods"], one["track"]["model"]), finals(one, label)
         way = f"{(alone - loss) / (alone - ddp):.2f}" if alone and ddp else ""
         factors = sorted(x for x in row["factors"] if x is not None)
         steps = f"{statistics.median(factors):.2f}"
@@ -114,7 +160,7 @@ def picture(one: dict[str, Any]) -> Picture:
         if label in ("ddp", "alone"):
             levels.append(Level(loss, name))
         else:
-            at = (sent(row["methods"]) * exact,)
+            at = (sent(row["methods"], one["track"]["model"]) * exact,)
             series.append(Series(name, at, (loss,), "points"))
     title = f"GPT of {one['elements'] / 1e6:.1f} million parameters, {workers} workers, {one['track']['steps']:,} steps"
     panel = Panel(
@@ -131,11 +177,14 @@ def page(found: list[dict[str, Any]]) -> str:
     """The whole page as Markdown."""
     lines = [HEAD, f"![Final loss against megabytes per step]({PICTURE})", ""]
     for one in found:
-        lines += [*table(one), ""]
-    return "\n".join([*lines, READING, TAIL])
+        name = kind(one)
+        lines += [HEADINGS[name], ""] if name else []
+        lines += [*table(one), "", READINGS.get(name, "")]
+    return "\n".join([*lines, TAIL])
 
 
-READING = """* **Every 4 steps in 2 bits, at 1/60 of DDP's bytes, costs a tenth more steps.** One worker alone
+READINGS = {
+    "": """* **Every 4 steps in 2 bits, at 1/60 of DDP's bytes, costs a tenth more steps.** One worker alone
   would need three quarters more.
 * **A [look-ahead](methods/local.md#looking-ahead) sends nothing and gains little here**: a hundredth of the loss for
   DDP and less for local steps. It wants a lower rate: `look=0.3` about 0.7 times that without it, `look=0.5` at most
@@ -144,6 +193,7 @@ READING = """* **Every 4 steps in 2 bits, at 1/60 of DDP's bytes, costs a tenth 
 * One seed, one size: differences of a hundredth are within its luck. Not measured yet: other sizes, four workers, later
   merges.
 """
+}
 
 if __name__ == "__main__":
     measured = whole()

@@ -117,11 +117,13 @@ _TOLL_TRAINED = (
 _WHOLE_TRAINED = (
     *BASELINE,
     *parse_rows(
-        "alone, accumulate:every=4, cast:dtype=int4, powersgd:rank=4, torch-powersgd:rank=4, "
-        "local:sync_every=4:codec=int2, local:sync_every=8:codec=int2, local:sync_every=16:codec=int2, "
-        "local:sync_every=64:codec=int2, local:sync_every=8:codec=none, local:sync_every=32:codec=none, "
-        "local:sync_every=4:codec=int2:fragment_sync_delay=1, "
-        "local:sync_every=8:codec=int2:fragment_sync_delay=3, local:sync_every=16:codec=int2:fragment_sync_delay=7"
+        "alone, accumulate:every=4, cast:dtype=int4, powersgd:rank=4, torch-powersgd:rank=4"
+        + "".join(f", local:sync_every={h}:codec=none" for h in (8, 32))
+        + "".join(f", local:sync_every={h}:codec=int2" for h in (4, 8, 16, 64))
+        + "".join(f", local:sync_every={h}:codec=int1:look=0.5" for h in (4, 8, 16))
+        + "".join(
+            f", local:sync_every={h}:codec=int2:fragment_sync_delay={d}" for h, d in ((4, 1), (8, 3), (16, 7), (64, 15))
+        )
     ),
     *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 32)),
 )
