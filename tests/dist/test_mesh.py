@@ -2,6 +2,7 @@
 
 import os
 import socket
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from thinwire.core.collectives import exchange as exchange_module
 from thinwire.core.collectives import mesh as mesh_module
 from thinwire.core.collectives.exchange import Lanes, issue
 from thinwire.core.collectives.mesh import ordered_sum
+from thinwire.core.collectives.streams import socket_loop
 from thinwire.core.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
 
 pytestmark = pytest.mark.dist
@@ -29,6 +31,12 @@ def _values(rank, n, dtype):
     return torch.randn(n, generator=torch.Generator().manual_seed(rank)).mul(40).to(dtype)
 
 
+def _with_sockets(rank, size, count, do, *arguments):
+    """Call on a rank with so many sockets to each other one."""
+    with mock.patch.dict(os.environ, {"THINWIRE_SOCKETS": str(count)}):
+        return do(rank, size, *arguments)
+
+
 def _sums(rank, size, cases):
     held = _lanes(rank, size)
     lane = held.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
@@ -41,10 +49,11 @@ def _sums(rank, size, cases):
     return found, shard
 
 
+@pytest.mark.parametrize("sockets", [1, 4])
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_in_rank_order_on_all_ranks(size):
+def test_sums_are_in_rank_order_on_all_ranks(size, sockets):
     cases = [(n, t) for n in (70_001, 700_003) for t in (torch.float32, torch.bfloat16, torch.float64)] * 3
-    results = run(_sums, size, cases)
+    results = run(_with_sockets, size, sockets, _sums, cases)
     for i, (n, dtype) in enumerate(cases):
         wanted = ordered_sum([_values(r, n, dtype) for r in range(size)])
         assert all(torch.equal(found[i], wanted) for found, _ in results)
@@ -77,11 +86,12 @@ def _small(rank, size):
     return found
 
 
-def test_a_lane_without_a_group_carries_small_tensors_of_all_kinds():
+@pytest.mark.parametrize("sockets", [1, 4])
+def test_a_lane_without_a_group_carries_small_tensors_of_all_kinds(sockets):
     size = 3
     own = [torch.arange(3) + 10 * r for r in range(size)]
     table = torch.stack([torch.arange(2 * size).view(size, 2) + 100 * r for r in range(size)])
-    for rank, found in enumerate(run(_small, size)):
+    for rank, found in enumerate(run(_with_sockets, size, sockets, _small)):
         partner = rank ^ 1 if (rank ^ 1) < size else rank
         wanted = [
             torch.tensor(sum(range(1, size + 1))),
@@ -95,6 +105,42 @@ def test_a_lane_without_a_group_carries_small_tensors_of_all_kinds():
         ]
         for got, value in zip(found, wanted, strict=True):
             assert torch.equal(got, value), (rank, got, value)
+
+
+def _over_four_sockets(rank, size):
+    held, before = _lanes(rank, size), len(socket_loop().streams)
+    lanes = [held.get("mesh-test", Scope.WORLD, i, mesh_only=bool(i)) for i in range(3)]
+    lanes[0] = held.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
+    made = len(socket_loop().streams) - before
+    found = []
+    for step in range(12):
+        if rank == 1 and step in (4, 8):  # a data socket, then that of the confirmations
+            (bundle, *_) = lanes[0].mesh._bundles.values()
+            bundle._all[3 if step == 4 else 0].socket.shutdown(socket.SHUT_RDWR)
+        pending = [issue(AllReduce(_values(rank, 300_000, torch.float32) + step), lane, step) for lane in lanes]
+        found.append([one.wait() for one in pending])
+    held.release()
+    return made, found
+
+
+def test_lanes_share_their_sockets_and_a_lost_one_costs_no_step():
+    size = 3
+    results = run(_with_sockets, size, 4, _over_four_sockets)
+    assert [made for made, _ in results] == [2 * (4 + 1)] * size  # to two others, with the one for confirmations
+    for step in range(12):
+        wanted = ordered_sum([_values(r, 300_000, torch.float32) + step for r in range(size)])
+        assert all(torch.equal(x, wanted) for _, found in results for x in found[step])
+
+
+def _asks(rank, size):
+    with pytest.raises(ValueError) as caught:
+        _lanes(rank, size).get("mesh-test", Scope.WORLD, 0, bidirectional=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wish", ["0", "17", "many"])
+def test_a_number_of_sockets_that_cannot_be_is_refused(wish):
+    assert run(_with_sockets, 2, wish, _asks) == [f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to 16"] * 2
 
 
 def _groups_of_attach(rank, size):
