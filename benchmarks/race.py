@@ -61,7 +61,7 @@ WHOLE = ",".join(
         "ddp,alone,accumulate:every=4,ssgd:look=0.5",
         *WHOLE_LOCAL,
         *(f"local:sync_every={h}:codec=int1:look=0.5" for h in (4, 8, 16)),
-        "cast:dtype=int4,powersgd:rank=4,torch-powersgd:rank=4,local:sync_every=8:codec=none,local:sync_every=32:codec=none",
+        "torch-powersgd:rank=4,local:sync_every=32:codec=none",
     ]
 )
 """Rows of whole runs; of local steps all are needed before any is planned with."""

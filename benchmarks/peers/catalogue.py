@@ -117,15 +117,14 @@ _TOLL_TRAINED = (
 _WHOLE_TRAINED = (
     *BASELINE,
     *parse_rows(
-        "alone, accumulate:every=4, cast:dtype=int4, powersgd:rank=4, torch-powersgd:rank=4"
-        + "".join(f", local:sync_every={h}:codec=none" for h in (8, 32))
+        "alone, accumulate:every=4, torch-powersgd:rank=4, local:sync_every=32:codec=none"
         + "".join(f", local:sync_every={h}:codec=int2" for h in (4, 8, 16, 64))
         + "".join(f", local:sync_every={h}:codec=int1:look=0.5" for h in (4, 8, 16))
         + "".join(
             f", local:sync_every={h}:codec=int2:fragment_sync_delay={d}" for h, d in ((4, 1), (8, 3), (16, 7), (64, 15))
         )
     ),
-    *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 32)),
+    _peer("Accelerate LocalSGD, every 32", "accelerate_rows:local_sgd", every=32),
 )
 _TOLL_NEAR = parse_rows("cast:dtype=int8, cast:dtype=int4")  # so near to DDP that they train at its rate alone
 _NEAR = tuple(row.label for row in _TOLL_NEAR)
