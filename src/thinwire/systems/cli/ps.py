@@ -41,7 +41,6 @@ Gradients = Annotated[int | None, _Option(help="Stop after this many applied gra
 Shards = Annotated[int, _Option(help="Shards of the model, each with its own link; 0: the server holds the model.")]
 Seed = Annotated[int, _Option(help="Seed of the initial weights.")]
 Slow = Annotated[list[str] | None, _Option(help="NODE:FACTOR, to make that node this many times slower.")]
-Delay = Annotated[str, _Option(help="One-way delay between nodes, such as 1ms.")]
 
 
 @app.command(epilog="Example: thinwire ps server --model mlp --nodes 2 --updates 100")
@@ -162,6 +161,9 @@ def run(
         str, _Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
     ] = "unlimited",
     delay: Delay = "0",
+    jitter: Jitter = "0",
+    loss: Loss = "0",
+    congestion: Congestion = None,
     slow: Slow = None,
     pace: Annotated[
         float, _Option(min=0, max=1e6, help="Minimum seconds per step: shared cores then act like separate machines.")
@@ -195,7 +197,8 @@ def run(
     from thinwire.tools.pictures import write_picture
 
     spec = LabSpec(
-        model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
+        model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, jitter=jitter, loss=loss,
+        congestion=congestion, pace=pace,
         slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
         gradients=gradients, seconds=seconds, evaluate_every=evaluate_every,
         journal=str(journal.absolute()) if journal else None, keys=str(keys) if keys else None,
