@@ -100,9 +100,9 @@ class LinkSpec:
     """A node's link to the switch, the same in both directions.
 
     The bucket holds one millisecond of the rate. That is enough for a timer that wakes late on a busy machine, and too
-    little for a small message to pass at memory speed. The queue behind it holds 50 ms, and at least twice what the link
-    carries in a round trip, so that TCP fills the link with almost no loss of its own. Offloaded packets are limited to half a bucket: larger ones would be split inside the discipline,
-    which costs much CPU time.
+    little for a small message to pass at memory speed. The queue behind it holds 50 ms, or twice what the link carries
+    in a round trip if that is more, so that TCP fills the link with almost no loss of its own. Offloaded packets are
+    limited to half a bucket: larger ones would be split inside the discipline, which costs much CPU time.
 
     Attributes:
         rate: bits per second; None means unlimited.
@@ -262,9 +262,8 @@ class Cluster:
 
     def link(self, node: int) -> LinkSpec:
         """Return the link between this node and the switch."""
-        several = (self.links, self.delays, self.jitters, self.losses)
-        rate, delay, jitter, loss = (one[node if len(one) > 1 else 0] for one in several)
-        return LinkSpec(rate, delay, jitter, loss)
+        delay, jitter, loss = (one[node if len(one) > 1 else 0] for one in (self.delays, self.jitters, self.losses))
+        return LinkSpec(self.links[node if len(self.links) > 1 else 0], delay, jitter, loss)
 
     @property
     def wire(self) -> str:

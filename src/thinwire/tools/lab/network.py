@@ -232,20 +232,26 @@ class RelayProcess:
         links = [network.cluster.link(node) for node in range(network.cluster.nodes)]
         told = [
             {
-                "namespace": name, "device": INTERFACE, "rate": link.rate, "queue": link.queue_bytes,
-                "delay": link.delay_seconds, "jitter": link.jitter_seconds, "loss": link.loss,
+                "namespace": name, "device": INTERFACE, "address": network.address(node), "rate": link.rate,
+                "queue": link.queue_bytes, "delay": link.delay_seconds, "jitter": link.jitter_seconds,
+                "loss": link.loss,
             }
-            for name, link in zip(network.nodes, links)
+            for node, (name, link) in enumerate(zip(network.nodes, links))
         ]  # fmt: skip
         command = child_command([sys.executable, "-I", "-S", str(Path(relay.__file__))])
         self._process = subprocess.Popen(
             network.shell.inside(network.switch, command), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
-        if (answer := self.ask(json.dumps(told))) != "ready":
-            raise LabError(
-                f"a delay or loss needs the kernel's sch_netem or a relay over /dev/net/tun, and has neither ({answer}):"
-                " run modprobe tun, or make /dev/net/tun readable and writable (docker: --device /dev/net/tun)"
-            )
+        try:
+            if (answer := self.ask(json.dumps(told))) != "ready":
+                raise LabError(
+                    f"a delay or loss needs the kernel's sch_netem, or /dev/net/tun for a relay, and both are refused "
+                    f"({answer}): run modprobe tun, or let this user read and write the device (docker run --device "
+                    "/dev/net/tun)"
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, request: str) -> str:
         """Send one line and return the line of the answer."""

@@ -25,7 +25,8 @@ import time
 from typing import Any
 
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETCARRIER = 0x400454CA, 0x400454D0, 0x400454E2
-_TUN, _NO_PACKET_INFO, _VIRTIO_HEADER = 0x0001, 0x1000, 0x4000
+_NAPI = 0x0010  # one queue for what is written, whatever core the relay is on: packets keep their order
+_DEVICE = 0x0001 | _NAPI | 0x1000 | 0x4000  # TUN, packets with virtio's header before them and no other
 _CHECKSUMS, _TCP4_SEGMENTS = 1, 2  # offloads: what a device may be given
 _NEW_NETWORK = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -35,11 +36,12 @@ _KIND, _TCP4, _IP, _ETHERNET = 1, 1, _VIRTIO.size, 14
 _LARGEST = _IP + 65536
 _BATCH = 256  # packets from one device before others, and before those that are due
 _FIN_PUSH = 0x09
+_TIMER_SLACK = 29
 
 
 def checksum(data: bytes) -> int:
     """Return the ones' complement sum of 16-bit words, which IP and TCP use."""
-    total = sum(struct.unpack(f">{len(data) // 2}H", data))
+    total: int = sum(struct.unpack(f">{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return total
@@ -91,7 +93,7 @@ class Port:
             raise OSError(ctypes.get_errno(), "no entry into the namespace")
         os.close(place)
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN | _NO_PACKET_INFO | _VIRTIO_HEADER))
+        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _DEVICE))
         fcntl.ioctl(fd, _TUNSETOFFLOAD, _CHECKSUMS | _TCP4_SEGMENTS)
         return fd
 
@@ -148,6 +150,7 @@ class Relay:
     def __init__(self, links: list[dict[str, Any]]) -> None:
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.ports = [Port(link, random.Random(node)) for node, link in enumerate(links)]
+        self._by_address = {bytes(map(int, link["address"].split("."))): port for link, port in zip(links, self.ports)}
         _LIBC.setns(home, _NEW_NETWORK)
         self._under_way: list[tuple[float, int, bool, bytes, int, int, Port, Port]] = []
         self._number = 0
@@ -178,18 +181,18 @@ class Relay:
         heapq.heappush(self._under_way, (due, self._number, *what))
 
     def _read(self, port: Port) -> None:
-        now, ports = time.monotonic(), self.ports
+        now, by_address = time.monotonic(), self._by_address
         with contextlib.suppress(BlockingIOError):
             for _ in range(_BATCH):
                 packet = os.read(port.fd, _LARGEST)
-                node = packet[_IP + 18] * 256 + packet[_IP + 19] - 1
-                if packet[_IP] >> 4 != 4 or not 0 <= node < len(ports) or not port.carries:
+                receiver = by_address.get(packet[_IP + 16 : _IP + 20]) if packet[_IP] >> 4 == 4 else None
+                if receiver is None or not port.carries:
                     continue
                 for piece, count, size in port.pieces(packet):
                     if (leaves := port.leaves(size, now)) is None:
                         port.counts["dropped"] += count
                     else:
-                        self._push(port.arrives(leaves), False, piece, count, size, port, ports[node])
+                        self._push(port.arrives(leaves), False, piece, count, size, port, receiver)
 
     def _deliver(self) -> None:
         under_way, now = self._under_way, time.monotonic()
@@ -198,7 +201,7 @@ class Relay:
             at = due if taken else receiver.taken(size, due)
             if at is None or not receiver.carries:
                 sender.counts["dropped"] += count
-            elif at > now:
+            elif at > due:  # even if that is over by now: earlier ones may still be in the heap
                 self._push(at, True, packet, count, size, sender, receiver)
             else:
                 try:
@@ -210,10 +213,12 @@ class Relay:
 
 def main() -> int:
     try:
-        relay = Relay(json.loads(sys.stdin.buffer.raw.readline()))
+        with open(0, "rb", buffering=0, closefd=False) as requests:
+            relay = Relay(json.loads(requests.readline()))
     except OSError as error:
         print(error.strerror, flush=True)
         return 1
+    _LIBC.prctl(_TIMER_SLACK, 1, 0, 0, 0)
     print("ready", flush=True)
     relay.run()
     return 0
