@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from thinwire.tools import lab
-from thinwire.tools.lab import Cluster, LabError, format_rate, parse_delay, parse_loss, parse_rate
-from thinwire.tools.lab.cluster import LinkSpec
+from thinwire.tools.lab import Cluster, LabError, format_rate, parse_delay, parse_rate
+from thinwire.tools.lab.cluster import LinkSpec, parse_loss
 from thinwire.tools.lab.ranks import own_cores
 
 
@@ -45,7 +45,7 @@ def test_delays_are_read_and_what_is_none_is_refused_with_an_example():
     for text, share in (("0.1%", 1e-3), ("25 %", 0.25), ("0", 0.0), ("0%", 0.0), ("99.9%", 0.999)):
         assert parse_loss(text) == pytest.approx(share)
     for text in ("", "1", "%", "-1%", "100%", "150%", "some"):
-        with pytest.raises(LabError, match="use for example 0.1%"):
+        with pytest.raises(LabError, match=r"use for example 0\.1%"):
             parse_loss(text)
 
 
@@ -115,7 +115,8 @@ def test_lines_for_tc():
     assert delayed.egress_of_switch("p") == LinkSpec(10**9).egress_of_switch("p")
     assert len(LinkSpec(None, 1e-3).egress_of_node("eth0")) == 1
     assert LinkSpec(None, 25e-3, 2e-3, 1e-3).egress_of_node("eth0") == [
-        "qdisc add dev eth0 root handle 1: netem limit 1000000 delay 25000us 2000us rate 1000000000000bit loss 0.1000000%"
+        "qdisc add dev eth0 root handle 1: netem limit 1000000 "
+        "delay 25000us 2000us rate 1000000000000bit loss 0.1000000%"
     ]
     assert LinkSpec(10**8, 25e-3).queue_bytes == 12_500 + 2 * 625_000  # twice what a round trip of 50 ms holds
 
