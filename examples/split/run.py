@@ -23,7 +23,7 @@ CLOUD = "10.77.0.1"  # node 0 of the lab
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", default="10mbit")
-    parser.add_argument("--delay", default="0", help="one-way, such as 5ms; needs netem")
+    parser.add_argument("--delay", default="0", help="one-way, such as 5ms")
     parser.add_argument("--model", default="bert:layers=2:hidden=128:heads=4")
     parser.add_argument("--cut", default="1")
     parser.add_argument("--rank", default="8")

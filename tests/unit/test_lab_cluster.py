@@ -7,7 +7,7 @@ import pytest
 
 from thinwire.tools import lab
 from thinwire.tools.lab import Cluster, LabError, format_rate, parse_delay, parse_rate
-from thinwire.tools.lab.cluster import LinkSpec
+from thinwire.tools.lab.cluster import LinkSpec, parse_loss
 from thinwire.tools.lab.ranks import own_cores
 
 
@@ -42,6 +42,11 @@ def test_delays_are_read_and_what_is_none_is_refused_with_an_example():
     for text in ("", "1", "ms", "1m", "-1ms", "11s", "soon"):
         with pytest.raises(LabError, match="use for example 1ms"):
             parse_delay(text)
+    for text, share in (("0.1%", 1e-3), ("25 %", 0.25), ("0", 0.0), ("0%", 0.0), ("99.9%", 0.999)):
+        assert parse_loss(text) == pytest.approx(share)
+    for text in ("", "1", "%", "-1%", "100%", "150%", "some"):
+        with pytest.raises(LabError, match=r"use for example 0\.1%"):
+            parse_loss(text)
 
 
 def test_one_link_serves_all_nodes_or_each_has_its_own():
@@ -51,6 +56,9 @@ def test_one_link_serves_all_nodes_or_each_has_its_own():
     several = Cluster.parse(4, 1, "1gbit, 100mbit,unlimited,none", None)
     assert several.links == (10**9, 10**8, None, None)
     assert several.link(1).rate == 10**8
+    wire = Cluster.parse(2, 1, "1gbit", "25ms,5ms", "2ms", "0%,0.1%", "bbr")
+    assert [wire.link(node) for node in range(2)] == [LinkSpec(10**9, 25e-3, 2e-3), LinkSpec(10**9, 5e-3, 2e-3, 1e-3)]
+    assert wire.wire == "1gbit, delay 25ms,5ms, jitter 2ms, loss 0%,0.1%, bbr"
     for link in (None, "unlimited", "none"):
         assert Cluster.parse(2, 1, link).links == (None,)
 
@@ -64,6 +72,12 @@ def test_one_link_serves_all_nodes_or_each_has_its_own():
         ((4, 1, "1gbit,1gbit"), "2 links for 4 nodes.*1gbit,1gbit,1gbit,1gbit"),
         ((4, 1, "1gbit,"), "link rate ''"),
         ((2, 1, None, -1.0), "outside 0 to 10 s"),
+        ((2, 1, None, "1ms,2ms,3ms"), "3 delays for 2 nodes.*25ms,25ms"),
+        ((2, 1, None, "1ms", "2ms"), "jitter of 2ms is outside 0 to the delay, 1ms: use at most 1ms"),
+        ((2, 1, None, "5ms,1ms", "2ms"), "use at most 1ms"),
+        ((2, 1, None, None, "2ms"), "give a delay too, such as --delay 25ms"),
+        ((2, 1, None, None, None, "150%"), "loss '150%' is not a percentage"),
+        ((2, 1, None, None, None, None, "foo"), "congestion control 'foo' is unknown: use cubic, bbr or reno"),
         ((5000, 1), "more than the 1000"),
     ],
 )
@@ -100,6 +114,11 @@ def test_lines_for_tc():
     ]
     assert delayed.egress_of_switch("p") == LinkSpec(10**9).egress_of_switch("p")
     assert len(LinkSpec(None, 1e-3).egress_of_node("eth0")) == 1
+    assert LinkSpec(None, 25e-3, 2e-3, 1e-3).egress_of_node("eth0") == [
+        "qdisc add dev eth0 root handle 1: netem limit 1000000 "
+        "delay 25000us 2000us rate 1000000000000bit loss 0.1000000%"
+    ]
+    assert LinkSpec(10**8, 25e-3).queue_bytes == 12_500 + 2 * 625_000  # twice what a round trip of 50 ms holds
 
 
 @pytest.mark.parametrize("nodes", range(1, 9))

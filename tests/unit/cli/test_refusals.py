@@ -158,6 +158,12 @@ lab run --workers 3 --ranks-per-node 2 -- true -> not a multiple
 lab run --link 1gb -- true -> link rate '1gb'
 lab run --workers 4 --link 1gbit,1gbit -- true -> 2 links for 4 nodes
 lab run --delay x -- true -> delay 'x'
+lab run --loss 150% -- true -> loss '150%'
+lab run --delay 1ms --jitter 2ms -- true -> jitter of 2ms is outside 0 to the delay, 1ms
+lab run --congestion foo -- true -> congestion control 'foo' is unknown
+bench --loss 150% -> loss '150%'
+race mlp --link 1mbit --jitter 2ms -> give a delay too
+ps run --updates 1 --congestion foo -> congestion control 'foo' is unknown
 lab run --master-port 70000 -- true -> master port 70000
 lab run --grace -1 -- true -> grace must not be negative
 lab run --timeout nan -- true -> the timeout must be positive

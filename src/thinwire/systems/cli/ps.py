@@ -10,7 +10,17 @@ from typing import Annotated
 
 import typer
 
-from thinwire.tools.cli.console import Json, RunFailed, check_output, check_plot, watched_load
+from thinwire.tools.cli.console import (
+    Congestion,
+    Delay,
+    Jitter,
+    Json,
+    Loss,
+    RunFailed,
+    check_output,
+    check_plot,
+    watched_load,
+)
 
 app = typer.Typer(
     help="Asynchronous training: a server, nodes that come and go, and a simulation in virtual time.",
@@ -41,7 +51,6 @@ Gradients = Annotated[int | None, _Option(help="Stop after this many applied gra
 Shards = Annotated[int, _Option(help="Shards of the model, each with its own link; 0: the server holds the model.")]
 Seed = Annotated[int, _Option(help="Seed of the initial weights.")]
 Slow = Annotated[list[str] | None, _Option(help="NODE:FACTOR, to make that node this many times slower.")]
-Delay = Annotated[str, _Option(help="One-way delay between nodes, such as 1ms.")]
 
 
 @app.command(epilog="Example: thinwire ps server --model mlp --nodes 2 --updates 100")
@@ -162,6 +171,9 @@ def run(
         str, _Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
     ] = "unlimited",
     delay: Delay = "0",
+    jitter: Jitter = "0",
+    loss: Loss = "0",
+    congestion: Congestion = None,
     slow: Slow = None,
     pace: Annotated[
         float, _Option(min=0, max=1e6, help="Minimum seconds per step: shared cores then act like separate machines.")
@@ -195,7 +207,8 @@ def run(
     from thinwire.tools.pictures import write_picture
 
     spec = LabSpec(
-        model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
+        model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay,
+        jitter=jitter, loss=loss, congestion=congestion, pace=pace,
         slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
         gradients=gradients, seconds=seconds, evaluate_every=evaluate_every,
         journal=str(journal.absolute()) if journal else None, keys=str(keys) if keys else None,
@@ -234,7 +247,7 @@ def simulate(
     parameters: Annotated[float, _Option(help="Parameters of the model, in millions.")] = 10.0,
     shards: Shards = 0,
     link: Annotated[str, _Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
-    delay: Delay = "0.5ms",
+    delay: Annotated[str, _Option(help="One-way delay between nodes, such as 1ms.")] = "0.5ms",
     seconds: Annotated[float, _Option(max=1e6, help="Virtual seconds to simulate.")] = 300.0,
     seed: Annotated[int, _Option(help="Seed of all random draws.")] = 0,
     json: Json = False,

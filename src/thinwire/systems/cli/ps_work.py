@@ -376,6 +376,14 @@ class LabSpec:
     timeout: float
     shards: int = 0
     keys: str | None = None
+    jitter: str = "0"
+    loss: str = "0"
+    congestion: str | None = None
+
+    @property
+    def cluster(self) -> lab.Cluster:
+        machines = 1 + self.shards + self.nodes
+        return lab.Cluster.parse(machines, 1, self.link, self.delay, self.jitter, self.loss, self.congestion)
 
     def keys_of(self, name: str) -> Path | None:
         return None if self.keys is None else Path(self.keys) / name
@@ -393,7 +401,7 @@ class LabSpec:
         most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
         shards = f"{self.shards} shards, " if self.shards else ""
         return (
-            f"a server, {shards}{self.nodes} nodes of {self.workers} worker(s), link {self.link}: "
+            f"a server, {shards}{self.nodes} nodes of {self.workers} worker(s), link {self.cluster.wire}: "
             f"{self.model} with {self.settings}, {most}"
         )
 
@@ -403,7 +411,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     check_words(spec.model, spec.settings, spec.outer, spec.nodes, spec.shards)
     spec.check_keys()
     first = 1 + spec.shards  # the rank of node 0
-    cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
+    cluster = spec.cluster
     result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
     with live(quiet) as screen:
         screen.say(f"starting {spec}")
@@ -450,7 +458,7 @@ def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
         "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
         tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
     )  # fmt: skip
-    return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.link}{slow}", (panel,))
+    return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.cluster.wire}{slow}", (panel,))
 
 
 def main(text: str) -> None:

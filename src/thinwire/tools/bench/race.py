@@ -84,8 +84,9 @@ _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
 @dataclass(frozen=True)
 class RaceSpec:
-    """The settings of a race of ``rows`` against DDP; ``link_bits`` None: no limit; ``seeds`` None: as many as fit.
+    """The settings of a race of ``rows`` against DDP; ``link``: in words, with its delay.
 
+    ``link_bits`` None: no limit; ``seeds`` None: as many as fit.
     ``steps``: of whole runs, with a ``schedule`` of the learning rate; None: short runs that fit into ``minutes``.
     ``longer``: (ratio, row) pairs that race only where DDP's step sends for that many times as long as it computes.
     """
@@ -96,7 +97,6 @@ class RaceSpec:
     ranks_per_node: int = 1
     link: str | None = None
     link_bits: int | None = None
-    delay: str = "0"
     minutes: float = 10.0
     seeds: int | None = None
     device: str = "cpu"

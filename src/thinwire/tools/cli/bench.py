@@ -9,16 +9,20 @@ from typing import Annotated
 import typer
 
 from thinwire.tools.cli.console import (
+    Congestion,
     Delay,
     Device,
+    Jitter,
     Json,
     Link,
+    Loss,
     Plot,
     RanksPerNode,
     RunFailed,
     Workers,
     check_plot,
     run_ranks,
+    slow_wire,
     slowest_link,
     watched_load,
 )
@@ -32,6 +36,9 @@ def bench(
     ranks_per_node: RanksPerNode = 1,
     link: Link = "unlimited",
     delay: Delay = "0",
+    jitter: Jitter = "0",
+    loss: Loss = "0",
+    congestion: Congestion = None,
     methods: Annotated[
         str, typer.Option(help="Rows: ddp, ddp-best, ddp-fp16, torch-powersgd, ssgd, acp:rank=4, topk:density=0.01 ...")
     ] = "ddp,ddp-best,ssgd,acp",
@@ -61,7 +68,7 @@ def bench(
     from thinwire.tools.bench.summary import bench_table, plot_bench, summarise
     from thinwire.tools.lab import Cluster
 
-    cluster = Cluster.parse(workers, ranks_per_node, link, delay)
+    cluster = Cluster.parse(workers, ranks_per_node, link, delay, jitter, loss, congestion)
     check_plot(plot)
     check_device(device)
     check_model(model)
@@ -71,7 +78,7 @@ def bench(
         model=model,
         rows=rows,
         workers=workers,
-        link=link if bits else None,
+        link=slow_wire(cluster),
         link_bits=bits,
         steps=steps,
         rounds=rounds,

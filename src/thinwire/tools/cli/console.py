@@ -33,7 +33,12 @@ EVERY_SECONDS = 15.0  # between two lines if there is no bar
 Workers = Annotated[int, typer.Option(help="Total number of ranks.")]
 RanksPerNode = Annotated[int, typer.Option(help="Ranks that share a node and its link.")]
 Link = Annotated[str, typer.Option(help="Rate of each node's link, such as 1gbit, or one per node: 1gbit,100mbit.")]
-Delay = Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")]
+Delay = Annotated[str, typer.Option(help="One-way delay from each node, such as 25ms, or one per node.")]
+Jitter = Annotated[str, typer.Option(help="By how much a packet's delay may differ, such as 2ms, or one per node.")]
+Loss = Annotated[str, typer.Option(help="Share of each node's packets that get lost, such as 0.1%, or one per node.")]
+Congestion = Annotated[
+    str | None, typer.Option(help="TCP's congestion control on the links: cubic, bbr or reno; by default cubic.")
+]
 Model = Annotated[
     str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
 ]
@@ -229,6 +234,11 @@ def torchrun_group() -> Iterator[tuple[int, int]]:
 
 def slowest_link(cluster: Cluster) -> int | None:
     return min((rate for rate in cluster.links if rate), default=None)
+
+
+def slow_wire(cluster: Cluster) -> str | None:
+    """Return the links in words; None if nothing slows them."""
+    return None if cluster.wire == "unlimited" else cluster.wire
 
 
 def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[RunRecord, Launched]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire.tools import lab
-from thinwire.tools.cli.console import Delay, Link, RanksPerNode, Workers
+from thinwire.tools.cli.console import Congestion, Delay, Jitter, Link, Loss, RanksPerNode, Workers
 
 app = typer.Typer(
     help="An emulated cluster on this machine: namespaces, shaped links, one process per rank.", no_args_is_help=True
@@ -24,6 +24,9 @@ def run(
     ranks_per_node: RanksPerNode = 1,
     link: Link = "unlimited",
     delay: Delay = "0",
+    jitter: Jitter = "0",
+    loss: Loss = "0",
+    congestion: Congestion = None,
     grace: Annotated[
         float, typer.Option(help="Seconds that the other ranks may continue after one has failed.")
     ] = 30.0,
@@ -55,7 +58,7 @@ def run(
     faults += [*lab.parse_pauses("stop", stop or []), *lab.parse_pauses("cut", cut or [])]
     stream = sys.stderr if json else sys.stdout
     result = lab.run(
-        lab.Cluster.parse(workers, ranks_per_node, link, delay),
+        lab.Cluster.parse(workers, ranks_per_node, link, delay, jitter, loss, congestion),
         command or [],
         on_line=lambda rank, line: print(f"[{rank}] {line}", file=stream, flush=True),
         grace_seconds=grace,

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.tools.cli.console import (
+    Congestion,
     Delay,
     Device,
+    Jitter,
     Json,
     Link,
+    Loss,
     Model,
     RanksPerNode,
     RunFailed,
@@ -22,6 +25,7 @@ from thinwire.tools.cli.console import (
     moving,
     plain_table,
     progress,
+    slow_wire,
     slowest_link,
     watched_load,
     write_drawing,
@@ -39,6 +43,9 @@ def race(
     workers: Workers = 2,
     ranks_per_node: RanksPerNode = 1,
     delay: Delay = "0",
+    jitter: Jitter = "0",
+    loss: Loss = "0",
+    congestion: Congestion = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -84,18 +91,18 @@ def race(
     from thinwire.tools.bench.rows import parse_rows
     from thinwire.tools.bench.summary import loss_picture
 
-    cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay)
-    bits = slowest_link(cluster)
+    cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay, jitter, loss, congestion)
+    bits, wire = slowest_link(cluster), slow_wire(cluster)
     check_device(device)
     check_model(model)
     check_choice("--schedule", schedule, ("cosine", "constant"))
     standard = DEFAULT_METHODS if steps is None else WHOLE_METHODS
     rows = parse_rows(standard if methods is None else methods)
     longer = LONGER_PERIODS if methods is None and steps is None else ()
-    asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds, device,
+    asked = RaceSpec(model, rows, workers, ranks_per_node, wire, bits, minutes, seeds, device,
                      longer, steps, schedule == "cosine")  # fmt: skip
     check_folder(out)
-    if bits and lab.available() == "loopback":
+    if wire and lab.available() == "loopback":
         raise RunFailed(
             "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
         )

@@ -13,6 +13,8 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z/]*)")
 SLOWEST = 100 * 10**3
 FASTEST = 10**12
 LONGEST_DELAY = 10.0
+CONGESTION_CONTROLS = ("cubic", "bbr", "reno")
+"""What TCP may be asked to use on the links."""
 _LARGEST_PACKET = 65536
 _MOST_NODES = 1000  # a Linux bridge has 1023 ports
 
@@ -80,22 +82,40 @@ def parse_delay(text: str) -> float:
     return seconds
 
 
+def parse_loss(text: str) -> float:
+    """Return the share of packets in a loss such as ``0.1%``.
+
+    Raises:
+        LabError: the text is not a percentage, or is 100 % or more.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%|0", text.strip())
+    share = float(Decimal(match[1] or "0") / 100) if match else 1.0
+    if share >= 1:
+        raise LabError(f"loss {text!r} is not a percentage from 0% to below 100%: use for example 0.1%")
+    return share
+
+
 @dataclass(frozen=True)
 class LinkSpec:
     """A node's link to the switch, the same in both directions.
 
     The bucket holds one millisecond of the rate. That is enough for a timer that wakes late on a busy machine, and too
-    little for a small message to pass at memory speed. The queue behind it holds 50 ms, so that TCP fills the link with
-    almost no loss. Offloaded packets are limited to half a bucket: larger ones would be split inside the discipline,
-    which costs much CPU time.
+    little for a small message to pass at memory speed. The queue behind it holds 50 ms, or twice what the link carries
+    in a round trip if that is more, so that TCP fills the link with almost no loss of its own. Offloaded packets are
+    limited to half a bucket: larger ones would be split inside the discipline, which costs much CPU time.
 
     Attributes:
         rate: bits per second; None means unlimited.
-        delay_seconds: one-way delay from this node to any other, applied where the node sends (needs netem).
+        delay_seconds: one-way delay from this node to any other, applied where the node sends.
+        jitter_seconds: the delay of each packet is drawn from this much less to this much more, without a change of
+            order: a packet waits for those before it.
+        loss: share of the packets that this node sends which are lost.
     """
 
     rate: int | None = None
     delay_seconds: float = 0.0
+    jitter_seconds: float = 0.0
+    loss: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rate is not None:
@@ -104,6 +124,19 @@ class LinkSpec:
             raise LabError(
                 f"delay of {self.delay_seconds} s is outside 0 to {LONGEST_DELAY:.0f} s: use for example 1ms"
             )
+        if not 0 <= self.jitter_seconds <= self.delay_seconds:
+            delay = format_seconds(self.delay_seconds)
+            raise LabError(
+                f"jitter of {format_seconds(self.jitter_seconds)} is outside 0 to the delay, {delay}: "
+                + (f"use at most {delay}" if self.delay_seconds else "give a delay too, such as --delay 25ms")
+            )
+        if not 0 <= self.loss < 1:
+            raise LabError(f"loss of {self.loss:%} is outside 0% to below 100%: use for example 0.1%")
+
+    @property
+    def long(self) -> bool:
+        """Whether packets take time or get lost, for which the link needs netem or the lab's relay."""
+        return bool(self.delay_seconds or self.loss)
 
     @property
     def burst_bytes(self) -> int:
@@ -113,7 +146,8 @@ class LinkSpec:
     @property
     def queue_bytes(self) -> int:
         """What can wait behind the bucket before packets are dropped."""
-        return self.burst_bytes + max(256 << 10, min(1 << 30, (self.rate or 0) // 160))
+        seconds = max(0.05, 2 * 2 * self.delay_seconds)
+        return self.burst_bytes + max(256 << 10, min(1 << 30, int((self.rate or 0) * seconds / 8)))
 
     @property
     def packet_bytes(self) -> int:
@@ -121,10 +155,14 @@ class LinkSpec:
         return min(_LARGEST_PACKET, self.burst_bytes // 2) if self.rate else _LARGEST_PACKET
 
     def egress_of_node(self, device: str) -> list[str]:
-        if not self.delay_seconds:
+        if not self.long:
             return self.egress_of_switch(device)
-        microseconds = max(1, round(self.delay_seconds * 1e6))
-        lines = [f"qdisc add dev {device} root handle 1: netem delay {microseconds}us limit 1000000"]
+        words = f"qdisc add dev {device} root handle 1: netem limit 1000000"
+        if self.delay_seconds:
+            words += f" delay {max(1, round(self.delay_seconds * 1e6))}us"
+        if self.jitter_seconds:  # only with a rate, which may be any, does netem keep the order of packets
+            words += f" {max(1, round(self.jitter_seconds * 1e6))}us rate {FASTEST}bit"
+        lines = [words + (f" loss {self.loss * 100:.7f}%" if self.loss else "")]
         return lines + [f"qdisc add dev {device} parent 1: handle 2: {self._bucket()}"] * (self.rate is not None)
 
     def egress_of_switch(self, device: str) -> list[str]:
@@ -134,21 +172,31 @@ class LinkSpec:
         return f"tbf rate {self.rate}bit burst {self.burst_bytes} limit {self.queue_bytes}"
 
 
+def format_seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:g}ms"
+
+
 @dataclass(frozen=True)
 class Cluster:
-    """An emulated cluster, valid by construction.
+    """An emulated cluster, valid by construction; ``links``, ``delays``, ...: one for all nodes, or one per node.
 
     Attributes:
         workers: total number of ranks.
         ranks_per_node: ranks that share a node, and so its link.
-        links: bits per second, one for all nodes or one per node; None means unlimited.
-        delay_seconds: one-way delay between any two nodes.
+        links: bits per second; None means unlimited.
+        delays: seconds of one-way delay from a node to any other, applied where it sends.
+        jitters: seconds by which the delay of a packet may be shorter or longer.
+        losses: share of the packets sent by a node which are lost.
+        congestion: TCP's congestion control on the links; None: cubic, or reno where there is no cubic.
     """
 
     workers: int
     ranks_per_node: int = 1
     links: tuple[int | None, ...] = (None,)
-    delay_seconds: float = 0.0
+    delays: tuple[float, ...] = (0.0,)
+    jitters: tuple[float, ...] = (0.0,)
+    losses: tuple[float, ...] = (0.0,)
+    congestion: str | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.ranks_per_node < 1:
@@ -163,33 +211,49 @@ class Cluster:
             raise LabError(
                 f"{self.nodes} nodes are more than the {_MOST_NODES} that one bridge carries: use --ranks-per-node"
             )
-        if len(self.links) not in (1, self.nodes):
-            example = ",".join(["1gbit"] * min(self.nodes, 4)) + (",..." if self.nodes > 4 else "")
-            raise LabError(
-                f"{len(self.links)} links for {self.nodes} nodes: give one for all, or one per node such as {example}"
-            )
-        for node in range(len(self.links)):
+        for name, example in (("links", "1gbit"), ("delays", "25ms"), ("jitters", "2ms"), ("losses", "0.1%")):
+            if (count := len(getattr(self, name))) not in (1, self.nodes):
+                several = ",".join([example] * min(self.nodes, 4)) + (",..." if self.nodes > 4 else "")
+                raise LabError(
+                    f"{count} {name} for {self.nodes} nodes: give one for all, or one per node such as {several}"
+                )
+        if self.congestion not in (None, *CONGESTION_CONTROLS):
+            known = " or ".join([", ".join(CONGESTION_CONTROLS[:-1]), CONGESTION_CONTROLS[-1]])
+            raise LabError(f"congestion control {self.congestion!r} is unknown: use {known}")
+        for node in range(self.nodes):
             self.link(node)  # refuses an impossible rate or delay
 
     @classmethod
     def parse(
-        cls, workers: int, ranks_per_node: int = 1, link: str | None = None, delay: str | float | None = None
+        cls,
+        workers: int,
+        ranks_per_node: int = 1,
+        link: str | None = None,
+        delay: str | float | None = None,
+        jitter: str | None = None,
+        loss: str | None = None,
+        congestion: str | None = None,
     ) -> Cluster:
-        """Parse a cluster from command-line arguments.
+        """Parse a cluster from command-line arguments; each of a link's may be several, one per node, after commas.
 
         Args:
             workers: total number of ranks.
             ranks_per_node: ranks that share a node.
-            link: ``1gbit``, or one such rate per node after commas; ``unlimited``, ``none`` or None for no limit.
-            delay: ``1ms``, or seconds as a number.
+            link: ``1gbit``; ``unlimited``, ``none`` or None for no limit.
+            delay: ``25ms``, or seconds as a number.
+            jitter: ``2ms``.
+            loss: ``0.1%``.
+            congestion: ``cubic``, ``bbr`` or ``reno``.
 
         Raises:
             LabError: with one sentence on what is wrong.
         """
-        words = [word.strip() for word in ("unlimited" if link is None else link).split(",")]
-        links = tuple(None if word.lower() in ("unlimited", "none") else parse_rate(word) for word in words)
-        seconds = parse_delay(delay) if isinstance(delay, str) else float(delay or 0.0)
-        return cls(workers, ranks_per_node, links, seconds)
+        links = tuple(
+            None if word.lower() in ("unlimited", "none") else parse_rate(word) for word in _words(link, "unlimited")
+        )
+        delays = (float(delay),) if isinstance(delay, (int, float)) else tuple(map(parse_delay, _words(delay)))
+        jitters, losses = tuple(map(parse_delay, _words(jitter))), tuple(map(parse_loss, _words(loss)))
+        return cls(workers, ranks_per_node, links, delays, jitters, losses, congestion)
 
     @property
     def nodes(self) -> int:
@@ -198,10 +262,22 @@ class Cluster:
 
     def link(self, node: int) -> LinkSpec:
         """Return the link between this node and the switch."""
-        return LinkSpec(self.links[node if len(self.links) > 1 else 0], self.delay_seconds)
+        delay, jitter, loss = (one[node if len(one) > 1 else 0] for one in (self.delays, self.jitters, self.losses))
+        return LinkSpec(self.links[node if len(self.links) > 1 else 0], delay, jitter, loss)
+
+    @property
+    def wire(self) -> str:
+        """The links in words, such as ``100mbit, delay 25ms, loss 0.1%, bbr``."""
+        words = [",".join(map(format_rate, self.links))]
+        for name, several in (("delay", self.delays), ("jitter", self.jitters)):
+            words += [f"{name} {','.join(map(format_seconds, several))}"] * any(several)
+        words += [f"loss {','.join(f'{100 * loss:g}%' for loss in self.losses)}"] * any(self.losses)
+        return ", ".join(words + ([self.congestion] if self.congestion else []))
 
     def describe(self) -> str:
         """Return a short description, such as ``4 workers on 2 nodes, 1gbit``."""
-        links = ",".join(map(format_rate, self.links))
-        delay = f", delay {self.delay_seconds * 1e3:g}ms" if self.delay_seconds else ""
-        return f"{self.workers} workers on {self.nodes} nodes, {links}{delay}"
+        return f"{self.workers} workers on {self.nodes} nodes, {self.wire.removesuffix(f', {self.congestion}')}"
+
+
+def _words(text: str | None, none: str = "0") -> list[str]:
+    return [word.strip() for word in (none if text is None else text).split(",")]

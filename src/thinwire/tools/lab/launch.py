@@ -120,6 +120,7 @@ def run(
             code = supervise(ranks, signals, timeline, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
         seconds = time.monotonic() - began
         nothing = (0,) * cluster.nodes
+        packets = network.packets() if network is not None else None
         sent, received = network.traffic() if network is not None else (nothing, nothing)
         codes = tuple(code or 0 for code in ranks.exit_codes)
     control = network.congestion_control if network is not None else None
@@ -127,7 +128,7 @@ def run(
         print(f"note: the run ended before rank {timeline.left[0].rank} was {timeline.left[0].what} at "
               f"{timeline.left[0].seconds:g} s", file=sys.stderr, flush=True)  # fmt: skip
     happened = tuple(timeline.happened)
-    return LabResult(code, codes, seconds, network is not None, note, sent, received, control, happened)
+    return LabResult(code, codes, seconds, network is not None, note, sent, received, control, happened, packets)
 
 
 def _tell(happening: Happening) -> None:
@@ -150,6 +151,8 @@ class LabResult(Record):
         received_bytes: per node, bytes its interface received.
         congestion_control: TCP's congestion control on the links; None on plain loopback.
         happenings: what happened to ranks, in order.
+        packets: per node, how many of the packets that it sent were "forwarded", "lost" by the wire, or "dropped" by a
+            full queue; None where no relay carried them.
     """
 
     called: ClassVar[str] = "the result of a run in the lab"
@@ -162,3 +165,4 @@ class LabResult(Record):
     received_bytes: tuple[int, ...]
     congestion_control: str | None = None
     happenings: tuple[Happening, ...] = ()
+    packets: tuple[dict[str, int], ...] | None = None

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
 
+from thinwire.tools.lab import relay
 from thinwire.tools.lab.cluster import Cluster, LabError
 from thinwire.tools.lab.ranks import child_command
 
 _TIMEOUT_SECONDS = 60.0
 _FOLDER = Path("/run/netns")
 NAME = re.compile(r"tw(\d+)-(\d+)-\d+-\w+")
+_RELAY_QUEUE = 10_000  # packets that a node may hand over while the relay waits for a core
 _serial = itertools.count()
 _MODES = ("root", "user", "loopback")
 # `ip netns` keeps names in /run/netns. `cat` holds the namespaces open for as long as the lab holds its standard input.
@@ -36,7 +38,7 @@ exec cat
 INTERFACE = "eth0"
 """Name of a node's interface, in the namespace of that node."""
 CONGESTION_CONTROLS = ("cubic", "reno")
-"""TCP congestion controls for the links, the first available is used: CUBIC is the usual default, Reno always exists.
+"""What TCP uses on the links unless asked, the first available: CUBIC is the usual default, Reno always exists.
 
 BBR, for example, empties a link on purpose for 0.2 s in every 10 s, and a training step stalls during that time.
 """
@@ -214,8 +216,66 @@ def open_shell(mode: str) -> Iterator[Shell]:
             holder.kill()
 
 
+def has_netem(shell: Shell, namespace: str) -> bool:
+    """Try whether the kernel can delay packets by itself."""
+    try:
+        shell.batch("tc", namespace, ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"])
+    except LabError:
+        return False
+    return True
+
+
+class RelayProcess:
+    """The process that carries the packets of long links where the kernel cannot; it dies with this one."""
+
+    def __init__(self, network: Network) -> None:
+        links = [network.cluster.link(node) for node in range(network.cluster.nodes)]
+        told = [
+            {
+                "namespace": name, "device": INTERFACE, "address": network.address(node), "rate": link.rate,
+                "queue": link.queue_bytes, "delay": link.delay_seconds, "jitter": link.jitter_seconds,
+                "loss": link.loss,
+            }
+            for node, (name, link) in enumerate(zip(network.nodes, links))
+        ]  # fmt: skip
+        command = child_command([sys.executable, "-I", "-S", str(Path(relay.__file__))])
+        self._process = subprocess.Popen(
+            network.shell.inside(network.switch, command), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+        try:
+            if (answer := self.ask(json.dumps(told))) != "ready":
+                raise LabError(
+                    f"a delay or loss needs the kernel's sch_netem, or /dev/net/tun for a relay, and both are refused "
+                    f"({answer}): run modprobe tun, or let this user read and write the device (docker run --device "
+                    "/dev/net/tun)"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: str) -> str:
+        """Send one line and return the line of the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(request.encode() + b"\n")
+            self._process.stdin.flush()
+        if answer := self._process.stdout.readline():
+            return answer.decode().strip()
+        last = self._process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        raise LabError(f"the relay of the lab's links has ended: {last[0] if last else 'it was killed'}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
 class Network:
-    """The network of one run, built and always taken down; even the bridge has a namespace of its own."""
+    """The network of one run, built and always taken down; even the bridge has a namespace of its own.
+
+    Links with a delay or loss are shaped by netem; where the kernel has none, a relay takes the place of the bridge.
+    """
 
     def __init__(self, shell: Shell, cluster: Cluster) -> None:
         self.shell = shell
@@ -226,6 +286,7 @@ class Network:
         self.congestion_control = ""
         """The congestion control that TCP really uses on the links, as reported by a socket of node 0."""
         self._made: list[str] = []
+        self._relay: RelayProcess | None = None
         self._at_start: list[tuple[int, int]] = []
 
     def __enter__(self) -> Network:
@@ -259,45 +320,50 @@ class Network:
         for name in [self.switch, *self.nodes]:
             self._made.append(name)  # first, so that a half-finished creation is removed too
             self.shell.run("ip", "netns", "add", name)
-        # No automatic IPv6 addresses: their discovery messages would disturb the byte counts.
-        lines = ["link add switch type bridge", "link set switch addrgenmode none up"]
-        for node, name in enumerate(self.nodes):
-            lines.append(f"link add port{node} type veth peer name {INTERFACE} netns {name}")
-            lines.append(f"link set port{node} master switch addrgenmode none up")
-        self.shell.batch("ip", self.switch, lines)
+        links = [self.cluster.link(node) for node in range(self.cluster.nodes)]
+        if any(link.long for link in links) and not has_netem(self.shell, self.switch):
+            self._relay = RelayProcess(self)
+        else:
+            # No automatic IPv6 addresses: their discovery messages would disturb the byte counts.
+            lines = ["link add switch type bridge", "link set switch addrgenmode none up"]
+            for node, name in enumerate(self.nodes):
+                lines.append(f"link add port{node} type veth peer name {INTERFACE} netns {name}")
+                lines.append(f"link set port{node} master switch addrgenmode none up")
+            self.shell.batch("ip", self.switch, lines)
         shaping: list[str] = []
-        wanted = list(CONGESTION_CONTROLS)
-        for node, name in enumerate(self.nodes):
-            link = self.cluster.link(node)
+        for node, (name, link) in enumerate(zip(self.nodes, links)):
+            offload = f"gso_max_size {link.packet_bytes}"
+            if self._relay is not None:
+                offload += f" txqueuelen {_RELAY_QUEUE}"
+            elif link.loss:
+                offload += " gso_max_segs 1"  # netem loses whole offloaded packets
             lines = [
                 "link set lo up",
-                f"link set {INTERFACE} addrgenmode none gso_max_size {link.packet_bytes}",
+                f"link set {INTERFACE} addrgenmode none {offload}",
                 f"addr add {self.address(node)}/16 dev {INTERFACE}",
                 f"link set {INTERFACE} up",
             ]
             self.shell.batch("ip", name, lines)
-            self._set_congestion_control(node, wanted)
-            try:
+            self._set_congestion_control(node)
+            if self._relay is None:
                 self.shell.batch("tc", name, link.egress_of_node(INTERFACE))
-            except LabError as error:
-                if not link.delay_seconds:
-                    raise
-                raise LabError(
-                    f"this kernel refuses a delay (is netem available?): leave out --delay: {error}"
-                ) from None
-            shaping += link.egress_of_switch(f"port{node}")
+                shaping += link.egress_of_switch(f"port{node}")
         self.shell.batch("tc", self.switch, shaping)
 
-    def _set_congestion_control(self, node: int, wanted: list[str]) -> None:
-        """Use the first of these that the kernel has, and remove the others; set on the route, which may use any."""
+    def _set_congestion_control(self, node: int) -> None:
+        """Use what was asked for, or the first that the kernel has; set on the route, which may use any."""
         route = f"route replace 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(node)}"
-        while wanted:
-            try:
-                self.shell.batch("ip", self.nodes[node], [f"{route} congctl {wanted[0]}"])
-            except LabError:
-                del wanted[0]
-            else:
+        asked = self.cluster.congestion
+        for one in [asked] if asked else CONGESTION_CONTROLS:
+            with contextlib.suppress(LabError):
+                self.shell.batch("ip", self.nodes[node], [f"{route} congctl {one}"])
                 return
+        if asked:
+            known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+            raise LabError(
+                f"this kernel does not offer the congestion control {asked!r}, only {', '.join(known)}: "
+                f"use one of them, or load it with modprobe tcp_{asked}"
+            )
 
     def counters(self) -> list[tuple[int, int]]:
         found = []
@@ -313,9 +379,18 @@ class Network:
 
     def carry(self, node: int, carries: bool) -> None:
         """Let a node's link carry packets, or none; the node is not notified, as if a cable were pulled elsewhere."""
-        self.shell.batch("ip", self.switch, [f"link set port{node} {'up' if carries else 'down'}"])
+        if self._relay is not None:
+            self._relay.ask(f"carry {node} {int(carries)}")
+        else:
+            self.shell.batch("ip", self.switch, [f"link set port{node} {'up' if carries else 'down'}"])
+
+    def packets(self) -> tuple[dict[str, int], ...] | None:
+        """Return what the relay did with each node's packets: forwarded, lost, dropped; None: there is no relay."""
+        return None if self._relay is None else tuple(json.loads(self._relay.ask("counts")))
 
     def close(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
         while self._made:
             with contextlib.suppress(LabError):
                 remove(self.shell, self._made.pop())
