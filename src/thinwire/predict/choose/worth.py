@@ -22,7 +22,7 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.local_steps import Alone, Periodic
+from thinwire.predict.timeline.local_steps import OneWorker, Periodic
 from thinwire.predict.timeline.simulate import network_free
 
 TABLE = Path(__file__).with_name("worth.json")
@@ -130,7 +130,7 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
             return EXACT
         if method.name == "cast" and not method.has_residual:
             return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
-        found = [row for row in rows if row.speaks_for(method) and (row.workers == workers or row.method != Alone.name)]
+        found = [row for row in rows if row.speaks_for(method) and (row.workers == workers or row.method != OneWorker.name)]
         if not found:
             return UNKNOWN
 

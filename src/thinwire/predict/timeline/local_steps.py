@@ -64,7 +64,7 @@ class Periodic(Method):
 
 
 @dataclass(frozen=True)
-class Alone(Method):
+class OneWorker(Method):
     """One worker without a network, as the planner sees it: what a user has already."""
 
     name: ClassVar[str] = "alone"
@@ -81,7 +81,7 @@ class Accumulated(SSGD):
     exact: ClassVar[bool] = False
 
 
-PLAIN: Mapping[str, Method] = {"alone": Alone(), "accumulate:every=4": Periodic(Accumulated(), 4, 0)}
+PLAIN: Mapping[str, Method] = {"alone": OneWorker(), "accumulate:every=4": Periodic(Accumulated(), 4, 0)}
 """What everybody has without this library; a lossy method must beat both."""
 
 

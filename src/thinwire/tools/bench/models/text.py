@@ -91,7 +91,8 @@ class CharGPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(block, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
+        blocks = [TransformerBlock(width, heads) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for module in self.modules():
@@ -100,7 +101,7 @@ class CharGPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         if scaled_init:
-            for one in self.blocks:
+            for one in blocks:
                 for last in (one.out, one.down):
                     nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
 
