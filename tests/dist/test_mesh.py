@@ -115,8 +115,8 @@ def _over_four_sockets(rank, size):
     found = []
     for step in range(12):
         if rank == 1 and step in (4, 8):  # a data socket, then that of the confirmations
-            (bundle, *_) = lanes[0].mesh._bundles.values()
-            bundle._all[3 if step == 4 else 0].socket.shutdown(socket.SHUT_RDWR)
+            (bundle, *_) = lanes[0].mesh.bundles.values()
+            bundle.all_ends[3 if step == 4 else 0].socket.shutdown(socket.SHUT_RDWR)
         pending = [issue(AllReduce(_values(rank, 300_000, torch.float32) + step), lane, step) for lane in lanes]
         found.append([one.wait() for one in pending])
     held.release()

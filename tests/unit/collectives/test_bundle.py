@@ -101,7 +101,7 @@ def test_a_socket_that_is_cut_costs_no_byte(seed):
     taken = [[torch.zeros_like(x) for x in some] for some in given]
     work = CountdownWork(12)
     streams = [left.stream(), right.stream()]
-    cut = [draw.choice((left, right))._all[n].socket for n in draw.sample(range(4), 1)]
+    cut = [draw.choice((left, right)).all_ends[n].socket for n in draw.sample(range(4), 1)]
 
     def cutter():
         for one in cut:

@@ -97,7 +97,7 @@ def test_ranks_that_only_receive_do_not_say_how_long_an_exchange_takes(monkeypat
 
 @pytest.mark.parametrize(("computes", "beside", "late"), [(0.0, False, True), (1.0, False, False), (1.0, True, True)])
 def test_no_step_hides_what_an_exchange_takes_from_the_same_processor(monkeypatch, computes, beside, late):
-    options = {"codec": "int8", "sync_every": 8, "fragment_sync_delay": "auto"}
+    options = {"codec": "int8", "sync_every": 4, "fragment_sync_delay": "auto"}
     (_, delay), _, _ = found(monkeypatch, 0.1, (2.0,), computes=computes, beside=beside, **options)
     assert (delay > 0) is late
 

@@ -129,11 +129,11 @@ class Bundle:
         self._whole = deque[CountdownWork]()  # of messages, in the order of their streams, whose users are told next
         self._telling = False
         self._moved_in = self._moved_out = time.monotonic()
-        self._back, *ends = self._all = [
+        self._back, *ends = self.all_ends = [
             _End(self, place, connection, loop) for place, connection in enumerate(sockets)
         ]
         self.ends = ends  # those that carry messages, and are not lost
-        for end in self._all:
+        for end in self.all_ends:
             end.start()
 
     def stream(self) -> BundleStream:
@@ -170,7 +170,7 @@ class Bundle:
             if frame is not None and not self._back.stopped:
                 end.unconfirmed.append(frame)
             return frame
-        for one in self._all:
+        for one in self.all_ends:
             if one.received:
                 frame = _HEADER.pack(_CONFIRMED, one.place, one.received, 0, 0)
                 one.received = 0
@@ -182,9 +182,9 @@ class Bundle:
 
     def confirmed(self, place: int, count: int) -> None:
         """Forget frames that have arrived; the lock must be held."""
-        if not 0 < place < len(self._all):
+        if not 0 < place < len(self.all_ends):
             raise _NoFrame(self._peer)
-        end = self._all[place]
+        end = self.all_ends[place]
         if count > len(end.unconfirmed) and not end.stopped:
             raise _NoFrame(self._peer)
         for _ in range(min(count, len(end.unconfirmed))):
@@ -300,7 +300,7 @@ class Bundle:
             if end.stopped:
                 return
             if end is self._back:
-                for one in self._all:
+                for one in self.all_ends:
                     one.unconfirmed.clear()  # nothing will be confirmed
             self._returned.extend(end.stop())
             if end in self.ends:
@@ -336,7 +336,7 @@ class Bundle:
             self._waiting.clear()
             self._returned.clear()
             self._incoming.clear()
-            for end in self._all:
+            for end in self.all_ends:
                 end.stop()
             self.ends.clear()
         for work in works:

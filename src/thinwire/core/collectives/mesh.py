@@ -69,7 +69,7 @@ class Mesh:
         self, streams: Sequence[Mapping[int, Stream | BundleStream]], bundles: Mapping[int, Bundle] | None = None
     ) -> None:
         self.first, self.second = streams
-        self._bundles = bundles or {}
+        self.bundles = bundles or {}
 
     @classmethod
     def over(cls, bundles: Mapping[int, Bundle]) -> Mesh:
@@ -77,14 +77,14 @@ class Mesh:
 
     @property
     def shared(self) -> bool:
-        return bool(self._bundles)
+        return bool(self.bundles)
 
     def another(self) -> Mesh:
         """Return a mesh over the same bundles."""
-        return Mesh.over(self._bundles)
+        return Mesh.over(self.bundles)
 
     def close(self) -> None:
-        for stream in (*self.first.values(), *self.second.values(), *self._bundles.values()):
+        for stream in (*self.first.values(), *self.second.values(), *self.bundles.values()):
             stream.close()
 
 

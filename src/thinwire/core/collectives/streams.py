@@ -105,7 +105,7 @@ _process_loop: SocketLoop | None = None
 _lock = threading.Lock()
 
 
-class Watched(Protocol):
+class SocketUser(Protocol):
     """What a loop calls for one socket, whose descriptor is ``number``; ``check`` now and then."""
 
     number: int
@@ -122,19 +122,19 @@ class SocketLoop:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self.streams: dict[int, Watched] = {}
+        self.streams: dict[int, SocketUser] = {}
         self.gone: set[int] = set()  # file descriptors closed since the last poll, which may be in use again
         threading.Thread(target=self._loop, name="thinwire-sockets", daemon=True).start()
 
-    def add(self, stream: Watched) -> None:
+    def add(self, stream: SocketUser) -> None:
         self.streams[stream.number] = stream
         self._epoll.register(stream.number, 0)
 
-    def watch(self, stream: Watched, events: int) -> None:
+    def watch(self, stream: SocketUser, events: int) -> None:
         """Set what the stream waits for from now on, as epoll's event mask."""
         self._epoll.modify(stream.number, events)
 
-    def remove(self, stream: Watched) -> None:
+    def remove(self, stream: SocketUser) -> None:
         if self.streams.pop(stream.number, None) is not None:
             self.gone.add(stream.number)
             with contextlib.suppress(OSError):
@@ -162,7 +162,7 @@ class SocketLoop:
                             stream.fail(error)
 
     @staticmethod
-    def _serve(stream: Watched, happened: int) -> None:
+    def _serve(stream: SocketUser, happened: int) -> None:
         if happened & select.EPOLLIN:
             stream.on_data()
         if happened & select.EPOLLOUT:

@@ -48,6 +48,9 @@ WorthOf: TypeAlias = Callable[[Method, int, int], Worth]
 _FAR_STEPS, _FAR_SIZE = 1.5, 4
 """A method that needed 1.5 times the steps may need any number on a model at least four times as large."""
 
+_ONE_SEED = 1.05
+"""What the steps of seeds differ by; a row of one seed may be so far off."""
+
 EXACT = Worth(1.0, 1.0, 1.0, "exact")
 UNKNOWN = Worth(math.inf, math.inf, math.inf, "not measured")
 
@@ -98,9 +101,12 @@ class MeasuredWorth:
     def worth(self, by: str = "measured") -> Worth:
         """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins."""
         ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
+        low, high = ordered[0], ordered[-1]
+        if len(ordered) == 1:
+            low, high = max(1.0, low / _ONE_SEED), high * _ONE_SEED
         source = f"{by} with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
         source += f", whole runs of {self.steps:,} steps" if self.steps else ""
-        return Worth(ordered[0], ordered[len(ordered) // 2], ordered[-1], source)
+        return Worth(low, ordered[len(ordered) // 2], high, source)
 
 
 def _covers(value: Any, least: Any) -> bool:
