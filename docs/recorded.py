@@ -581,6 +581,22 @@ def tolls(data: Any) -> Iterator[Row]:
         )
 
 
+def long_wire(data: Any) -> Iterator[Row]:
+    """Steps of thinwire over DDP's on the same wire; on lossy ones within a fifth of it."""
+    for one in data:
+        link, delay, loss, control = one["wire"].split("/")
+        where = f"{link}, {delay} each way, {loss} lost, {'cubic' if control == 'cubic' else 'BBR asked for'}"
+        ddp = one["rows"]["ddp"]["seconds"]
+        for label, row in one["rows"].items():
+            exact = label == "ssgd" and loss != "0%"
+            if label != "ddp":
+                yield claim(
+                    f"{where}: {label} / DDP, step",
+                    row["seconds"] / ddp,
+                    at_most=0.2 if exact else None,
+                )
+
+
 RATES = "python benchmarks/parameter_server_rates.py --out FILE"
 
 
@@ -849,6 +865,7 @@ SOURCES = {
     "peer_link": Source("python benchmarks/peer_link.py", "security.md", peer_link),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "tolls": Source("python benchmarks/peers/tolls.py", "peers.md", tolls),
+    "long_wire": Source("python benchmarks/long_wire.py", "engine.md", long_wire),
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
     "encode_time": Source(
         "python benchmarks/encode_time.py", "results.md", encode_time

@@ -34,8 +34,8 @@ class Look:
     Paper: EMA-Nesterov, arXiv 2605.25395, there for plain data-parallel training, and so once a step. With local steps
     it follows the outer weights, once a round.
 
-    It wants a lower learning rate, about 1 - ``beta`` times the best one without it; at the largest stable rate it may
-    diverge.
+    It wants the learning rate that is best without it, or a lower one, down to 1 - ``beta`` times that; at the largest
+    stable rate it may diverge.
 
     Args:
         beta: how far to look, in steps of the slow mean; 0 is none.

@@ -434,3 +434,12 @@ def test_one_worker_alone_is_known_beside_as_many_as_were_measured():
     worth = worth_from(tuple(rows))
     known = {workers: [worth(plain, 10**6, workers).known for plain in PLAIN.values()] for workers in (2, 4)}
     assert known == {2: [True, True], 4: [False, True]}
+
+
+def test_a_row_of_one_seed_may_be_a_twentieth_off():
+    of_one, of_three = (
+        worth_from((MeasuredWorth("topk", {}, 1, 0, 10**6, 2, factors),))(TopK(0.01), 10**6, 2)
+        for factors in ((1.2,), (1.2, 1.19, 1.3))
+    )
+    assert (of_one.low, of_one.middle, of_one.high) == (pytest.approx(1.2 / 1.05), 1.2, pytest.approx(1.2 * 1.05))
+    assert (of_three.low, of_three.middle, of_three.high) == (1.19, 1.2, 1.3)

@@ -136,7 +136,9 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
             return EXACT
         if method.name == "cast" and not method.has_residual:
             return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
-        found = [row for row in rows if row.speaks_for(method) and (row.workers == workers or row.method != OneWorker.name)]
+        found = [
+            row for row in rows if row.speaks_for(method) and (row.workers == workers or row.method != OneWorker.name)
+        ]
         if not found:
             return UNKNOWN
 
