@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from thinwire.core.collectives import bundle as bundle_module
 from thinwire.core.collectives.bundle import FRAME_BYTES, Bundle
 from thinwire.core.collectives.streams import CountdownWork, socket_loop
 
@@ -139,6 +140,29 @@ def test_users_are_told_in_the_order_of_the_messages(pair):
     for one in ends:
         one.wait()
     assert order == list(range(len(given)))
+
+
+def test_a_socket_that_stands_still_is_given_up_and_its_frames_go_elsewhere(monkeypatch):
+    """As one whose path a router has forgotten: nothing comes back, not even an error."""
+    monkeypatch.setattr(bundle_module, "STUCK_SECONDS", 0.4)
+    pairs, (dead, _), (_, other) = _sockets(3), *_sockets(2)
+    lefts, rights = zip(*pairs)
+    left = Bundle([*lefts, dead], "rank 1", 20.0, socket_loop())
+    right = Bundle([*rights, other], "rank 0", 20.0, socket_loop())
+    streams, given = (left.stream(), right.stream()), _given([1_000_000] * 60)
+    work = CountdownWork(2 * len(given))
+    taken = [torch.zeros_like(x) for x in given]
+    for x, out in zip(given, taken):
+        streams[0].send(x, work)
+        streams[1].receive(out, work)
+        time.sleep(0.02)
+    over = threading.Event()
+    work.then(over.set)
+    assert over.wait(20), "it hangs"
+    assert all(map(torch.equal, given, taken))
+    assert len(left.ends) == 2
+    for one in (left, right):
+        one.fail(RuntimeError("over"))
 
 
 def test_without_any_socket_all_fails(pair):

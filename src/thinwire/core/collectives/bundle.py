@@ -45,8 +45,9 @@ _NOTSENT_BYTES = FRAME_BYTES  # that wait in a socket: what waits here can still
 _LINGER_SECONDS = 5.0
 _CLOSED = "the other side has closed it"
 _TCP_NOTSENT_LOWAT = 25
-_TCP_USER_TIMEOUT = 18
-_DEAD_SECONDS = 15.0
+_TCP_KEEPIDLE, _TCP_KEEPINTVL, _TCP_USER_TIMEOUT = 4, 5, 18
+STUCK_SECONDS = 10.0  # in which a socket that has something to send moved nothing, while others did: its path is dead
+_KEEPALIVE_SECONDS = 30  # less than after which a router forgets a connection
 
 LONG_SECONDS = 0.004
 """Of a round trip, from which on one socket is not enough."""
@@ -119,7 +120,7 @@ class Bundle:
     """
 
     def __init__(self, sockets: Sequence[socket.socket], peer: str, timeout: float, loop: SocketLoop) -> None:
-        self._peer, self._timeout, self._process = peer, timeout, os.getpid()
+        self._peer, self.timeout, self._process = peer, timeout, os.getpid()
         self._lock = threading.RLock()
         self._error: RuntimeError | None = None
         self._sent: list[int] = []  # messages, by stream
@@ -187,6 +188,7 @@ class Bundle:
         end = self.all_ends[place]
         if count > len(end.unconfirmed) and not end.stopped:
             raise _NoFrame(self._peer)
+        end.moved = time.monotonic()
         for _ in range(min(count, len(end.unconfirmed))):
             end.unconfirmed.popleft()
 
@@ -321,8 +323,12 @@ class Bundle:
                 now - self._moved_in if self._expects else 0.0,
                 now - max(self._moved_in, self._moved_out) if waits_out else 0.0,
             )
-        if still > self._timeout:
-            self.fail(RuntimeError(f"timed out: {self._peer} moved no byte for {self._timeout:.0f} seconds"))
+            last = max((end.moved for end in self.ends), default=now)
+            stuck = [e for e in self.ends if e.unconfirmed and last - e.moved > STUCK_SECONDS]
+        for end in stuck:
+            self.lost(end, f"it moved nothing for {STUCK_SECONDS:.0f} seconds")
+        if still > self.timeout:
+            self.fail(RuntimeError(f"timed out: {self._peer} moved no byte for {self.timeout:.0f} seconds"))
 
     def fail(self, error: RuntimeError) -> None:
         with self._lock:
@@ -371,7 +377,9 @@ class _End:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in (
             (_TCP_NOTSENT_LOWAT, _NOTSENT_BYTES),
-            (_TCP_USER_TIMEOUT, int(1000 * _DEAD_SECONDS)),
+            (_TCP_USER_TIMEOUT, int(1000 * min(bundle.timeout, 2e6))),
+            (_TCP_KEEPIDLE, _KEEPALIVE_SECONDS),
+            (_TCP_KEEPINTVL, _KEEPALIVE_SECONDS // 3),
         ):
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -380,6 +388,7 @@ class _End:
         self.number, self.place = connection.fileno(), place
         self.unconfirmed = deque[bytes]()
         self.left = memoryview(b"")  # of what is being sent
+        self.moved = time.monotonic()  # when something was confirmed, or could first have been
         self.stopped = self._blocked = False
         self._header = bytearray(_HEADER.size)
         self._frame: _Frame | None = None
@@ -416,6 +425,8 @@ class _End:
                             self._wait_for_room(False)
                             break
                         self.left = memoryview(frame)
+                    if len(self.unconfirmed) <= 1:
+                        self.moved = time.monotonic()
                     self.left = self.left[self.socket.send(self.left) :]
                     bundle.moved(out=True)
             except BlockingIOError:
