@@ -162,7 +162,9 @@ def picture(one: dict[str, Any]) -> Picture:
             levels.append(Level(loss, name))
             continue
         family, every = name, ""
-        if found := re.fullmatch(r"local, every (\d+)(.*?)( merged \d+ late)?(, look.*)?", name):
+        if found := re.fullmatch(
+            r"local, every (\d+)(.*?)( merged \d+ late)?(, look.*)?", name
+        ):
             every, late = found[1], ", merged late" if found[3] else ""
             family = f"local{found[2].rstrip(',')}{late}{found[4] or ''}"
         at = sent(row["methods"], one["track"]["model"]) * exact

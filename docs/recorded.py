@@ -619,10 +619,15 @@ def race(data: Any) -> Iterator[Row]:
             if "shares" in track["model"]
             else ""
         )
-        where = (
-            f"{one['elements'] / 1e6:.1f} M parameters, {track['workers']} workers{apart}, "
-            f"DDP's loss after {track['steps'] * one['share']:.0f} steps"
-        )
+        where = f"{one['elements'] / 1e6:.1f} M parameters, {track['workers']} workers{apart}, "
+        if track["schedule"]:
+            where += f"whole runs of {track['steps']:,} steps"
+            where += ", Muon" if "muon" in track["model"] else ""
+            where += (
+                "" if "scaled_init" in track["model"] else ", all weights begin alike"
+            )
+        else:
+            where += f"DDP's loss after {track['steps'] * one['share']:.0f} steps"
         for label, row in one["rows"].items():
             yield Row(
                 f"{where}: {label}",

@@ -182,6 +182,12 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/lab.md": {
         "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
+        "thinwire lab run --workers 2 --link 100mbit --delay 25ms --jitter 2ms --loss 0.1% --congestion bbr "
+        "-- python train.py": Shown(  # BBR is not in every kernel
+            _script,
+            instead="thinwire lab run --workers 2 --link 100mbit --delay 25ms --jitter 2ms --loss 0.1% "
+            "-- python train.py",
+        ),
     },
     "docs/measure.md": {
         "torchrun --nnodes 4 --nproc-per-node 1 ... --no-python thinwire probe": Shown(
