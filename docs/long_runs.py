@@ -197,15 +197,15 @@ def page(found: list[dict[str, Any]]) -> str:
 
 READINGS = {
     "": """\
-* **Every 4 steps in 2 bits, at 1/60 of DDP's bytes, costs 2 % more steps, in 1 bit 4 %.** One worker alone needs
-  87 % more, and DDP that accumulates 4 steps, at fifteen times those bytes, 62 %. These two are what everybody has, so
+* **Every 4 steps in 2 bits, at 1/60 of DDP's bytes, costs 2 % more steps, in 1 bit 6 %.** One worker alone needs
+  87 % more, and DDP that accumulates 4 steps, at fifteen times those bytes, 56 %. These two are what everybody has, so
   a method has to beat them.
 * **Bits cost little, periods more, lateness most.** Every 8 steps costs 7 %, every 16 29 %; merged 1 step late, every 4
   costs 5 %, and merged 3 late, every 8 costs as much as every 16 that is waited for. So `"local"` first takes fewer
   bits, then longer periods, and lets rounds travel beside training only where waiting costs more.
 * **A [look-ahead](methods/local.md#looking-ahead) sends nothing and gives all of that back**: every 4 steps in 1 bit,
   and even every 8, end below DDP. DDP with the same look ends lower still, so compare like with like: every 4 then
-  needs some 3 % more steps than DDP.
+  needs about 1 % more steps than DDP.
 * **Each row wants its own rate.** Local steps want about the root of the number of workers times DDP's.
 * The same run of DDP differs by a hundredth between two libraries of matrix products, and so do seeds.
 """,
