@@ -34,14 +34,14 @@ from thinwire.core.sockets import not_for_children
 
 logger = logging.getLogger(__name__)
 
-FRAME_BYTES = 128 << 10
+FRAME_BYTES = 32 << 10
 _HEADER = struct.Struct(
     "<BHIQI"
 )  # kind, stream, message, offset, bytes; of a confirmation the socket and how many frames
 _DATA, _CONFIRMED = 1, 2
 _AHEAD = 1 << 16  # messages that one side may send before the other has posted their places
 _TURN_BYTES = 8 * FRAME_BYTES  # received from a socket before others have their turn
-_NOTSENT_BYTES = FRAME_BYTES  # that wait in a socket: what waits here can still go to another one
+_NOTSENT_BYTES = FRAME_BYTES // 2  # that wait in a socket: what waits here can still go to another one
 _LINGER_SECONDS = 5.0
 _CLOSED = "the other side has closed it"
 _TCP_NOTSENT_LOWAT = 25

@@ -164,9 +164,9 @@ class Communicator:
             self._lanes, self.topology, self.rank, self.device, self.backend, mesh_only=self._mesh_only()
         )
 
-    def _mesh_only(self) -> bool:
+    def _mesh_only(self, topology: Topology | None = None) -> bool:
         """Return whether all exchanges between all ranks go over thinwire's own connections."""
-        return self.device.type == "cpu" and "AllGather" in pairwise(self.topology)
+        return self.device.type == "cpu" and "AllGather" in pairwise(topology or self.topology)
 
     def typical_exchange(self) -> tuple[float, float] | None:
         """Return bytes and seconds of an all-reduce, from the steps' own exchanges; None: there was none. Collective"""
@@ -231,7 +231,8 @@ class Communicator:
             with self.meeting("connecting"):
                 for scope in sorted(depth, key=lambda s: s.value):
                     for round_ in range(1 if self.backend == "nccl" else depth[scope]):
-                        lanes.get(purpose, scope, round_)
+                        ours = scope is Scope.WORLD and self._mesh_only(topology)
+                        lanes.get(purpose, scope, round_, bidirectional=ours, mesh_only=ours)
         except BaseException:
             lanes.release(broken=True)
             raise
