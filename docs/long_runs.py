@@ -207,8 +207,8 @@ READINGS = {
   and even every 8, end below DDP. DDP with the same look ends lower still, so compare like with like: every 4 then
   needs about 1 % more steps than DDP.
 * **With the time of a step** on two machines at 100 Mb/s, every 8 in 1 bit with a look takes 1.05 times as long to
-  DDP's loss as DDP's own steps would without a network; the best of other libraries, torchft's LocalSGD every 32 steps, 1.84,
-  and one worker alone 1.87 ([tolls](peers.md#what-the-network-still-costs)).
+  DDP's loss as DDP's own steps would without a network; the best of other libraries, torchft's LocalSGD every 32
+  steps, 1.84, and one worker alone 1.87 ([tolls](peers.md#what-the-network-still-costs)).
 * **Each row wants its own rate.** Local steps want about the root of the number of workers times DDP's.
 * The same run of DDP differs by a hundredth between two libraries of matrix products, and so do seeds.
 """,
