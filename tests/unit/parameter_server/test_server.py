@@ -10,7 +10,7 @@ from thinwire.systems.link.codec import FRAME
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Apply, Drop, GiveUp, Refuse, Send, Start
 from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.presets import asp, bsp, fedbuff
+from thinwire.systems.parameter_server.presets import asp, bsp, diloco, fedbuff
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
 
@@ -185,3 +185,30 @@ def test_a_worker_that_comes_after_the_last_has_gone_has_work_to_do(when):
         assert not carry(hello, 0.2)
     assert not server.members
     assert carry(leader.returned(0, 0.4), 0.4) == [0]
+
+
+def test_a_report_that_overtakes_the_sum_it_counts_lets_no_update_pass():
+    """Of a node of two workers at S = 0: its second sum is on the way when the report says that nothing is computed."""
+    settings = diloco(4, start_nodes=2)
+    server = Server(settings)
+    leaders = [Leader(settings, node, workers) for node, workers in ((0, 1), (1, 2))]
+    effects = [server.on(leader.hello(), 0.0) for leader in leaders]
+    for leader, some in zip(leaders, effects):
+        for welcome in sent(some, msg.Welcome):
+            leader.on(welcome, 0.0)
+    weights = sent(effects[1], msg.Weights)  # to both, as the second has come
+    starts = [
+        [one for message in weights for one in leader.on(message, 0.0) if isinstance(one, Start)] for leader in leaders
+    ]
+    assert list(map(len, starts)) == [1, 2]
+    sums = [
+        effect.message
+        for leader, begun in zip(leaders, starts)
+        for start in begun
+        for effect in leader.done(start.worker, start.token, torch.ones(1), 0.1)
+        if isinstance(effect, Send)
+    ]
+    effects = [*server.on(sums[0], 0.2), *server.on(sums[1], 0.2), *server.on(leaders[1].report(0.2), 0.2)]
+    assert not any(isinstance(effect, Apply) for effect in effects)
+    (update,) = [effect for effect in server.on(sums[2], 0.3) if isinstance(effect, Apply)]
+    assert len(update.contributions) == 3

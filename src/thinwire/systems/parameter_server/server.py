@@ -393,7 +393,7 @@ class Server:
         need = self.need
         if changed is not None and self._blocking:
             pullable = self.settings.transfer == "pull" and changed.buf_low < need
-            if changed.low >= need:
+            if not self._may_be_old(changed):
                 self._blocking.discard(changed.number)
             if self._blocking and not pullable:
                 return
@@ -403,11 +403,19 @@ class Server:
                     self._pull(member)
             if self.pending:
                 return
-        self._blocking = {member.number for member in self.members.values() if member.low < need}
+        self._blocking = {member.number for member in self.members.values() if self._may_be_old(member)}
         if self._blocking:
             return  # wait until those nodes send INs, or their leases end
         self.applying = True
         self._out.append(Apply(self.version, tuple(self.arrived)))
+
+    def _may_be_old(self, member: Member) -> bool:
+        """Whether something may still come from a member that the update would make too old.
+
+        A report may overtake the pushed sum that it counts, which its bound no longer covers.
+        """
+        bounded = self.settings.max_staleness is not None and self.settings.enforce == "wait"
+        return member.low < self.need or (bounded and self.settings.transfer == "push" and member.fresh)
 
     def _grant_after_update(self) -> None:
         if self.settings.transfer == "push":
