@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from wires import CLI, collect
+from wires import CLI, MEET, collect
 
 from alive import runs, wait_until
 from thinwire.tools import lab
@@ -42,19 +42,11 @@ else:
         time.sleep(0.05)
 """
 # Both ranks send random bytes over one connection, and print the hash of what they received.
-STREAM = """
-import hashlib, os, random, socket, sys, threading, time
-count, rank, address = int(sys.argv[1]), int(os.environ["RANK"]), ("node0", 9000)
-if rank:
-    for _ in range(5000):
-        try:
-            peer = socket.create_connection(address)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.02)
-else:
-    with socket.create_server(("", 9000)) as server:
-        peer = server.accept()[0]
+STREAM = (
+    MEET
+    + """
+import hashlib, random, sys, threading
+count, rank = int(sys.argv[1]), int(os.environ["RANK"])
 def send():
     peer.sendall(random.Random(rank).randbytes(count))
     peer.shutdown(socket.SHUT_WR)
@@ -66,6 +58,7 @@ while data := peer.recv(1 << 16):
 print(found.hexdigest())
 sender.join()
 """
+)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from wires import collect
+from wires import MEET, collect
 
 from thinwire.tools import lab
 from thinwire.tools.lab.network import tool
@@ -107,22 +107,14 @@ def test_a_delay_is_the_kernels_or_else_the_relays(any_mode):
     assert netem == (result.packets is None)
 
 
-CONGESTION = """
-import os, socket, time
-address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-if os.environ["RANK"] == "0":
-    with socket.create_server(("", address[1])) as server:
-        peer = server.accept()[0]
-else:
-    for _ in range(5000):
-        try:
-            peer = socket.create_connection(address)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.02)
+CONGESTION = (
+    MEET
+    + """
+if os.environ["RANK"] != "0":
     peer.recv(1)
 print(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
 """
+)
 
 
 @pytest.mark.parametrize("wanted", [None, ("no-such", "reno"), ("no-such",)])

@@ -6,6 +6,21 @@ import sys
 from thinwire.tools import lab
 from thinwire.tools.lab.network import tool
 
+# Of two ranks: opens the connection ``peer`` of each to the other.
+MEET = """
+import os, socket, time
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(("", address[1])) as server:
+        peer = server.accept()[0]
+else:
+    for _ in range(5000):
+        try:
+            peer = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+"""
 CLI = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()", "lab"]
 
 

@@ -35,9 +35,8 @@ from thinwire.core.sockets import not_for_children
 logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 32 << 10
-_HEADER = struct.Struct(
-    "<BHIQI"
-)  # kind, stream, message, offset, bytes; of a confirmation the socket and how many frames
+_HEADER = struct.Struct("<BHIQI")
+"""Kind, stream, message, offset, bytes; of a confirmation only its kind, the socket and how many frames."""
 _DATA, _CONFIRMED = 1, 2
 _AHEAD = 1 << 16  # messages that one side may send before the other has posted their places
 _TURN_BYTES = 8 * FRAME_BYTES  # received from a socket before others have their turn

@@ -17,6 +17,7 @@ from thinwire.core.program import Method
 from thinwire.engine.look import Look, as_look
 
 if TYPE_CHECKING:
+    from thinwire.core.program import Topology
     from thinwire.predict.timeline.local_steps import Periodic
 
 
@@ -252,6 +253,10 @@ class Local:
         fixed = None if isinstance(every, str) else every
         return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule,
                         0.0 if self.look is None else self.look.beta)  # fmt: skip
+
+    def workers(self, topology: Topology) -> int:
+        """Return how many train independently: ranks, or with ``inside`` machines."""
+        return topology.world_size if self.inside is None else topology.nodes
 
     def delay_in(self, period: int, measured: tuple[int, int] | None = None) -> int:
         """Return the number of optimizer steps made while a fragment of this period is under way."""

@@ -256,8 +256,7 @@ class LocalSync(Handle):
         delay = local.delay_in(self.period, self._rounds.measured)
         every = f"{self.period} steps" + (f" ({why})" if why else "") + (f", merged {delay} later" if delay else "")
         note = f"{rounds} rounds, every {every}, by {self._session.method.name}"
-        topology = self.services.topology
-        workers = topology.world_size if local.inside is None else topology.nodes
+        workers = local.workers(self.services.topology)
         if local.outer is None and workers > 1:
             root = math.sqrt(workers)  # each worker's normalised step is smaller by about that
             note += f"; local steps want about {root:.1f} times the learning rate that is best for DDP"

@@ -74,8 +74,7 @@ class RoundTimes:
         exchanges = dict(zip(codes, shortest))
         if len(codes) < len(codecs) and exchanges[codes[-1]].seconds <= _LONG * step:
             return None, codes[-1] - 1
-        topology = self._services.topology
-        workers = topology.world_size if settings.inside is None else topology.nodes
+        workers = settings.workers(self._services.topology)
         found, least, every = ((2, 0), codes[-1]), math.inf, settings.sync_every
         for code, (round_, compute) in sorted(exchanges.items()):
             taken_away = 0.0 if self._beside else compute
