@@ -28,16 +28,15 @@ ROWS = (
     "local:sync_every=8:codec=int2:fragment_sync_delay=3,local:sync_every=8:codec=int1"
 )
 WIRES = ("100mbit/0ms/0%/cubic", "100mbit/25ms/0%/cubic", "100mbit/25ms/0.1%/cubic", "100mbit/25ms/0.1%/ask")
-SOCKETS = "8"
 TURN, TURNS = 8, 3
 
 
 def measure(wire: str) -> dict[str, Any]:
     """Seconds per step of every row over one wire."""
     link, delay, loss, control = wire.split("/")
-    os.environ.pop("THINWIRE_SOCKETS", None)
-    if control == "cubic" and delay != "0ms":
-        os.environ["THINWIRE_SOCKETS"] = SOCKETS  # as where BBR is not allowed
+    os.environ.pop("THINWIRE_CONGESTION", None)
+    if control == "cubic":
+        os.environ["THINWIRE_CONGESTION"] = "cubic"  # as where BBR is not allowed
     cluster = lab.Cluster.parse(2, 1, link, delay, loss=loss)
     spec = BenchSpec(
         MODEL, parse_rows(ROWS), 2, link, lab.parse_rate(link), steps=TURN, rounds=TURNS, timeout_seconds=3600.0

@@ -1,9 +1,12 @@
 """Several sockets between two ranks: every message whole and in its place, whatever socket its frames took or lost."""
 
+import contextlib
 import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -26,9 +29,10 @@ def _sockets(count):
     return pairs
 
 
-def _bundles(count=4, timeout=20.0):
+def _bundles(count=4, timeout=20.0, active=4):
     lefts, rights = zip(*_sockets(count))
-    return Bundle(lefts, "rank 1", timeout, socket_loop()), Bundle(rights, "rank 0", timeout, socket_loop())
+    left = Bundle(lefts, "rank 1", timeout, socket_loop(), active=active)
+    return left, Bundle(rights, "rank 0", timeout, socket_loop(), accepted=True, active=active)
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ def test_a_socket_that_is_cut_costs_no_byte(seed):
     taken = [[torch.zeros_like(x) for x in some] for some in given]
     work = CountdownWork(12)
     streams = [left.stream(), right.stream()]
-    cut = [draw.choice((left, right)).all_ends[n].socket for n in draw.sample(range(4), 1)]
+    cut = [draw.choice((left, right)).ends[n].socket for n in draw.sample(range(4), 1)]
 
     def cutter():
         for one in cut:
@@ -142,13 +146,12 @@ def test_users_are_told_in_the_order_of_the_messages(pair):
     assert order == list(range(len(given)))
 
 
-def test_a_socket_that_stands_still_is_given_up_and_its_frames_go_elsewhere(monkeypatch):
+def test_a_socket_that_stands_still_is_given_up_and_its_frames_go_elsewhere(monkeypatch, caplog):
     """As one whose path a router has forgotten: nothing comes back, not even an error."""
     monkeypatch.setattr(bundle_module, "STUCK_SECONDS", 0.4)
-    pairs, (dead, _), (_, other) = _sockets(3), *_sockets(2)
-    lefts, rights = zip(*pairs)
-    left = Bundle([*lefts, dead], "rank 1", 20.0, socket_loop())
-    right = Bundle([*rights, other], "rank 0", 20.0, socket_loop())
+    (lefts, rights), ((dead, far), (near, other)) = zip(*_sockets(3)), _sockets(2)
+    left = Bundle([*lefts, dead], "rank 1", 20.0, socket_loop(), active=4)
+    right = Bundle([*rights, other], "rank 0", 20.0, socket_loop(), active=4)
     streams, given = (left.stream(), right.stream()), _given([1_000_000] * 60)
     work = CountdownWork(2 * len(given))
     taken = [torch.zeros_like(x) for x in given]
@@ -160,15 +163,84 @@ def test_a_socket_that_stands_still_is_given_up_and_its_frames_go_elsewhere(monk
     work.then(over.set)
     assert over.wait(20), "it hangs"
     assert all(map(torch.equal, given, taken))
-    assert len(left.ends) == 2
-    for one in (left, right):
-        one.fail(RuntimeError("over"))
+    assert len(left.ends) == len(right.ends) == 3
+    assert "moved nothing" in caplog.text
+    for one in (left, right, far, near):
+        one.fail(RuntimeError("over")) if isinstance(one, Bundle) else one.close()
+
+
+def test_lost_sockets_are_opened_again_and_carry_messages(pair):
+    left, right = pair
+    for place in range(3):
+        left.ends[0 if place else 1].socket.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + 20
+        while not (sorted(left.by_place) == sorted(right.by_place) and 4 + place in left.by_place):
+            assert time.monotonic() < deadline, "no new socket"
+            time.sleep(0.01)
+    for before in [end for end in left.ends if end.place < 4]:
+        before.socket.shutdown(socket.SHUT_RDWR)
+    for a, b in (pair, reversed(pair)):
+        x, work = _given([3_000_000])[0], CountdownWork(2)
+        out = torch.zeros_like(x)
+        b.stream().receive(out, work)
+        a.stream().send(x, work)
+        work.wait()
+        assert torch.equal(x, out)
+
+
+def test_who_does_not_know_the_token_gets_no_socket(pair, monkeypatch):
+    """A stranger who connects first, where a lost socket is to be opened again, is sent away."""
+    listening, create = [], socket.create_server
+
+    def create_and_intrude(*args, **options):
+        server = create(*args, **options)
+        stranger = socket.create_connection(server.getsockname())
+        stranger.sendall(bytes(16))
+        listening.append(stranger)
+        return server
+
+    monkeypatch.setattr(bundle_module.socket, "create_server", create_and_intrude)
+    pair[0].ends[1].socket.shutdown(socket.SHUT_RDWR)
+    deadline = time.monotonic() + 20
+    while not (4 in pair[0].by_place and 4 in pair[1].by_place):
+        assert time.monotonic() < deadline, "no new socket"
+        time.sleep(0.01)
+    (stranger,) = listening
+    stranger.settimeout(10)
+    with stranger, contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
+
+
+_LEAVES = """
+import socket, sys, torch
+from thinwire.core.collectives.bundle import Bundle
+from thinwire.core.collectives.streams import CountdownWork, socket_loop
+ends = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(3)]
+bundle, work = Bundle(ends, "the test", 20.0, socket_loop(), active=3), CountdownWork(1)
+bundle.stream().send(torch.full((12_000_000,), 7, dtype=torch.uint8), work)
+work.wait()
+"""
+
+
+def test_what_was_sent_arrives_although_the_process_ends_at_once():
+    """It has not closed anything, as a script whose last step is over."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen([sys.executable, "-c", _LEAVES, str(server.getsockname()[1])])
+        bundle = Bundle([server.accept()[0] for _ in range(3)], "the process", 20.0, socket_loop(), accepted=True)
+    for end in bundle.ends:  # a slow wire
+        end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    out, work = torch.zeros(12_000_000, dtype=torch.uint8), CountdownWork(1)
+    bundle.stream().receive(out, work)
+    assert process.wait(30) == 0
+    work.wait()
+    assert bool((out == 7).all())
+    bundle.fail(RuntimeError("over"))
 
 
 def test_without_any_socket_all_fails(pair):
     work = CountdownWork(1)
     pair[0].stream().receive(torch.zeros(10), work)
-    for end in list(pair[1].ends):  # but not the one for confirmations
+    for end in list(pair[1].ends):
         end.socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RuntimeError, match="connection to rank 1 was lost"):
         work.wait()
@@ -205,7 +277,7 @@ def test_what_was_sent_arrives_although_its_sender_closes(pair):
 
 
 def _hostile(draw):
-    kind = draw.choice((0, 1, 1, 1, 2, 3, 255))
+    kind = draw.choice((0, 1, 1, 1, 2, 3, 4, 5, 255))
     size = draw.choice((0, 1, 17, FRAME_BYTES, FRAME_BYTES + 1, 2**32 - 1))
     offset = draw.choice((0, 1, FRAME_BYTES, 2**40, 2**64 - 1))
     header = HEADER.pack(kind, draw.choice((0, 1, 9, 65535)), draw.choice((0, 1, 5, 2**32 - 1)), offset, size)

@@ -5,9 +5,13 @@ starts slowly. So messages are cut into frames, and the next frame goes to which
 a frame where its header says, straight into the message's place, or keeps it until that place is posted. All meshes
 over the same ranks share the sockets: each has streams of its own, which are opened without a word.
 
+How many sockets carry frames follows from what TCP reports. If packets get lost on an empty wire, twice as many share
+the damage; if they get lost because a queue on the wire is full, half as many fill it less roughly.
+
 Each side tells how many frames of a socket it has. What is not confirmed is kept, and sent again by other sockets if
-this one is lost: a step does not fail unless all are lost. Confirmations have a socket of their own, the first, so that
-a process that ends with some unread resets only that one, not those that still carry its data.
+this one is lost, and the side that once accepted the connections asks the other one to open a new one: a step does not
+fail unless all are lost. Before a process ends or closes its sockets it waits until the other side has everything:
+closing a socket with something unread takes back what it still has to deliver.
 
 The sockets were opened by ranks that showed the token of this job; a frame that cannot be right ends the bundle, and so
 the step, with an error.
@@ -16,8 +20,11 @@ the step, with an error.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import multiprocessing.util
 import os
+import secrets
 import select
 import socket
 import struct
@@ -26,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,42 +44,62 @@ logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 32 << 10
 _HEADER = struct.Struct("<BHIQI")
-"""Kind, stream, message, offset, bytes; of a confirmation only its kind, the socket and how many frames."""
-_DATA, _CONFIRMED = 1, 2
+"""Kind, stream, message, offset, bytes; or kind, a socket's place, a port, frames received, bytes that follow."""
+_DATA, _CONFIRMED, _LOST, _OPEN, _BYE = 1, 2, 3, 4, 5
 _AHEAD = 1 << 16  # messages that one side may send before the other has posted their places
 _TURN_BYTES = 8 * FRAME_BYTES  # received from a socket before others have their turn
 _NOTSENT_BYTES = FRAME_BYTES // 2  # that wait in a socket: what waits here can still go to another one
-_LINGER_SECONDS = 5.0
+_LINGER_SECONDS, _OPENING_SECONDS = 5.0, 10.0
+_TOKEN_BYTES = 16
 _CLOSED = "the other side has closed it"
-_TCP_NOTSENT_LOWAT = 25
-_TCP_KEEPIDLE, _TCP_KEEPINTVL, _TCP_USER_TIMEOUT = 4, 5, 18
 STUCK_SECONDS = 10.0  # in which a socket that has something to send moved nothing, while others did: its path is dead
 _KEEPALIVE_SECONDS = 30  # less than after which a router forgets a connection
 
 LONG_SECONDS = 0.004
 """Of a round trip, from which on one socket is not enough."""
-SOCKETS, WITH_BBR, MOST_SOCKETS = 8, 2, 16
-"""To each rank on a long wire, beside the one for confirmations; BBR, which no loss slows down, needs no more."""
+SOCKETS, WITH_BBR = 16, 2
+"""To each rank on a long wire; BBR, which no loss slows down, needs no more than two."""
+_BEGIN, _ADAPT_SECONDS = 2, 0.25
+_EMPTY, _FULL = 1.5, 2.0  # of a wire's queue: round trips, over those without one
 _TCP_CONGESTION, _TCP_INFO = 13, 11
-_ROUND_TRIP = struct.Struct("=68xI")  # in Linux' tcp_info, in microseconds
+_TCP_KEEPIDLE, _TCP_KEEPINTVL, _TCP_USER_TIMEOUT, _TCP_NOTSENT_LOWAT = 4, 5, 18, 25
+
+
+class TcpInfo(NamedTuple):
+    """What the kernel has measured of a connection. 0: it does not say."""
+
+    trip: float = 0.0
+    """Seconds to the other side and back."""
+    least_trip: float = 0.0
+    retransmitted: int = 0
+    """Packets."""
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> TcpInfo:
+        with contextlib.suppress(OSError, struct.error):
+            told = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 152)
+            (trip,), (count,), (least,) = (struct.unpack_from("=I", told, place) for place in (68, 100, 148))
+            return cls(1e-6 * trip, 1e-6 * least, count)
+        return cls()
+
+
+def use_congestion_control(connection: socket.socket, name: bytes) -> bool:
+    """Ask for one of TCP's congestion controls; return whether the system allows it to this user."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, name)
+        return True
+    return False
+
+
+def congestion_control(connection: socket.socket) -> str:
+    """Return the name of what runs; empty: the system does not say."""
+    with contextlib.suppress(OSError):
+        return connection.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).split(b"\0")[0].decode()
+    return ""
+
 
 _Frame = tuple[int, int, int, int]
 """Of a stream's message: the bytes from an offset on."""
-
-
-def round_trip(connection: socket.socket) -> float:
-    """Return the seconds that the kernel has measured; 0: it does not say."""
-    with contextlib.suppress(OSError, struct.error):
-        return 1e-6 * int(_ROUND_TRIP.unpack(connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _ROUND_TRIP.size))[0])
-    return 0.0
-
-
-def use_bbr(connection: socket.socket) -> bool:
-    """Ask for BBR, which an ordinary user may where the system allows it; return whether it runs."""
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, b"bbr")
-        return True
-    return False
 
 
 @dataclass(eq=False)
@@ -83,6 +111,12 @@ class _Place:
     left: int
     came: set[int] = field(default_factory=set)
 
+    def part(self, offset: int, size: int, peer: str) -> memoryview:
+        """Return a frame's part of the message, or raise ``_NoFrame``: the message has no such part."""
+        if size != min(FRAME_BYTES, len(self.memory) - offset):
+            raise _NoFrame(peer)
+        return self.memory[offset : offset + size]
+
 
 @dataclass(eq=False)
 class _Incoming:
@@ -92,6 +126,83 @@ class _Incoming:
     ended: int = 0
     places: dict[int, _Place] = field(default_factory=dict)
     early: dict[int, dict[int, bytearray]] = field(default_factory=dict)
+
+
+class _Inbox:
+    """The messages of one other rank: their places, and who is told of whole ones.
+
+    The bundle's lock must be held, except for :meth:`tell`.
+    """
+
+    def __init__(self, peer: str, lock: threading.RLock) -> None:
+        self._peer, self._lock = peer, lock
+        self._streams: dict[int, _Incoming] = {}
+        self._whole = deque[CountdownWork]()  # of messages, in the order of their streams, whose users are told next
+        self._telling = False
+
+    @property
+    def expects(self) -> bool:
+        return any(one.places for one in self._streams.values())
+
+    def post(self, stream: int, memory: memoryview, work: CountdownWork) -> None:
+        """Give the stream's next message its place."""
+        incoming = self._streams.setdefault(stream, _Incoming())
+        number, incoming.posted = incoming.posted, incoming.posted + 1
+        incoming.places[number] = _Place(memory, work, len(memory))
+        for offset, piece in incoming.early.pop(number, {}).items():
+            self.arrived((stream, number, offset, len(piece)), piece)
+
+    def target(self, frame: _Frame) -> tuple[memoryview, bytearray | None]:
+        """Return where a frame's bytes go: into its message, or for now into a buffer."""
+        stream, message, offset, size = frame
+        incoming = self._streams.setdefault(stream, _Incoming())
+        if not 0 < size <= FRAME_BYTES or offset % FRAME_BYTES or message >= incoming.posted + _AHEAD:
+            raise _NoFrame(self._peer)
+        place = incoming.places.get(message)
+        if place is not None and offset not in place.came:
+            return place.part(offset, size, self._peer), None
+        kept = bytearray(size)  # its place is not posted yet; or it came before, over a socket that was lost
+        return memoryview(kept), kept
+
+    def arrived(self, frame: _Frame, kept: bytearray | None) -> bool:
+        """Count a frame; ``kept``: its bytes, if they are not in place. Return whether its message is posted."""
+        stream, message, offset, size = frame
+        incoming = self._streams[stream]
+        place = incoming.places.get(message)
+        if place is None or offset in place.came:
+            if message >= incoming.posted and kept is not None:
+                incoming.early.setdefault(message, {})[offset] = kept
+            return False
+        if kept is not None:
+            place.part(offset, size, self._peer)[:] = kept
+        place.came.add(offset)
+        place.left -= size
+        while (first := incoming.places.get(incoming.ended)) is not None and not first.left:
+            self._whole.append(incoming.places.pop(incoming.ended).work)
+            incoming.ended += 1
+        return True
+
+    def tell(self) -> None:
+        """Tell the users of whole messages, of each stream in order, since what they do next depends on it.
+
+        One thread at a time: whoever comes meanwhile, as a user who posts more, leaves it to that one.
+        """
+        while True:
+            with self._lock:
+                if self._telling or not self._whole:
+                    return
+                self._telling, work = True, self._whole.popleft()
+            try:
+                work.part_ended()
+            finally:
+                self._telling = False
+
+    def empty(self) -> list[CountdownWork]:
+        """Forget everything, and return whom to tell of an error."""
+        works = [place.work for one in self._streams.values() for place in one.places.values()] + list(self._whole)
+        self._whole.clear()
+        self._streams.clear()
+        return works
 
 
 class BundleStream:
@@ -115,32 +226,46 @@ class BundleStream:
 class Bundle:
     """This rank's sockets to one other rank, which it owns.
 
-    After ``timeout`` seconds without a byte, whatever waits fails; errors name the ``peer``.
+    After ``timeout`` seconds without a byte, whatever waits fails; errors name the ``peer``. ``accepted``: the other
+    side has opened the sockets, and will open those that replace lost ones. ``active``: so many of the sockets carry
+    frames; by default as many as serves best.
     """
 
-    def __init__(self, sockets: Sequence[socket.socket], peer: str, timeout: float, loop: SocketLoop) -> None:
-        self._peer, self.timeout, self._process = peer, timeout, os.getpid()
-        self._lock = threading.RLock()
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        peer: str,
+        timeout: float,
+        loop: SocketLoop,
+        *,
+        accepted: bool = False,
+        active: int | None = None,
+    ) -> None:
+        self._peer, self.timeout, self._loop, self._process = peer, timeout, loop, os.getpid()
+        self._accepted, self._adapts = accepted, active is None
+        self.lock = threading.RLock()
         self._error: RuntimeError | None = None
-        self._sent: list[int] = []  # messages, by stream
-        self._incoming: dict[int, _Incoming] = {}
+        self._inbox = _Inbox(peer, self.lock)
+        self._streams: list[int] = []  # messages sent, by stream
         self._waiting = deque[tuple[int, int, memoryview, int, CountdownWork]]()  # to send, from an offset on
-        self._returned = deque[bytes]()  # frames of a lost socket
-        self._whole = deque[CountdownWork]()  # of messages, in the order of their streams, whose users are told next
-        self._telling = False
-        self._moved_in = self._moved_out = time.monotonic()
-        self._back, *ends = self.all_ends = [
-            _End(self, place, connection, loop) for place, connection in enumerate(sockets)
-        ]
-        self.ends = ends  # those that carry messages, and are not lost
-        for end in self.all_ends:
+        self._first = deque[bytes]()  # frames to send before: words to the other side, and those of a lost socket
+        self._moved_in = self._moved_out = self._adapted = time.monotonic()
+        self._ends_told, self._lost_there = False, list[_End]()
+        self.active = active or _BEGIN
+        self._wanted, self._next_place = len(sockets), itertools.count(len(sockets))
+        self._opening: threading.Thread | None = None
+        self._over = threading.Event()
+        self.by_place = {place: _End(self, place, connection, loop) for place, connection in enumerate(sockets)}
+        self.ends = list(self.by_place.values())  # those that are not lost
+        for end in list(self.ends):
             end.start()
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=1)  # of children that fork, too
 
     def stream(self) -> BundleStream:
         """Return a new stream. Both sides open theirs in the same order."""
-        with self._lock:
-            self._sent.append(0)
-            return BundleStream(self, len(self._sent) - 1)
+        with self.lock:
+            self._streams.append(0)
+            return BundleStream(self, len(self._streams) - 1)
 
     # --- sending -------------------------------------------------------------------------------------------------
 
@@ -148,53 +273,45 @@ class Bundle:
         if not memory:
             work.part_ended()
             return
-        with self._lock:
+        with self.lock:
             if (error := self._error) is None:
                 if not self._waiting:
                     self._moved_out = time.monotonic()
-                self._waiting.append((stream, self._sent[stream], memory, 0, work))
-                self._sent[stream] += 1
+                self._waiting.append((stream, self._streams[stream], memory, 0, work))
+                self._streams[stream] += 1
         if error is not None:
             work.fail(error)
-            return
+        else:
+            self._send_more()
+
+    def _send_more(self) -> None:
         for end in list(self.ends):
-            end.on_room()
+            if not end.blocked:
+                end.on_room()
+
+    def _say(self, kind: int, place: int = 0, about: int = 0, more: bytes = b"") -> None:
+        with self.lock:
+            if self._error is None:
+                self._first.append(_HEADER.pack(kind, place, about, 0, len(more)) + more)
+        self._send_more()
 
     def next_frame(self, end: _End, ended: list[CountdownWork]) -> bytes | None:
         """Return what a socket sends next; the lock must be held.
 
-        It is copied, so that the message's memory is free, and kept until it is confirmed.
+        All but confirmations is kept until it is confirmed. It is a copy, so the message's memory is free.
         """
-        if end is not self._back:
-            frame = self._next_of_message(ended)
-            if frame is not None and not self._back.stopped:
-                end.unconfirmed.append(frame)
-            return frame
-        for one in self.all_ends:
-            if one.received:
-                frame = _HEADER.pack(_CONFIRMED, one.place, one.received, 0, 0)
-                one.received = 0
-                return frame
-        return None
+        for one in self.by_place.values():
+            if one.told != one.received:
+                one.told = one.received
+                return _HEADER.pack(_CONFIRMED, one.place, 0, one.told, 0)
+        frame = self._first.popleft() if self._first else self._next_of_message(end, ended)
+        if frame is not None:
+            end.unconfirmed.append(frame)
+            end.sent += 1
+        return frame
 
-    def confirm(self) -> None:
-        self._back.on_room()
-
-    def confirmed(self, place: int, count: int) -> None:
-        """Forget frames that have arrived; the lock must be held."""
-        if not 0 < place < len(self.all_ends):
-            raise _NoFrame(self._peer)
-        end = self.all_ends[place]
-        if count > len(end.unconfirmed) and not end.stopped:
-            raise _NoFrame(self._peer)
-        end.moved = time.monotonic()
-        for _ in range(min(count, len(end.unconfirmed))):
-            end.unconfirmed.popleft()
-
-    def _next_of_message(self, ended: list[CountdownWork]) -> bytes | None:
-        if self._returned:
-            return self._returned.popleft()
-        if not self._waiting:
+    def _next_of_message(self, end: _End, ended: list[CountdownWork]) -> bytes | None:
+        if not self._waiting or end not in self.ends[: self.active]:
             return None
         stream, message, memory, offset, work = self._waiting[0]
         piece = memory[offset : offset + FRAME_BYTES]
@@ -205,6 +322,31 @@ class Bundle:
             ended.append(work)
         return b"".join((_HEADER.pack(_DATA, stream, message, offset, len(piece)), piece))
 
+    def confirm(self, end: _End) -> None:
+        """Tell the other side what has come, over the socket it came by, or any other one with room."""
+        for one in (end, *self.ends):
+            if not (one.blocked or one.stopped):
+                one.on_room()
+                return
+
+    def _adapt(self, now: float) -> None:
+        """Let more sockets carry frames, or fewer; the lock must be held."""
+        if not self._adapts or now - self._adapted < _ADAPT_SECONDS:
+            return
+        self._adapted = now
+        told, more = [TcpInfo.of(end.socket) for end in self.ends], 0
+        for end, info in zip(self.ends, told):
+            more += info.retransmitted - end.retransmitted
+            end.retransmitted = info.retransmitted
+        used = [info.trip for info in told[: self.active]]
+        if not more or not (least := min(info.least_trip for info in told)):
+            return
+        longer = sum(used) / len(used) / least
+        if longer < _EMPTY:
+            self.active = min(len(self.ends), 2 * self.active)
+        elif longer > _FULL:
+            self.active = max(_BEGIN, self.active // 2)
+
     # --- receiving -----------------------------------------------------------------------------------------------
 
     def receive(self, stream: int, memory: memoryview, work: CountdownWork) -> None:
@@ -212,16 +354,12 @@ class Bundle:
             work.part_ended()
             return
         wrong = None
-        with self._lock:
+        with self.lock:
             if (error := self._error) is None:
-                if not self._expects:
+                if not self._inbox.expects:
                     self._moved_in = time.monotonic()
-                incoming = self._incoming.setdefault(stream, _Incoming())
-                number, incoming.posted = incoming.posted, incoming.posted + 1
-                incoming.places[number] = _Place(memory, work, len(memory))
                 try:
-                    for offset, piece in incoming.early.pop(number, {}).items():
-                        self.arrived((stream, number, offset, len(piece)), piece)
+                    self._inbox.post(stream, memory, work)
                 except _NoFrame as caught:
                     wrong = caught
         if error is not None:
@@ -229,63 +367,53 @@ class Bundle:
         elif wrong is not None:
             self.fail(wrong)
         else:
-            self.tell()
+            self._inbox.tell()
 
-    def target(self, frame: _Frame) -> tuple[memoryview, bytearray | None]:
-        """Return where a frame's bytes go: into its message, or for now into a buffer; the lock must be held."""
-        stream, message, offset, size = frame
-        incoming = self._incoming.setdefault(stream, _Incoming())
-        if not 0 < size <= FRAME_BYTES or offset % FRAME_BYTES or message >= incoming.posted + _AHEAD:
+    def after_data(self) -> None:
+        """Do what may call users, for which the lock must not be held."""
+        while self._lost_there:
+            self.lost(self._lost_there.pop(), "the other side has lost it")
+        self._inbox.tell()
+
+    def target(self, kind: int, frame: _Frame) -> tuple[memoryview, bytearray | None]:
+        """Return where the bytes go that follow a header; the lock must be held."""
+        if kind == _DATA:
+            return self._inbox.target(frame)
+        if frame[-1] != (_TOKEN_BYTES if kind == _OPEN else 0) or not _DATA < kind <= _BYE:
             raise _NoFrame(self._peer)
-        place = incoming.places.get(message)
-        if place is not None and offset not in place.came:
-            return self._room(place, offset, size), None
-        kept = bytearray(size)  # its place is not posted yet; or it came before, over a socket that was lost
+        kept = bytearray(frame[-1])
         return memoryview(kept), kept
 
-    def arrived(self, frame: _Frame, kept: bytearray | None) -> None:
-        """Count a frame; ``kept``: its bytes, if they are not in place. The lock must be held."""
-        stream, message, offset, size = frame
-        incoming = self._incoming[stream]
-        place = incoming.places.get(message)
-        if place is None or offset in place.came:
-            if message >= incoming.posted and kept is not None:
-                incoming.early.setdefault(message, {})[offset] = kept
+    def arrived(self, end: _End, kind: int, frame: _Frame, kept: bytearray | None) -> None:
+        """Take a whole frame; ``kept``: its bytes, if they are not in place. The lock must be held."""
+        place, port, total, _ = frame
+        if kind == _CONFIRMED:
+            self._confirmed(place, total)
             return
-        if kept is not None:
-            self._room(place, offset, size)[:] = kept
-        for end in self.ends:
-            end.leave(frame)
-        place.came.add(offset)
-        place.left -= size
-        while (first := incoming.places.get(incoming.ended)) is not None and not first.left:
-            self._whole.append(incoming.places.pop(incoming.ended).work)
-            incoming.ended += 1
+        end.received += 1
+        if kind == _DATA:
+            if self._inbox.arrived(frame, kept):
+                for other in self.ends:
+                    other.leave(frame)
+        elif kind == _LOST:
+            self._lost_there += [one for one in self.ends if one.place == place]
+        elif kind == _OPEN:
+            if place not in self.by_place and not self._accepted:
+                threading.Thread(
+                    target=self._open, args=(place, port, bytes(kept or b"")), name="thinwire-open", daemon=True
+                ).start()
+        else:
+            self._ends_told = True
 
-    def tell(self) -> None:
-        """Tell the users of whole messages, of each stream in order, since what they do next depends on it.
-
-        One thread at a time: whoever comes meanwhile, as a user who posts more, leaves it to that one.
-        """
-        while True:
-            with self._lock:
-                if self._telling or not self._whole:
-                    return
-                self._telling, work = True, self._whole.popleft()
-            try:
-                work.part_ended()
-            finally:
-                self._telling = False
-
-    def _room(self, place: _Place, offset: int, size: int) -> memoryview:
-        """Return a frame's part of a message, or raise ``_NoFrame``: the message has no such part."""
-        if size != min(FRAME_BYTES, len(place.memory) - offset):
+    def _confirmed(self, place: int, total: int) -> None:
+        """Forget frames that have arrived."""
+        if (end := self.by_place.get(place)) is None:
+            return
+        if total > end.sent:
             raise _NoFrame(self._peer)
-        return place.memory[offset : offset + size]
-
-    @property
-    def _expects(self) -> bool:
-        return any(one.places for one in self._incoming.values())
+        end.moved = time.monotonic()
+        for _ in range(total - end.sent + len(end.unconfirmed)):  # none: it was overtaken by a later confirmation
+            end.unconfirmed.popleft()
 
     def moved(self, *, out: bool) -> None:
         if out:
@@ -293,33 +421,82 @@ class Bundle:
         else:
             self._moved_in = time.monotonic()
 
-    # --- ends ----------------------------------------------------------------------------------------------------
+    # --- sockets that are lost, and new ones ---------------------------------------------------------------------
 
     def lost(self, end: _End, why: str) -> None:
         """Let the other sockets send what a lost one had not delivered; without any, all fails."""
-        with self._lock:
+        with self.lock:
             if end.stopped:
                 return
-            if end is self._back:
-                for one in self.all_ends:
-                    one.unconfirmed.clear()  # nothing will be confirmed
-            self._returned.extend(end.stop())
-            if end in self.ends:
-                self.ends.remove(end)
-            others = list(self.ends)
+            self._first.extend(end.stop())
+            self.by_place.pop(end.place, None)
+            self.ends.remove(end)
+            for one in self.ends:
+                one.told = -1  # what told it may have been lost
+            others = len(self.ends)
         if not others:
             self.fail(RuntimeError(f"the connection to {self._peer} was lost: {why}"))
-            return
-        log = logger.info if why == _CLOSED else logger.warning
-        log("thinwire: a socket to %s was lost (%s); %d others carry on", self._peer, why, len(others))
-        for other in others:
-            other.on_room()
+        elif self._ends_told:
+            self._send_more()
+        else:
+            logger.warning("thinwire: a socket to %s was lost (%s); %d others carry on", self._peer, why, others)
+            if self._accepted:
+                self._replace()
+            self._say(_LOST, end.place)
+
+    def _replace(self) -> None:
+        with self.lock:
+            if self._opening is None and self._error is None:
+                self._opening = threading.Thread(target=self._accept_more, name="thinwire-accept", daemon=True)
+                self._opening.start()
+
+    def _accept_more(self) -> None:
+        """Let the other side open sockets until there are as many as at first."""
+        while True:
+            with self.lock:
+                if self._error is not None or self._ends_told or len(self.ends) >= self._wanted:
+                    self._opening = None
+                    return
+                near, place, token = self.ends[0].socket, next(self._next_place), secrets.token_bytes(_TOKEN_BYTES)
+                try:
+                    server = socket.create_server((near.getsockname()[0], 0), family=near.family)
+                except OSError:
+                    server = None
+            if server is not None:
+                with server:
+                    self._say(_OPEN, place, server.getsockname()[1], token)
+                    if (connection := _accept(server, token, self._over)) is not None:
+                        self._add(place, connection)
+                        continue
+            self._over.wait(_OPENING_SECONDS)
+
+    def _open(self, place: int, port: int, token: bytes) -> None:
+        """Open a socket that the other side has asked for."""
+        with contextlib.suppress(OSError, IndexError):
+            connection = socket.create_connection((self.ends[0].socket.getpeername()[0], port), _OPENING_SECONDS)
+            connection.sendall(token)
+            self._add(place, connection)
+
+    def _add(self, place: int, connection: socket.socket) -> None:
+        with self.lock:
+            if self._error is not None:
+                connection.close()
+                return
+            use_congestion_control(connection, congestion_control(self.ends[0].socket).encode())
+            end = self.by_place[place] = _End(self, place, connection, self._loop)
+            self.ends.append(end)
+            end.start()
+        logger.info("thinwire: a socket to %s was opened in place of a lost one", self._peer)
+        end.on_room()
+
+    # --- ends ----------------------------------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
-        with self._lock:
-            waits_out = bool(self._waiting or self._returned or any(end.unconfirmed for end in self.ends))
+        with self.lock:
+            self._adapt(now)
+            waits_out = bool(self._waiting or self._first or any(end.unconfirmed for end in self.ends))
             still = max(
-                now - self._moved_in if self._expects else 0.0,
+                now - self._moved_in if self._inbox.expects else 0.0,
                 now - max(self._moved_in, self._moved_out) if waits_out else 0.0,
             )
             last = max((end.moved for end in self.ends), default=now)
@@ -330,37 +507,56 @@ class Bundle:
             self.fail(RuntimeError(f"timed out: {self._peer} moved no byte for {self.timeout:.0f} seconds"))
 
     def fail(self, error: RuntimeError) -> None:
-        with self._lock:
+        with self.lock:
             if self._error is not None:
                 return
             self._error = error
-            works = [work for *_, work in self._waiting]
-            works += [place.work for one in self._incoming.values() for place in one.places.values()]
-            works += self._whole
-            self._whole.clear()
+            works = [work for *_, work in self._waiting] + self._inbox.empty()
             self._waiting.clear()
-            self._returned.clear()
-            self._incoming.clear()
-            for end in self.all_ends:
+            self._first.clear()
+            for end in self.ends:
                 end.stop()
             self.ends.clear()
+            self.by_place.clear()
+        self._over.set()
+        self._at_exit.cancel()
         for work in works:
             work.fail(error)
 
-    def flush(self, seconds: float = _LINGER_SECONDS) -> None:
-        """Wait until the other side has confirmed everything: closing before could take back what is on its way."""
-        deadline = time.monotonic() + seconds
+    def _flush(self, deadline: float) -> None:
+        """Wait until the other side has confirmed everything, and knows what this one has."""
         while time.monotonic() < deadline:
-            with self._lock:
-                if not (self._waiting or self._returned or any(end.unconfirmed or end.left for end in self.ends)):
+            with self.lock:
+                if not (self._waiting or self._first or any(end.busy for end in self.ends)):
                     return
             time.sleep(0.002)
 
     def close(self) -> None:
         """Close the sockets, once what was sent has arrived; messages that still wait get an error."""
         if os.getpid() == self._process:  # else the sockets are a parent's
-            self.flush()
+            deadline = time.monotonic() + _LINGER_SECONDS
+            self._flush(deadline)
+            self._say(_BYE)
+            self._flush(deadline)
         self.fail(RuntimeError(f"the connection to {self._peer} is closed"))
+
+
+def _accept(server: socket.socket, token: bytes, over: threading.Event) -> socket.socket | None:
+    """Return the connection of who knows the token; None: nobody has come."""
+    deadline = time.monotonic() + _OPENING_SECONDS
+    server.settimeout(0.25)
+    while time.monotonic() < deadline and not over.is_set():
+        with contextlib.suppress(OSError):
+            connection = server.accept()[0]
+            connection.settimeout(1.0)
+            shown = b""
+            with contextlib.suppress(OSError):
+                while len(shown) < _TOKEN_BYTES and (more := connection.recv(_TOKEN_BYTES - len(shown))):
+                    shown += more
+            if secrets.compare_digest(shown, token):
+                return connection
+            connection.close()
+    return None
 
 
 class _NoFrame(RuntimeError):
@@ -386,15 +582,22 @@ class _End:
         self.socket, self._bundle, self._loop = not_for_children(connection), bundle, loop
         self.number, self.place = connection.fileno(), place
         self.unconfirmed = deque[bytes]()
-        self.left = memoryview(b"")  # of what is being sent
+        self.sent = 0  # frames, without confirmations
+        self.received = self.told = 0  # frames, and of how many the other side knows
+        self.retransmitted = 0  # packets
         self.moved = time.monotonic()  # when something was confirmed, or could first have been
-        self.stopped = self._blocked = False
+        self.stopped = self.blocked = False
+        self._left = memoryview(b"")  # of what is being sent
         self._header = bytearray(_HEADER.size)
-        self._frame: _Frame | None = None
-        self._kept: bytearray | None = None
         self._into = memoryview(self._header)
-        self.received = 0  # frames not confirmed to the other side yet
+        self._kind, self._frame = 0, (0, 0, 0, 0)  # of what comes after a header; kind 0: a header comes
+        self._kept: bytearray | None = None
         self._wakes_at = 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether the other side may not have, or not know, everything."""
+        return bool(self.unconfirmed or self._left or self.told != self.received)
 
     def start(self) -> None:
         self._loop.add(self)
@@ -408,7 +611,7 @@ class _End:
             with contextlib.suppress(OSError):
                 self.socket.close()
         frames, self.unconfirmed = self.unconfirmed, deque()
-        self.left = memoryview(b"")
+        self._left = memoryview(b"")
         return frames
 
     def on_room(self) -> None:
@@ -416,17 +619,17 @@ class _End:
         ended: list[CountdownWork] = []
         error: OSError | None = None
         bundle = self._bundle
-        with bundle._lock:
+        with bundle.lock:
             try:
                 while not self.stopped:
-                    if not self.left:
+                    if not self._left:
                         if (frame := bundle.next_frame(self, ended)) is None:
                             self._wait_for_room(False)
                             break
-                        self.left = memoryview(frame)
+                        self._left = memoryview(frame)
                     if len(self.unconfirmed) <= 1:
                         self.moved = time.monotonic()
-                    self.left = self.left[self.socket.send(self.left) :]
+                    self._left = self._left[self.socket.send(self._left) :]
                     bundle.moved(out=True)
             except BlockingIOError:
                 self._wait_for_room(True)
@@ -438,15 +641,15 @@ class _End:
             work.part_ended()
 
     def _wait_for_room(self, blocked: bool) -> None:
-        if blocked != self._blocked:
-            self._blocked = blocked
+        if blocked != self.blocked:
+            self.blocked = blocked
             self._loop.watch(self, select.EPOLLIN | (select.EPOLLOUT if blocked else 0))
 
     def on_data(self) -> None:
         """Receive what has come, at most some frames."""
         lost, wrong = "", None
         bundle, received = self._bundle, 0
-        with bundle._lock:
+        with bundle.lock:
             try:
                 while not self.stopped and received < _TURN_BYTES:
                     count = self.socket.recv_into(self._into)
@@ -469,31 +672,23 @@ class _End:
             bundle.fail(wrong)
         elif lost:
             bundle.lost(self, lost)
-        elif self.received:
-            bundle.confirm()
-        bundle.tell()
+        elif self.received != self.told:
+            bundle.confirm(self)
+        bundle.after_data()
 
     def _take(self) -> None:
         """Take a whole header, or the last byte of a frame."""
-        bundle = self._bundle
-        if (frame := self._frame) is not None:
-            self.received += 1
-            self._frame, self._into = None, memoryview(self._header)
-            bundle.arrived(frame, self._kept)
-            return
-        kind, stream, message, offset, size = _HEADER.unpack(self._header)
-        if kind == _DATA and self.place:
-            self._frame = frame = stream, message, offset, size
-            self._into, self._kept = bundle.target(frame)
-        elif kind == _CONFIRMED and not self.place:
-            bundle.confirmed(stream, message)
-            self._into = memoryview(self._header)
-        else:
-            raise _NoFrame(bundle._peer)
+        if not self._kind:
+            self._kind, *frame = _HEADER.unpack(self._header)
+            self._frame = frame[0], frame[1], frame[2], frame[3]
+            self._into, self._kept = self._bundle.target(self._kind, self._frame)
+        if not self._into:
+            kind, self._kind, self._into = self._kind, 0, memoryview(self._header)
+            self._bundle.arrived(self, kind, self._frame, self._kept)
 
     def leave(self, frame: _Frame) -> None:
         """Write no more into a message's memory: all of this frame came over another socket."""
-        if self._frame == frame and self._kept is None:
+        if self._kind == _DATA and self._frame == frame and self._kept is None:
             self._kept = bytearray(len(self._into))  # no longer its bytes, but they are not looked at
             self._into = memoryview(self._kept)
 

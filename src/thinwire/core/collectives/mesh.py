@@ -31,13 +31,13 @@ from torch import Tensor
 
 from thinwire.core.collectives.bundle import (
     LONG_SECONDS,
-    MOST_SOCKETS,
     SOCKETS,
     WITH_BBR,
     Bundle,
     BundleStream,
-    round_trip,
-    use_bbr,
+    TcpInfo,
+    congestion_control,
+    use_congestion_control,
 )
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
@@ -57,6 +57,7 @@ _TOKEN_BYTES = 16
 _ENDPOINT_BYTES = 256
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHB")
 _SIOCGIFADDR = 0x8915
+_CONTROLS = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
 
 
 class Mesh:
@@ -102,7 +103,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
             sockets = meet(server, token, endpoints, rank)
         facts = _agreed(_facts(sockets), group)
         if server is not None and sockets is not None and facts.met and facts.sockets > 1:
-            bundled = meet(server, token, endpoints, rank, 1 + facts.sockets, have=sockets)
+            bundled = meet(server, token, endpoints, rank, facts.sockets, have=sockets)
             if not _agreed(_Facts(met=bundled is not None), group).met:
                 _close((bundled or {}).values())
                 facts = _Facts(met=False)
@@ -116,16 +117,25 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     assert sockets is not None
     seconds = seconds_of(timeout)
     if bundled is not None:
-        pairs = {peer: [bundled[peer, channel] for channel in range(1 + facts.sockets)] for peer, _ in sockets}
-        asked = "THINWIRE_SOCKETS" not in os.environ  # who names a number takes the system's congestion control, too
-        fast = asked and all(use_bbr(one) for some in pairs.values() for one in some)
-        control = "BBR" if fast else "the system's congestion control"
-        logger.info("thinwire: a long wire: %s sockets to each rank, with %s", facts.sockets, control)
-        return Mesh.over({p: Bundle(some, f"rank {ranks[p]}", seconds, socket_loop()) for p, some in pairs.items()})
+        return Mesh.over(_bundles(bundled, facts.sockets, ranks, rank, seconds))
     streams: list[dict[int, Stream]] = [{} for _ in range(_CHANNELS)]
     for (peer, channel), connection in sockets.items():
         streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, socket_loop())
     return Mesh(streams)
+
+
+def _bundles(
+    connections: Mapping[tuple[int, int], socket.socket], count: int, ranks: Sequence[int], rank: int, seconds: float
+) -> dict[int, Bundle]:
+    control = _control(connections.values())
+    active = count if "THINWIRE_SOCKETS" in os.environ else WITH_BBR if control == "bbr" else None
+    logger.info("thinwire: a long wire: up to %s sockets to each rank, with %s", active or count, control)
+    made = {}
+    for peer, name in enumerate(ranks):
+        if peer != rank:
+            some = [connections[peer, channel] for channel in range(count)]
+            made[peer] = Bundle(some, f"rank {name}", seconds, socket_loop(), accepted=peer > rank, active=active)
+    return made
 
 
 @dataclass(frozen=True)
@@ -140,13 +150,21 @@ def _facts(connections: Mapping[tuple[int, int], socket.socket] | None) -> _Fact
     """Return what this rank has found: whether it reaches all others, and how many sockets its longest wire wants."""
     if connections is None:
         return _Facts(met=False)
-    if wish := os.environ.get("THINWIRE_SOCKETS"):
-        if not wish.isdigit() or not 1 <= int(wish) <= MOST_SOCKETS:
-            raise ValueError(f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to {MOST_SOCKETS}")
-        return _Facts(True, int(wish))
-    if max(map(round_trip, connections.values())) < LONG_SECONDS:
+    if (wish := os.environ.get("THINWIRE_SOCKETS")) and (not wish.isdigit() or not 1 <= int(wish) <= SOCKETS):
+        raise ValueError(f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to {SOCKETS}")
+    if not wish and max(TcpInfo.of(one).trip for one in connections.values()) < LONG_SECONDS:
         return _Facts(met=True)
-    return _Facts(True, WITH_BBR if all(map(use_bbr, connections.values())) else SOCKETS)
+    control = _control(connections.values())
+    return _Facts(True, int(wish) if wish else WITH_BBR if control == "bbr" else SOCKETS)
+
+
+def _control(connections: Iterable[socket.socket]) -> str:
+    """Ask for BBR, or what the user names, on connections of a long wire; return what runs."""
+    named = os.environ.get("THINWIRE_CONGESTION", "")
+    allowed = [use_congestion_control(one, (named or "bbr").encode()) for one in connections]
+    if named and not all(allowed):
+        raise ValueError(f"THINWIRE_CONGESTION={named!r} must be one of those in {_CONTROLS}, which this system allows")
+    return next(map(congestion_control, connections), "")
 
 
 def _agreed(mine: _Facts, group: dist.ProcessGroup) -> _Facts:
