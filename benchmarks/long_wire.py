@@ -34,10 +34,7 @@ TURN, TURNS = 8, 3
 def measure(wire: str) -> dict[str, Any]:
     """Seconds per step of every row over one wire."""
     link, delay, loss, control = wire.split("/")
-    os.environ.pop("THINWIRE_CONGESTION", None)
-    if control == "cubic":
-        os.environ["THINWIRE_CONGESTION"] = "cubic"  # as where BBR is not allowed
-    cluster = lab.Cluster.parse(2, 1, link, delay, loss=loss)
+    cluster = lab.Cluster.parse(2, 1, link, delay, loss=loss, congestion=None if control == "ask" else control)
     spec = BenchSpec(
         MODEL, parse_rows(ROWS), 2, link, lab.parse_rate(link), steps=TURN, rounds=TURNS, timeout_seconds=3600.0
     )

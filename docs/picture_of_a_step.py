@@ -52,7 +52,7 @@ def timeline(label: str, link: str) -> Timeline:
     asked = read_question(
         MODEL,
         link=link,
-        latency=None,
+        delay=None,
         costs=None,
         workers=WORKERS,
         ranks_per_node=1,

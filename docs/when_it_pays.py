@@ -44,7 +44,7 @@ def question(model: str, link: str, workers: int, per_node: int) -> Question:
     return read_question(
         model,
         link=link,
-        latency=None,
+        delay=None,
         costs=None,
         workers=workers,
         ranks_per_node=per_node,

@@ -23,7 +23,7 @@ def winners(model: str) -> Map:
     asked = read_question(
         model,
         link=None,
-        latency=None,
+        delay=None,
         costs=None,
         workers=None,
         ranks_per_node=None,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thinwire.core.collectives.exchange import Ledger
+from thinwire.core.collectives.exchange import Ledger, long_wire
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.program import Method, Scope, State, Topology
 from thinwire.engine.executors.events import Failure, MakeProgram
@@ -191,6 +191,7 @@ class Session:
             collectives=dict(ledger.issued),
             bytes_by_kind=dict(ledger.bytes),
             buckets=tuple(buckets),
+            wire=long_wire(self.comm.ranks),
         )
 
     def leave(self, error: BaseException | None) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from thinwire.core.collectives.bundle import Wire
+
 
 @dataclass(frozen=True)
 class BucketStats:
@@ -36,6 +38,7 @@ class Stats:
         collectives, bytes_by_kind: by kind of op. buckets: the plan in force.
         settled: whether the plan in force is the result of the measurements, or nothing was to be measured.
         why: the reasons for the plan, if it was measured.
+        wire: the longest wire to another rank, if its round trip takes milliseconds.
         lost_residual_norm: norm of residuals lost with replicas that left; None: a replica that left did not report it.
     """
 
@@ -57,6 +60,7 @@ class Stats:
     rank: int = 0
     why: tuple[str, ...] = ()
     lost_residual_norm: float | None = 0.0
+    wire: Wire | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

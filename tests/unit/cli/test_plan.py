@@ -60,7 +60,7 @@ def test_a_narrow_screen_loses_no_column():
 def test_the_cluster():
     found = as_json("vgg16", "--link", "1gbit", "--delay", "1ms", "--workers", "8", "--ranks-per-node", "4", *FEW)
     asked = found["question"]
-    assert (asked["bits_per_second"], asked["latency_seconds"]) == (1e9, 1e-3)
+    assert (asked["bits_per_second"], asked["latency_seconds"], asked["delay_seconds"]) == (1e9, 5e-5, 1e-3 - 5e-5)
     assert (asked["workers"], asked["ranks_per_node"]) == (8, 4)
     assert (asked["device"], asked["backend"], asked["network"]) == ("a100", "nccl", "assumed")
     assert found["ranking"]["workers"] == 8

@@ -150,8 +150,8 @@ def test_a_socket_that_stands_still_is_given_up_and_its_frames_go_elsewhere(monk
     """As one whose path a router has forgotten: nothing comes back, not even an error."""
     monkeypatch.setattr(bundle_module, "STUCK_SECONDS", 0.4)
     (lefts, rights), ((dead, far), (near, other)) = zip(*_sockets(3)), _sockets(2)
-    left = Bundle([*lefts, dead], "rank 1", 20.0, socket_loop(), active=4)
-    right = Bundle([*rights, other], "rank 0", 20.0, socket_loop(), active=4)
+    left = Bundle([dead, *lefts], "rank 1", 20.0, socket_loop(), active=4)
+    right = Bundle([other, *rights], "rank 0", 20.0, socket_loop(), active=4)
     streams, given = (left.stream(), right.stream()), _given([1_000_000] * 60)
     work = CountdownWork(2 * len(given))
     taken = [torch.zeros_like(x) for x in given]

@@ -58,6 +58,14 @@ def test_exchanges_take_cpu():
     assert not lane(alone, "method")
 
 
+def test_what_travels_leaves_the_link_to_others():
+    """Two exchanges of half a second, of which the wire takes 0.4: the second follows 0.1 s after the first."""
+    profile = profile_of([8, 8], [1.0, 0.0], forward=0.0)
+    timeline = simulate(SSGD(fusion="none"), profile, TWO, costs_of(Linear(0.5, 0, travel_seconds=0.4), 2))
+    assert timeline.step_seconds == pytest.approx(1.6)
+    assert exposed_seconds(timeline.events) == pytest.approx(0.6)
+
+
 def test_the_slowest_rank_counts():
     one = selecting(slowdown=3.0)
     assert selecting(slowdown=[1.0, 3.0]) == one

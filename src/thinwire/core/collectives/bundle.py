@@ -57,8 +57,6 @@ _KEEPALIVE_SECONDS = 30  # less than after which a router forgets a connection
 
 LONG_SECONDS = 0.004
 """Of a round trip, from which on one socket is not enough."""
-SOCKETS, WITH_BBR = 16, 2
-"""To each rank on a long wire; BBR, which no loss slows down, needs no more than two."""
 _BEGIN, _ADAPT_SECONDS = 2, 0.25
 _EMPTY, _FULL = 1.5, 2.0  # of a wire's queue: round trips, over those without one
 _TCP_CONGESTION, _TCP_INFO = 13, 11
@@ -72,14 +70,15 @@ class TcpInfo(NamedTuple):
     """Seconds to the other side and back."""
     least_trip: float = 0.0
     retransmitted: int = 0
-    """Packets."""
+    """Packets with data; ``sent``: all of them."""
+    sent: int = 0
 
     @classmethod
     def of(cls, connection: socket.socket) -> TcpInfo:
         with contextlib.suppress(OSError, struct.error):
-            told = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 152)
-            (trip,), (count,), (least,) = (struct.unpack_from("=I", told, place) for place in (68, 100, 148))
-            return cls(1e-6 * trip, 1e-6 * least, count)
+            told = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 160)
+            trip, again, least, sent = (struct.unpack_from("=I", told, place)[0] for place in (68, 100, 148, 156))
+            return cls(1e-6 * trip, 1e-6 * least, again, sent)
         return cls()
 
 
@@ -96,6 +95,29 @@ def congestion_control(connection: socket.socket) -> str:
     with contextlib.suppress(OSError):
         return connection.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).split(b"\0")[0].decode()
     return ""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a long wire to another rank is like, as TCP on this side has seen it.
+
+    Attributes:
+        trip_seconds: there and back, without waiting in queues.
+        lost: share of the packets that had to be sent again.
+        sockets: that carry frames now.
+        congestion_control: "bbr", "cubic" or another of the system's.
+    """
+
+    trip_seconds: float
+    lost: float
+    sockets: int
+    congestion_control: str
+
+    def __str__(self) -> str:
+        return (
+            f"round trip {1e3 * self.trip_seconds:.1f} ms, {self.lost:.2%} of the packets sent again, "
+            f"{self.sockets} sockets with {self.congestion_control or 'TCP'}"
+        )
 
 
 _Frame = tuple[int, int, int, int]
@@ -266,6 +288,16 @@ class Bundle:
         with self.lock:
             self._streams.append(0)
             return BundleStream(self, len(self._streams) - 1)
+
+    def wire(self) -> Wire | None:
+        """Return what the wire is like; None: all sockets are lost."""
+        with self.lock:
+            if not self.ends:
+                return None
+            told, active = [TcpInfo.of(end.socket) for end in self.ends], min(self.active, len(self.ends))
+            again, sent = sum(info.retransmitted for info in told), sum(info.sent for info in told)
+            least = min(info.least_trip for info in told)
+            return Wire(least, again / max(1, sent), active, congestion_control(self.ends[0].socket))
 
     # --- sending -------------------------------------------------------------------------------------------------
 

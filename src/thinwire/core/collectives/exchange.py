@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.core.collectives.bundle import Wire
 from thinwire.core.collectives.groups import backends_of, bounded, seconds_of
 from thinwire.core.collectives.mesh import (
-    MOST_RANKS,
     Mesh,
     all_gather_by_mesh,
     all_reduce_by_mesh,
@@ -57,6 +57,7 @@ from thinwire.core.program.ops import (
     Scope,
     sent_bytes,
 )
+from thinwire.core.sockets import MESH_RANKS
 
 _STORE_SECONDS = 2.0
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
@@ -78,6 +79,11 @@ def _fresh_pool() -> None:
         bundled.clear()
         unreachable.clear()
         _pool_owner = weakref.ref(world) if world is not None else None
+
+
+def long_wire(ranks: tuple[int, ...]) -> Wire | None:
+    """Return what the longest wire between these ranks is like, as this one has seen it; None: none is long."""
+    return next((mesh.wire() for key, mesh in bundled.items() if key[0] == ranks), None)
 
 
 @dataclass(frozen=True)
@@ -348,7 +354,7 @@ def pairwise(topology: Topology) -> tuple[str, ...]:
     """
     kinds = ("ReduceScatter", "AllToAll", "Exchange")
     return (
-        (*kinds, "AllReduce", "AllGather") if topology.world_size <= MOST_RANKS and disjoint_links(topology) else kinds
+        (*kinds, "AllReduce", "AllGather") if topology.world_size <= MESH_RANKS and disjoint_links(topology) else kinds
     )
 
 

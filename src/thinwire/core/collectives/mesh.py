@@ -31,25 +31,23 @@ from torch import Tensor
 
 from thinwire.core.collectives.bundle import (
     LONG_SECONDS,
-    SOCKETS,
-    WITH_BBR,
     Bundle,
     BundleStream,
     TcpInfo,
+    Wire,
     congestion_control,
     use_congestion_control,
 )
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.program.bucket import working_dtype
-from thinwire.core.sockets import readable, writable
+from thinwire.core.sockets import MESH_RANKS, SOCKETS, WITH_BBR, readable, writable
 
 if TYPE_CHECKING:
     from thinwire.core.collectives.exchange import Lane
 
 logger = logging.getLogger(__name__)
 
-MOST_RANKS = 16  # with more, all pairs are too many connections, and a ring's chunks are no smaller than theirs
 MEETING_SECONDS = 10.0
 _MOST_UNKNOWN = 128
 _CHANNELS = 2
@@ -80,6 +78,11 @@ class Mesh:
     def shared(self) -> bool:
         return bool(self.bundles)
 
+    def wire(self) -> Wire | None:
+        """Return what the longest wire is like; None: none is long."""
+        known = [wire for bundle in self.bundles.values() if (wire := bundle.wire()) is not None]
+        return max(known, key=lambda wire: wire.trip_seconds, default=None)
+
     def another(self) -> Mesh:
         """Return a mesh over the same bundles."""
         return Mesh.over(self.bundles)
@@ -92,7 +95,7 @@ class Mesh:
 def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> Mesh | None:
     """Connect all ranks of a Gloo group; a collective. Returns None, on all ranks, if that is not possible."""
     on_gloo = backend_for(torch.device("cpu"), group) == "gloo"
-    if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or not on_gloo:
+    if not hasattr(select, "epoll") or not 1 < len(ranks) <= MESH_RANKS or not on_gloo:
         return None
     encrypted = gloo_encrypts()
     server, token = None if encrypted else listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from thinwire.core.checks import check_choice, check_number
+from thinwire.core.pricing.wires import turns
 from thinwire.core.program.ops import Scope
 from thinwire.core.records import Record
 
@@ -78,12 +79,14 @@ class Linear:
         startup_seconds: time of a message of any size.
         seconds_per_byte: time of one byte. (Compute curves may count elements or FLOPs instead: ``Costs.compute``.)
         source: provenance in free text.
+        travel_seconds: of the start-up, while it is on the wire and others may already be sent.
     """
 
     startup_seconds: float
     seconds_per_byte: float
     provenance: Provenance = "assumed"
     source: str = ""
+    travel_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("startup_seconds", self.startup_seconds, least=0)
@@ -95,7 +98,8 @@ class Linear:
 
     def stretched(self, startup: float, rest: float, source: str) -> Linear:
         """Return a guess: the start-up times one factor, the rest times another."""
-        return Linear(self.startup_seconds * startup, self.seconds_per_byte * rest, "assumed", source)
+        travels = self.travel_seconds * startup
+        return Linear(self.startup_seconds * startup, self.seconds_per_byte * rest, "assumed", source, travels)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,11 @@ class Table:
             return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (size - x1)
         return y0 + (y1 - y0) * ((size - x0) / (x1 - x0))
 
+    @property
+    def travel_seconds(self) -> float:
+        """Of a message, the time on the wire, while others may be sent: of a long wire, all of the smallest message."""
+        return self.points[0][1] if self.points[0][1] >= _LONG_SECONDS else 0.0
+
     def stretched(self, startup: float, rest: float, source: str) -> Table:
         """Return a guess: the first point's time, as start-up, times one factor, the rest times another."""
         first = self.points[0][1]
@@ -164,6 +173,8 @@ class RingOrTree:
     def stretched(self, startup: float, rest: float, source: str) -> RingOrTree:
         return RingOrTree(self.ring.stretched(startup, rest, source), self.tree.stretched(startup, rest, source))
 
+
+_LONG_SECONDS = 0.004  # that the smallest message takes only on a long wire
 
 Curve: TypeAlias = Linear | Table | RingOrTree
 
@@ -259,6 +270,11 @@ class Costs(Record):
         curve = self.lookup(kind, scope, members)
         return (curve if share == 1.0 else curve.stretched(1.0, share, curve.source))(message_bytes)
 
+    def travel_seconds(self, kind: str, scope: Scope | str, members: int) -> float:
+        """Return how much of an exchange's time leaves the link free for others."""
+        curve = self.lookup(kind, scope, members)
+        return (curve.ring if isinstance(curve, RingOrTree) else curve).travel_seconds
+
     def compute_seconds(self, name: str, amount: float) -> float:
         """Return the time of a computation (``amount`` in the curve's unit), or raise ``LookupError``."""
         if name not in self.compute:
@@ -282,6 +298,7 @@ class Costs(Record):
         node_bits_per_second: float = 40e9,
         node_latency_seconds: float = 20e-6,
         trees: bool = False,
+        delay_seconds: float = 0.0,
         compute: Mapping[str, Curve] | None = None,
         cpu_share: Mapping[str, Linear] | None = None,
     ) -> Costs:
@@ -293,6 +310,7 @@ class Costs(Record):
             efficiency: share of the line rate that the payload gets.
             node_bits_per_second, node_latency_seconds: between ranks of one machine.
             trees: sums may also use trees where that is cheaper, as in NCCL; Gloo always uses rings.
+            delay_seconds: what a message takes beyond its start-up from one machine to another; one way.
             compute: compute curves; None means ``assumed_compute()``.
 
         Raises:
@@ -305,6 +323,7 @@ class Costs(Record):
             raise ValueError(f"efficiency must be in (0, 1], not {efficiency}")
         check_number("latency_seconds", latency_seconds, least=0)
         check_number("node_latency_seconds", node_latency_seconds, least=0)
+        check_number("delay_seconds", delay_seconds, least=0)
         if workers < 1 or ranks_per_node < 1 or workers % ranks_per_node:
             raise ValueError(f"{workers} workers cannot be placed {ranks_per_node} per node")
         outer, inner = 8 / (bits_per_second * efficiency), 8 / node_bits_per_second
@@ -320,12 +339,18 @@ class Costs(Record):
         }
         way = "ring and tree formulas" if trees else "ring formulas"
         source = f"{bits_per_second / 1e9:g} Gbit/s at {efficiency:.0%}, {latency_seconds * 1e6:g} us, {way}"
+        if delay_seconds:
+            source += f", {delay_seconds * 1e3:g} ms from machine to machine"
         exchanges: dict[Key, Curve] = {}
         for scope, (members, a, b, sharing) in groups.items():
             for kind in KINDS if members > 1 else ():
                 rest = b * copies(kind, members, sharing)
-                ring = Linear(a * startups(kind, members), rest, "assumed", source)
-                along = Linear(*tree(a, b, members), "assumed", source)
+                begins, far = startups(kind, members), 0.0
+                if scope != "node" and workers > ranks_per_node:
+                    far = delay_seconds * (begins if trees else turns(kind, members, begins))
+                # What is on the wire keeps NCCL's next exchange waiting, not that of Gloo's ranks.
+                ring = Linear(a * begins + far, rest, "assumed", source, 0.0 if trees else far)
+                along = Linear(*tree(a + delay_seconds * (scope != "node"), b, members), "assumed", source)
                 both = trees and kind == "AllReduce"
                 exchanges[kind, scope, members] = RingOrTree(ring, along) if both else ring
         return cls(exchanges, assumed_compute() if compute is None else compute, cpu_share or {})

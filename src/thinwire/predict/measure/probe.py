@@ -16,7 +16,8 @@ from datetime import date, timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.core.collectives.exchange import Lane, Lanes, all_gather_flat, issue
+from thinwire.core.collectives.bundle import Wire
+from thinwire.core.collectives.exchange import Lane, Lanes, all_gather_flat, issue, long_wire
 from thinwire.core.collectives.groups import backend_for, backend_of_new, topology_of
 from thinwire.core.pricing.costs import KINDS, Curve, Table
 from thinwire.core.program.ops import (
@@ -64,7 +65,8 @@ class ExchangeTimer:
         self._lanes, self._topology, self._rank, self._purpose = lanes, topology, rank, purpose
         self.device, self.counts_cpu = device, counts_cpu
         self.scopes = tuple(Scope) if topology.two_levels else (Scope.WORLD,)
-        self._control: Lane = lanes.get("agreement", Scope.WORLD, 0)
+        # On its mesh two ranks leave a meeting at the same time, in Gloo's ring one is a wire's delay later.
+        self._control: Lane = lanes.get("agreement", Scope.WORLD, 0, bidirectional=device.type == "cpu")
         for scope in self.scopes:  # also groups of one: torch names groups by their number, so every rank needs as many
             world = scope is Scope.WORLD
             lanes.get(purpose, scope, 0, bidirectional=world, mesh_only=world and mesh_only)
@@ -96,6 +98,10 @@ class ExchangeTimer:
         data = data.to(self.device)
         dist.broadcast(data, self._control.ranks[0], group=self._control.group)
         return bytes(data.tolist()).decode()
+
+    def long(self) -> Wire | None:
+        """Return what the first rank's longest wire is like, if it is long."""
+        return long_wire(self._control.ranks)
 
     def members(self, scope: Scope) -> int:
         return max(self.counts_of_ranks(scope))
@@ -301,7 +307,8 @@ class ProbeRun:
     def result(self, backend: str, layout: tuple[int, ...], source: str) -> ProbeResult:
         found = tuple(sorted(self._found, key=lambda m: (*m.key, m.bytes)))
         dropped = tuple(sorted(self._dropped))
-        return ProbeResult(source, backend, layout, found, dropped, self._flow, dict(self._compute), self.elapsed)
+        compute, wire = dict(self._compute), self._wire.long()
+        return ProbeResult(source, backend, layout, found, dropped, self._flow, compute, self.elapsed, wire)
 
 
 def probe(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from thinwire.core.collectives.bundle import Wire
 from thinwire.core.pricing.costs import KINDS, Costs, Curve, Key, Linear, Table
 from thinwire.core.program.ops import Scope
 from thinwire.core.records import UNREADABLE, made, plain
@@ -16,6 +17,7 @@ Point = tuple[float, float]
 """(bytes, seconds)."""
 
 _TINY = 1e-9
+_LOSSY = 0.0003  # share of packets, from which a loss costs CUBIC much of a long wire
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class ProbeResult:
         dropped: (operation, scope, members, bytes) of sizes for which there was no time.
         flow_bits_per_second: rate of one pair of ranks that exchanges alone; None for a single rank.
         compute: curves of compute, measured on all ranks at once.
+        wire: the longest wire to another rank, if its round trip takes milliseconds.
     """
 
     source: str
@@ -148,6 +151,7 @@ class ProbeResult:
     flow_bits_per_second: float | None = None
     compute: Mapping[str, Curve] = field(default_factory=dict)
     seconds: float = 0.0
+    wire: Wire | None = None
 
     @property
     def series(self) -> dict[Key, list[Measurement]]:
@@ -235,6 +239,7 @@ def verdict(result: ProbeResult) -> list[str]:
                 f"one flow alone carries {rate(flow / 8)}, the all-reduce {last.busbw * 8 / flow:.0%} of it: "
                 "processors or start-ups hold it back, not the link's rate"
             )
+    said += _long(result) if result.wire is not None else []
     bent = [key for key in series if line_error(result, key) > _BENT]
     if bent:
         names = ", ".join(dict.fromkeys(key[0] for key in bent))
@@ -243,6 +248,24 @@ def verdict(result: ProbeResult) -> list[str]:
         "one rank only: nothing is exchanged; probe with at least two to measure exchanges"
     ]
     return [*said, _compute(result)] if set(_AMOUNTS) <= set(result.compute) else said
+
+
+def _long(result: ProbeResult) -> list[str]:
+    """Say in three lines what a long wire is like, what it carries, and what to do about it."""
+    wire, flow = result.wire, result.flow_bits_per_second
+    assert wire is not None
+    said = [f"a long wire: {wire}"]
+    largest = max((row[-1] for key, row in result.series.items() if key[0] == "AllReduce"), key=lambda m: m.bytes)
+    if flow:
+        said.append(f"one connection carries {rate(flow / 8)}, thinwire's together {rate(largest.busbw)}")
+    if wire.congestion_control != "bbr" and wire.lost > _LOSSY:
+        said.append(
+            "packets get lost: BBR carries more, if root allows it on all machines: modprobe tcp_bbr; "
+            "sysctl -w net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'"
+        )
+    else:
+        said.append("each exchange takes a round trip: few of them, as local steps have, pay most here")
+    return said
 
 
 def _compute(result: ProbeResult) -> str:

@@ -256,10 +256,13 @@ class Machine:
         bucket = wave.parts[position].bucket
         self._busy.add(link)
         self.events.append(Event(hop.name, f"link {hop.scope.value}", self.now, hop.seconds, bucket, hop.sent_bytes))
-        self._after(hop.seconds, partial(self._sent, link, wave, position))
+        self._after(hop.seconds - hop.travel_seconds, partial(self._sent, link, wave, position, hop.travel_seconds))
         if self._shared and hop.cpu_seconds:
             self._queue(_Job(None, position, hop.cpu_seconds, bucket))
 
-    def _sent(self, link: str, wave: Wave, position: int) -> None:
+    def _sent(self, link: str, wave: Wave, position: int, travels: float) -> None:
         self._busy.remove(link)
-        self._queue_segment(wave, position)
+        if travels:
+            self._after(travels, partial(self._queue_segment, wave, position))
+        else:
+            self._queue_segment(wave, position)

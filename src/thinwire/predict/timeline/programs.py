@@ -27,6 +27,8 @@ class Hop:
     seconds: float
     cpu_seconds: float
     sent_bytes: int
+    travel_seconds: float = 0.0
+    """Of its seconds, those that leave the link free."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ def _split(
         else:
             priced = costs.seconds(step.kind, step.scope, place.members[step.scope], step.message_bytes, share)
             cpu = costs.cpu_seconds(step.kind, step.message_bytes)
-            hops[-1].append(Hop(step.kind, step.scope, place.links[step.scope], priced, cpu, step.sent_bytes))
+            far = costs.travel_seconds(step.kind, step.scope, place.members[step.scope])
+            link, far = place.links[step.scope], min(far, priced)
+            hops[-1].append(Hop(step.kind, step.scope, link, priced, cpu, step.sent_bytes, far))
             segments[-1].append(after)
     made = [ProgramPart(bucket, tuple(s), tuple(h)) for s, h in zip(segments, hops)]
     return made[0], made[1] if len(made) > 1 else None

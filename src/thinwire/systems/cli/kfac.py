@@ -83,7 +83,7 @@ def plan(
             raise ValueError(f"{name} {value} must be at least 1")
     check_output("--out", out)
     question = read_question(
-        model, link=link, latency=delay, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
+        model, link=link, delay=delay, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
         batch_size=batch_size, device=device, flops=None, profile=None,
     )  # fmt: skip
     world, prices, profile = question.topology.world_size, question.costs(), question.profile

@@ -169,7 +169,7 @@ def predicted(
 ) -> dict[str, Timeline]:  # fmt: skip
     """Return steps by label, as ``thinwire plan`` simulates them from these assumptions."""
     named = methods if isinstance(methods, str) else "ssgd"
-    asked = read_question(model, link=link, latency=latency, costs=None, workers=workers, ranks_per_node=ranks_per_node,
+    asked = read_question(model, link=link, delay=latency, costs=None, workers=workers, ranks_per_node=ranks_per_node,
                           methods=named, batch_size=batch, device=device, flops=flops, profile=None)  # fmt: skip
     where = (asked.profile, asked.topology, asked.costs())
     return {

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from thinwire.core.pricing.profiles import ModelProfile
     from thinwire.predict.measure import ProbeResult
+    from thinwire.tools.lab import Cluster
 
 
 _SHOWN = (64 << 10, 1 << 20, 16 << 20)
@@ -48,6 +49,8 @@ def probe(
         str | None, typer.Option(help="Rate of each node's emulated link, such as 1gbit. Not under torchrun.")
     ] = None,
     delay: Annotated[str | None, typer.Option(help="One-way delay between nodes. Not under torchrun.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Share of packets that get lost. Not under torchrun.")] = None,
+    congestion: Annotated[str | None, typer.Option(help="TCP's congestion control. Not under torchrun.")] = None,
     backend: Annotated[str, typer.Option(help="auto, gloo or nccl; in the lab always gloo.")] = "auto",
     max_bytes: Annotated[int, typer.Option(help="Largest message of a rank, in bytes.")] = 16 << 20,
     seconds: Annotated[float, typer.Option(help="Seconds for the exchanges; what does not fit is skipped.")] = 40.0,
@@ -60,6 +63,7 @@ def probe(
     from thinwire.core.words import rate
     from thinwire.predict.measure import verdict
     from thinwire.predict.measure.probe import message_sizes
+    from thinwire.tools.lab import Cluster
 
     if backend not in ("auto", "gloo", "nccl"):
         raise ValueError(f"backend {backend!r} is unknown; use auto, gloo or nccl")
@@ -69,7 +73,7 @@ def probe(
     check_output("--out", out)
     note = ""
     if under_torchrun():
-        if any(option is not None for option in (workers, ranks_per_node, link, delay)):
+        if any(option is not None for option in (workers, ranks_per_node, link, delay, loss, congestion)):
             raise ValueError(
                 "under torchrun the ranks and the network are fixed: leave out --workers, --link and so on"
             )
@@ -82,7 +86,8 @@ def probe(
             raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
         workers, ranks_per_node = (2 if workers is None else workers), (1 if ranks_per_node is None else ranks_per_node)
         with watched_load(workers) as load:
-            result, note = _in_lab(workers, ranks_per_node, link, delay, max_bytes, seconds)
+            cluster = Cluster.parse(workers, ranks_per_node, link, delay, loss=loss, congestion=congestion)
+            result, note = _in_lab(cluster, max_bytes, seconds)
     costs = result.costs
     out.write_text(costs.to_json() + "\n")
     if json:
@@ -119,13 +124,9 @@ def _join(backend: str, max_bytes: int, seconds: float) -> tuple[int, ProbeResul
             raise RunFailed(f"the ranks could not be probed: {str(error).splitlines()[0]}") from error
 
 
-def _in_lab(
-    workers: int, ranks_per_node: int, link: str | None, delay: str | None, max_bytes: int, seconds: float
-) -> tuple[ProbeResult, str]:
+def _in_lab(cluster: Cluster, max_bytes: int, seconds: float) -> tuple[ProbeResult, str]:
     from thinwire.predict.measure import ProbeResult
-    from thinwire.tools.lab import Cluster
 
-    cluster = Cluster.parse(workers, ranks_per_node, link, delay)
     with tempfile.TemporaryDirectory(prefix="thinwire-probe-") as folder:
         path = Path(folder) / "result.json"
         command = python("-m", "thinwire.predict.measure.worker", "--out", str(path))

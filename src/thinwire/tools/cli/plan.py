@@ -22,7 +22,11 @@ def plan(
     link: Annotated[
         str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; by default 10gbit.")
     ] = None,
-    delay: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; by default 50us.")] = None,
+    delay: Annotated[
+        str | None, typer.Option(help="One-way delay between machines, such as 25ms; by default 50us, a start-up.")
+    ] = None,
+    loss: Annotated[str, typer.Option(help="Share of packets that get lost, such as 0.1%.")] = "0%",
+    congestion: Annotated[str, typer.Option(help="TCP's congestion control: cubic or bbr.")] = "cubic",
     costs: Annotated[Path | None, typer.Option(help="Measured costs: a file from thinwire probe.")] = None,
     workers: Annotated[
         int | None, typer.Option(help="Total number of ranks; by default that of --costs, or 16.")
@@ -69,8 +73,9 @@ def plan(
     for option, path in (("--trace", trace), ("--out", out)):
         check_output(option, path)
     question = read_question(
-        model, link=link, latency=delay, costs=costs, workers=workers, ranks_per_node=ranks_per_node, methods=methods,
-        batch_size=batch_size, device=device, flops=device_flops, profile=profile, worth=worth,
+        model, link=link, delay=delay, loss=loss, congestion=congestion, costs=costs, workers=workers,
+        ranks_per_node=ranks_per_node, methods=methods, batch_size=batch_size, device=device, flops=device_flops,
+        profile=profile, worth=worth,
     )  # fmt: skip
     try:
         answer = answer_of(question, console, lossy=lossy, buckets=explain, map=map, trace=trace, out=out)

@@ -9,9 +9,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from thinwire.core.checks import check_choice
 from thinwire.core.methods.registry import METHODS, candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
+from thinwire.core.pricing.wires import carried
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local.settings import CANDIDATES, PRESETS, named_method
 from thinwire.predict.choose import DEVICES, DeviceSpec
@@ -19,9 +21,10 @@ from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.tools.bench.rows import known_method
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, watched_load
-from thinwire.tools.lab import parse_delay, parse_rate
+from thinwire.tools.lab import parse_delay, parse_loss, parse_rate
 
 _MOST_WORKERS = 65536
+_START_SECONDS = 50e-6  # of a message, on any wire
 
 _Readable = TypeVar("_Readable", Costs, ModelProfile)
 
@@ -42,6 +45,9 @@ class Question:
     device: DeviceSpec
     bits_per_second: float
     latency_seconds: float
+    delay_seconds: float
+    loss: float
+    bbr: bool
     measured: Costs | None
     network: bool
     worth: WorthOf | None = None
@@ -65,13 +71,14 @@ class Question:
         """Return the costs on an assumed network, with measured compute as far as available."""
         known = self.measured
         return Costs.of_link(
-            bits_per_second,
+            carried(bits_per_second, 2 * self.delay_seconds, self.loss, bbr=self.bbr),
             self.latency_seconds,
             topology.world_size,
             self.ranks_per_node,
             node_bits_per_second=self.device.node_bits_per_second,
             node_latency_seconds=self.device.node_latency_seconds,
             trees=self.device.backend == "nccl",
+            delay_seconds=self.delay_seconds,
             compute={**self.device.compute(), **(known.compute if known else {})},
             cpu_share=known.cpu_share if known else None,
         )
@@ -79,7 +86,9 @@ class Question:
     def describe_network(self) -> str:
         if self.network:
             return "network of --costs"
-        return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us"
+        long = f", {self.delay_seconds * 1e3:g} ms one way" if self.delay_seconds else ""
+        lossy = f", {self.loss:.3g} of the packets lost" if self.loss else ""
+        return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us{long}{lossy}"
 
     def to_data(self) -> dict[str, Any]:
         return {
@@ -93,6 +102,8 @@ class Question:
             "network": "measured" if self.network else "assumed",
             "bits_per_second": None if self.network else self.bits_per_second,
             "latency_seconds": None if self.network else self.latency_seconds,
+            "delay_seconds": None if self.network else self.delay_seconds,
+            "loss": None if self.network else self.loss,
             **({} if self.load is None else {"load": self.load}),
         }
 
@@ -101,7 +112,7 @@ def read_question(
     model: str | None,
     *,
     link: str | None,
-    latency: str | None,
+    delay: str | None,
     costs: Path | None,
     workers: int | None,
     ranks_per_node: int | None,
@@ -111,14 +122,20 @@ def read_question(
     flops: float | None,
     profile: Path | None,
     worth: Path | None = None,
+    loss: str = "0%",
+    congestion: str = "cubic",
 ) -> Question:
     bits = parse_rate("10gbit" if link is None else link)
-    seconds = parse_delay("50us" if latency is None else latency)
+    seconds = _START_SECONDS if delay is None else parse_delay(delay)
+    lost, far = parse_loss(loss), max(0.0, seconds - _START_SECONDS)
+    check_choice("--congestion", congestion, ("cubic", "bbr"))
     measured = None if costs is None else _read(costs, Costs)
     worth_of = None if worth is None else read_worth(worth)
     network = measured is not None and link is None
-    if network and latency is not None:
-        raise ValueError("--delay belongs to an assumed network: give --link too, or leave it out to use --costs")
+    if network and (delay is not None or lost):
+        raise ValueError(
+            "--delay and --loss belong to an assumed network: give --link too, or leave it out to use --costs"
+        )
     known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
     if network and not known:
         raise ValueError(f"{costs} contains no exchange between ranks: probe at least two, or give --link")
@@ -137,7 +154,8 @@ def read_question(
     if not known_model.elements:
         raise ValueError(f"{profile or model}: the profile contains no gradients: there is nothing to send")
     return Question(known_model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed,
-                    float(bits), seconds, measured, network, worth_of, load)  # fmt: skip
+                    float(bits), min(seconds, _START_SECONDS), far, lost, congestion == "bbr", measured, network,
+                    worth_of, load)  # fmt: skip
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:

@@ -3,7 +3,7 @@
 Training code, models and the meaning of measurements do not belong here (see ``bench``, ``report``); nor does torch.
 """
 
-from thinwire.tools.lab.cluster import Cluster, LabError, format_rate, parse_delay, parse_rate
+from thinwire.tools.lab.cluster import Cluster, LabError, format_rate, parse_delay, parse_loss, parse_rate
 from thinwire.tools.lab.launch import LabResult, run
 from thinwire.tools.lab.network import available, clean
 from thinwire.tools.lab.supervise import Happening, RankFault, parse_kills, parse_pauses
@@ -19,6 +19,7 @@ __all__ = [
     "format_rate",
     "parse_delay",
     "parse_kills",
+    "parse_loss",
     "parse_pauses",
     "parse_rate",
     "run",

@@ -187,7 +187,8 @@ class Cluster:
         delays: seconds of one-way delay from a node to any other, applied where it sends.
         jitters: seconds by which the delay of a packet may be shorter or longer.
         losses: share of the packets sent by a node which are lost.
-        congestion: TCP's congestion control on the links; None: cubic, or reno where there is no cubic.
+        congestion: TCP's congestion control on the links; None: cubic, or reno where there is no cubic, and thinwire
+            may ask for another.
     """
 
     workers: int

@@ -92,6 +92,7 @@ def rank_environment(
         "NCCL_SOCKET_IFNAME": interface,
         "NCCL_NET": "Socket",  # over that interface; between nodes, which are hosts of their own,
         "NCCL_HOSTID": f"thinwire node {node}",  # and not through memory that they share only here
+        **({"THINWIRE_CONGESTION": cluster.congestion} if cluster.congestion else {}),  # thinwire's own, too
     }
 
 
