@@ -26,7 +26,7 @@ from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer
-from thinwire.systems.link.tls import Credentials
+from thinwire.core.tls import Credentials
 
 RESULTS = Path(__file__).parent / "results" / "peer_link.json"
 LINKS = ("unlimited", "1gbit")

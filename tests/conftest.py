@@ -63,6 +63,6 @@ def keys(tmp_path_factory):
 @pytest.fixture
 def of(keys):
     """What somebody of this name shows."""
-    from thinwire.systems.link.tls import Credentials
+    from thinwire.core.tls import Credentials
 
     return lambda name, whose="ours": Credentials.of(keys / whose / name)

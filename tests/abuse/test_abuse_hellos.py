@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.core.collectives.mesh import endpoint_of, listen, meet
+from thinwire.core.errors import PairError
 from thinwire.systems.link.duplex import Duplex
-from thinwire.systems.link.errors import PairError
 from thinwire.systems.link.hello import ROLES, PeerIdentity, hear, introduce
 from thinwire.systems.link.listener import Caller, Listener
 

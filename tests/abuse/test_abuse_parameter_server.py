@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameter_cluster import Cluster, flat, in_thread, memory, model, part_of, sgd, started, wait_until
 
+from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.errors import PairError
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker, preset

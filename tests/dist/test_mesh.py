@@ -17,6 +17,7 @@ from thinwire.core.collectives.exchange import Lanes, issue
 from thinwire.core.collectives.mesh import ordered_sum
 from thinwire.core.collectives.streams import socket_loop
 from thinwire.core.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
+from thinwire.systems.link.keys import new_keys
 
 pytestmark = pytest.mark.dist
 
@@ -208,6 +209,78 @@ def test_where_gloo_encrypts_no_plain_connection_is_made():
             _, listened, said = results[rank]
             assert listened == 0
             assert said == ["thinwire: GLOO_DEVICE_TRANSPORT=TCP_TLS, so Gloo carries everything, encrypted"]
+
+
+def _with_keys(rank, size, folders, do, *arguments):
+    with mock.patch.dict(os.environ, {"THINWIRE_KEYS": str(folders[rank])} if folders[rank] else {}):
+        return do(rank, size, *arguments)
+
+
+def _fresh():
+    for mesh in exchange_module.bundled.values():
+        mesh.close()
+    exchange_module.bundled.clear()
+    exchange_module.meshes.clear()
+
+
+def _encrypted_steps(rank, size, sockets):
+    """Train some steps, in which a socket is cut; return the weights, and which protocols the sockets speak."""
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(300, 700)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    _fresh()
+    spoken = set()
+    with mock.patch.dict(os.environ, {"THINWIRE_SOCKETS": str(sockets)}):
+        sync = tw.attach(model, optimizer, "ssgd")
+        for step in range(8):
+            for bundle in (one for mesh in exchange_module.bundled.values() for one in mesh.bundles.values()):
+                spoken |= {end.socket.version() if hasattr(end.socket, "version") else None for end in bundle.ends}
+                if step == 3 and rank == 0:
+                    socket.socket.shutdown(bundle.ends[0].socket, socket.SHUT_RDWR)
+            optimizer.zero_grad()
+            model(torch.full((4, 300), 1.0 + rank + step)).square().mean().backward()
+            optimizer.step()
+        sync.close()
+    _fresh()
+    return model.weight.detach().clone(), spoken
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    new_keys(folder / "ours", ["a", "b", "c"])
+    new_keys(folder / "other", ["x"])
+    return folder
+
+
+@pytest.mark.parametrize("sockets", [1, 4])
+def test_with_keys_all_connections_are_encrypted_and_the_steps_are_the_same(keys, sockets):
+    secret = run(_with_keys, 3, [keys / "ours" / name for name in "abc"], _encrypted_steps, sockets)
+    plain = run(_with_keys, 3, [None] * 3, _encrypted_steps, 4)
+    for (weights, spoken), (wanted, openly) in zip(secret, plain):
+        assert torch.equal(weights, wanted)
+        assert (spoken, openly) == ({"TLSv1.3"}, {None})
+
+
+def _refused(rank, size):
+    _fresh()
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        tw.attach(model, torch.optim.SGD(model.parameters(), 0.1), "ssgd")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (("ours/a", "other/x"), "cannot be trusted: another authority signed it"),
+        (("ours/a", None), "THINWIRE_KEYS"),
+        (("ours/a", "ours"), "is not a file; thinwire keys new makes"),
+    ],
+)
+def test_who_has_no_keys_of_this_authority_is_not_let_in(keys, names, words):
+    said = run(_with_keys, 2, [keys / name if name else None for name in names], _refused)
+    assert any(words in one for one in said), said
 
 
 def _among_strangers(rank, size):

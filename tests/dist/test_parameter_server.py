@@ -23,8 +23,8 @@ from parameter_cluster import (
 )
 
 from spawned import free_port
+from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer

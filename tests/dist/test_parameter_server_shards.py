@@ -24,8 +24,8 @@ from parameter_cluster import (
 )
 
 from spawned import free_port
+from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.errors import PairError
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener, connect
 from thinwire.systems.link.peer import Peer

@@ -6,9 +6,9 @@ import pytest
 import torch
 from parameter_cluster import Cluster, flat, memory, model, sgd, synchronous, wait_until
 
+from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, read_secret
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.parameter_server import (

@@ -11,10 +11,10 @@ import torch
 from parameter_cluster import Cluster, flat, model, part_of, sgd, started, synchronous, wait_until
 
 from spawned import free_port
-from thinwire.systems.link.errors import NotAdmitted, PairError
+from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.hello import VARIABLE, PeerIdentity
 from thinwire.systems.link.listener import Caller, connect
-from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
 from thinwire.systems.parameter_server.messages import Ticket, encode
 from thinwire.systems.parameter_server.presets import bsp

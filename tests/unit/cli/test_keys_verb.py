@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.keys import new_keys, show_keys
-from thinwire.systems.link.tls import Credentials
 from verbs import call
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from spawned import free_port, to_itself
+from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE, fresh_secret_file
 from thinwire.systems.link.duplex import Duplex
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, check_host, find_secret, read_secret
 from thinwire.systems.link.listener import MOST_UNKNOWN, Caller, Listener, ListeningPort, connect
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from parameter_cluster import started
 
+from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.duplex import Duplex, end_of
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, check_host, find_trust
 from thinwire.systems.link.keys import show_keys
 from thinwire.systems.link.listener import MOST_NUMBERS, Caller, Listener, connect
-from thinwire.systems.link.tls import Credentials
 
 SECRET = b"0123456789abcdef"
 

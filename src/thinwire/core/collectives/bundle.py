@@ -27,6 +27,7 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from thinwire.core.collectives.streams import CountdownWork, SocketLoop, memory_of
 from thinwire.core.sockets import not_for_children
+from thinwire.core.tls import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ LONG_SECONDS = 0.004
 """Of a round trip, from which on one socket is not enough."""
 _BEGIN, _ADAPT_SECONDS = 2, 0.25
 _EMPTY, _FULL = 1.5, 2.0  # of a wire's queue: round trips, over those without one
+_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _TCP_CONGESTION, _TCP_INFO = 13, 11
 _TCP_KEEPIDLE, _TCP_KEEPINTVL, _TCP_USER_TIMEOUT, _TCP_NOTSENT_LOWAT = 4, 5, 18, 25
 
@@ -250,7 +253,7 @@ class Bundle:
 
     After ``timeout`` seconds without a byte, whatever waits fails; errors name the ``peer``. ``accepted``: the other
     side has opened the sockets, and will open those that replace lost ones. ``active``: so many of the sockets carry
-    frames; by default as many as serves best.
+    frames; by default as many as serves best. ``keys``: the sockets are encrypted with them, and new ones will be.
     """
 
     def __init__(
@@ -262,9 +265,10 @@ class Bundle:
         *,
         accepted: bool = False,
         active: int | None = None,
+        keys: Credentials | None = None,
     ) -> None:
         self._peer, self.timeout, self._loop, self._process = peer, timeout, loop, os.getpid()
-        self._accepted, self._adapts = accepted, active is None
+        self._accepted, self._adapts, self._keys = accepted, active is None, keys
         self.lock = threading.RLock()
         self._error: RuntimeError | None = None
         self._inbox = _Inbox(peer, self.lock)
@@ -510,6 +514,13 @@ class Bundle:
             self._add(place, connection)
 
     def _add(self, place: int, connection: socket.socket) -> None:
+        connection.settimeout(_OPENING_SECONDS)
+        if self._keys is not None:
+            try:
+                connection = self._keys.contexts[self._accepted].wrap_socket(connection, server_side=self._accepted)
+            except OSError:
+                connection.close()
+                return
         with self.lock:
             if self._error is not None:
                 connection.close()
@@ -625,6 +636,7 @@ class _End:
         self._kind, self._frame = 0, (0, 0, 0, 0)  # of what comes after a header; kind 0: a header comes
         self._kept: bytearray | None = None
         self._wakes_at = 1
+        self._decrypts = connection if isinstance(connection, ssl.SSLSocket) else None
 
     @property
     def busy(self) -> bool:
@@ -663,7 +675,7 @@ class _End:
                         self.moved = time.monotonic()
                     self._left = self._left[self.socket.send(self._left) :]
                     bundle.moved(out=True)
-            except BlockingIOError:
+            except _NOT_YET:
                 self._wait_for_room(True)
             except OSError as caught:
                 error = caught
@@ -683,7 +695,7 @@ class _End:
         bundle, received = self._bundle, 0
         with bundle.lock:
             try:
-                while not self.stopped and received < _TURN_BYTES:
+                while not self.stopped and (received < _TURN_BYTES or (self._decrypts and self._decrypts.pending())):
                     count = self.socket.recv_into(self._into)
                     if not count:
                         raise ConnectionResetError(_CLOSED)
@@ -692,14 +704,14 @@ class _End:
                     self._into = self._into[count:]
                     if not self._into:
                         self._take()
-            except BlockingIOError:
+            except _NOT_YET:
                 pass
             except OSError as caught:
                 lost = caught.strerror or str(caught)
             except _NoFrame as caught:
                 wrong = caught
             if not (self.stopped or lost or wrong):
-                self._wake_at(min(len(self._into), FRAME_BYTES // 2))
+                self._wake_at(1 if self._decrypts else min(len(self._into), FRAME_BYTES // 2))
         if wrong:
             bundle.fail(wrong)
         elif lost:

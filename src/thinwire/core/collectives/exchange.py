@@ -417,7 +417,8 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
         return Pending((_all_to_all(x, out, lane, tag),), lambda: out)
     if isinstance(op, ReduceScatter):
         return _reduce_scatter(x.view(-1), lane, tag)
-    if isinstance(op, Broadcast) and lane.mesh_only:
+    bundled_here = lane.mesh is not None and lane.mesh.shared and x.device.type == "cpu"
+    if isinstance(op, Broadcast) and (lane.mesh_only or bundled_here):
         return _broadcast_in_pairs(x, op.source, lane, tag)
     if isinstance(op, Broadcast):
         return Pending((dist.broadcast(x, lane.ranks[op.source], group=group, async_op=True),), lambda: x)

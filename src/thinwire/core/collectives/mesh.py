@@ -2,7 +2,8 @@
 
 They are made with the help of the lane's Gloo group, which tells every rank the others' addresses. If any two ranks
 cannot reach one another (because of a firewall, for example), all ranks use Gloo. They also do so if Gloo was asked to
-encrypt, because these connections do not.
+encrypt, and these connections were not: with ``THINWIRE_KEYS``, a directory of ``thinwire keys new``, they are TLS 1.3,
+both sides show a certificate, and nobody falls back to Gloo.
 
 All-reduces, reduce-scatters and all-gathers are messages to and from all ranks at once, with sums in rank order. The
 tensors' memory is split as bytes, not as tensors: when backward has just filled the caches, a call of torch costs some
@@ -17,13 +18,14 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.program.bucket import working_dtype
 from thinwire.core.sockets import MESH_RANKS, SOCKETS, WITH_BBR, readable, writable
+from thinwire.core.tls import Credentials, in_words
 
 if TYPE_CHECKING:
     from thinwire.core.collectives.exchange import Lane
@@ -94,22 +97,24 @@ class Mesh:
 
 def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> Mesh | None:
     """Connect all ranks of a Gloo group; a collective. Returns None, on all ranks, if that is not possible."""
-    on_gloo = backend_for(torch.device("cpu"), group) == "gloo"
+    on_gloo, keys = backend_for(torch.device("cpu"), group) == "gloo", identity()
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MESH_RANKS or not on_gloo:
         return None
-    encrypted = gloo_encrypts()
+    encrypted = gloo_encrypts() and keys is None
     server, token = None if encrypted else listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
     endpoints = exchange_endpoints(endpoint_of(server, token), group, len(ranks))
     sockets = bundled = None
     with server or contextlib.nullcontext():
         if server is not None and all(endpoints):
             sockets = meet(server, token, endpoints, rank)
-        facts = _agreed(_facts(sockets), group)
+        facts = _agreed(_facts(sockets, keys), group)
         if server is not None and sockets is not None and facts.met and facts.sockets > 1:
             bundled = meet(server, token, endpoints, rank, facts.sockets, have=sockets)
-            if not _agreed(_Facts(met=bundled is not None), group).met:
+            if not _agreed(_Facts(bundled is not None, keys=keys is not None), group).met:
                 _close((bundled or {}).values())
                 facts = _Facts(met=False)
+    if keys is not None:
+        bundled = _encrypted(bundled if facts.met else None, rank, keys, group)
     if not facts.met:
         _close((sockets or {}).values())
         if encrypted:
@@ -120,7 +125,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     assert sockets is not None
     seconds = seconds_of(timeout)
     if bundled is not None:
-        return Mesh.over(_bundles(bundled, facts.sockets, ranks, rank, seconds))
+        return Mesh.over(_bundles(bundled, facts.sockets, ranks, rank, seconds, keys))
     streams: list[dict[int, Stream]] = [{} for _ in range(_CHANNELS)]
     for (peer, channel), connection in sockets.items():
         streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, socket_loop())
@@ -128,16 +133,24 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
 
 
 def _bundles(
-    connections: Mapping[tuple[int, int], socket.socket], count: int, ranks: Sequence[int], rank: int, seconds: float
+    connections: Mapping[tuple[int, int], socket.socket],
+    count: int,
+    ranks: Sequence[int],
+    rank: int,
+    seconds: float,
+    keys: Credentials | None,
 ) -> dict[int, Bundle]:
     control = _control(connections.values())
     active = count if "THINWIRE_SOCKETS" in os.environ else WITH_BBR if control == "bbr" else None
-    logger.info("thinwire: a long wire: up to %s sockets to each rank, with %s", active or count, control)
+    secret = ", encrypted" if keys is not None else ""
+    logger.info("thinwire: up to %s sockets to each rank, with %s%s", active or count, control, secret)
     made = {}
     for peer, name in enumerate(ranks):
         if peer != rank:
             some = [connections[peer, channel] for channel in range(count)]
-            made[peer] = Bundle(some, f"rank {name}", seconds, socket_loop(), accepted=peer > rank, active=active)
+            made[peer] = Bundle(
+                some, f"rank {name}", seconds, socket_loop(), accepted=peer > rank, active=active, keys=keys
+            )
     return made
 
 
@@ -147,18 +160,60 @@ class _Facts:
 
     met: bool
     sockets: int = 1
+    keys: bool = False
 
 
-def _facts(connections: Mapping[tuple[int, int], socket.socket] | None) -> _Facts:
+def identity() -> Credentials | None:
+    """Return this machine's keys, from ``THINWIRE_KEYS``; None: nothing is to be encrypted. ``ValueError``: no keys."""
+    folder = os.environ.get("THINWIRE_KEYS")
+    if not folder:
+        return None
+    keys = Credentials.of(folder)
+    keys.contexts[0].check_hostname = False  # ranks are called by address; whom the authority has signed is one of them
+    return keys
+
+
+def _encrypted(
+    connections: Mapping[tuple[int, int], socket.socket] | None, rank: int, keys: Credentials, group: dist.ProcessGroup
+) -> dict[tuple[int, int], socket.socket]:
+    """Shake hands over all connections at once; ``RuntimeError`` on all ranks if any does not end well."""
+    why, found = "" if connections else "the ranks cannot reach one another directly", dict[tuple[int, int], Any]()
+    waiting: dict[tuple[int, int], ssl.SSLSocket] = {}
+    deadline = time.monotonic() + MEETING_SECONDS
+    try:
+        for (peer, channel), connection in (connections or {}).items():
+            connection.setblocking(False)
+            called = peer > rank  # by a higher rank
+            waiting[peer, channel] = keys.contexts[called].wrap_socket(
+                connection, server_side=called, do_handshake_on_connect=False
+            )
+        while waiting:
+            for place, connection in list(waiting.items()):
+                with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    connection.do_handshake()
+                    found[place] = waiting.pop(place)
+            if waiting and not readable(waiting.values(), deadline - time.monotonic()):
+                raise TimeoutError("no answer")
+    except OSError as error:
+        why = in_words(error) if isinstance(error, ssl.SSLError) else str(error)
+    if not _agreed(_Facts(met=not why, keys=True), group).met:
+        _close((*found.values(), *waiting.values()))
+        raise RuntimeError(f"THINWIRE_KEYS: {why or 'another rank could not encrypt a connection; its error says why'}")
+    return found
+
+
+def _facts(connections: Mapping[tuple[int, int], socket.socket] | None, keys: Credentials | None) -> _Facts:
     """Return what this rank has found: whether it reaches all others, and how many sockets its longest wire wants."""
+    least = 1 if keys is None else _CHANNELS
     if connections is None:
-        return _Facts(met=False)
+        return _Facts(False, least, keys is not None)
     if (wish := os.environ.get("THINWIRE_SOCKETS")) and (not wish.isdigit() or not 1 <= int(wish) <= SOCKETS):
         raise ValueError(f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to {SOCKETS}")
     if not wish and max(TcpInfo.of(one).trip for one in connections.values()) < LONG_SECONDS:
-        return _Facts(met=True)
+        return _Facts(True, least, keys is not None)
     control = _control(connections.values())
-    return _Facts(True, int(wish) if wish else WITH_BBR if control == "bbr" else SOCKETS)
+    wanted = int(wish) if wish else WITH_BBR if control == "bbr" else SOCKETS
+    return _Facts(True, max(least, wanted), keys is not None)
 
 
 def _control(connections: Iterable[socket.socket]) -> str:
@@ -171,10 +226,17 @@ def _control(connections: Iterable[socket.socket]) -> str:
 
 
 def _agreed(mine: _Facts, group: dist.ProcessGroup) -> _Facts:
-    """Return whether all ranks have met, and the most sockets that any of them wants; a collective."""
-    told = torch.tensor([mine.met, -mine.sockets], dtype=torch.int32)
+    """Return whether all ranks have met, and the most sockets that any of them wants; a collective.
+
+    Raises:
+        RuntimeError: on all ranks, if only some have keys.
+    """
+    told = torch.tensor([mine.met, -mine.sockets, mine.keys, -mine.keys], dtype=torch.int32)
     dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
-    return _Facts(bool(told[0]), -int(told[1]))
+    met, sockets, keys, without = told.tolist()
+    if keys != -without:
+        raise RuntimeError("some ranks were given THINWIRE_KEYS and others not: give it to all of them, or to none")
+    return _Facts(bool(met), -sockets, bool(keys))
 
 
 def gloo_encrypts() -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.exchange import Lane, all_gather_flat
+from thinwire.core.collectives.exchange import Lane, all_gather_flat, issue
 from thinwire.core.collectives.streams import memory_of, shares_memory
 from thinwire.core.program import Collective, Scope, Topology
+from thinwire.core.program.ops import Broadcast
 
 _CHUNK_BYTES = 16 << 20
 _COMPARED_BYTES = 1 << 20  # sending less than this is faster than comparing it
@@ -124,7 +124,7 @@ def _digest(chunk: Sequence[Tensor]) -> bytes:
 def broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
     with torch.no_grad():  # as bytes: Gloo does not know every dtype
         flat = torch.cat([bytes_of(x) for x in chunk])
-        dist.broadcast(flat, lane.ranks[source], group=lane.group)
+        issue(Broadcast(flat, source=source), lane).wait()
         if lane.rank != source:
             for x, piece in zip(chunk, flat.split([x.nbytes for x in chunk])):
                 put_bytes(x, piece)

@@ -22,10 +22,12 @@ from torch import Tensor
 import thinwire
 from thinwire.core.collectives.exchange import Lane, Lanes, Ledger, Pending, all_gather_flat, issue, pairwise
 from thinwire.core.collectives.groups import backend_for, backend_of_new, backends_to_ask_for, seconds_of
+from thinwire.core.collectives.mesh import identity
 from thinwire.core.kernels.lowrank import arithmetic
 from thinwire.core.program import Method, NextForward, Program, Scope, Topology
 from thinwire.core.program.ops import AllGather, Broadcast, Op, drive, own_modes
 from thinwire.core.program.trace import TracedExchange, depths
+from thinwire.core.sockets import MESH_RANKS
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
 from thinwire.engine.executors.events import Failure, typical
 from thinwire.engine.executors.streams import StreamExecutor
@@ -115,6 +117,17 @@ class Communicator:
         card = self.device if self.backend == "nccl" else None
         return Lanes(self.ranks, topology, self.rank, self.timeout, card, backend_of_new(self.group), self._come)
 
+    def _encrypts(self) -> bool:
+        """Return whether thinwire's connections are encrypted; ``ValueError``: something would not go over them."""
+        if identity() is None or len(self.ranks) == 1:
+            return False
+        if not self._mesh_only():
+            raise ValueError(
+                f"THINWIRE_KEYS encrypts exchanges between CPUs, with one rank on each machine and up to {MESH_RANKS} "
+                "of them: these ranks need a VPN instead"
+            )
+        return True
+
     def machine_group(self) -> dist.ProcessGroup:
         """Return a process group of this machine's ranks, given back with the lanes. All ranks must call it."""
         with self.meeting("connecting"):
@@ -122,7 +135,8 @@ class Communicator:
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError``, naming the difference, unless all ranks have the same facts and versions."""
-        versions = {"thinwire": thinwire.__version__, "torch": torch.__version__.partition("+")[0]}
+        versions: dict[str, Any] = {"thinwire": thinwire.__version__, "torch": torch.__version__.partition("+")[0]}
+        versions["THINWIRE_KEYS"] = self._encrypts()
         with self.meeting("agreeing on the plan"):
             self._come()
             agree(versions | facts, self.control, self.device)
@@ -130,7 +144,9 @@ class Communicator:
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         with self.meeting("sending the weights"):
             self._come()
-            broadcast_tensors(tensors, self.control)
+            hidden = self._encrypts()
+            lane = self._lanes.get("weights", Scope.WORLD, 0, bidirectional=True) if hidden else self.control
+            broadcast_tensors(tensors, lane)
 
     def gather(self, message: bytes) -> list[bytes]:
         with self.meeting("gathering"):

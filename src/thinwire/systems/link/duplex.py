@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
+from thinwire.core.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.core.sockets import Selector, not_for_children
-from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
-from thinwire.systems.link.tls import Certificate, Cipher, Credentials
+from thinwire.core.tls import Certificate, Cipher, Credentials
 
 _LOOK_SECONDS = 5.0
 _ROOM = 1 << 16

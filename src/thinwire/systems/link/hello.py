@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE
+from thinwire.core.tls import Certificate, Credentials
 from thinwire.systems.link.duplex import Duplex
-from thinwire.systems.link.errors import NotAdmitted, PairError
-from thinwire.systems.link.tls import Certificate, Credentials
 
 Trust = Credentials | bytes | None
 """Certificates on both sides, a secret that both know, or neither."""

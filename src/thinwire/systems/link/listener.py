@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.sockets import not_for_children
 from thinwire.systems.link.duplex import Duplex, dial
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import (
     FRAMES,
     NOTES,

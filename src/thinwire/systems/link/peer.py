@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from thinwire.core.collectives.streams import memory_of
+from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec
 from thinwire.systems.link.duplex import Duplex, end_of
-from thinwire.systems.link.errors import PairError
 from thinwire.systems.link.hello import PeerIdentity
 
 SLOWEST = 1e6 / 8

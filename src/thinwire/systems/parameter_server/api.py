@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from thinwire.core.checks import check_choice
 from thinwire.core.collectives.groups import backends_to_ask_for
 from thinwire.core.program import AllReduce, Broadcast, Program
+from thinwire.core.tls import Credentials
 from thinwire.engine.attach import attach
 from thinwire.engine.services import Services
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
 from thinwire.systems.link.listener import split_address
-from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.node import Node
 from thinwire.systems.parameter_server.outer import Outer

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, check_identity, find_trust, own_trust
 from thinwire.systems.link.listener import Caller, Listener, connect, split_address
 from thinwire.systems.link.peer import SLOWEST, LocalPeer, Peer, join_all, unended
-from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import SumsOut, WeightsIn, most_bytes
 from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from thinwire.core.checks import check_count
 from thinwire.core.durable import readable
+from thinwire.core.errors import PairError
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.errors import PairError
 from thinwire.systems.link.hello import check_identity, find_trust
 from thinwire.systems.link.listener import Listener
 from thinwire.systems.link.peer import Peer, join_all, unended
-from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd, most_bytes

@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
+from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, find_trust, is_loopback
 from thinwire.systems.link.listener import Caller, Listener, split_address
 from thinwire.systems.link.peer import Peer, join_all, unended
-from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd, most_bytes

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.systems.link.errors import PairError
+from thinwire.core.errors import PairError
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.link.peer import SLOWEST, Peer
 from thinwire.systems.parameter_server import checkpoint as checkpoints

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.checks import check_number
+from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.core.tls import Credentials
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
-from thinwire.systems.link.errors import NotAdmitted, PairError
 from thinwire.systems.link.hello import PeerIdentity, find_trust, own_trust
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.link.peer import LocalPeer, Peer
-from thinwire.systems.link.tls import Credentials
 from thinwire.systems.parameter_server.compress import most_bytes
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.messages import CODEC, Buffers, Enter, Ping, Result, Stop, Work, encode

@@ -3,7 +3,7 @@
 Not here: data-parallel training (``methods``, ``engine``), averaging over many edges (``federated``).
 """
 
-from thinwire.systems.link.tls import Credentials
+from thinwire.core.tls import Credentials
 from thinwire.systems.split.connection import CloudClient, CloudServer
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, LocalPair
 from thinwire.systems.split.errors import SplitError

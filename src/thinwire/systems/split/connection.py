@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from thinwire.core.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.core.sockets import not_for_children, readable
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.duplex import Duplex, dial, end_of
-from thinwire.systems.link.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.systems.link.hello import is_loopback
 from thinwire.systems.link.listener import HELLO_SECONDS, ListeningPort, check_port
-from thinwire.systems.link.tls import Credentials
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, printable
 from thinwire.systems.split.errors import FrameError, LinkError, LinkTimeout, SessionError, SplitError, TrustError
 from thinwire.systems.split.frames import ByteLedger, Fields, Message, MessageReader, encode

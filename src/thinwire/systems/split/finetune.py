@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.systems.link.tls import Credentials
+from thinwire.core.tls import Credentials
 from thinwire.systems.split.connection import CloudClient, CloudServer
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, LocalPair
 from thinwire.systems.split.estimate import Link, estimate, shape_of, steps_of

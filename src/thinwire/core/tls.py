@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.systems.link.errors import NotAdmitted
+from thinwire.core.errors import NotAdmitted
 
 _ANOTHER_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes for certificates without a trusted authority
 _ANOTHER_HOST = (62, 64)
@@ -102,7 +102,7 @@ class Cipher:
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLError as error:
-            raise NotAdmitted(_words(error)) from error
+            raise NotAdmitted(in_words(error)) from error
         pinned = self._credentials.fingerprint
         if pinned not in (None, self.shown().fingerprint):
             raise NotAdmitted(
@@ -138,7 +138,7 @@ class Cipher:
                 except ssl.SSLWantReadError:
                     break
                 except ssl.SSLError as error:
-                    raise NotAdmitted(_words(error)) from error
+                    raise NotAdmitted(in_words(error)) from error
                 count += filled
         return count
 
@@ -147,7 +147,8 @@ def _fingerprint(certificate: bytes) -> str:
     return hashlib.sha256(certificate).hexdigest()
 
 
-def _words(error: ssl.SSLError) -> str:
+def in_words(error: ssl.SSLError) -> str:
+    """Say why the other end of a connection cannot be trusted, or does not trust this one."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why = "another authority signed it" if error.verify_code in _ANOTHER_AUTHORITY else error.verify_message
         advice = ": give thinwire keys new --host the host that is called" if error.verify_code in _ANOTHER_HOST else ""
