@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from in_lab import told
+from thinwire.core.tls import Credentials
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer
-from thinwire.core.tls import Credentials
 
 RESULTS = Path(__file__).parent / "results" / "peer_link.json"
 LINKS = ("unlimited", "1gbit")

@@ -307,6 +307,9 @@ PAGES: dict[str, dict[str, Shown]] = {
     "docs/traces.md": {
         "thinwire plan profile.json --link 1gbit --workers 4 --trace predicted.json": Shown(wrote("predicted.json")),
     },
+    "docs/two_sites.md": {
+        "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(said("local is faster here")),
+    },
     "docs/troubleshooting.md": {
         PROFILE: Shown(wrote("profile.json")),
         "thinwire plan profile.json --link 1gbit --workers 4": Shown(said("x: times faster to a loss")),
@@ -368,6 +371,14 @@ thinwire lab run --workers 3 --kill 2:1s --restart 500ms --stop 1:2s:300ms -- py
 torchrun --standalone --nproc-per-node 2 examples/launchers/train.py acp
 torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/launchers/train.py
     acp
+# tests/net/test_two_sites.py::test_the_page_ends_in_a_training_that_runs_although_the_wire_is_cut
+thinwire keys new keys --names a,b
+THINWIRE_KEYS=keys/a torchrun --nnodes 2 --node-rank 0 --master-addr A --master-port 29500
+    examples/launchers/train.py local
+# tests/net/test_two_sites.py::test_the_probe_says_what_kind_of_wire_it_is
+torchrun --nnodes 2 --node-rank 0 --master-addr A --master-port 29500 --no-python thinwire probe
+# tests/net/test_two_sites.py::test_the_lab_trains_over_the_same_wire
+thinwire lab run --workers 2 --link 100mbit --delay 25ms --loss 0.1% -- python examples/launchers/train.py local
 # tests/dist/test_launchers.py::test_by_ray_train
 pip install 'ray[train]'
 python examples/launchers/train.py acp
