@@ -20,9 +20,10 @@ LISTENERS = (
     OpenPort(
         "the ranks' own connections (attach on CPUs, up to 16 ranks)",
         "Gloo's interface: GLOO_SOCKET_IFNAME, else what this machine's name leads to",
-        "while ranks connect, at most 10 s",
+        "while ranks connect, at most 10 s; on a long wire also while a lost socket is replaced",
         "a rank of this job, by a token of 16 random bytes that is exchanged over Gloo",
-        "no; with GLOO_DEVICE_TRANSPORT=TCP_TLS there are none, and Gloo carries everything",
+        "with THINWIRE_KEYS: TLS 1.3 with certificates on both sides; else no. With GLOO_DEVICE_TRANSPORT=TCP_TLS "
+        "alone there are none, and Gloo carries everything",
     ),
     OpenPort(
         "Gloo, NCCL and torch's store",
