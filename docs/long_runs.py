@@ -24,6 +24,16 @@ RESULTS = DOCS.parent / "benchmarks" / "results" / "race.json"
 RATE = 0.0028
 BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
 """Of an element, its share of a block's scale of 32 bits included."""
+VARIANTS = {  # of benchmarks/local_variants.py; name, and bytes over those of DDP
+    "local_variants:second_moments": (
+        "local, every 4 in 2 bits, second moments every 12",
+        BITS["int2"] / 32 / 4 + 1 / 12,
+    ),
+    "local_variants:growing": (
+        "local, every 4 to 16 in 2 bits, growing",
+        BITS["int2"] / 32 / 5.5,
+    ),
+}
 
 HEAD = """# What local steps cost
 
@@ -64,6 +74,8 @@ def kind(one: dict[str, Any]) -> str:
 
 def sent(methods: str, model: str = "") -> float:
     """Bytes of a row over those of DDP."""
+    if methods in VARIANTS:
+        return VARIANTS[methods][1]
     (row,) = parse_rows(methods)
     if "powersgd" in row.kind:
         shapes = [tuple(p.shape) for p in build_model(model).model.parameters()]
@@ -80,6 +92,8 @@ def sent(methods: str, model: str = "") -> float:
 
 def named(methods: str) -> str:
     """A row in words."""
+    if methods in VARIANTS:
+        return VARIANTS[methods][0]
     (row,) = parse_rows(methods)
     look = f", look {row.options['look']}" if "look" in row.options else ""
     if row.kind == "local":
@@ -201,7 +215,7 @@ READINGS = {
   87 % more, and DDP that accumulates 4 steps, at fifteen times those bytes, 56 %. These two are what everybody has, so
   a method has to beat them.
 * **Bits cost little, periods more, lateness most.** Every 8 steps costs 7 %, every 16 29 %; merged 1 step late, every 4
-  costs 5 %, and merged 3 late, every 8 costs as much as every 16 that is waited for. So `"local"` first takes fewer
+  costs 5 % and every 8 11 %, and merged 3 late, every 8 costs as much as every 16 that is waited for. So `"local"` first takes fewer
   bits, then longer periods, and lets rounds travel beside training only where waiting costs more.
 * **A [look-ahead](methods/local.md#looking-ahead) sends nothing and gives all of that back**: every 4 steps in 1 bit,
   and even every 8, end below DDP. DDP with the same look ends lower still, so compare like with like: every 4 then
@@ -209,6 +223,8 @@ READINGS = {
 * **With the time of a step** on two machines at 100 Mb/s, every 8 in 1 bit with a look takes 1.05 times as long to
   DDP's loss as DDP's own steps would without a network; the best of other libraries, torchft's LocalSGD every 32
   steps, 1.84, and one worker alone 1.87 ([tolls](peers.md#what-the-network-still-costs)).
+* **What else was tried, and is out**: averaging AdamW's second moments every 12 steps (3 %, and five times the bytes),
+  and periods that grow from 4 to 16 as the rate falls (5 %, at three quarters of the bytes of every 4).
 * **Each row wants its own rate.** Local steps want about the root of the number of workers times DDP's.
 * The same run of DDP differs by a hundredth between two libraries of matrix products, and so do seeds.
 """,

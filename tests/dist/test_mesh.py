@@ -262,6 +262,66 @@ def test_with_keys_all_connections_are_encrypted_and_the_steps_are_the_same(keys
         assert (spoken, openly) == ({"TLSv1.3"}, {None})
 
 
+def _met_at(rank, size):
+    """Return the address, port and family at which rank 0's connections meet rank 1's, and a sum over them."""
+    held = _lanes(rank, size)
+    lane = held.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
+    peer = lane.mesh.first[1 - rank].socket
+    total = issue(AllReduce(torch.ones(5)), lane).wait()
+    held.release()
+    address, port = (peer.getsockname() if rank == 0 else peer.getpeername())[:2]
+    return address, port, peer.family, total.tolist()
+
+
+def _in_environment(rank, size, environments, do):
+    with mock.patch.dict(os.environ, environments[rank]):
+        return do(rank, size)
+
+
+def test_a_rank_listens_at_the_ports_that_a_firewall_lets_through():
+    results = run(_in_environment, 2, [{"THINWIRE_PORTS": "42310-42399"}] * 2, _met_at)
+    for _, port, _, total in results:
+        assert 42310 <= port <= 42399
+        assert total == [2.0] * 5
+
+
+def test_others_call_the_advertised_name():
+    """A name, where a router forwards the ports; here it leads to the loopback, at which the rank listens."""
+    inside = {"GLOO_SOCKET_IFNAME": "lo", "THINWIRE_ADVERTISE": "localhost"}
+    for address, _, _, total in run(_in_environment, 2, [inside] * 2, _met_at):
+        assert address == "127.0.0.1"
+        assert total == [2.0] * 5
+
+
+def _over_six(rank, size):
+    with mock.patch.object(mesh_module, "_address", return_value="::1"):
+        return _met_at(rank, size)
+
+
+def test_addresses_of_version_six():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    for address, _, family, total in run(_over_six, 2):
+        assert (address, family) == ("::1", socket.AF_INET6)
+        assert total == [2.0] * 5
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("THINWIRE_PORTS", "9-3", "must be two ports such as 30000-30100"),
+        ("THINWIRE_PORTS", "1-x", "must be two ports such as 30000-30100"),
+        ("THINWIRE_ADVERTISE", "x" * 300, "is too long for a name or an address"),
+    ],
+)
+def test_wishes_that_cannot_be_are_refused_in_one_sentence(name, value, words, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words), mesh_module.listen(2) as server:
+        mesh_module.endpoint_of(server, bytes(16))
+
+
 def _refused(rank, size):
     _fresh()
     model = torch.nn.Linear(3, 3)

@@ -252,8 +252,9 @@ class Bundle:
     """This rank's sockets to one other rank, which it owns.
 
     After ``timeout`` seconds without a byte, whatever waits fails; errors name the ``peer``. ``accepted``: the other
-    side has opened the sockets, and will open those that replace lost ones. ``active``: so many of the sockets carry
-    frames; by default as many as serves best. ``keys``: the sockets are encrypted with them, and new ones will be.
+    side has opened the sockets, and will open those that replace lost ones, at one of ``ports``. ``active``: so many
+    of the sockets carry frames; by default as many as serves best. ``keys``: the sockets are encrypted with them, and
+    new ones will be.
     """
 
     def __init__(
@@ -264,10 +265,12 @@ class Bundle:
         loop: SocketLoop,
         *,
         accepted: bool = False,
+        ports: Iterable[int] = (0,),
         active: int | None = None,
         keys: Credentials | None = None,
     ) -> None:
         self._peer, self.timeout, self._loop, self._process = peer, timeout, loop, os.getpid()
+        self._ports = tuple(ports)
         self._accepted, self._adapts, self._keys = accepted, active is None, keys
         self.lock = threading.RLock()
         self._error: RuntimeError | None = None
@@ -494,10 +497,7 @@ class Bundle:
                     self._opening = None
                     return
                 near, place, token = self.ends[0].socket, next(self._next_place), secrets.token_bytes(_TOKEN_BYTES)
-                try:
-                    server = socket.create_server((near.getsockname()[0], 0), family=near.family)
-                except OSError:
-                    server = None
+                server = self._listens(near)
             if server is not None:
                 with server:
                     self._say(_OPEN, place, server.getsockname()[1], token)
@@ -505,6 +505,12 @@ class Bundle:
                         self._add(place, connection)
                         continue
             self._over.wait(_OPENING_SECONDS)
+
+    def _listens(self, near: socket.socket) -> socket.socket | None:
+        for port in self._ports:
+            with contextlib.suppress(OSError):
+                return socket.create_server((near.getsockname()[0], port), family=near.family)
+        return None
 
     def _open(self, place: int, port: int, token: bytes) -> None:
         """Open a socket that the other side has asked for."""

@@ -57,7 +57,7 @@ _CHANNELS = 2
 _TOKEN_BYTES = 16
 _ENDPOINT_BYTES = 256
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHB")
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _LINK_LOCAL = 0x8915, "20"
 _CONTROLS = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
 
 
@@ -101,7 +101,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MESH_RANKS or not on_gloo:
         return None
     encrypted = gloo_encrypts() and keys is None
-    server, token = None if encrypted else listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
+    server, token = None if encrypted else listen(SOCKETS * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
     endpoints = exchange_endpoints(endpoint_of(server, token), group, len(ranks))
     sockets = bundled = None
     with server or contextlib.nullcontext():
@@ -149,7 +149,14 @@ def _bundles(
         if peer != rank:
             some = [connections[peer, channel] for channel in range(count)]
             made[peer] = Bundle(
-                some, f"rank {name}", seconds, socket_loop(), accepted=peer > rank, active=active, keys=keys
+                some,
+                f"rank {name}",
+                seconds,
+                socket_loop(),
+                accepted=peer > rank,
+                ports=_ports(),
+                active=active,
+                keys=keys,
             )
     return made
 
@@ -245,36 +252,70 @@ def gloo_encrypts() -> bool:
 
 
 def listen(backlog: int) -> socket.socket | None:
-    """Return a server on the interface that Gloo would probably use; None: that fails."""
-    try:
-        return socket.create_server((_address(), 0), backlog=backlog)
-    except OSError:
-        return None
+    """Return a server on the interface that Gloo would probably use; None: that fails.
+
+    Raises:
+        ValueError: ``THINWIRE_PORTS`` is not a range of ports, or none of them is free.
+    """
+    address = _address()
+    for port in _ports():
+        with contextlib.suppress(OSError):
+            return socket.create_server((address, port), family=_family(address), backlog=backlog)
+    if os.environ.get("THINWIRE_PORTS"):
+        raise ValueError(f"THINWIRE_PORTS={os.environ['THINWIRE_PORTS']}: none of these ports is free at {address}")
+    return None
+
+
+def _ports() -> Iterable[int]:
+    """Return the ports at which a rank may listen: ``THINWIRE_PORTS``, for a firewall or a router; 0: any."""
+    if not (named := os.environ.get("THINWIRE_PORTS")):
+        return (0,)
+    first, _, last = named.partition("-")
+    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last) < 65536):
+        raise ValueError(f"THINWIRE_PORTS={named!r} must be two ports such as 30000-30100")
+    return range(int(first), int(last) + 1)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _address() -> str:
-    """Return the address of the named interface, else that of this machine's name, else the loopback."""
+    """Return the address of the named interface, else that of this machine's name, else the loopback; IPv4 first."""
     import fcntl  # not on Windows, where this is never called
 
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if named:
+    if named := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", named.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
-        with contextlib.suppress(OSError):  # the name cannot be resolved
-            for *_, where in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM):
-                with contextlib.suppress(OSError):  # an address of another machine
-                    probe.bind((str(where[0]), 0))
-                    return str(where[0])
+        with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+            for digits, _, _, scope, _, name in map(str.split, table):
+                if name == named and scope != _LINK_LOCAL:
+                    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    else:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):  # the name cannot be resolved
+                for *_, where in socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_DGRAM):
+                    address = str(where[0])
+                    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+                        probe.bind((address, 0))  # or it is an address of another machine
+                        if "%" not in address:
+                            return address
     return "127.0.0.1"
 
 
 def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
-    """Return where this rank listens, and its token; empty: it does not listen."""
+    """Return where others reach this rank, and its token; empty: it does not listen.
+
+    That is where it listens, or the name or address in ``THINWIRE_ADVERTISE``, whose router forwards the same port.
+    """
     if server is None:
         return b""
     host, port = server.getsockname()[:2]
-    return token + f"{host}:{port}".encode()
+    host = os.environ.get("THINWIRE_ADVERTISE") or host
+    if len(where := f"{host}:{port}".encode()) > _ENDPOINT_BYTES - _TOKEN_BYTES:
+        raise ValueError(f"THINWIRE_ADVERTISE={host!r} is too long for a name or an address")
+    return token + where
 
 
 def exchange_endpoints(endpoint: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
@@ -308,10 +349,11 @@ def meet(
     try:
         for peer in range(rank):
             host, _, port = endpoints[peer][_TOKEN_BYTES:].rstrip(b"\0").decode().rpartition(":")
+            where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
             for channel in range(first, channels):
-                called[peer, channel] = connection = socket.socket()
+                called[peer, channel] = connection = socket.socket(where[0])
                 connection.setblocking(False)
-                connection.connect_ex((host, int(port)))
+                connection.connect_ex(where[4])
         for (peer, channel), connection in called.items():
             if not writable([connection], max(0.01, deadline - time.monotonic())):
                 raise TimeoutError

@@ -177,12 +177,11 @@ class RoundRobin:
         assert row_run.contender is not None
         period = row_run.contender.period
         seconds = [row for part in (early, late, times) for row in _by_period(part, period)]
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
+        untimed = len(early) + len(late)
+        slowest = of_all_ranks(torch.tensor(seconds, dtype=torch.float64), untimed, self.control)
         leaders = float(is_node_leader()) if self.interface else 1.0
         sums = torch.tensor([*(t.loss for t in (*early, *times, *late)), sent or 0.0, leaders], dtype=torch.float64)
         dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
-        untimed = len(early) + len(late)
         record.untimed_seconds += float(slowest[:untimed, 0].sum())
         timed = slowest[untimed:]
         record.step_seconds += timed[:, 0].tolist()
@@ -220,6 +219,20 @@ class RoundRobin:
 
 def _whole(steps: int, period: int) -> int:
     return -(-steps // period) * period
+
+
+def of_all_ranks(own: torch.Tensor, untimed: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the seconds ``[steps, columns]`` of the slowest rank; a collective.
+
+    The first column of a timed step: from when the last rank has ended the one before until the last has ended it. On a
+    long wire ranks take turns in waiting for one another, and the slowest of each step would add up to more than the
+    time.
+    """
+    found = own.clone()
+    found[untimed:, 0] = found[untimed:, 0].cumsum(0)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    found[untimed:, 0] = found[untimed:, 0].diff(prepend=found.new_zeros(1))
+    return found
 
 
 def _by_period(times: list[StepTime], period: int) -> list[list[float]]:

@@ -72,7 +72,7 @@ class Point:
 
 @dataclass
 class RowRecord:
-    """The measurements of one row: per timed step the slowest rank's seconds, of forward, and CPU seconds.
+    """The measurements of one row: per timed step seconds until the last rank has ended it, of forward, and of the CPU.
 
     ``losses``: one per step from the first, warm-up included, mean over ranks. ``wire_bytes`` per step: mean over nodes
     ("interface") or ranks ("stats", "formula"). ``untimed_seconds``: warm-up and measuring for a plan.

@@ -24,7 +24,7 @@ SMOOTH = 5
 
 @dataclass(frozen=True)
 class RowSummary:
-    """One line of the table: medians over steps of the slowest rank; ``spread_seconds`` is the interquartile range.
+    """One line of the table: medians over steps; ``spread_seconds`` is the interquartile range.
 
     ``exposed_seconds``: beyond a step without exchange. ``bytes_source``: "interface" (per node, headers included),
     "stats" (thinwire's ledger, per rank) or "formula" (per rank). ``loss``: mean of the last training losses.
@@ -244,7 +244,8 @@ def _notes(result: BenchResult) -> list[str]:
         f"compute alone {seconds(result.compute_seconds)}, its forward {seconds(result.forward_seconds)}; "
         f"floor of an exact method that ends with backward: {seconds(result.floor_seconds)}"
         " = max(compute, forward + ring bytes / rate)",
-        "step: median over steps of the slowest rank; spread: interquartile; exposed: step - compute alone",
+        "step: until the last rank has ended it, median over steps; spread: interquartile; "
+        "exposed: step - compute alone",
     ]
     if any(row.speedup is not None for row in result.rows):
         notes.append("x: times faster than ddp, by steps; a lossy step is worth less than an exact one")
