@@ -53,7 +53,7 @@ def _sums(rank, size, cases):
 @pytest.mark.parametrize("sockets", [1, 4])
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_are_in_rank_order_on_all_ranks(size, sockets):
-    cases = [(n, t) for n in (70_001, 700_003) for t in (torch.float32, torch.bfloat16, torch.float64)] * 3
+    cases = [(n, t) for n in (1, 1_003, 70_001, 700_003) for t in (torch.float32, torch.bfloat16, torch.float64)] * 3
     results = run(_with_sockets, size, sockets, _sums, cases)
     for i, (n, dtype) in enumerate(cases):
         wanted = ordered_sum([_values(r, n, dtype) for r in range(size)])

@@ -344,6 +344,7 @@ def _to_all(x: Tensor, out: list[Tensor], lane: Lane, tag: int) -> PairwiseWork 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_AT_ONCE_BYTES = 16 << 10  # of a sum over a long wire, with which a turn costs more than its bytes
 _SWAPPED_BYTES = 64 << 10  # without a mesh; smaller messages that wait for one another gain nothing
 
 
@@ -400,6 +401,8 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
     group, size = lane.group, lane.size
     if isinstance(op, AllReduce):
         if _swaps(x, lane):
+            if lane.size > 2 and lane.mesh is not None and lane.mesh.shared and x.nbytes <= _AT_ONCE_BYTES:
+                return _all_reduce_at_once(x, lane)
             if lane.size > 2:
                 return Pending((all_reduce_by_mesh(x, lane),), lambda: x)
             return _all_reduce_of_two(x, lane, tag)
@@ -454,6 +457,12 @@ def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:
     """Let two ranks swap everything: as many bytes as in a ring of two, in one turn instead of two."""
     other = torch.empty_like(x)
     return Pending((send_and_receive({1 - lane.rank: x}, {1 - lane.rank: other}, lane, tag),), lambda: x.add_(other))
+
+
+def _all_reduce_at_once(x: Tensor, lane: Lane) -> Pending:
+    """Let each rank send everything to all others: on a long wire one turn of more bytes takes less than two turns."""
+    everyone = x.new_empty((lane.size, *x.shape))
+    return Pending((all_gather_by_mesh(x, everyone, lane),), lambda: ordered_sum(list(everyone), out=x))
 
 
 def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pending:
