@@ -228,6 +228,10 @@ READINGS = {
 * **Each row wants its own rate.** Local steps want about the root of the number of workers times DDP's.
 * The same run of DDP differs by a hundredth between two libraries of matrix products, and so do seeds.
 """,
+    "workers": """\
+With four workers the two ends are further apart, since one worker alone sees a quarter of the data, and local steps
+with a look-ahead go nine tenths of the way.
+""",
     "muon": """\
 torch's Muon trains the matrices of the blocks, AdamW embeddings and the head ([how](script.md#several-optimizers-muon)).
 After the same steps DDP ends at 1.453, where AdamW ends at 1.679, for which AdamW would need 2.4 times the steps; no
