@@ -215,8 +215,8 @@ READINGS = {
   87 % more, and DDP that accumulates 4 steps, at fifteen times those bytes, 56 %. These two are what everybody has, so
   a method has to beat them.
 * **Bits cost little, periods more, lateness most.** Every 8 steps costs 7 %, every 16 29 %; merged 1 step late, every 4
-  costs 5 % and every 8 11 %, and merged 3 late, every 8 costs as much as every 16 that is waited for. So `"local"` first takes fewer
-  bits, then longer periods, and lets rounds travel beside training only where waiting costs more.
+  costs 5 % and every 8 11 %, and merged 3 late, every 8 costs as much as every 16 that is waited for. So `"local"`
+  first takes fewer bits, then longer periods, and lets rounds travel beside training only where waiting costs more.
 * **A [look-ahead](methods/local.md#looking-ahead) sends nothing and gives all of that back**: every 4 steps in 1 bit,
   and even every 8, end below DDP. DDP with the same look ends lower still, so compare like with like: every 4 then
   needs about 1 % more steps than DDP.
@@ -233,7 +233,7 @@ With four workers the two ends are further apart, since one worker alone sees a 
 with a look-ahead go nine tenths of the way.
 """,
     "muon": """\
-torch's Muon trains the matrices of the blocks, AdamW embeddings and the head ([how](script.md#several-optimizers-muon)).
+torch's Muon trains the matrices of the blocks, AdamW embeddings and head ([how](script.md#several-optimizers-muon)).
 After the same steps DDP ends at 1.453, where AdamW ends at 1.679, for which AdamW would need 2.4 times the steps; no
 method on this page gains as much. A step takes 1.3 times as long at 512 tokens, and no longer at 4,096. **Every 4 steps
 in 2 bits then ends where DDP with Muon does**, without a look-ahead, at 1/60 of its bytes.
