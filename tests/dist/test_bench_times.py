@@ -22,3 +22,15 @@ def test_ranks_that_wait_in_turns_do_not_count_twice():
     assert first[1:, 0].tolist() == pytest.approx([0.09, 0.03, 0.09, 0.03, 0.09, 0.03])
     assert float(first[1:, 0].sum()) == pytest.approx(0.36)  # not 6 x 0.09
     assert first[1:, 1].max() == 2.0
+
+
+def _periods(rank, size):
+    """Rank 1 is faster in the first period of two steps and slower in the second."""
+    own = [[0.2, 0.0]] * 2 + [[0.4, 0.0]] * 2 if rank else [[0.3, 0.0]] * 2 + [[0.2, 0.0]] * 2
+    return of_all_ranks(torch.tensor(own, dtype=torch.float64), 0, 2)
+
+
+def test_steps_of_a_period_count_as_its_mean():
+    (found, _) = run(_periods, 2)
+    assert found[:, 0].tolist() == pytest.approx([0.3, 0.3, 0.3, 0.3])
+    assert found[2, 0] == found[3, 0]

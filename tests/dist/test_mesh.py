@@ -1,5 +1,6 @@
 """Connections of our own between the ranks of a lane: made together or not at all, and exact."""
 
+import functools
 import os
 import socket
 from unittest import mock
@@ -294,7 +295,8 @@ def test_others_call_the_advertised_name():
 
 
 def _over_six(rank, size):
-    with mock.patch.object(mesh_module, "_address", return_value="::1"):
+    listen = functools.partial(socket.create_server, ("::1", 0), family=socket.AF_INET6)
+    with mock.patch.object(mesh_module, "listen", lambda backlog: listen(backlog=backlog)):
         return _met_at(rank, size)
 
 

@@ -178,7 +178,7 @@ class RoundRobin:
         period = row_run.contender.period
         seconds = [row for part in (early, late, times) for row in _by_period(part, period)]
         untimed = len(early) + len(late)
-        slowest = of_all_ranks(torch.tensor(seconds, dtype=torch.float64), untimed, self.control)
+        slowest = of_all_ranks(torch.tensor(seconds, dtype=torch.float64), untimed, period, self.control)
         leaders = float(is_node_leader()) if self.interface else 1.0
         sums = torch.tensor([*(t.loss for t in (*early, *times, *late)), sent or 0.0, leaders], dtype=torch.float64)
         dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
@@ -221,17 +221,21 @@ def _whole(steps: int, period: int) -> int:
     return -(-steps // period) * period
 
 
-def of_all_ranks(own: torch.Tensor, untimed: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def of_all_ranks(
+    own: torch.Tensor, untimed: int, period: int = 1, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Return the seconds ``[steps, columns]`` of the slowest rank; a collective.
 
     The first column of a timed step: from when the last rank has ended the one before until the last has ended it. On a
     long wire ranks take turns in waiting for one another, and the slowest of each step would add up to more than the
-    time.
+    time. Steps of one period all count as its mean.
     """
     found = own.clone()
     found[untimed:, 0] = found[untimed:, 0].cumsum(0)
     dist.all_reduce(found, dist.ReduceOp.MAX, group)
     found[untimed:, 0] = found[untimed:, 0].diff(prepend=found.new_zeros(1))
+    for first in range(untimed, len(found), period) if period > 1 else ():
+        found[first : first + period, 0] = found[first : first + period, 0].mean()
     return found
 
 
