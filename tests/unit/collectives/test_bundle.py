@@ -237,7 +237,9 @@ def test_what_was_sent_arrives_although_the_process_ends_at_once():
     bundle.fail(RuntimeError("over"))
 
 
-def test_without_any_socket_all_fails(pair):
+def test_without_any_socket_all_fails():
+    lefts, rights = zip(*_sockets(4))  # neither side has accepted them, so no lost one is opened again
+    pair = [Bundle(some, f"rank {n}", 20.0, socket_loop()) for n, some in ((1, lefts), (0, rights))]
     work = CountdownWork(1)
     pair[0].stream().receive(torch.zeros(10), work)
     for end in list(pair[1].ends):
