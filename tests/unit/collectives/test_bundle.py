@@ -217,7 +217,7 @@ from thinwire.core.collectives.bundle import Bundle
 from thinwire.core.collectives.streams import CountdownWork, socket_loop
 ends = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(3)]
 bundle, work = Bundle(ends, "the test", 20.0, socket_loop(), active=3), CountdownWork(1)
-bundle.stream().send(torch.full((12_000_000,), 7, dtype=torch.uint8), work)
+bundle.stream().send(torch.full((1_500_000,), 7, dtype=torch.uint8), work)
 work.wait()
 """
 
@@ -229,7 +229,7 @@ def test_what_was_sent_arrives_although_the_process_ends_at_once():
         bundle = Bundle([server.accept()[0] for _ in range(3)], "the process", 20.0, socket_loop(), accepted=True)
     for end in bundle.ends:  # a slow wire
         end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-    out, work = torch.zeros(12_000_000, dtype=torch.uint8), CountdownWork(1)
+    out, work = torch.zeros(1_500_000, dtype=torch.uint8), CountdownWork(1)
     bundle.stream().receive(out, work)
     assert process.wait(30) == 0
     work.wait()
