@@ -8,7 +8,7 @@ import numpy as np
 import problems as p
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems import federated as fl
@@ -37,6 +37,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS, st.sampled_from([0, 40, 10_000]), st.booleans())
+@example([("put", 0, 0), ("commit",), ("put", 0, 0), ("durable",), ("restart",)], 10_000, False)
 @settings(max_examples=60, deadline=None)
 def test_it_is_a_dictionary_with_commits(tmp_path_factory, actions, budget, through):
     """Against a plain dict, whatever the budget; a restart goes back to the last durable versions."""

@@ -278,7 +278,7 @@ class ClientStateStore(AbstractContextManager["ClientStateStore"]):
     def flush(self) -> None:
         """Write all committed states of this store to disk, so that they survive a loss of power."""
         for key in list(self._unwritten):
-            if key[0] not in self._pending:
+            if self._pending.get(key[0]) != key[1]:  # not yet committed; an older state of the same client is
                 self._write_out(key)
         if self._unflushed:
             folders = {path.parent for path in self._unflushed}
