@@ -116,7 +116,7 @@ def _over_four_sockets(rank, size):
     made = len(socket_loop().streams) - before
     found = []
     for step in range(12):
-        if rank == 1 and step in (4, 8):  # a data socket, then that of the confirmations
+        if rank == 1 and step in (4, 8):  # the last socket, then the first
             (bundle, *_) = lanes[0].mesh.bundles.values()
             bundle.ends[3 if step == 4 else 0].socket.shutdown(socket.SHUT_RDWR)
         pending = [issue(AllReduce(_values(rank, 300_000, torch.float32) + step), lane, step) for lane in lanes]

@@ -42,6 +42,15 @@ def _ready(ends: Iterable[_End], seconds: float, events: int) -> list[_End]:
         return [key.data for key, _ in selector.select(seconds)]
 
 
+def server_at(address: str, ports: Iterable[int], backlog: int | None = None) -> socket.socket | None:
+    """Return a server at the first of the ports that is free, 0 being any; None: none is."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in ports:
+        with suppress(OSError):
+            return socket.create_server((address, port), family=family, backlog=backlog)
+    return None
+
+
 def not_for_children(opened: socket.socket) -> socket.socket:
     """Close it in each child forked from now on, which would hide from the other side that this process died.
 

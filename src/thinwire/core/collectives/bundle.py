@@ -39,7 +39,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.core.collectives.streams import CountdownWork, SocketLoop, memory_of
-from thinwire.core.sockets import not_for_children
+from thinwire.core.sockets import not_for_children, server_at
 from thinwire.core.tls import Credentials
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,10 @@ class TcpInfo(NamedTuple):
         return cls()
 
 
-def use_congestion_control(connection: socket.socket, name: bytes) -> bool:
+def use_congestion_control(connection: socket.socket, name: str) -> bool:
     """Ask for one of TCP's congestion controls; return whether the system allows it to this user."""
     with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, name)
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, name.encode())
         return True
     return False
 
@@ -497,7 +497,7 @@ class Bundle:
                     self._opening = None
                     return
                 near, place, token = self.ends[0].socket, next(self._next_place), secrets.token_bytes(_TOKEN_BYTES)
-                server = self._listens(near)
+                server = server_at(near.getsockname()[0], self._ports)
             if server is not None:
                 with server:
                     self._say(_OPEN, place, server.getsockname()[1], token)
@@ -505,12 +505,6 @@ class Bundle:
                         self._add(place, connection)
                         continue
             self._over.wait(_OPENING_SECONDS)
-
-    def _listens(self, near: socket.socket) -> socket.socket | None:
-        for port in self._ports:
-            with contextlib.suppress(OSError):
-                return socket.create_server((near.getsockname()[0], port), family=near.family)
-        return None
 
     def _open(self, place: int, port: int, token: bytes) -> None:
         """Open a socket that the other side has asked for."""
@@ -531,7 +525,7 @@ class Bundle:
             if self._error is not None:
                 connection.close()
                 return
-            use_congestion_control(connection, congestion_control(self.ends[0].socket).encode())
+            use_congestion_control(connection, congestion_control(self.ends[0].socket))
             end = self.by_place[place] = _End(self, place, connection, self._loop)
             self.ends.append(end)
             end.start()

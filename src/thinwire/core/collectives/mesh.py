@@ -13,6 +13,7 @@ tensors' memory is split as bytes, not as tensors: when backward has just filled
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -43,7 +44,7 @@ from thinwire.core.collectives.bundle import (
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.program.bucket import working_dtype
-from thinwire.core.sockets import MESH_RANKS, SOCKETS, WITH_BBR, readable, writable
+from thinwire.core.sockets import MESH_RANKS, SOCKETS, WITH_BBR, readable, server_at, writable
 from thinwire.core.tls import Credentials, in_words
 
 if TYPE_CHECKING:
@@ -173,8 +174,11 @@ class _Facts:
 def identity() -> Credentials | None:
     """Return this machine's keys, from ``THINWIRE_KEYS``; None: nothing is to be encrypted. ``ValueError``: no keys."""
     folder = os.environ.get("THINWIRE_KEYS")
-    if not folder:
-        return None
+    return _identity(folder) if folder else None
+
+
+@functools.cache  # read once: every agreement asks
+def _identity(folder: str) -> Credentials:
     keys = Credentials.of(folder)
     keys.contexts[0].check_hostname = False  # ranks are called by address; whom the authority has signed is one of them
     return keys
@@ -226,7 +230,7 @@ def _facts(connections: Mapping[tuple[int, int], socket.socket] | None, keys: Cr
 def _control(connections: Iterable[socket.socket]) -> str:
     """Ask for BBR, or what the user names, on connections of a long wire; return what runs."""
     named = os.environ.get("THINWIRE_CONGESTION", "")
-    allowed = [use_congestion_control(one, (named or "bbr").encode()) for one in connections]
+    allowed = [use_congestion_control(one, named or "bbr") for one in connections]
     if named and not all(allowed):
         raise ValueError(f"THINWIRE_CONGESTION={named!r} must be one of those in {_CONTROLS}, which this system allows")
     return next(map(congestion_control, connections), "")
@@ -258,12 +262,10 @@ def listen(backlog: int) -> socket.socket | None:
         ValueError: ``THINWIRE_PORTS`` is not a range of ports, or none of them is free.
     """
     address = _address()
-    for port in _ports():
-        with contextlib.suppress(OSError):
-            return socket.create_server((address, port), family=_family(address), backlog=backlog)
-    if os.environ.get("THINWIRE_PORTS"):
+    server = server_at(address, _ports(), backlog)
+    if server is None and os.environ.get("THINWIRE_PORTS"):
         raise ValueError(f"THINWIRE_PORTS={os.environ['THINWIRE_PORTS']}: none of these ports is free at {address}")
-    return None
+    return server
 
 
 def _ports() -> Iterable[int]:
@@ -274,10 +276,6 @@ def _ports() -> Iterable[int]:
     if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last) < 65536):
         raise ValueError(f"THINWIRE_PORTS={named!r} must be two ports such as 30000-30100")
     return range(int(first), int(last) + 1)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _address() -> str:
