@@ -12,20 +12,24 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire.core.kernels.select import triton_histogram as select
+from thinwire.core.kernels.select.histogram import digits_kernel
 
 TARGETS = [
     *(GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100)),
     *(GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942")),
 ]
-KEYS = {"keys": "*i32", "prefix": "*i64", "counts": "*i64"}
-CASES = [("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11)]  # of the size; bits above the digit, and in it
+_COUNTS = {"keys": "*i32", "prefix": "*i64", "counts": "*i64", "BLOCK": 2048, "TURNS": 8}
+CASES = [  # a kernel, and its parameters: types, or the numbers of its constants
+    (digits_kernel, {**_COUNTS, "size": size, "SHIFT": shift, "BITS": bits})
+    for size, shift, bits in (("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11))
+]
 
 
-def compiled(target, size, shift, bits):
-    constants = {"SHIFT": shift, "BITS": bits, "BLOCK": select.BLOCK_ELEMENTS, "TURNS": select.BLOCK_TURNS}
-    signature = {**KEYS, "size": size, **dict.fromkeys(constants, "constexpr")}
-    return triton.compile(ASTSource(fn=select.digits_kernel, signature=signature, constexprs=constants), target=target)
+def compiled(target, kernel, parameters):
+    constants = {name: value for name, value in parameters.items() if not isinstance(value, str)}
+    signature = {**parameters, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: signature[name] for name in kernel.jit.arg_names}
+    return triton.compile(ASTSource(fn=kernel.jit, signature=signature, constexprs=constants), target=target)
 
 
 def spilled(kernel):
@@ -45,4 +49,4 @@ def spilled(kernel):
 
 if __name__ == "__main__":
     targets = [target for target in TARGETS if str(target.arch) in (sys.argv[1:] or [str(target.arch)])]
-    json.dump({str(t.arch): [spilled(compiled(t, *case)) for case in CASES] for t in targets}, sys.stdout)
+    json.dump({str(t.arch): sum(spilled(compiled(t, *case)) for case in CASES) for t in targets}, sys.stdout)

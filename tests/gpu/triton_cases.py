@@ -2,8 +2,7 @@
 
 import torch
 
-from thinwire.core.kernels.select import triton_histogram
-from thinwire.core.kernels.select.histogram import digits
+from thinwire.core.kernels.select.histogram import count_digits
 
 
 def seeded(seed):
@@ -15,13 +14,16 @@ def histograms(device):
         keys = torch.randn(d, generator=seeded(d)).abs().view(torch.int32).to(device)
         shift, prefix = 31, torch.zeros((), dtype=torch.int64, device=device)
         for bits in (11, 10, 10):
-            want = digits(keys, prefix, shift, bits)
-            got = triton_histogram.digits(keys, prefix, shift, bits)
+            want = count_digits.twin(keys, prefix, shift, bits)
+            got = count_digits.launch(keys, prefix, shift, bits)
             assert torch.equal(got, want), (d, shift)
             shift -= bits
             prefix = (prefix << bits) | want.argmax()
 
 
+ALL = [histograms]
+
 if __name__ == "__main__":
-    histograms("cpu")
+    for compare in ALL:
+        compare("cpu")
     print("equal")

@@ -9,13 +9,13 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo  # optimizers import it, and then must find torch as it is
-from card import Card, OnCard
+from card import Card
 from nccl import Nccl
 from torch import Tensor, nn
 
 import thinwire as tw
 from kfac_with import kfac_with
-from thinwire.core.kernels.select.histogram import digits
+from thinwire.core.kernels.fused import Fused, Kernel
 from thinwire.core.program import Topology
 from thinwire.engine.schedules.deferred import DeferredGrad
 
@@ -153,7 +153,7 @@ def place(rank: int, card: Card | None, told: dict[Any, Tensor] | None) -> Itera
     """torch's CUDA and NCCL are these."""
     card = Card() if card is None else card
     nccl = Nccl(card, rank, RANKS, told)
-    with card.in_place(), nccl.in_place(), _deferred_gradients(), _histogram(card):
+    with card.in_place(), nccl.in_place(), _deferred_gradients(), _fused(card):
         yield card, nccl
 
 
@@ -223,24 +223,22 @@ def _deferred_gradients() -> Iterator[None]:
 
 
 @contextmanager
-def _histogram(card: Card) -> Iterator[None]:
-    """Triton's kernel is one launch, on the current device; its numbers are torch's."""
-    try:
-        from thinwire.core.kernels.select import triton_histogram
-    except ImportError:
-        yield
-        return
+def _fused(card: Card) -> Iterator[None]:
+    """Kernels of Triton count as launches; what they read and write, and the numbers, are their twins'."""
 
-    class Kernel:
-        def __getitem__(self, grid: Any) -> Any:
-            def launch(keys: OnCard, prefix: OnCard, counts: OnCard, _: int, SHIFT: int, BITS: int, **__: Any) -> None:
-                where = card.where()
-                stream = card.kernel("triton", keys.get_device(), where)
-                for x, write in ((keys, False), (prefix, False), (counts, True)):
-                    x.use(stream, where, write=write)
-                counts.inner.copy_(digits(keys.inner, prefix.inner, SHIFT, BITS))
+    def launch(kernel: Kernel, programs: int, *arguments: Any, **_: Any) -> None:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        with card.device(tensors[0].device):
+            card.kernel(kernel.__name__, tensors[0].get_device(), card.where())
 
-            return launch
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not function.serves(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))):
+            return function.twin(*args, **kwargs)
+        function.launch(*args, **kwargs)
+        names = card.names.copy()
+        made = function.twin(*args, **kwargs)
+        card.names = names
+        return made
 
-    with patch.object(triton_histogram, "digits_kernel", Kernel()):
+    with patch.object(Kernel, "__call__", launch), patch.object(Fused, "__call__", call):
         yield

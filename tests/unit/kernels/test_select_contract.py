@@ -123,8 +123,7 @@ def test_refusals():
             call()
     for algorithm, options, words in (
         ("histogram", {"passes": 0}, "passes=0 must be in 1..3"),
-        ("histogram", {"engine": "cuda"}, 'use "auto", "torch" or "triton"'),
-        ("histogram", {"samplings": 3}, "no option 'samplings'; its options: passes, window, engine"),
+        ("histogram", {"samplings": 3}, "no option 'samplings'; its options: passes, window"),
         ("mstopk", {"samplings": 0}, "samplings=0"),
         ("mstopk", {"base": "median"}, "base='median' is unknown"),
         ("mstopk", {"window": "square"}, 'use "circular" or "line"'),

@@ -1,6 +1,5 @@
 """The Triton kernels in Triton's interpreter; on a GPU: tests/gpu."""
 
-import importlib
 import importlib.util
 import json
 import os
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.core.kernels.select import top_k
+from thinwire.core.kernels import fused
+from thinwire.core.kernels.select.histogram import count_digits
 
-histogram = importlib.import_module("thinwire.core.kernels.select.histogram")
 GPU = Path(__file__).parents[2] / "gpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux")
 
@@ -38,23 +37,16 @@ def test_kernels_equal_their_twins_in_the_interpreter():
 )
 def test_kernels_compile_for_six_cards_without_a_spill(cards, tmp_path):
     found = json.loads(_said("triton_ahead.py", *cards, TRITON_CACHE_DIR=str(tmp_path)))
-    assert found == {key: [0, 0, 0] for key in cards}
+    assert found == dict.fromkeys(cards, 0)
 
 
 def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
     class OnCard(torch.Tensor):
         is_cuda = True
 
-    x = torch.ones(3)
-    assert not histogram.triton_serves(x)
-    monkeypatch.setattr(histogram, "triton_installed", lambda: True)
-    assert histogram.triton_serves(x.as_subclass(OnCard))
-    monkeypatch.setattr(histogram, "triton_installed", lambda: False)
-    assert not histogram.triton_serves(x.as_subclass(OnCard))
-
-
-def test_without_triton_the_option_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)  # nothing of that name can be imported
-    monkeypatch.delitem(sys.modules, "thinwire.core.kernels.select.triton_histogram", raising=False)
-    with pytest.raises(ImportError, match="pip install triton"):
-        top_k(torch.ones(3), 1, "histogram", engine="triton")
+    x = torch.ones(3).as_subclass(OnCard)
+    for installed in (True, False):
+        monkeypatch.setattr(fused, "triton_installed", lambda installed=installed: installed)
+        assert count_digits.serves(x) is installed
+        assert not count_digits.serves(torch.ones(3))
+        assert not count_digits.serves(x.double())

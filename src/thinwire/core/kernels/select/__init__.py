@@ -50,7 +50,7 @@ def top_k(
             approximate. On a GPU all run without a host read.
         generator: for algorithms that draw (all but "exact"); None: torch's default CPU generator. A program passes one
             that depends only on seed, step and bucket.
-        options: of the algorithm, see its function: "histogram": passes, window, engine; "mstopk": samplings, base,
+        options: of the algorithm, see its function: "histogram": passes, window; "mstopk": samplings, base,
             window; "gaussian": rounds, window; "threshold": sample, rounds.
 
     Returns:

@@ -9,19 +9,21 @@ This follows no paper; it is the usual radix selection. fp64 has 63 bits and tak
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.fused import Kernel, fused
 from thinwire.core.kernels.select.band import Band, check_window, take
 from thinwire.core.kernels.select.magnitudes import Magnitudes, Number
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 _DIGITS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _INFINITE = {torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
-ENGINES = ("auto", "torch", "triton")
 
 
 def histogram(
@@ -31,31 +33,23 @@ def histogram(
     *,
     passes: int | None = None,
     window: str = "circular",
-    engine: str = "auto",
 ) -> Tensor:
-    """Return k indices, exact except among equal magnitudes, if all digits are looked at (``passes`` None).
-
-    ``engine`` counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
-    """
+    """Return k indices, exact except among equal magnitudes, if all digits are looked at (``passes`` None)."""
     field = Magnitudes(x, k)
     digits = _DIGITS[field.dtype]
     if passes is not None and not 1 <= passes <= len(digits):
         raise ValueError(f"passes={passes} must be in 1..{len(digits)}")
-    if engine not in ENGINES:
-        raise ValueError(f'engine={engine!r} is unknown; use "auto", "torch" or "triton"')
-    if engine == "triton" and find_spec("triton") is None:
-        raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')
     check_window(window)
-    return take(field, search(field, digits[:passes], engine), generator, window)
+    return take(field, search(field, digits[:passes]), generator, window)
 
 
-def search(field: Magnitudes, digits: tuple[int, ...], engine: str = "auto") -> Band:
+def search(field: Magnitudes, digits: tuple[int, ...]) -> Band:
     """Return the interval of bit patterns that holds the k-th magnitude."""
     shift = sum(_DIGITS[field.dtype])
     prefix = torch.zeros((), dtype=torch.int64, device=field.x.device)
     left = prefix + field.k  # the k-th magnitude is the left-th of those with this prefix
     for bits in digits:
-        counts = _count(field, prefix, shift, bits, engine)
+        counts = _count(field, prefix, shift, bits)
         shift -= bits
         reach = counts.flip(0).cumsum(0).flip(0)  # entries with this digit or a higher one
         digit = (reach >= left).sum() - 1
@@ -75,15 +69,11 @@ def _edge(field: Magnitudes, prefix: Tensor, shift: int) -> Number:
     return float(edge) if field.host else edge.double()
 
 
-def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str) -> Tensor:
+def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int) -> Tensor:
     keys = _KEYS[field.dtype]
     if not field.host:
         (a,) = field.pieces()
-        if keys == torch.int32 and (engine == "triton" or (engine == "auto" and triton_serves(a))):
-            from thinwire.core.kernels.select import triton_histogram  # imported late because it is optional
-
-            return triton_histogram.digits(a.view(keys), prefix, shift, bits)
-        return digits(a.view(keys), prefix, shift, bits)
+        return count_digits(a.view(keys), prefix, shift, bits)
     first, low = shift == sum(_DIGITS[field.dtype]), _edge(field, prefix, shift)
     if not first:
         field.keep_from(low)
@@ -96,7 +86,7 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str
     return counts
 
 
-def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
+def _count_digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
     """Count the digits, ``bits`` bits from bit ``shift``, of keys ``[d]`` whose upper bits are ``prefix``.
 
     It does without a host read.
@@ -107,11 +97,34 @@ def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
     return counts.scatter_add_(0, digit.long(), torch.ones_like(digit, dtype=torch.int64))[:bins]
 
 
-@cache
-def triton_installed() -> bool:
-    return find_spec("triton") is not None
+BLOCK_ELEMENTS = 2048
+BLOCK_TURNS = 8  # blocks that one program counts before it adds to memory
 
 
-def triton_serves(x: Tensor) -> bool:
-    """Return whether to use the kernels for a tensor if the user has not chosen."""
-    return x.is_cuda and triton_installed()
+@Kernel
+def digits_kernel(  # type: ignore[no-untyped-def]
+    keys, prefix, counts, size, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr
+):
+    BINS: tl.constexpr = 1 << BITS
+    wanted = tl.load(prefix).to(tl.int32)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * TURNS)
+    bins = tl.arange(0, 2 * BINS)
+    found = tl.zeros((2 * BINS,), tl.int32)
+    for turn in range(TURNS):
+        at = first + turn * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        key = tl.load(keys + at, inside, 0)
+        match = inside & (((key >> (SHIFT - 1)) >> 1) == wanted)  # in two steps: a shift by 32 would exceed the word
+        digit = tl.where(match, (key >> (SHIFT - BITS)) & (BINS - 1), BINS)  # one more bin for all others
+        found += tl.histogram(digit, 2 * BINS)
+    tl.atomic_add(counts + bins, found.to(tl.int64), (bins < BINS) & (found > 0))
+
+
+@fused(_count_digits)
+def count_digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
+    counts = torch.zeros(1 << bits, dtype=torch.int64, device=keys.device)
+    programs = -(-keys.numel() // (BLOCK_ELEMENTS * BLOCK_TURNS))
+    digits_kernel(
+        programs, keys, prefix, counts, keys.numel(), SHIFT=shift, BITS=bits, BLOCK=BLOCK_ELEMENTS, TURNS=BLOCK_TURNS
+    )
+    return counts

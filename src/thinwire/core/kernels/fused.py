@@ -1,0 +1,83 @@
+"""Functions that a GPU computes by Triton kernels and all else by torch: the torch twin is the definition.
+
+A file that uses this holds twin, kernels and launches of one function side by side. The two are equal bit for bit where
+the arithmetic allows it; ``make test`` compares them in Triton's interpreter. Triton is optional, and imported at the
+first launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, cached_property
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@cache
+def triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+class Kernel:
+    """A Triton kernel, launched as ``kernel(programs, *arguments, CONSTANT=...)`` on the device of its tensors.
+
+    Its lines name ``triton.language`` as ``tl``, and other kernels of their file as functions.
+    """
+
+    def __init__(self, source: Callable[..., None]) -> None:
+        self.source = source
+        self.__name__ = source.__name__
+
+    @cached_property
+    def jit(self) -> Any:
+        import triton
+
+        source = self.source
+        assert isinstance(source, FunctionType)
+        found = {name: source.__globals__.get(name) for name in source.__code__.co_names}
+        others = {name: other.jit for name, other in found.items() if isinstance(other, Kernel)}
+        scope = {**source.__globals__, "tl": triton.language, **others}
+        copy = FunctionType(source.__code__, scope, source.__name__, source.__defaults__)
+        copy.__module__, copy.__annotations__ = source.__module__, source.__annotations__
+        return triton.jit(copy)
+
+    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
+        device = next(x.device for x in arguments if isinstance(x, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.jit[(programs,)](*arguments, **constants)
+
+
+class Fused(Generic[P, R]):
+    """What :func:`fused` makes. ``twin`` and ``launch`` give the same result."""
+
+    def __init__(self, twin: Callable[P, R], launch: Callable[P, R]) -> None:
+        self.twin, self.launch = twin, launch
+        self.__doc__ = twin.__doc__
+
+    def serves(self, *tensors: Tensor) -> bool:
+        """Whether these are for the kernels: on a GPU, of no float but fp32, and Triton is installed."""
+        return (
+            all(x.is_cuda and (x.dtype == torch.float32 or not x.is_floating_point()) for x in tensors)
+            and triton_installed()
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        return (self.launch if self.serves(*given) else self.twin)(*args, **kwargs)
+
+
+def fused(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Fused[P, R]]:
+    """Decorate a function that launches kernels for what ``twin``, with the same parameters, does in torch.
+
+    It allocates, launches and returns, and has no other effect: the simulated card counts its launches, and takes the
+    numbers from the twin.
+    """
+    return lambda launch: Fused(twin, launch)
