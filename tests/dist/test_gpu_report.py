@@ -1,5 +1,7 @@
 """What ``make gpu`` will run on cards, run here: the same script on Gloo and CPUs, and its refusal where no card is."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,3 +74,21 @@ def test_times_of_every_method():
 def test_without_a_card_it_says_so():
     with pytest.raises(SystemExit, match=r"^make gpu needs a CUDA device[^\n]*$"):
         gpu_report.main()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a card it takes minutes, and writes to the results")
+def test_all_measurements_run_small_without_a_card(tmp_path):
+    script = GPU.parents[1] / "benchmarks" / "gpu" / "all.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--seconds", "300"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "thinwire-out" / "gpu").iterdir()}
+    assert {row["name"] for row in found["gpu_kernels"]["rows"]} >= {"torch.topk", "mstopk", "LAMB", "AdamW, fused"}
+    assert all(row["ms"] > 0 and row["floor"] > 0 for row in found["gpu_kernels"]["rows"])
+    names = [row["name"] for row in found["gpu_exchange"]["rows"]]
+    assert names[:2] == ["empty", "DDP"]
+    assert names[-1] == "local every 8, 2 bits, 3 late"
+    for link in ("gpu_bench", "gpu_bench_10gbit"):
+        assert [row["label"] for row in found[link]["rows"]][:2] == ["compute", "ddp"]

@@ -359,6 +359,8 @@ thinwire federated run digits_clients:build --out simulated.safetensors
 thinwire federated serve digits_clients:build --nodes 2 --local --out deployed
 # tests/dist/test_gpu_report.py::test_methods_are_right_on_ranks
 make gpu
+# tests/dist/test_gpu_report.py::test_all_measurements_run_small_without_a_card
+python benchmarks/gpu/all.py --seconds 420
 # tests/unit/cli/test_kfac_tune_verb.py::test_the_pages_tuning
 thinwire kfac tune --plot tune.png
 # tests/unit/cli/test_kfac_tune_verb.py::test_the_pages_plan
