@@ -107,14 +107,17 @@ class LateRanks:
 
         def wait() -> bool:
             nonlocal pause
-            self._store.add(key, 1)
-            while self._store.add(key, 0) < len(self._ranks):
-                if self._store.check([f"{self._prefix}/left"]):  # perhaps by a rank that came, and left after that
-                    return bool(self._store.add(key, 0) == len(self._ranks))
+            come = self._store.add(key, 1)  # a word to the store may take a long wire's round trip
+            while come < len(self._ranks):
+                left = self._store.check([f"{self._prefix}/left"])
+                come = self._store.add(key, 0)
+                if left:  # perhaps by a rank that came, and left after that
+                    return bool(come == len(self._ranks))
                 if time.monotonic() > end:
                     raise TimeoutError(f"not all ranks came within {self._seconds:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
+                if come < len(self._ranks):
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.05)
             return True
 
         if not bounded(self._seconds + WAIT_SECONDS, wait):

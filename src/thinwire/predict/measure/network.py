@@ -32,6 +32,7 @@ _SETTINGS = (
     "ipv4/tcp_rmem",
     "ipv4/tcp_wmem",
     "ipv4/tcp_congestion_control",
+    "ipv4/tcp_allowed_congestion_control",
     "ipv4/ip_local_port_range",
 )
 
