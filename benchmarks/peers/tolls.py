@@ -3,6 +3,7 @@
 The toll of a row is its seconds to DDP's loss, over those that DDP's steps take where nothing is exchanged. Losses per
 step do not depend on the network, so rows are trained apart, on ranks that nothing slows down, each at the rate that
 serves it best, on three seeds; seconds per step are measured on the links, in turns. Time to the loss is the product.
+A link is a rate, or a rate, the delay one way and the share of packets that is lost.
 """
 
 from __future__ import annotations
@@ -76,10 +77,12 @@ def clock(name: str, link: str) -> dict[str, Any]:
     """Seconds per step of every row on one network."""
     asked = TOLLS[name]
     workers = asked.workers
-    spec = BenchSpec(asked.model, asked.timed(link), workers, link, lab.parse_rate(link), steps=TURN, rounds=TURNS,
+    rate, delay, loss = (*link.split(), None, None)[:3]
+    spec = BenchSpec(asked.model, asked.timed(link), workers, rate, lab.parse_rate(rate), steps=TURN, rounds=TURNS,
                      operation_seconds=120.0, timeout_seconds=3600.0)  # fmt: skip
     load = round(os.getloadavg()[0], 1)
-    record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, link, None)))
+    long = {"loss": loss, "congestion": "cubic"} if delay else {}  # what most systems run
+    record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, rate, delay, **long)))
     compute = next(row for row in record.rows if row.kind == COMPUTE)
     paces = {row.label: asdict(step_times(row, TURNS, compute)) for row in record.rows if row is not compute}
     return {
@@ -117,7 +120,7 @@ def main() -> None:
         results = read()
         results[kind] = [one for one in results[kind] if one not in known] + [made]
         order = list(TOLLS)
-        results["clocked"].sort(key=lambda one: (order.index(one["name"]), lab.parse_rate(one["link"])))
+        results["clocked"].sort(key=lambda one: (order.index(one["name"]), lab.parse_rate(one["link"].split()[0])))
         results["trained"].sort(key=lambda one: order.index(one["name"]))
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
