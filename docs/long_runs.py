@@ -229,9 +229,9 @@ READINGS = {
 * The same run of DDP differs by a hundredth between two libraries of matrix products, and so do seeds.
 """,
     "short": """\
-In a shorter run, whose loss still falls steeply at its end, periods cost less than in the long one (every 16 in 2 bits 13 %,
-not 29 %), and **the look-ahead loses**: it is for long runs. Accumulating is worse than one worker
-alone, because it makes only a quarter of the optimizer's steps. `plan` goes by the long runs.
+In a shorter run, whose loss still falls steeply at its end, periods cost less than in the long one (every 16 in 2 bits
+13 %, not 29 %), and **the look-ahead loses**: it is for long runs. Accumulating is worse than one worker alone, because
+it makes only a quarter of the optimizer's steps. `plan` goes by the long runs.
 """,
     "workers": """\
 With four workers the two ends are further apart, since one worker alone sees a quarter of the data, and local steps
