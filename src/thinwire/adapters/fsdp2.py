@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.fsdp2_groups import Group, groups_of
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
+from thinwire.adapters.fsdp2_sites import SiteSync, attach_sites
 from thinwire.core.methods import two_step
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import classes, resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Method, ReduceScatter, Topology, working_dtype
-from thinwire.engine.attach import checked_timeout
+from thinwire.engine.attach import checked_timeout, listed
 from thinwire.engine.executors.events import Failure
+from thinwire.engine.local.settings import Local, named_local
+from thinwire.engine.look import as_look
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Closing
+from thinwire.engine.source import AttachSettings
 from thinwire.engine.stats import Stats
+
+_OF_SITES = ("timeout", "start_compression_step", "broadcast_buffers", "detect_desync", "keep_dense")
 
 
 def works() -> tuple[str, ...]:
@@ -36,7 +42,74 @@ def works() -> tuple[str, ...]:
     return tuple(name for name, cls in classes().items() if "fsdp2" not in cls.unfit and not cls.decoupled)
 
 
+@overload
+def attach(model: nn.Module, /, method: Method | str = "ssgd", **options: Any) -> ReplicaSync: ...
+
+
+@overload
 def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    method: Local | str,
+    /,
+    **options: Any,
+) -> SiteSync: ...
+
+
+def attach(
+    model: nn.Module, /, *given: Any, sites: DeviceMesh | dist.ProcessGroup | None = None, **options: Any
+) -> Any:
+    """Average an FSDP2 model between slow links. All ranks must call it, after ``fully_shard``.
+
+    ``attach(model, method)`` averages gradients over the replicas of HSDP at every step; see below for its options.
+    ``attach(model, optimizer, "local" | "diloco" | Local(...), sites=...)`` averages weights between sites every few
+    steps; at each site the model is sharded as usual. It takes the options of :class:`thinwire.Local` and of
+    :func:`thinwire.attach`.
+
+    Parameters and buffers are copied from the first replica or site.
+
+    Args:
+        model: after ``fully_shard``, on a mesh of (replicas, shards); or on a mesh of shards alone, with ``replicas``
+            or ``sites``.
+        given: a method, that is a name with its ``options``, or an instance, as listed by :func:`works`: one message
+            per FSDP2 module, whatever its ``fusion``. Or the optimizer (or a list of them) and local steps.
+        sites: the dimension of the mesh between sites, such as ``mesh["site"]``, for local steps.
+        options: of the method. Of gradients also: ``replicas``, the other dimension, such as ``mesh["replicate"]``
+            (None: that of the model's own mesh); ``scaler``, the GradScaler in use, so that residuals are kept in
+            unscaled units; ``start_compression_step``, as in :func:`thinwire.attach`; ``timeout``, seconds (or a
+            timedelta) after which a silent rank is an error (None: that of torch's groups).
+
+    Returns:
+        A :class:`~thinwire.adapters.fsdp2_replicas.ReplicaSync`, or for local steps a
+        :class:`~thinwire.adapters.fsdp2_sites.SiteSync`.
+
+    Raises:
+        NotImplementedError: a method or a model that this adapter does not support; the message says what works.
+        ValueError: invalid options, no replicas, or ranks that differ.
+        RuntimeError: the model has an all-reduce hook already.
+    """
+    if sites is None:
+        if len(given) > 1 or (given and named_local(given[0], {}) is not None):
+            raise ValueError(
+                'local steps are made between sites: attach(model, optimizer, "local", sites=mesh["site"])'
+            )
+        return _attach_replicas(model, *given, **options)
+    if len(given) != 2:
+        raise ValueError('sites= is for local steps: attach(model, optimizer, "local", sites=mesh["site"])')
+    optimizer, method = given
+    of_settings = {name: options.pop(name) for name in _OF_SITES if name in options}
+    of_settings["timeout"] = checked_timeout(of_settings.get("timeout"))
+    look = as_look(options.pop("look", None))
+    local = named_local(method, options if look is None else {**options, "look": look})
+    if local is None:
+        raise NotImplementedError(
+            f"between sites {method!r} does not work: gradients are averaged by attach(model, method, replicas=...), "
+            'weights by "local", "diloco" or Local(...)'
+        )
+    return attach_sites(model, listed(optimizer), local, sites, AttachSettings(**of_settings))
+
+
+def _attach_replicas(
     model: nn.Module,
     method: Method | str = "ssgd",
     *,
@@ -46,25 +119,6 @@ def attach(
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> ReplicaSync:
-    """Average an FSDP2 model's gradients over its replicas with a thinwire method. All ranks must call it.
-
-    Call it after ``fully_shard`` and before the first backward. Parameters and buffers are copied from the first
-    replica.
-
-    Args:
-        model: after ``fully_shard``, on a mesh of (replicas, shards); or on a mesh of shards alone, with ``replicas``.
-        method: a name with its ``options``, or an instance, as listed by :func:`works`. One message per FSDP2 module,
-            whatever its ``fusion``.
-        replicas: the other dimension, such as ``mesh["replicate"]``; None: that of the model's own mesh.
-        scaler: the GradScaler in use, so that residuals are kept in unscaled units.
-        start_compression_step: as in :func:`thinwire.attach`.
-        timeout: seconds (or a timedelta) after which a silent replica is an error; None: that of torch's groups.
-
-    Raises:
-        NotImplementedError: a method or a model that this adapter does not support; the message says what works.
-        ValueError: invalid options, no replicas, or ranks that differ.
-        RuntimeError: the model has an all-reduce hook already.
-    """
     if isinstance(method, str) and method.lower() == "auto":
         raise NotImplementedError(f'"auto" plans buckets, but FSDP2 makes them here: name one of {", ".join(works())}')
     chosen = resolve(method, **options)

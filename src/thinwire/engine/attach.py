@@ -150,7 +150,7 @@ def attach(
     _check_model(model)
     if ignore is not None:
         ignore_in(model, ignore)
-    optimizers = _listed(optimizer)
+    optimizers = listed(optimizer)
     ahead = as_look(look)
     local = named_local(method, options if ahead is None else {**options, "look": ahead})
     if local is not None:
@@ -313,7 +313,7 @@ def _check_model(model: Any) -> None:
         raise RuntimeError("this module belongs to a model that is attached already; call close() on its handle first")
 
 
-def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
+def listed(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

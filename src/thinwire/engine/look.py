@@ -51,11 +51,9 @@ class Look:
 
     @torch.no_grad()
     def ahead(self, weights: Sequence[Tensor], slow: Sequence[Tensor]) -> None:
-        """Move the weights ahead, except frozen ones."""
-        pairs = [(x.detach(), s) for x, s in zip(weights, slow) if x.requires_grad or not isinstance(x, nn.Parameter)]
-        if pairs:
-            moved, by = zip(*pairs)
-            torch._foreach_add_(moved, by, alpha=self.beta)
+        """Move weights ahead."""
+        if weights:
+            torch._foreach_add_([x.detach() for x in weights], list(slow), alpha=self.beta)
 
     @torch.no_grad()
     def follow(self, slow: list[Tensor], change: list[Tensor], steps: int) -> None:

@@ -22,6 +22,12 @@ logger = logging.getLogger("thinwire")
 DenseRule = str | Callable[[str, nn.Parameter], bool]
 
 
+def here(x: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its shard of a DTensor, detached; else the tensor itself."""
+    local: Tensor = x.detach().to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined,unused-ignore]
+    return local
+
+
 @dataclass(frozen=True, eq=False)
 class Managed:
     """One trainable parameter, as it was at ``attach``. ``dense``: not compressed; it goes into S-SGD buckets."""
@@ -39,13 +45,13 @@ class Managed:
 
     @property
     def description(self) -> str:
-        p = self.parameter
+        p = here(self.parameter)
         strides = "" if p.is_contiguous() else f" strides {list(p.stride())}"
         return f"{_kind(p)}{strides}{' dense' if self.dense else ''}"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
+        return tuple(here(self.parameter).shape)
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -68,11 +74,11 @@ def _kind(x: torch.Tensor) -> str:
 
 
 class Named:
-    """A buffer or frozen parameter, known by its name: a script may put another tensor in its place."""
+    """A buffer or frozen parameter (here: its shard), known by its name: a script may put another in its place."""
 
     def __init__(self, name: str, model: nn.Module, tensor: torch.Tensor) -> None:
         path, _, self.key = name.rpartition(".")
-        self.name, self.module, self.tensor = name, model.get_submodule(path), tensor
+        self.name, self.module, self.tensor = name, model.get_submodule(path), here(tensor)
 
     def now(self) -> torch.Tensor:
         """Return what the module has, or the last that fitted; an inference tensor is replaced by a copy there."""
@@ -80,8 +86,11 @@ class Named:
         if isinstance(found, torch.Tensor) and found.is_inference():
             found = found.clone()
             setattr(self.module, self.key, found)
-        if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (self.tensor.shape, self.tensor.dtype):
-            self.tensor = found
+        if isinstance(found, torch.Tensor) and (here(found).shape, found.dtype) == (
+            self.tensor.shape,
+            self.tensor.dtype,
+        ):
+            self.tensor = here(found)
         return self.tensor
 
 
@@ -123,11 +132,13 @@ def frozen_of(model: nn.Module, managed: Iterable[str]) -> list[Named]:
 
 def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
     left_out = ignored(model)
-    yield from (p for name, p in model.named_parameters() if name not in left_out)
+    yield from (here(p) for name, p in model.named_parameters() if name not in left_out)
     yield from (one.tensor for one in buffers_of(model))
 
 
-def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) -> list[Managed]:
+def managed_parameters(
+    model: nn.Module, method: Method, keep_dense: DenseRule, *, sharded: bool = False
+) -> list[Managed]:
     """Return all trainable parameters in order of registration; shared ones once. Refuse what cannot be exchanged."""
     if not (callable(keep_dense) or keep_dense in ("auto", "none")):
         raise ValueError(f'keep_dense={keep_dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
@@ -148,7 +159,7 @@ def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) 
             continue
         if parameter.is_complex():
             raise TypeError(f"{name} is complex; thinwire exchanges real floating-point gradients only")
-        if hasattr(parameter, "device_mesh"):
+        if hasattr(parameter, "device_mesh") and not sharded:
             raise TypeError(
                 f"{name} is sharded over ranks (a DTensor): under FSDP2 use thinwire.adapters.fsdp2.attach; models "
                 "sharded otherwise are not supported"

@@ -6,7 +6,7 @@ import abc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from thinwire.core.program import Method, Program, Scope, State, Topology
 from thinwire.engine.controller.pilot import Controller
 from thinwire.engine.session import Channel, Session
 from thinwire.engine.source import GradientSource
+
+if TYPE_CHECKING:
+    from thinwire.engine.local.site import Site
 
 C = TypeVar("C", bound="Closing")
 
@@ -103,6 +106,7 @@ class Services:
         self.session, self.source, self.controller = session, source, controller
         self.companions: dict[str, Stateful] = {}  # saved and loaded with the handle, by name
         self.handles: list[Any] = []  # removed when it is closed
+        self.site: Site | None = None  # of a model that is sharded over several ranks
         self._channels: list[Channel] = []
 
     def remember(self, handle: Handle) -> None:
@@ -177,6 +181,11 @@ class Services:
 
     def gather(self, message: bytes) -> list[bytes]:
         return self.session.comm.gather(message)
+
+    def gather_everywhere(self, message: bytes) -> list[bytes]:
+        """Return the messages, equal in size, of these ranks; of sharded models those of all sites' ranks."""
+        rows = self.gather(message)
+        return rows if self.site is None else self.site.gather(rows)
 
     def agree(self, flag: bool) -> bool:
         """Return whether any rank raises the flag; equal on all ranks."""

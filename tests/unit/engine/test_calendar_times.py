@@ -32,7 +32,7 @@ def of_another_rank(own, longer):
 
 
 def beside(longer=1.0):
-    return SimpleNamespace(gather=lambda own: [own, of_another_rank(own, longer)])
+    return SimpleNamespace(gather_everywhere=lambda own: [own, of_another_rank(own, longer)])
 
 
 def settled(monkeypatch, exchanges, again_costs, handle=None, **options):
@@ -92,7 +92,7 @@ def test_a_period_is_as_long_as_the_slowest_ranks(monkeypatch):
 def test_a_warm_up_measures_exchanges_and_decides_nothing(monkeypatch):
     monkeypatch.setattr(module, "time", Clock())
     rounds = Rounds(Local(EVERY, schedule="dream", warmup_steps=9), WEIGHTS, [], 0, Topology(2))
-    times = CalendarTimes(SimpleNamespace(gather=lambda own: [own, own]))
+    times = CalendarTimes(SimpleNamespace(gather_everywhere=lambda own: [own, own]))
     decided = []
     for _ in range(9 + EVERY):
         rounds.stepped()
@@ -106,7 +106,7 @@ def test_a_warm_up_measures_exchanges_and_decides_nothing(monkeypatch):
 
 def test_ranks_that_only_receive_what_the_first_of_their_machine_exchanged_have_no_say(monkeypatch):
     receives = struct.pack("<5d", 0.08, *[0.001] * 4)
-    handle = SimpleNamespace(gather=lambda own: [own, receives, own, receives], topology=Topology(4, 2))
+    handle = SimpleNamespace(gather_everywhere=lambda own: [own, receives, own, receives], topology=Topology(4, 2))
     calendars, _, _, said = settled(monkeypatch, [0.3] * 4, 0.0, handle, inside=SSGD())
     assert calendars == [ONCE] * 6
     assert "a full exchange 1200 ms" in said

@@ -44,7 +44,7 @@ def found(
     clock, settings = Clock(), local_settings("local", options)
     monkeypatch.setattr(module, "time", clock)
     times = RoundTimes(
-        SimpleNamespace(gather=ranks, topology=Topology(2 * per_node, per_node)), ELEMENTS, beside=beside
+        SimpleNamespace(gather_everywhere=ranks, topology=Topology(2 * per_node, per_node)), ELEMENTS, beside=beside
     )
     codes, taken = [], None
     while taken is None:

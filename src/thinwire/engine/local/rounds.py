@@ -15,7 +15,7 @@ Without codec and outer optimizer the weights themselves are exchanged, because 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ from thinwire.core.program import (
 from thinwire.core.program.ops import Collective
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 from thinwire.engine.local.settings import QSR, Local
+from thinwire.engine.parameters import here
 
 KEPT = 0.5
 """Share of a rank's deviation at sending that is kept, in rounds of two or more steps. At a delay of 2 or 3 steps it
@@ -87,6 +88,7 @@ class Rounds:
 
     ``first``: whether this is its machine's first rank, if the machine's ranks have equal weights; ``rank`` and
     ``topology`` then count machines. ``start``: number of exact rounds before the codec begins; None: as it says.
+    ``agree``: if a model is sharded over several ranks, whether a flag of these ranks is true on all of them.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Rounds:
         *,
         first: bool | None = None,
         start: int | None = None,
+        agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if len(parameters) < settings.fragments:
             raise ValueError(
@@ -117,7 +120,9 @@ class Rounds:
         else:
             parts = list(cut(sizes, settings.fragments))
         self.fragments = [
-            Fragment(settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), first, start)
+            Fragment(
+                settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), first, start, agree
+            )
             for i, at in enumerate(parts)
         ]
         self.calendar = self._first_calendar()
@@ -127,7 +132,7 @@ class Rounds:
         every = self.settings.sync_every
         if self.settings.schedule != "dream" or not isinstance(every, int):
             return []
-        return calendar([sum(x.numel() for x in f.parameters.values()) for f in self.fragments], [0] * every)
+        return calendar([f.elements for f in self.fragments], [0] * every)
 
     def most_travelling(self) -> int:
         period, count = self.settings.sync_every, len(self.fragments)
@@ -167,8 +172,7 @@ class Rounds:
     def look(self) -> None:
         """Look ahead, before gradients are computed, once after each step."""
         for fragment in self.fragments:
-            if fragment.slow:
-                self.settings.look.ahead([*fragment.parameters.values()], fragment.slow)  # type: ignore[union-attr]
+            fragment.look()
 
     def arriving(self) -> list[Fragment]:
         """Return the fragments to merge now: those that are due, or are to be sent again."""
@@ -219,21 +223,19 @@ class Rounds:
     @property
     def drifted(self) -> bool:
         """Whether this rank's weights differ from the outer weights."""
-        pairs = (pair for f in self.fragments for pair in zip(f.parameters.values(), f.anchors))
-        return any(not torch.equal(x.detach().to(anchor.dtype), anchor) for x, anchor in pairs)
+        pairs = (pair for f in self.fragments for pair in zip(f.weights, f.anchors))
+        return any(not torch.equal(x.to(anchor.dtype), anchor) for x, anchor in pairs)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        own = [(x, x.detach().clone()) for fragment in self.fragments for x in fragment.parameters.values()]
-        with torch.no_grad():
-            for fragment in self.fragments:
-                for x, anchor in zip(fragment.parameters.values(), fragment.anchors):
-                    x.copy_(anchor)
+        own = [_clones(fragment.weights) for fragment in self.fragments]
+        for fragment in self.fragments:
+            fragment.return_to_outer_weights()
         try:
             yield
         finally:
-            with torch.no_grad():
-                for x, value in own:
+            for fragment, values in zip(self.fragments, own):
+                for x, value in zip(fragment.weights, values):
                     x.copy_(value)
 
     def snapshot(self) -> dict[str, Any]:
@@ -262,7 +264,10 @@ class Rounds:
 
 
 class Fragment:
-    """A part of the parameters that is exchanged as a whole; its state's steps are its rounds."""
+    """A part of the parameters that is exchanged as a whole; its state's steps are its rounds.
+
+    Of sharded parameters, it holds those of which this rank has a part.
+    """
 
     def __init__(
         self,
@@ -273,12 +278,14 @@ class Fragment:
         state: State,
         first: bool | None = None,
         start: int | None = None,
+        agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.index, self.parameters, self.state = index, dict(parameters), state
+        self.elements = sum(x.numel() for x in parameters.values())  # of whole parameters
+        self.parameters = {name: x for name, x in parameters.items() if agree is None or here(x).numel()}
+        self.index, self.state, self._agree = index, state, agree
         self._settings, self._leads = settings, first
         self._averages, self._codecs = settings.averages, settings.codecs
-        tensors = self.parameters.values()
-        self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]  # outer weights
+        self.anchors = [x.to(self._dtype(x.dtype), copy=True) for x in self.weights]  # outer weights
         momentum = settings.outer is not None
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
         look = settings.look is not None
@@ -295,6 +302,17 @@ class Fragment:
         self._exact = exact_method(settings.method)
         self._ending = start_method(settings.method, state.topology, start)
         state.start = settings.method.start_steps if start is None else start
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What this rank has of the parameters, as it is in the model now."""
+        return [here(x).detach() for x in self.parameters.values()]
+
+    def _all(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return whether all are finite, on all ranks of this model."""
+        flags = [all_finite(x) for x in tensors]
+        flag = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
+        return flag if self._agree is None else self._agree(flag)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self._averages else working_dtype(dtype)
@@ -330,7 +348,9 @@ class Fragment:
         """
         self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
-        torch._foreach_copy_(self._sent, [x.detach() for x in self.parameters.values()])
+        if not self.parameters:
+            return []
+        _copy(self._sent, self.weights)
         if self._averages:
             changes = [x.clone() for x in self._sent]
         else:
@@ -363,7 +383,7 @@ class Fragment:
             slot.name: slot.raw() if slot.result is None else slot.result for _, b in self._buckets for slot in b.slots
         }
         ordered = [means[name] for name in self.parameters]
-        self.state.verdict(torch.stack([all_finite(x) for x in ordered]).all())
+        self.state.verdict(self._all(ordered))
         accepted = self.state.end_step()
         self._mean = ordered if accepted else None
         self.received = True
@@ -381,44 +401,53 @@ class Fragment:
     @property
     def sent_finite(self) -> bool:
         """Whether this rank's weights were finite when they were last sent."""
-        return all(bool(all_finite(x)) for x in self._sent)
+        return bool(self._all(self._sent))
 
     @torch.no_grad()
     def merge(self, count: int) -> bool:
         """Make the outer step, and merge. Return False if the weights that this rank sent were not finite."""
         self.due = None
-        weights = [x.detach() for x in self.parameters.values()]
+        weights = self.weights
         if self._mean is None:
             finite = self.sent_finite
             if not finite:
                 self.return_to_outer_weights()
             return finite
         mean, self._mean = self._mean, None
+        if not weights:
+            return True
         if self._kept:
             change = torch._foreach_sub(self.anchors, mean) if self._averages else mean
             torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
             self._add_residuals(-self._kept)
         before = _clones(self.anchors) if self.slow else []
         if self._averages:
-            torch._foreach_copy_(self.anchors, mean)
+            _copy(self.anchors, mean)
         else:
             torch._foreach_sub_(self.anchors, self._outer_step(mean))
         self._follow(before, count)
         alpha = self._settings.fragment_update_alpha
         if self._last:
-            torch._foreach_copy_(weights, self.anchors)
+            _copy(weights, self.anchors)
         elif alpha is None and self.left < count:
             made = list(torch._foreach_sub(weights, self._sent))
-            torch._foreach_copy_(weights, torch._foreach_add(made, self.anchors))
+            _copy(weights, torch._foreach_add(made, self.anchors))
         elif alpha:
             kept = list(torch._foreach_mul(weights, alpha))
-            torch._foreach_copy_(weights, torch._foreach_add(kept, self.anchors, alpha=1 - alpha))
+            _copy(weights, torch._foreach_add(kept, self.anchors, alpha=1 - alpha))
         else:
-            torch._foreach_copy_(weights, self.anchors)
+            _copy(weights, self.anchors)
         for _, bucket in self._buckets:
             for slot in bucket.slots:
                 slot.value = slot.result = None
         return True
+
+    def look(self) -> None:
+        """Move weights ahead, except frozen ones."""
+        given = zip(self.parameters.values(), self.weights, self.slow)
+        pairs = [(x, s) for p, x, s in given if p.requires_grad or not isinstance(p, torch.nn.Parameter)]
+        if pairs:
+            self._settings.look.ahead(*zip(*pairs))  # type: ignore[union-attr]
 
     def _follow(self, before: Sequence[Tensor], count: int) -> None:
         """Take the outer weights' change into the mean that looks ahead."""
@@ -431,17 +460,17 @@ class Fragment:
     def alone(self, count: int) -> None:
         if self.slow:
             before = _clones(self.anchors)
-            torch._foreach_copy_(self.anchors, [x.detach() for x in self.parameters.values()])
+            _copy(self.anchors, self.weights)
             self._follow(before, count)
 
     @torch.no_grad()
     def recover(self) -> None:
         """Replace weights that are not finite by the outer weights; if under way, by those that will arrive."""
-        if all(bool(all_finite(x.detach())) for x in self.parameters.values()):
+        if bool(self._all(self.weights)):
             return
         self.return_to_outer_weights()
         if self.due is not None and self.sent_finite:
-            torch._foreach_copy_(self._sent, self.anchors)
+            _copy(self._sent, self.anchors)
             self._kept = 0.0
 
     def _share_kept(self, delay: int) -> float:
@@ -466,7 +495,7 @@ class Fragment:
         return step
 
     def snapshot(self) -> dict[str, Any]:
-        own = [x.detach().to(anchor.dtype, copy=True) for x, anchor in zip(self.parameters.values(), self.anchors)]
+        own = [x.to(anchor.dtype, copy=True) for x, anchor in zip(self.weights, self.anchors)]
         return {
             "codec": self.state.snapshot(),
             "rejected": self.rejected,
@@ -483,7 +512,7 @@ class Fragment:
 
     @torch.no_grad()
     def return_to_outer_weights(self) -> None:
-        torch._foreach_copy_([x.detach() for x in self.parameters.values()], self.anchors)
+        _copy(self.weights, self.anchors)
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -499,6 +528,11 @@ class Fragment:
         self._kept = saved["kept"]
         mean = saved["mean"]
         self._mean = None if mean is None else [x.to(a.device, copy=True) for x, a in zip(mean, self.anchors)]
+
+
+def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(list(to), list(values))
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

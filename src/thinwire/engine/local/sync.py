@@ -20,10 +20,11 @@ from thinwire.core.program import Method, State, Topology
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
+from thinwire.engine.local.site import Site
 from thinwire.engine.local.times import CalendarTimes, RoundTimes
 from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.look import BeforeForward
-from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
+from thinwire.engine.parameters import Managed, buffers_of, frozen_of, here, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Fitting, Handle, Services, fitting
 from thinwire.engine.session import Session, owned
@@ -54,14 +55,16 @@ class LocalSync(Handle):
         comm: Communicator,
         topology: Topology,
         settings: AttachSettings,
-        inner: GradientSync | None,
+        inner: GradientSync | None = None,
+        site: Site | None = None,
     ) -> None:
         state, self.settings, self._inner = State(comm.rank, topology), local, inner
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
-        self._nbytes = sum(m.parameter.nbytes for m in managed)
+        self._nbytes = sum(here(m.parameter).nbytes for m in managed)
         self._late, self._steps, self._lent = LateParameters(model), _Steps(optimizers), False
         self.services = Services(model, optimizers, managed[0].device, session, apart=True)
+        self.services.site = site
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         several, start = len(comm.ranks) > 1, settings.start_compression_step
         if several:
@@ -76,7 +79,8 @@ class LocalSync(Handle):
             rank, workers = topology.node_of(rank), Topology(topology.nodes)
         if isinstance(local.codec, Method):
             local = dataclasses.replace(local, codec=comm.fit(local.codec))
-        self._rounds = Rounds(local, weights, dense, rank, workers, first=first, start=start)
+        self._rounds = Rounds(local, weights, dense, rank, workers, first=first, start=start,
+                              agree=None if site is None else site.agree)  # fmt: skip
         self._travel: Travel | None = None  # None: there is one rank
         if several:
             buffers = buffers_of(model) if settings.broadcast_buffers else []
@@ -94,8 +98,16 @@ class LocalSync(Handle):
                 raise
         session.watch.listen(self._watch, self._stepped)
         self._handles: list[Any] = [SkippedSteps(self._skipped)]
-        self._forward = BeforeForward(model, self._rounds.look) if local.look else None
+        self._forward = BeforeForward(model, self._look) if local.look else None
         self.services.remember(self)
+
+    def _look(self) -> None:
+        self._rounds.look()
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.services.site is not None:
+            self.services.site.changed()
 
     def _compare(self) -> None:
         self.services.agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
@@ -103,7 +115,10 @@ class LocalSync(Handle):
     def _measure_anew(self) -> None:
         assert self._travel is not None
         elements = sum(m.parameter.numel() for m in self._parameters.values())
-        self._times = RoundTimes(self.services, elements, beside=self._session.comm.side_stream())
+        beside, site = self._session.comm.side_stream(), self.services.site
+        if site is not None:
+            beside = bool(site.agree(torch.tensor(beside)))
+        self._times = RoundTimes(self.services, elements, beside=beside)
         self._layers = CalendarTimes(self.services)
         self._travel.alone = self._layers.exchanged
 
@@ -200,8 +215,10 @@ class LocalSync(Handle):
         try:
             # Before the first step the outer weights are the model's, even if they were loaded after attach.
             with self._rounds.outer_weights() if self._rounds.count else contextlib.nullcontext():
+                self._changed()
                 yield
         finally:
+            self._changed()
             self._lent = lent
             if self._forward is not None:
                 self._forward.due = due
@@ -223,6 +240,7 @@ class LocalSync(Handle):
             with own_modes():
                 for _ in self._travel.finish():
                     pass
+            self._changed()
 
     def _check_own(self, call: str) -> None:
         if self._lent:
@@ -335,7 +353,7 @@ class LocalSync(Handle):
         ]
         for fragment, saved in zip(rounds.fragments, parts):
             _check_shapes(fragment, saved)
-        shapes = {name: tuple(x.shape) for fragment in rounds.fragments for name, x in fragment.parameters.items()}
+        shapes = {name: tuple(here(x).shape) for f in rounds.fragments for name, x in f.parameters.items()}
         codec = on_device(from_flat(services.session, state, shapes), services.device)
         fragments = [
             {**saved, "codec": _part(codec, fragment, saved)} for fragment, saved in zip(rounds.fragments, parts)
@@ -397,6 +415,7 @@ class LocalSync(Handle):
             self._travel.restore(buffers, frozen, merged=again)
             self._measure_anew()
         self.services.state.step = self._rounds.count
+        self._changed()
         if self._forward is not None:
             self._forward.due = True
 
@@ -471,13 +490,13 @@ def _of_trained(saved: Mapping[str, Any], frozen: Container[str]) -> dict[str, A
 
 
 def _check_shapes(fragment: Fragment, saved: Mapping[str, Any]) -> None:
-    here = {name: list(x.shape) for name, x in fragment.parameters.items()}
+    ours = {name: list(here(x).shape) for name, x in fragment.parameters.items()}
     there = {name: list(x.shape) for name, x in zip(saved["names"], saved["anchors"], strict=True)}
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
+    for name in [*ours, *there]:
+        if ours.get(name) != there.get(name):
             raise ValueError(
                 f"the state holds outer weights of {name} of shape {there.get(name)}, but the model's parameter has "
-                f"{here.get(name)}"
+                f"{ours.get(name)}"
             )
 
 

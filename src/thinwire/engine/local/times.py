@@ -98,7 +98,7 @@ class RoundTimes:
 def times_of_all(services: Services, settings: Local, own: Sequence[float]) -> list[tuple[float, ...]]:
     """Return, for each time, the values of all ranks; with ``inside``, of each machine's first rank, which sends."""
     form, everyone = f"<{len(own)}d", settings.inside is None
-    rows = enumerate(services.gather(struct.pack(form, *own)))
+    rows = enumerate(services.gather_everywhere(struct.pack(form, *own)))
     first = [row for rank, row in rows if everyone or services.topology.local_rank(rank) == 0]
     return list(zip(*(struct.unpack(form, row) for row in first)))
 

@@ -24,7 +24,7 @@ from thinwire.core.program.local_world import run_lockstep
 from thinwire.core.program.trace import depths
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
-from thinwire.engine.parameters import Named
+from thinwire.engine.parameters import Named, here
 from thinwire.engine.ranks.agreement import deepest_of_all
 from thinwire.engine.services import Services
 from thinwire.engine.session import Channel
@@ -135,7 +135,8 @@ class Moments:
                 raise ValueError(f"moments: the optimizer has no state {name!r}; it has {known}")
         names = [name for name, every in self._every.items() if round_ % every == 0]
         pairs = list(zip(self._parameters, tensors))
-        return [state[name] if name in state else torch.zeros_like(p) for name in names for p, state in pairs]
+        found = (state[name] if name in state else torch.zeros_like(p) for name in names for p, state in pairs)
+        return [here(x) for x in found]
 
 
 class Beside:

@@ -1,0 +1,48 @@
+"""The ranks of one site, over which one copy of a model is sharded; rounds are between sites, shard by shard.
+
+What every rank decides by itself where it holds a whole model, the ranks of a site decide together: whether all values
+are finite, and what follows from measured times. Then all shards of a site are sent, merged or dropped together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.core.collectives.exchange import Lane
+from thinwire.engine.ranks.agreement import gather_bytes
+
+
+class Site:
+    """``groups``: of this rank, one along each dimension of the mesh over which its site has sharded the model.
+
+    ``changed``: to be called after shards were changed outside a training step: whole weights are gathered anew.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device, changed: Callable[[], None]) -> None:
+        self.changed = changed
+        self._lanes = [Lane(one, tuple(dist.get_process_group_ranks(one)), dist.get_rank(one)) for one in groups]
+        self._device = device
+
+    @property
+    def place(self) -> str:
+        """Return which of its site's shards this rank has, such as ``0of2``."""
+        return "x".join(f"{lane.rank}of{lane.size}" for lane in self._lanes) or "whole"
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """Return whether the flag, a 0-dim bool tensor, is true on all ranks of the site."""
+        told = flag.to(self._device, torch.int32)
+        for lane in self._lanes:
+            dist.all_reduce(told, dist.ReduceOp.MIN, group=lane.group)
+        return told.bool()
+
+    def gather(self, rows: list[bytes]) -> list[bytes]:
+        """Return the rows, all of equal size, of all ranks of the site."""
+        size = len(rows[0])
+        for lane in self._lanes:
+            joined = b"".join(gather_bytes(b"".join(rows), lane, self._device))
+            rows = [joined[at : at + size] for at in range(0, len(joined), size)]
+        return rows

@@ -1,0 +1,330 @@
+"""Local steps between two sites, each with the model sharded over two ranks, on real ranks, against whole copies."""
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_cases import WIDTH, Net, rows, sharded, whole
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import thinwire as tw
+from spawned import run
+from thinwire.engine.local.settings import local_settings
+from thinwire.engine.local.travel import LocalRanks
+
+pytestmark = pytest.mark.dist
+SITES = SHARDS = 2
+LATE = {"sync_every": 4, "codec": "int2", "fragments": 2, "fragment_sync_delay": 1}
+
+
+def mesh():
+    _clear_sharding_prop_cache()  # of the run before in these processes, whose meshes are equal and have no groups
+    return init_device_mesh("cpu", (SITES, SHARDS), mesh_dim_names=("site", "shard"))
+
+
+def place():
+    return divmod(dist.get_rank(), SHARDS)
+
+
+def attached(on, net=None, method="local", optimizer=None, **options):
+    net = sharded(on["shard"], Net().double() if net is None else net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) if optimizer is None else optimizer(net)
+    return net, optimizer, tw.adapters.fsdp2.attach(net, optimizer, method, sites=on["site"], **options)
+
+
+def step_of(net, optimizer, rank, step):
+    cases.down(cases.loss_of(net, rank, step, WIDTH, torch.float64), optimizer)
+
+
+def gathered(net):
+    return {name: x.tolist() for name, x in whole(net).items()}
+
+
+class Oracle:
+    """The same training in one process, on whole copies whose gradients are the means of a site's ranks."""
+
+    def __init__(self, local):
+        self.nets = [Net().double() for _ in range(SITES)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in self.nets]
+        self.worlds = []
+        for shard in range(SHARDS):
+            weights = [
+                {n: rows(p.detach(), shard) for n, p in net.named_parameters() if p.requires_grad} for net in self.nets
+            ]
+            weights = [{n: x for n, x in one.items() if x.numel()} for one in weights]
+            self.worlds.append(LocalRanks(local, weights, start=0))
+
+    def step(self, step):
+        for world in self.worlds:
+            world.look()
+        for site, (net, optimizer) in enumerate(zip(self.nets, self.optimizers)):
+            for shard in range(SHARDS):
+                (cases.loss_of(net, site * SHARDS + shard, step, WIDTH, torch.float64) / SHARDS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for world in self.worlds:
+            world.step()
+
+    def weights(self, site):
+        return {n: p.detach() for n, p in self.nets[site].named_parameters()}
+
+
+def _like_one(rank, size, options):
+    """By how much the weights differ from the oracle's after twelve steps, and at their outer weights."""
+    net, optimizer, sync = attached(mesh(), start_compression_step=0, **options)
+    oracle = Oracle(local_settings("local", options))
+    site = place()[0]
+    for step in range(12):
+        step_of(net, optimizer, rank, step)
+        oracle.step(step)
+    found = whole(net)
+    apart = max(float((found[n] - x).abs().max()) for n, x in oracle.weights(site).items())
+    with sync.outer_weights():
+        outer = gathered(net)
+    stats = sync.stats()
+    sync.close()
+    return apart, outer, stats.bytes_sent
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_every": 1, "codec": "none"},
+        {"sync_every": 3, "codec": "none"},
+        LATE,
+        {"sync_every": 2, "codec": "int8", "look": 0.5},
+    ],
+    ids=str,
+)
+def test_shards_make_the_steps_of_whole_models(options):
+    found = run(_like_one, SITES * SHARDS, options)
+    assert max(apart for apart, _, _ in found) < 1e-12
+    assert found[0][1] == found[SHARDS][1]  # outer weights of both sites
+    assert all(sent > 0 for _, _, sent in found)
+
+
+def _joint(rank, size):
+    net, optimizer, sync = attached(mesh(), sync_every=1, codec="none")
+    plain = Net().double()
+    one = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for step in range(6):
+        step_of(net, optimizer, rank, step)
+        for other in range(size):
+            (cases.loss_of(plain, other, step, WIDTH, torch.float64) / size).backward()
+        one.step()
+        one.zero_grad()
+    found = whole(net)
+    sync.close()
+    return max(float((found[n] - p).abs().max()) for n, p in plain.named_parameters())
+
+
+def test_averaging_after_every_step_is_training_on_the_joint_batch():
+    assert max(run(_joint, SITES * SHARDS)) < 1e-12
+
+
+def _evaluated(rank, size):
+    """Losses of evaluations at outer weights and own ones, after forwards that leave the root's weights gathered."""
+    net, optimizer, sync = attached(mesh(), sync_every=4, codec="int8", start_compression_step=0)
+    x = torch.ones(3, WIDTH, dtype=torch.float64)
+    for step in range(6):
+        step_of(net, optimizer, rank, step)
+    with torch.no_grad():
+        own = net(x)
+        with sync.outer_weights():
+            values = whole(net)
+            outer = net(x)
+        again = net(x)
+        plain = Net().double()
+        plain.load_state_dict(values, strict=False)
+        wanted = plain(x)
+    sync.finish()
+    with torch.no_grad():
+        ended = net(x)
+    sync.close()
+    return (
+        float((outer - wanted).abs().max()),
+        torch.equal(own, again),
+        torch.equal(own, outer),
+        ended.tolist(),
+    )
+
+
+def test_evaluations_see_the_weights_that_are_lent():
+    found = run(_evaluated, SITES * SHARDS)
+    for apart, back, same, _ in found:
+        assert apart < 1e-12
+        assert back
+        assert not same
+    assert len({str(ended) for *_, ended in found}) == 1
+
+
+def _spoilt(rank, size):
+    """One rank's shard becomes infinite before a round: its whole site returns, and nothing is averaged."""
+    net, optimizer, sync = attached(mesh(), sync_every=2, codec="int8", start_compression_step=0)
+    step_of(net, optimizer, rank, 0)
+    if rank == 1:
+        with torch.no_grad():
+            net.first.weight.to_local().fill_(float("inf"))
+    before = whole(net)
+    step_of(net, optimizer, rank, 1)
+    finite = all(bool(x.isfinite().all()) for x in whole(net).values())
+    rejected = sync.stats().rejected_steps
+    with sync.outer_weights():
+        outer = gathered(net)
+    sync.close()
+    return finite, rejected, outer, not all(bool(x.isfinite().all()) for x in before.values())
+
+
+def test_a_site_with_one_infinite_shard_returns_to_the_outer_weights_as_a_whole():
+    found = run(_spoilt, SITES * SHARDS)
+    assert [infinite for *_, infinite in found] == [True, True, False, False]
+    assert all(finite for finite, *_ in found)
+    assert [rejected for _, rejected, *_ in found] == [1] * 4
+    assert found[0][2] == found[2][2]
+
+
+def _chosen(rank, size):
+    net, optimizer, sync = attached(mesh(), method="local")
+    for step in range(40):
+        step_of(net, optimizer, rank, step)
+    stats, period = sync.stats(), sync.period
+    sync.close()
+    return period, stats.settled, stats.note.split(", by ")[1]
+
+
+def test_all_shards_take_the_same_measured_period_and_codec():
+    assert len(set(run(_chosen, SITES * SHARDS))) == 1
+
+
+def _refused(rank, size):
+    on = mesh()
+    net = sharded(on["shard"], Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    attach = tw.adapters.fsdp2.attach
+    found = [
+        cases.said(call)
+        for call in (
+            lambda: attach(net, optimizer, "local"),
+            lambda: attach(net, "ssgd", sites=on["site"]),
+            lambda: attach(net, optimizer, "acp", sites=on["site"]),
+            lambda: attach(net, optimizer, "local", sites=on["shard"]),
+            lambda: attach(net, optimizer, "local", sites=on),
+            lambda: attach(net, optimizer, "local", sites=on["site"], inside="ssgd", sync_every=4),
+            lambda: attach(net, optimizer, "local", sites=on["site"], every=4),
+            lambda: attach(Net(), torch.optim.SGD(Net().parameters(), lr=0.05), "local", sites=on["site"]),
+        )
+    ]
+    dist.barrier()
+    return found
+
+
+def test_what_does_not_work_says_so():
+    (found, *others) = run(_refused, SITES * SHARDS)
+    assert all(other == found for other in others)
+    for said, words in zip(
+        found,
+        (
+            'attach(model, optimizer, "local", sites=mesh["site"])',
+            "sites= is for local steps",
+            'weights by "local", "diloco"',
+            "no other rank of its site",
+            "sites= must be one dimension of a mesh",
+            "leave out inside=",
+            "has no option 'every'",
+            "the optimizer does not own",
+        ),
+        strict=True,
+    ):
+        assert words in said, said
+
+
+def _weights(net):
+    return torch.cat([x.reshape(-1) for x in whole(net).values()])
+
+
+def _cut(rank, size, folder, options):
+    """Weights after a run, and after the same one that was cut in the middle and continued by new models."""
+    on = mesh()
+    adamw = {"optimizer": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)}
+    net, optimizer, sync = attached(on, start_compression_step=0, **adamw, **options)
+    for step in range(8):
+        step_of(net, optimizer, rank, step)
+    pending = len(sync.pending)
+    sync.save(folder)
+    for step in range(8, 16):
+        step_of(net, optimizer, rank, step)
+    sync.finish()
+    wanted = _weights(net)
+    sync.close()
+    again, optimizer, sync = attached(on, Net(seed=9).double(), start_compression_step=0, **adamw, **options)
+    sync.load(folder)
+    for step in range(8, 16):
+        step_of(again, optimizer, rank, step)
+    sync.finish()
+    found = _weights(again)
+    sync.close()
+    _, _, sync = attached(on, start_compression_step=0, **adamw, sync_every=7)
+    misfit = cases.said(lambda: sync.load(folder))
+    sync.close()
+    return torch.equal(wanted, found), pending, misfit
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LATE,
+        {"sync_every": 4, "codec": "int8", "outer": tw.Nesterov(), "look": 0.5},
+        {"sync_every": 2, "codec": "powersgd", "fragment_sync_delay": 1},
+        {"sync_every": 3, "codec": "none"},
+    ],
+    ids=str,
+)
+def test_a_run_that_was_cut_continues_bit_for_bit(options, tmp_path):
+    for equal, pending, misfit in run(_cut, SITES * SHARDS, str(tmp_path / "cut"), options):
+        assert equal
+        assert (pending > 0) == ("fragment_sync_delay" in options)
+        assert "to change settings" in misfit
+
+
+def _moved(rank, size, folder, sites, shards):
+    """The outer weights that were saved, and those of another mesh that has loaded them; then some more steps."""
+    _clear_sharding_prop_cache()
+    saved = torch.load(f"{folder}.pt")
+    on = init_device_mesh("cpu", (sites, shards), mesh_dim_names=("site", "shard"))
+    net, optimizer, sync = attached(on, Net(seed=9).double(), start_compression_step=0, **LATE)
+    sync.load(folder)
+    with sync.outer_weights():
+        outer = _weights(net)
+    before = _weights(net)
+    for step in range(20, 24):
+        step_of(net, optimizer, rank, step)
+    sync.finish()
+    ended = _weights(net)
+    sync.close()
+    return torch.equal(saved, outer), float((before - saved).abs().max()), ended.tolist()
+
+
+def _saved(rank, size, folder):
+    net, optimizer, sync = attached(mesh(), start_compression_step=0, **LATE)
+    for step in range(8):
+        step_of(net, optimizer, rank, step)
+    sync.finish()
+    for step in range(8, 11):
+        step_of(net, optimizer, rank, step)
+    sync.save(folder)
+    with sync.outer_weights():
+        outer = _weights(net)
+    if rank == 0:
+        torch.save(outer, f"{folder}.pt")
+    sync.close()
+
+
+def test_other_numbers_of_shards_and_sites_continue_from_the_outer_weights(tmp_path):
+    folder = str(tmp_path / "saved")
+    run(_saved, SITES * SHARDS, folder)
+    for sites, shards in ((2, 1), (4, 1), (1, 4), (1, 2)):
+        found = run(_moved, sites * shards, folder, sites, shards)
+        assert all(equal for equal, *_ in found)
+        assert all((apart == 0) == (sites != SITES) for _, apart, _ in found)  # as many sites have their own weights
+        assert len({str(ended) for *_, ended in found}) == 1
