@@ -39,13 +39,13 @@ def _run(rank, size, page, code, folder):
     return sorted(name for name in vars(module) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("name", ["adapters/ddp", "adapters/fsdp2", "adapters/checkpoints", "gpu"])
+@pytest.mark.parametrize("name", ["adapters/ddp", "adapters/fsdp2", "adapters/sites", "adapters/checkpoints", "gpu"])
 def test_blocks_run_on_ranks(name, tmp_path):
     page = DOCS / f"{name}.md"
     blocks = _blocks(page)
     assert len(blocks) == page.read_text().count("<!-- tested on ")
     (size,) = {size for size, _ in blocks}
-    fresh = name == "adapters/fsdp2"  # DTensor remembers meshes beyond the life of a process group
+    fresh = name in ("adapters/fsdp2", "adapters/sites")  # DTensor remembers meshes beyond the life of a process group
     for names in run(_run, size, str(page), [code for _, code in blocks], str(tmp_path), init=False, fresh=fresh):
         assert "tw" in names
 

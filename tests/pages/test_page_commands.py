@@ -357,6 +357,11 @@ thinwire federated predict --clients-per-round 100 --fast 4 --slow 4
 # tests/dist/test_federated_flower.py::test_a_real_deployment_with_tls_gives_the_bits_of_the_simulation
 thinwire federated run digits_clients:build --out simulated.safetensors
 thinwire federated serve digits_clients:build --nodes 2 --local --out deployed
+# tests/dist/test_sites_example.py::test_the_pages_training_and_its_continuation
+torchrun --nproc-per-node 4 train.py
+# tests/dist/test_sites_example.py::test_the_pages_count_of_memory
+thinwire plan llama:model:size=7b --memory --shards 8 --dtype bf16
+    --methods local:sync_every=32:codec=int2:fragments=8:anchors=cpu
 # tests/dist/test_gpu_report.py::test_methods_are_right_on_ranks
 make gpu
 # tests/dist/test_gpu_report.py::test_all_measurements_run_small_without_a_card

@@ -359,6 +359,11 @@ class Card:
         """Of the package."""
         return sum(self.names.values())
 
+    @property
+    def bytes(self) -> int:
+        """Of all that is on the cards now."""
+        return sum(memory.storage.nbytes() for memory in self._memories.values())
+
     def where(self) -> str:
         """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file."""
         frame = sys._getframe(1)

@@ -17,6 +17,7 @@ from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.plans import needs_measurement
+from thinwire.engine.local.settings import Nesterov
 from thinwire.systems.optim import LAMB, LARS
 
 STEPS = 6
@@ -26,6 +27,8 @@ Case = Callable[..., AbstractContextManager[Any]]
 _low = {"rank": 2, "min_rate": 1.0}
 _costs = Costs.of_link(1e9, 50e-6, 4)  # what is not measured in the steps that are counted
 _kfac = {"factor_update_steps": 1, "inv_update_steps": 2, "costs": _costs}
+
+_local = {"sync_every": 2, "codec": "int8"}
 
 
 def _plain(parameters: Any) -> torch.optim.Optimizer:
@@ -101,6 +104,12 @@ WAYS: dict[str, Case] = {
     "two cards, dear": partial(two_cards, "dear"),
     "two cards, topk": partial(two_cards, "topk", density=0.1, select="histogram"),
     "two cards, acp": partial(two_cards, "acp", **_low),
+    "local": partial(training, "local", **_local),
+    "local, late": partial(training, "local", **_local, fragments=2, fragment_sync_delay=1, look=0.5),
+    "local, in host memory": partial(training, "local", **_local, anchors="cpu", outer=Nesterov()),
+    "local, late, in host memory": partial(
+        training, "local", **_local, fragments=2, fragment_sync_delay=1, look=0.5, anchors="cpu"
+    ),
     "DDP": partial(ddp, "ssgd"),
     "DDP, topk": partial(ddp, "topk", density=0.1),
     "DDP, acp": partial(ddp, "acp", **_low),
@@ -113,5 +122,5 @@ WAYS: dict[str, Case] = {
 }
 
 CASES = {**METHODS, **WAYS}
-WAITING = [name for name in WAYS if name.startswith(("unused", "K-FAC", "cuda:1, K-FAC"))]
-"""Those whose steps wait for the card: to learn what no rank has used, and what cannot be inverted."""
+WAITING = [name for name in WAYS if name.startswith(("unused", "K-FAC", "cuda:1, K-FAC", "local"))]
+"""Those whose steps wait for the card: to learn what no rank has used, what cannot be inverted, if a round counts."""

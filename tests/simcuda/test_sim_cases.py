@@ -7,18 +7,26 @@ exact, in ``counts.json``; after a change that is meant, write it anew::
 """
 
 import functools
+import gc
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     sys.path[:0] = [str(here), str(here.parent / "unit")]
 
 from sim_cases import CASES, STEPS, WAITING
+from training import training
+
+import thinwire as tw
+from thinwire.engine.local.memory import held_by
+from thinwire.engine.local.settings import local_settings
 
 GOLDEN = Path(__file__).with_name("counts.json")
 COUNTED = 2
@@ -86,6 +94,51 @@ def test_low_rank_waits_once_to_compare_its_bases(name):
         for _ in range(STEPS):
             run.step()
         assert [one.where.split(":")[0] for one in run.card.waits] == ["core/methods/lowrank.py"]
+
+
+@pytest.mark.parametrize("options", [{"fragment_sync_delay": 1, "look": 0.5}, {"outer": tw.Nesterov()}], ids=str)
+def test_local_steps_in_host_memory_have_the_same_bits(options):
+    found = []
+    for anchors in ("device", "cpu"):
+        with training("local", sync_every=2, codec="int8", anchors=anchors, **options) as run:
+            for _ in range(STEPS):
+                run.step()
+            found.append([p.detach().inner.clone() for p in run.model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
+
+
+def _layers():
+    return nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 128), *(nn.Linear(128, 128) for _ in range(5)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "int8", "outer": tw.Nesterov()},
+        {"codec": "int8", "outer": tw.Nesterov(), "anchors": "cpu"},
+        {"codec": "int2", "look": 0.5},
+        {"codec": "powersgd"},
+        {"codec": "none"},
+    ],
+    ids=str,
+)
+def test_the_memory_between_rounds_is_what_was_counted(options):
+    with training(
+        "local", model=_layers, optimizer=torch.optim.AdamW, sync_every=2, start_compression_step=0, **options
+    ) as run:
+        for _ in range(STEPS):
+            run.step()
+        gc.collect()
+        rows = {row.kind: row for row in run.sync.memory()}
+        shapes = [(name, tuple(p.shape)) for name, p in run.model.named_parameters()]
+        before = held_by(local_settings("local", {"sync_every": 2, **options}), shapes, sites=4, dtype=torch.float32)
+        assert [row.kind for row in before] == list(rows)
+        for row in before:  # but for the steps that Adam counts
+            assert (row.device, row.host) == pytest.approx((rows[row.kind].device, rows[row.kind].host), rel=0.001)
+        counted = sum(row.device for kind, row in rows.items() if kind not in ("gradients", "under way, at most"))
+        assert run.card.bytes == pytest.approx(counted, rel=0.01)
+        assert sum(row.host for row in rows.values()) > 0 or "anchors" not in options
 
 
 def test_the_file_has_no_other_cases():

@@ -224,7 +224,7 @@ class Rounds:
     def drifted(self) -> bool:
         """Whether this rank's weights differ from the outer weights."""
         pairs = (pair for f in self.fragments for pair in zip(f.weights, f.anchors))
-        return any(not torch.equal(x.to(anchor.dtype), anchor) for x, anchor in pairs)
+        return any(not torch.equal(x.to(anchor), anchor) for x, anchor in pairs)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -285,13 +285,14 @@ class Fragment:
         self.index, self.state, self._agree = index, state, agree
         self._settings, self._leads = settings, first
         self._averages, self._codecs = settings.averages, settings.codecs
-        self.anchors = [x.to(self._dtype(x.dtype), copy=True) for x in self.weights]  # outer weights
+        self._away = settings.anchors == "cpu"  # what is kept between rounds is in host memory
+        self.anchors = [self._put_away(x.to(self._dtype(x.dtype), copy=True)) for x in self.weights]  # outer weights
         momentum = settings.outer is not None
-        self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
+        self.momenta = [self._put_away(torch.zeros_like(x)) for x in self.anchors] if momentum else []
         look = settings.look is not None
         self.slow = [torch.zeros_like(x) for x in self.anchors] if look else []  # mean change of a step, to look ahead
         self._followed = 0  # the optimizer step after which it was last brought up to date
-        self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as sent, less the share that is kept
+        self._sent: list[Tensor] = []  # of what is under way: the weights as sent, less the share that is kept
         self._kept = 0.0  # share of this rank's deviation at sending that is kept
         self._mean: list[Tensor] | None = None  # received, and to be merged; None: it was rejected
         self._buckets = self._bucketed(dense)
@@ -302,6 +303,37 @@ class Fragment:
         self._exact = exact_method(settings.method)
         self._ending = start_method(settings.method, state.topology, start)
         state.start = settings.method.start_steps if start is None else start
+
+    def _put_away(self, x: Tensor) -> Tensor:
+        """Return a tensor where it is kept between rounds; on a GPU the copy is in the order of its stream."""
+        if not self._away or x.device.type != "cuda":
+            return x
+        kept = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return kept.copy_(x, non_blocking=True)
+
+    def _fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return these on the weights' device; the same, if they are there."""
+        return [x.to(w.device, non_blocking=True) for x, w in zip(tensors, self.weights)]
+
+    def _residuals(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Move the residuals of this fragment, if they are kept in host memory."""
+        if self._away:
+            self.state.residuals.update({name: place(x) for name, x in self.state.residuals.items()})
+
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """Have outer weights, momenta and slow means on the weights' device, and keep what has become of them."""
+        if not self._away:
+            yield
+            return
+        names = ("anchors", "momenta", "slow")
+        for name in names:
+            setattr(self, name, self._fetch(getattr(self, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                setattr(self, name, [self._put_away(x) for x in getattr(self, name)])
 
     @property
     def weights(self) -> list[Tensor]:
@@ -320,14 +352,18 @@ class Fragment:
     def _bucketed(self, outside: Container[str]) -> list[tuple[bool, Bucket]]:
         """Return a bucket for each dtype, and more for what is sent without the codec; each with a flag for that."""
         slots: dict[tuple[bool, torch.dtype], list[Slot]] = {}
-        for name, anchor in zip(self.parameters, self.anchors):
-            dense = self._settings.codec is None or name in outside
-            slot = Slot(name, anchor.shape, None, anchor.dtype, anchor.device)
-            slots.setdefault((dense, anchor.dtype), []).append(slot)
+        for name, x in zip(self.parameters, self.weights):
+            dense, dtype = self._settings.codec is None or name in outside, self._dtype(x.dtype)
+            slots.setdefault((dense, dtype), []).append(Slot(name, x.shape, None, dtype, x.device))
         return [(dense, Bucket(index, some)) for index, ((dense, _), some) in enumerate(slots.items())]
 
     def names(self) -> list[list[str]]:
         return [[slot.name for slot in bucket.slots] for _, bucket in self._buckets]
+
+    def coded(self) -> list[tuple[list[tuple[str, tuple[int, ...]]], torch.dtype]]:
+        """Return names and shapes of what the codec sends, by dtype."""
+        some = [bucket for dense, bucket in self._buckets if not dense]
+        return [([(slot.name, tuple(slot.shape)) for slot in bucket.slots], bucket.dtype) for bucket in some]
 
     def traced(self) -> Iterator[list[TracedExchange]]:
         topology, rank = self.state.topology, self.state.rank
@@ -350,14 +386,13 @@ class Fragment:
         self.received, self._last = False, last
         if not self.parameters:
             return []
-        _copy(self._sent, self.weights)
-        if self._averages:
-            changes = [x.clone() for x in self._sent]
-        else:
-            changes = list(torch._foreach_sub(self.anchors, self._sent))
+        weights, anchors = self.weights, self._fetch(self.anchors)
+        self._sent = [x.to(anchor.dtype, copy=True) for x, anchor in zip(weights, anchors)]
+        self._residuals(lambda x: x.to(weights[0].device, non_blocking=True))
+        changes = _clones(self._sent) if self._averages else list(torch._foreach_sub(anchors, self._sent))
         self._kept = self._share_kept(delay)
         if self._kept:
-            torch._foreach_lerp_(self._sent, self.anchors, self._kept)
+            torch._foreach_lerp_(self._sent, anchors, self._kept)
             self._add_residuals(self._kept)
         given = dict(zip(self.parameters, changes))
         for name in self.state.residuals if last else ():
@@ -390,6 +425,7 @@ class Fragment:
         if accepted and self._last:
             self.state.residuals.clear()
             self.state.offsets.clear()
+        self._residuals(self._put_away)
         self.rejected += not accepted
         return accepted
 
@@ -412,10 +448,20 @@ class Fragment:
             finite = self.sent_finite
             if not finite:
                 self.return_to_outer_weights()
+            self._sent = []
             return finite
         mean, self._mean = self._mean, None
-        if not weights:
-            return True
+        if weights:
+            with self._at_hand():
+                self._merge(weights, mean, count)
+        for _, bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.value = slot.result = None
+            bucket.renew(None)
+        self._sent = []
+        return True
+
+    def _merge(self, weights: list[Tensor], mean: list[Tensor], count: int) -> None:
         if self._kept:
             change = torch._foreach_sub(self.anchors, mean) if self._averages else mean
             torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
@@ -437,14 +483,10 @@ class Fragment:
             _copy(weights, torch._foreach_add(kept, self.anchors, alpha=1 - alpha))
         else:
             _copy(weights, self.anchors)
-        for _, bucket in self._buckets:
-            for slot in bucket.slots:
-                slot.value = slot.result = None
-        return True
 
     def look(self) -> None:
         """Move weights ahead, except frozen ones."""
-        given = zip(self.parameters.values(), self.weights, self.slow)
+        given = zip(self.parameters.values(), self.weights, self._fetch(self.slow))
         pairs = [(x, s) for p, x, s in given if p.requires_grad or not isinstance(p, torch.nn.Parameter)]
         if pairs:
             self._settings.look.ahead(*zip(*pairs))  # type: ignore[union-attr]
@@ -459,9 +501,10 @@ class Fragment:
     @torch.no_grad()
     def alone(self, count: int) -> None:
         if self.slow:
-            before = _clones(self.anchors)
-            _copy(self.anchors, self.weights)
-            self._follow(before, count)
+            with self._at_hand():
+                before = _clones(self.anchors)
+                _copy(self.anchors, self.weights)
+                self._follow(before, count)
 
     @torch.no_grad()
     def recover(self) -> None:
@@ -495,6 +538,8 @@ class Fragment:
         return step
 
     def snapshot(self) -> dict[str, Any]:
+        if self._away and self.weights and self.weights[0].is_cuda:
+            torch.cuda.synchronize(self.weights[0].device)  # what was put away must have arrived
         own = [x.to(anchor.dtype, copy=True) for x, anchor in zip(self.weights, self.anchors)]
         return {
             "codec": self.state.snapshot(),
@@ -523,11 +568,11 @@ class Fragment:
             for own, value in zip(held, saved.get(kept, []), strict=True):
                 own.copy_(value)
         self._followed = saved.get("followed", 0)
-        for own, value in zip(self._sent, saved["sent"]):
-            own.copy_(value)
+        self._sent = [x.to(w.device, copy=True) for x, w in zip(saved["sent"], self.weights)]
+        self._residuals(self._put_away)
         self._kept = saved["kept"]
         mean = saved["mean"]
-        self._mean = None if mean is None else [x.to(a.device, copy=True) for x, a in zip(mean, self.anchors)]
+        self._mean = None if mean is None else [x.to(w.device, copy=True) for x, w in zip(mean, self.weights)]
 
 
 def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -112,6 +112,8 @@ class Local:
         inside: the method by which the ranks of a machine average gradients at every step; only machines then train
             independently, and each counts once. None: every rank trains independently.
         look: a slow look-ahead along the way that the outer weights have gone, or its ``beta``; None: none.
+        anchors: "device": what is kept between rounds (outer weights, momenta, slow means, residuals) is with the
+            weights; "cpu": it is in host memory, pinned, and comes to the GPU fragment by fragment.
 
     Raises:
         ValueError: an option is out of range.
@@ -129,6 +131,7 @@ class Local:
     moments: Mapping[str, int] = field(default_factory=dict)
     inside: Method | None = None
     look: Look | None = None
+    anchors: str = field(default="device", repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.sync_every, int):
@@ -137,6 +140,7 @@ class Local:
             raise ValueError(
                 f'sync_every={self.sync_every!r} must be a whole number of at least 1, "auto" or thinwire.QSR(alpha)'
             )
+        check_choice("anchors", self.anchors, ("device", "cpu"))
         check_count("sync_every_max", self.sync_every_max, least=2)
         check_count("warmup_steps", self.warmup_steps, 0)
         check_count("fragments", self.fragments, least=1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from thinwire.core.program import Method, State, Topology
 from thinwire.core.program.ops import own_modes
+from thinwire.engine.local.memory import ADAM, Held, held
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
@@ -260,6 +261,17 @@ class LocalSync(Handle):
     @property
     def _lr(self) -> float:
         return float(self.services.optimizers[0].param_groups[0]["lr"])
+
+    def memory(self) -> list[Held]:
+        """Return the bytes that training holds on this rank, by kind; see :func:`thinwire.engine.local.memory.held`.
+
+        Before an optimizer's first step, its state is taken for Adam's.
+        """
+        weights = [here(m.parameter) for m in self._parameters.values()]
+        states = [state for optimizer in self.services.optimizers for state in optimizer.state.values()]
+        kept = [here(x) for state in states for x in state.values() if isinstance(x, Tensor)]
+        own = sum(x.nbytes for x in kept) if states else ADAM * self._nbytes
+        return held(self._rounds, weights, own)
 
     def stats(self) -> Stats:
         """Return counters since ``attach``; ``steps`` are the optimizer's."""

@@ -55,6 +55,12 @@ def plan(
         bool, typer.Option("--explain", help="Also show the buckets, and the densities of sparse ones.")
     ] = False,
     map: Annotated[bool, typer.Option("--map", help="Also show the winners over link rates and workers.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Only count what local steps hold on each GPU and in host memory.")
+    ] = False,
+    shards: Annotated[int, typer.Option(help="With --memory: ranks of a site, over which FSDP2 cuts the model.")] = 1,
+    sites: Annotated[int, typer.Option(help="With --memory: how many sites.")] = 2,
+    dtype: Annotated[str, typer.Option(help="With --memory: of the weights: fp32, bf16 or fp16.")] = "fp32",
     trace: Annotated[
         Path | None, typer.Option(help="Write the best method's timeline to this file, for Perfetto.")
     ] = None,
@@ -70,6 +76,15 @@ def plan(
     if model is None and profile is None:
         raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
     console = Console(quiet=json)
+    if memory:
+        from thinwire.tools.cli.plan_memory import show
+
+        if model is None:
+            raise ValueError("--memory counts a model: give a built-in name, or module:function")
+        counted = show(model, methods, console, shards=shards, sites=sites, dtype=dtype)
+        if json:
+            typer.echo(json_module.dumps(counted, indent=2))
+        return
     for option, path in (("--trace", trace), ("--out", out)):
         check_output(option, path)
     question = read_question(

@@ -1,0 +1,94 @@
+"""What a rank with local steps holds in memory: counted from shapes before anything is started, or of what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.core.program import Topology, working_dtype
+from thinwire.core.program.trace import memory
+from thinwire.engine.local.rounds import Fragment, Rounds
+from thinwire.engine.local.settings import Local
+
+ADAM = 2
+"""States that Adam and AdamW keep of each weight, in its dtype."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one kind, on the device of the weights and in host memory beside a GPU."""
+
+    kind: str
+    device: int
+    host: int = 0
+
+
+def held(rounds: Rounds, weights: Sequence[Tensor], optimizer_bytes: int) -> list[Held]:
+    """Return what training with these rounds holds; not what a forward, or a gathering of shards, needs on top.
+
+    ``under way`` is the most that fragments need from being sent until they are merged; nothing of it is left between
+    rounds.
+    """
+    away, own = rounds.settings.anchors == "cpu", sum(x.nbytes for x in weights)
+
+    def kept(kind: str, count: int) -> Held:
+        return Held(kind, 0, count) if away else Held(kind, count)
+
+    fragments = rounds.fragments
+    residuals = {fragment.index: _residuals(fragment, rounds) for fragment in fragments}
+    parts = [(f.anchors, f.momenta, f.slow) for f in fragments]
+    outer, momenta, slow = (sum(x.nbytes for part in parts for x in part[i]) for i in range(3))
+    travelling = sorted(fragments, key=lambda f: f.elements, reverse=True)[: rounds.most_travelling()]
+    under_way = 0
+    for place, f in enumerate(travelling):
+        under_way += 3 * sum(x.nbytes for x in f.anchors)  # as sent, their change, the mean of the changes
+        under_way += residuals[f.index] * (2 if away else 1)  # the one in force, and the one to come
+        if away and place == 0:  # one at a time is merged
+            under_way += sum(x.nbytes for some in (f.anchors, f.momenta, f.slow) for x in some)
+    rows = [
+        Held("weights", own),
+        Held("gradients", own),
+        Held("optimizer", optimizer_bytes),
+        kept("outer weights", outer),
+        kept("outer momentum", momenta),
+        kept("slow means", slow),
+        kept("residuals", sum(residuals.values())),
+        Held("under way, at most", under_way),
+    ]
+    return [row for row in rows if row.device or row.host]
+
+
+def held_by(
+    local: Local, shapes: Iterable[tuple[str, Sequence[int]]], *, sites: int, shards: int = 1, dtype: torch.dtype
+) -> list[Held]:
+    """Return what the first rank of a site will hold, whose shards are the largest, under Adam.
+
+    Args:
+        local: the local steps.
+        shapes: of the whole parameters, by name.
+        sites: how many train independently.
+        shards: ranks of a site, over which FSDP2 cuts each parameter's rows.
+        dtype: of the weights.
+    """
+    meta, dense = {}, []
+    for name, shape in shapes:
+        rows = [-(-shape[0] // shards), *shape[1:]] if shape else []
+        meta[name] = torch.empty(rows, dtype=dtype, device="meta")
+        if local.method.dense(name, tuple(shape), False):
+            dense.append(name)
+    rounds = Rounds(local, meta, dense, 0, Topology(sites))
+    weights = list(meta.values())
+    return held(rounds, weights, ADAM * sum(x.nbytes for x in weights))
+
+
+def _residuals(fragment: Fragment, rounds: Rounds) -> int:
+    """Return the bytes that the codec keeps of a fragment."""
+    found = 0
+    for shapes, dtype in fragment.coded():
+        state = memory(rounds.settings.method, shapes, fragment.state.topology, rank=0, dtype=working_dtype(dtype))
+        kept = (*state.residuals.values(), *state.locals.values(), *state.fields.values())
+        found += sum(x.nbytes for x in kept)
+    return found
