@@ -237,9 +237,10 @@ class Bundle:
         self._over = threading.Event()
         self.by_place = {place: _End(self, place, connection, loop) for place, connection in enumerate(sockets)}
         self.ends = list(self.by_place.values())  # those that are not lost
-        for end in list(self.ends):
-            end.start()
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=1)  # of children that fork, too
+        with self.lock:  # none is lost while others have not begun
+            for end in self.ends:
+                end.start()
 
     def stream(self) -> BundleStream:
         """Return a new stream. Both sides open theirs in the same order."""

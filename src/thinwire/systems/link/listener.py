@@ -33,7 +33,7 @@ from thinwire.systems.link.hello import (
     refuse,
 )
 from thinwire.systems.link.peer import Peer
-from thinwire.systems.link.several import together
+from thinwire.systems.link.tensor_sockets import together
 
 HELLO_SECONDS = 10.0
 MOST_UNKNOWN = 128
@@ -360,7 +360,7 @@ def connect(
             list(pool.map(call, range(TENSORS + 1, TENSORS + count)))
         call(TENSORS)
         tensors = together([opened[TENSORS + place] for place in range(count)])
-    except (OSError, PairError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         for duplex in opened.values():
             duplex.close()
         if isinstance(error, (NotAdmitted, ValueError)):

@@ -19,7 +19,7 @@ from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.hello import PeerIdentity
-from thinwire.systems.link.several import Several
+from thinwire.systems.link.tensor_sockets import TensorSockets
 
 SLOWEST = 1e6 / 8
 """Bytes per second that a link must carry; a slower link counts as dead."""
@@ -33,7 +33,7 @@ class Peer:
     Before :meth:`start` both sides read and write directly; then threads send an outbox, and deliver messages.
     """
 
-    def __init__(self, frames: Duplex, tensors: Duplex | Several, other: PeerIdentity) -> None:
+    def __init__(self, frames: Duplex, tensors: Duplex | TensorSockets, other: PeerIdentity) -> None:
         self._frames, self._tensors, self.other = frames, tensors, other
         self.sent_bytes = self.received_bytes = 0
         self._sending = threading.Lock()
@@ -99,7 +99,7 @@ class Peer:
         self._codec, self._seconds, self._most_bytes, self._channels = codec, seconds, most_bytes, channels
         self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
         self._patience = None if silent else seconds
-        if isinstance(self._tensors, Several):
+        if isinstance(self._tensors, TensorSockets):
             self._tensors.bound(most_bytes)
         loops = [self._send_control, self._receive]
         if channels == 2:
@@ -180,7 +180,7 @@ class Peer:
                     self._sent += not reporting
                     self._lock.notify_all()
             elif not reporting:
-                if isinstance(self._tensors, Several):
+                if isinstance(self._tensors, TensorSockets):
                     self._tensors.flush()
                 self.close()
                 return

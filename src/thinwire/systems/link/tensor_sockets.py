@@ -17,7 +17,7 @@ _UNMOVED_SECONDS = 900.0  # after which whatever waits without a deadline fails,
 _EARLY_FRAMES, _EARLY_TENSORS = 2048, 4  # that may come before this side reads them
 
 
-class Several:
+class TensorSockets:
     """What :class:`Duplex` is to a peer's tensors. A lost socket is not replaced; all of them lost end it."""
 
     def __init__(self, connections: Sequence[Duplex]) -> None:
@@ -64,6 +64,6 @@ class Several:
         self._bundle.close(0.0)
 
 
-def together(connections: Sequence[Duplex]) -> Duplex | Several:
+def together(connections: Sequence[Duplex]) -> Duplex | TensorSockets:
     """Return what carries a peer's tensors over these connections, which both sides give in the same order."""
-    return connections[0] if len(connections) == 1 else Several(connections)
+    return connections[0] if len(connections) == 1 else TensorSockets(connections)
