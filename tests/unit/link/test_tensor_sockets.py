@@ -158,6 +158,22 @@ def test_a_short_wire_has_one_socket_for_tensors(meet, monkeypatch, wish):
     assert cross(peers, SIZES)
 
 
+def test_a_wire_is_not_long_because_the_listener_is_late(monkeypatch):
+    """TCP counts the time until an acknowledgement, which it holds back in the hope of an answer to send with it."""
+    monkeypatch.delenv("THINWIRE_SOCKETS", raising=False)
+    listener = Listener(roles=("node",), trust=SECRET)
+    between = Between(listener.port)
+    meeting = started(connect, "127.0.0.1", between.port, b"1234", NODE)
+    while not between.pairs:
+        time.sleep(0.01)
+    meeting.join(0.5)
+    listener.serve(lambda peer, first: peer.close(), 4)
+    meeting.join(20)
+    assert len(between.pairs) == 2
+    between.close()
+    listener.close()
+
+
 def test_frames_overtake_tensors(several, meet):
     here, other, between = meet()
     came = queue.SimpleQueue()
