@@ -53,7 +53,7 @@ _AHEAD = 1 << 16  # messages that one side may send before the other has posted 
 _UNCONFIRMED = 1 << 10  # frames of a socket that may be kept for sending them again
 _TURN_BYTES = 8 * FRAME_BYTES  # received from a socket before others have their turn
 _NOTSENT_BYTES = FRAME_BYTES // 2  # that wait in a socket: what waits here can still go to another one
-LINGER_SECONDS, _OPENING_SECONDS = 5.0, 10.0
+_LINGER_SECONDS, _OPENING_SECONDS = 5.0, 10.0
 _TOKEN_BYTES = 16
 _CLOSED = "the other side has closed it"
 STUCK_SECONDS = 10.0  # in which a socket that has something to send moved nothing, while others did: its path is dead
@@ -537,7 +537,7 @@ class Bundle:
                     return
             time.sleep(0.002)
 
-    def close(self, linger: float = LINGER_SECONDS) -> None:
+    def close(self, linger: float = _LINGER_SECONDS) -> None:
         """Close the sockets, once what was sent has arrived or time is up; messages that still wait get an error."""
         if os.getpid() == self._process:  # else the sockets are a parent's
             deadline = time.monotonic() + linger
