@@ -59,6 +59,35 @@ print(found.hexdigest())
 sender.join()
 """
 )
+# Rank 1 receives a tensor from rank 0, and prints how many connections they have.
+PEERS = """
+import os, queue, time
+import torch
+from pathlib import Path
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.listener import Listener, connect
+secret, x = b"0123456789abcdef", torch.arange(300_000, dtype=torch.int32)
+if os.environ["RANK"] == "0":
+    came = queue.SimpleQueue()
+    listener = Listener(29400, "0.0.0.0", roles=("node",), trust=secret)
+    listener.serve(lambda peer, first: came.put(peer), 4)
+    peer = came.get(timeout=60)
+    peer.send_tensor(x, 60)
+    peer.receive_frame(4, 60)
+else:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            peer = connect("node0", 29400, b"1234", PeerIdentity("node", 1, secret))
+            break
+        except RuntimeError:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+    assert torch.equal(peer.receive_tensor(torch.zeros_like(x), 60), x)
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    print(sum(row[2].endswith(f":{29400:04X}") and row[3] == "01" for row in rows))
+    peer.send_frame(b"bye!")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +161,13 @@ def test_a_congestion_control_is_used_or_refused_in_one_sentence(asked, monkeypa
     with pytest.raises(lab.LabError, match=f"'nonesuch', only {', '.join(offered)}: use one of them") as caught:
         lab.run(lab.Cluster(2, congestion="nonesuch"), ["true"])
     assert "\n" not in str(caught.value)
+
+
+def test_a_peer_has_more_sockets_for_its_tensors_on_a_long_wire():
+    cluster = lab.Cluster.parse(2, 1, "100mbit", "25ms", loss="0.1%", congestion="cubic")
+    result, lines = collect(cluster, [sys.executable, "-c", PEERS], timeout_seconds=120)
+    assert result.exit_codes == (0, 0), lines
+    assert lines[1] == ["17"]
 
 
 def children(pid):

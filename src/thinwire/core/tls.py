@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import ssl
 import threading
 from dataclasses import dataclass, replace
@@ -140,6 +141,40 @@ class Cipher:
                 except ssl.SSLError as error:
                     raise NotAdmitted(in_words(error)) from error
                 count += filled
+        return count
+
+
+class CipherSocket(socket.socket):
+    """A connected socket that does not block, whose bytes a cipher has encrypted from its handshake on.
+
+    As with an ``ssl.SSLSocket``, who could not ``send`` calls again with the same bytes.
+    """
+
+    def __init__(self, connection: socket.socket, cipher: Cipher) -> None:
+        super().__init__(fileno=connection.detach())
+        self._cipher, self._room = cipher, memoryview(bytearray(1 << 16))
+        self._left, self._pending = memoryview(b""), True
+
+    def pending(self) -> bool:
+        """Return whether there may be bytes that have been received but not yet returned."""
+        return self._pending
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        self._left = self._left or memoryview(self._cipher.encrypt(data))
+        while self._left:
+            self._left = self._left[super().send(self._left, flags) :]
+        return len(data)
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        try:
+            while not (count := self._cipher.decrypt_into(buffer)):
+                self._pending = False
+                if not (come := super().recv_into(self._room, nbytes, flags)):
+                    return 0
+                self._cipher.feed(self._room[:come])
+        except NotAdmitted as error:
+            raise OSError(str(error)) from error
+        self._pending = count == len(buffer)
         return count
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.core.collectives.bundle import Wire
+from thinwire.core.collectives.wires import Wire
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing.util
 import os
 import secrets
@@ -34,13 +35,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
 from thinwire.core.collectives.streams import CountdownWork, SocketLoop, memory_of
+from thinwire.core.collectives.wires import TcpInfo, Wire, congestion_control, use_congestion_control
 from thinwire.core.sockets import not_for_children, server_at
-from thinwire.core.tls import Credentials
+from thinwire.core.tls import CipherSocket, Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ _HEADER = struct.Struct("<BHIQI")
 """Kind, stream, message, offset, bytes; or kind, a socket's place, a port, frames received, bytes that follow."""
 _DATA, _CONFIRMED, _LOST, _OPEN, _BYE = 1, 2, 3, 4, 5
 _AHEAD = 1 << 16  # messages that one side may send before the other has posted their places
+_UNCONFIRMED = 1 << 10  # frames of a socket that may be kept for sending them again
 _TURN_BYTES = 8 * FRAME_BYTES  # received from a socket before others have their turn
 _NOTSENT_BYTES = FRAME_BYTES // 2  # that wait in a socket: what waits here can still go to another one
 _LINGER_SECONDS, _OPENING_SECONDS = 5.0, 10.0
@@ -57,70 +59,10 @@ _CLOSED = "the other side has closed it"
 STUCK_SECONDS = 10.0  # in which a socket that has something to send moved nothing, while others did: its path is dead
 _KEEPALIVE_SECONDS = 30  # less than after which a router forgets a connection
 
-LONG_SECONDS = 0.004
-"""Of a round trip, from which on one socket is not enough."""
 _BEGIN, _ADAPT_SECONDS = 2, 0.25
 _EMPTY, _FULL = 1.5, 2.0  # of a wire's queue: round trips, over those without one
 _NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_TCP_CONGESTION, _TCP_INFO = 13, 11
 _TCP_KEEPIDLE, _TCP_KEEPINTVL, _TCP_USER_TIMEOUT, _TCP_NOTSENT_LOWAT = 4, 5, 18, 25
-
-
-class TcpInfo(NamedTuple):
-    """What the kernel has measured of a connection. 0: it does not say."""
-
-    trip: float = 0.0
-    """Seconds to the other side and back."""
-    least_trip: float = 0.0
-    retransmitted: int = 0
-    """Packets with data; ``sent``: all of them."""
-    sent: int = 0
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> TcpInfo:
-        with contextlib.suppress(OSError, struct.error):
-            told = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 160)
-            trip, again, least, sent = (struct.unpack_from("=I", told, place)[0] for place in (68, 100, 148, 156))
-            return cls(1e-6 * trip, 1e-6 * least, again, sent)
-        return cls()
-
-
-def use_congestion_control(connection: socket.socket, name: str) -> bool:
-    """Ask for one of TCP's congestion controls; return whether the system allows it to this user."""
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, name.encode())
-        return True
-    return False
-
-
-def congestion_control(connection: socket.socket) -> str:
-    """Return the name of what runs; empty: the system does not say."""
-    with contextlib.suppress(OSError):
-        return connection.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).split(b"\0")[0].decode()
-    return ""
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What a long wire to another rank is like, as TCP on this side has seen it.
-
-    Attributes:
-        trip_seconds: there and back, without waiting in queues.
-        lost: share of the packets that had to be sent again.
-        sockets: that carry frames now.
-        congestion_control: "bbr", "cubic" or another of the system's.
-    """
-
-    trip_seconds: float
-    lost: float
-    sockets: int
-    congestion_control: str
-
-    def __str__(self) -> str:
-        return (
-            f"round trip {1e3 * self.trip_seconds:.1f} ms, {self.lost:.2%} of the packets sent again, "
-            f"{self.sockets} sockets with {self.congestion_control or 'TCP'}"
-        )
 
 
 _Frame = tuple[int, int, int, int]
@@ -164,6 +106,8 @@ class _Inbox:
         self._streams: dict[int, _Incoming] = {}
         self._whole = deque[CountdownWork]()  # of messages, in the order of their streams, whose users are told next
         self._telling = False
+        self.most_early = math.inf
+        self._early = 0  # frames
 
     @property
     def expects(self) -> bool:
@@ -174,7 +118,9 @@ class _Inbox:
         incoming = self._streams.setdefault(stream, _Incoming())
         number, incoming.posted = incoming.posted, incoming.posted + 1
         incoming.places[number] = _Place(memory, work, len(memory))
-        for offset, piece in incoming.early.pop(number, {}).items():
+        early = incoming.early.pop(number, {})
+        self._early -= len(early)
+        for offset, piece in early.items():
             self.arrived((stream, number, offset, len(piece)), piece)
 
     def target(self, frame: _Frame) -> tuple[memoryview, bytearray | None]:
@@ -186,6 +132,8 @@ class _Inbox:
         place = incoming.places.get(message)
         if place is not None and offset not in place.came:
             return place.part(offset, size, self._peer), None
+        if self._early >= self.most_early:
+            raise _NoFrame(self._peer)
         kept = bytearray(size)  # its place is not posted yet; or it came before, over a socket that was lost
         return memoryview(kept), kept
 
@@ -196,7 +144,9 @@ class _Inbox:
         place = incoming.places.get(message)
         if place is None or offset in place.came:
             if message >= incoming.posted and kept is not None:
-                incoming.early.setdefault(message, {})[offset] = kept
+                early = incoming.early.setdefault(message, {})
+                self._early += offset not in early
+                early[offset] = kept
             return False
         if kept is not None:
             place.part(offset, size, self._peer)[:] = kept
@@ -223,10 +173,10 @@ class _Inbox:
                 self._telling = False
 
     def empty(self) -> list[CountdownWork]:
-        """Forget everything, and return whom to tell of an error."""
-        works = [place.work for one in self._streams.values() for place in one.places.values()] + list(self._whole)
-        self._whole.clear()
-        self._streams.clear()
+        """Forget the places of messages that are not whole, and return whom to tell of an error."""
+        works = [place.work for one in self._streams.values() for place in one.places.values()]
+        for one in self._streams.values():
+            one.places.clear()
         return works
 
 
@@ -252,9 +202,9 @@ class Bundle:
     """This rank's sockets to one other rank, which it owns.
 
     After ``timeout`` seconds without a byte, whatever waits fails; errors name the ``peer``. ``accepted``: the other
-    side has opened the sockets, and will open those that replace lost ones, at one of ``ports``. ``active``: so many
-    of the sockets carry frames; by default as many as serves best. ``keys``: the sockets are encrypted with them, and
-    new ones will be.
+    side has opened the sockets, and will open those that replace lost ones, at one of ``ports``; without ports, lost
+    ones are not replaced. ``active``: so many of the sockets carry frames; by default as many as serves best. ``keys``:
+    the sockets are encrypted with them, and new ones will be.
     """
 
     def __init__(
@@ -280,21 +230,28 @@ class Bundle:
         self._first = deque[bytes]()  # frames to send before: words to the other side, and those of a lost socket
         self._moved_in = self._moved_out = self._adapted = time.monotonic()
         self._ends_told, self._lost_there = False, list[_End]()
+        self._held_back = False
         self.active = active or _BEGIN
         self._wanted, self._next_place = len(sockets), itertools.count(len(sockets))
         self._opening: threading.Thread | None = None
         self._over = threading.Event()
         self.by_place = {place: _End(self, place, connection, loop) for place, connection in enumerate(sockets)}
         self.ends = list(self.by_place.values())  # those that are not lost
-        for end in list(self.ends):
-            end.start()
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=1)  # of children that fork, too
+        with self.lock:  # none is lost while others have not begun
+            for end in self.ends:
+                end.start()
 
     def stream(self) -> BundleStream:
         """Return a new stream. Both sides open theirs in the same order."""
         with self.lock:
             self._streams.append(0)
             return BundleStream(self, len(self._streams) - 1)
+
+    def keep_at_most(self, frames: int) -> None:
+        """Fail if the other side sends more frames than that before the places of their messages are posted."""
+        with self.lock:
+            self._inbox.most_early = frames
 
     def wire(self) -> Wire | None:
         """Return what the wire is like; None: all sockets are lost."""
@@ -352,6 +309,9 @@ class Bundle:
     def _next_of_message(self, end: _End, ended: list[CountdownWork]) -> bytes | None:
         if not self._waiting or end not in self.ends[: self.active]:
             return None
+        if len(end.unconfirmed) >= _UNCONFIRMED:
+            self._held_back = True
+            return None
         stream, message, memory, offset, work = self._waiting[0]
         piece = memory[offset : offset + FRAME_BYTES]
         if offset + len(piece) < len(memory):
@@ -392,27 +352,30 @@ class Bundle:
         if not memory:
             work.part_ended()
             return
-        wrong = None
+        late, wrong = list[CountdownWork](), None
         with self.lock:
-            if (error := self._error) is None:
-                if not self._inbox.expects:
-                    self._moved_in = time.monotonic()
-                try:
-                    self._inbox.post(stream, memory, work)
-                except _NoFrame as caught:
-                    wrong = caught
-        if error is not None:
-            work.fail(error)
-        elif wrong is not None:
+            if not self._inbox.expects:
+                self._moved_in = time.monotonic()
+            try:
+                self._inbox.post(stream, memory, work)
+            except _NoFrame as caught:
+                wrong = caught
+            if (error := self._error) is not None:
+                late = self._inbox.empty()  # all but messages of which everything had come before
+        for one in late:
+            one.fail(error or RuntimeError())
+        if wrong is not None:
             self.fail(wrong)
-        else:
-            self._inbox.tell()
+        self._inbox.tell()
 
     def after_data(self) -> None:
         """Do what may call users, for which the lock must not be held."""
         while self._lost_there:
             self.lost(self._lost_there.pop(), "the other side has lost it")
         self._inbox.tell()
+        if self._held_back:
+            self._held_back = False
+            self._send_more()
 
     def target(self, kind: int, frame: _Frame) -> tuple[memoryview, bytearray | None]:
         """Return where the bytes go that follow a header; the lock must be held."""
@@ -437,7 +400,7 @@ class Bundle:
         elif kind == _LOST:
             self._lost_there += [one for one in self.ends if one.place == place]
         elif kind == _OPEN:
-            if place not in self.by_place and not self._accepted:
+            if self._ports and place not in self.by_place and not self._accepted:
                 threading.Thread(
                     target=self._open, args=(place, port, bytes(kept or b"")), name="thinwire-open", daemon=True
                 ).start()
@@ -479,7 +442,7 @@ class Bundle:
             self._send_more()
         else:
             logger.warning("thinwire: a socket to %s was lost (%s); %d others carry on", self._peer, why, others)
-            if self._accepted:
+            if self._ports and self._accepted:
                 self._replace()
             self._say(_LOST, end.place)
 
@@ -574,10 +537,10 @@ class Bundle:
                     return
             time.sleep(0.002)
 
-    def close(self) -> None:
-        """Close the sockets, once what was sent has arrived; messages that still wait get an error."""
+    def close(self, linger: float = _LINGER_SECONDS) -> None:
+        """Close the sockets, once what was sent has arrived or time is up; messages that still wait get an error."""
         if os.getpid() == self._process:  # else the sockets are a parent's
-            deadline = time.monotonic() + _LINGER_SECONDS
+            deadline = time.monotonic() + linger
             self._flush(deadline)
             self._say(_BYE)
             self._flush(deadline)
@@ -636,7 +599,7 @@ class _End:
         self._kind, self._frame = 0, (0, 0, 0, 0)  # of what comes after a header; kind 0: a header comes
         self._kept: bytearray | None = None
         self._wakes_at = 1
-        self._decrypts = connection if isinstance(connection, ssl.SSLSocket) else None
+        self._decrypts = connection if isinstance(connection, (ssl.SSLSocket, CipherSocket)) else None
 
     @property
     def busy(self) -> bool:
@@ -746,8 +709,8 @@ class _End:
         self._bundle.lost(self, _CLOSED)
 
     def check(self, now: float) -> None:
-        if self._wakes_at > 1:
-            self.on_data()  # there may be fewer bytes than the kernel wakes for
+        if self._wakes_at > 1 or self._decrypts:
+            self.on_data()  # there may be fewer bytes than the kernel wakes for, or some that were read before
         if self._bundle.ends and self._bundle.ends[0] is self:
             self._bundle.check(now)
 

@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.bundle import Wire
 from thinwire.core.collectives.groups import backends_of, bounded, seconds_of
 from thinwire.core.collectives.mesh import (
     Mesh,
@@ -45,6 +44,7 @@ from thinwire.core.collectives.mesh import (
     reduce_scatter_by_mesh,
 )
 from thinwire.core.collectives.streams import CountdownWork
+from thinwire.core.collectives.wires import Wire
 from thinwire.core.program import Topology
 from thinwire.core.program.ops import (
     AllGather,

@@ -32,19 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.bundle import (
-    LONG_SECONDS,
-    Bundle,
-    BundleStream,
-    TcpInfo,
-    Wire,
-    congestion_control,
-    use_congestion_control,
-)
+from thinwire.core.collectives.bundle import Bundle, BundleStream
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
+from thinwire.core.collectives.wires import Wire, active_sockets, congestion_control, wanted_sockets
 from thinwire.core.program.bucket import working_dtype
-from thinwire.core.sockets import MESH_RANKS, SOCKETS, WITH_BBR, readable, server_at, writable
+from thinwire.core.sockets import MESH_RANKS, SOCKETS, readable, server_at, writable
 from thinwire.core.tls import Credentials, in_words
 
 if TYPE_CHECKING:
@@ -59,7 +52,6 @@ _TOKEN_BYTES = 16
 _ENDPOINT_BYTES = 256
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHB")
 _SIOCGIFADDR, _LINK_LOCAL = 0x8915, "20"
-_CONTROLS = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
 
 
 class Mesh:
@@ -141,8 +133,7 @@ def _bundles(
     seconds: float,
     keys: Credentials | None,
 ) -> dict[int, Bundle]:
-    control = _control(connections.values())
-    active = count if "THINWIRE_SOCKETS" in os.environ else WITH_BBR if control == "bbr" else None
+    active, control = active_sockets(connections.values(), count), congestion_control(next(iter(connections.values())))
     secret = ", encrypted" if keys is not None else ""
     logger.info("thinwire: up to %s sockets to each rank, with %s%s", active or count, control, secret)
     made = {}
@@ -216,24 +207,8 @@ def _encrypted(
 def _facts(connections: Mapping[tuple[int, int], socket.socket] | None, keys: Credentials | None) -> _Facts:
     """Return what this rank has found: whether it reaches all others, and how many sockets its longest wire wants."""
     least = 1 if keys is None else _CHANNELS
-    if connections is None:
-        return _Facts(False, least, keys is not None)
-    if (wish := os.environ.get("THINWIRE_SOCKETS")) and (not wish.isdigit() or not 1 <= int(wish) <= SOCKETS):
-        raise ValueError(f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to {SOCKETS}")
-    if not wish and max(TcpInfo.of(one).trip for one in connections.values()) < LONG_SECONDS:
-        return _Facts(True, least, keys is not None)
-    control = _control(connections.values())
-    wanted = int(wish) if wish else WITH_BBR if control == "bbr" else SOCKETS
-    return _Facts(True, max(least, wanted), keys is not None)
-
-
-def _control(connections: Iterable[socket.socket]) -> str:
-    """Ask for BBR, or what the user names, on connections of a long wire; return what runs."""
-    named = os.environ.get("THINWIRE_CONGESTION", "")
-    allowed = [use_congestion_control(one, named or "bbr") for one in connections]
-    if named and not all(allowed):
-        raise ValueError(f"THINWIRE_CONGESTION={named!r} must be one of those in {_CONTROLS}, which this system allows")
-    return next(map(congestion_control, connections), "")
+    wanted = 1 if connections is None else wanted_sockets(connections.values())
+    return _Facts(connections is not None, max(least, wanted), keys is not None)
 
 
 def _agreed(mine: _Facts, group: dist.ProcessGroup) -> _Facts:

@@ -16,9 +16,9 @@ from datetime import date, timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.core.collectives.bundle import Wire
 from thinwire.core.collectives.exchange import Lane, Lanes, all_gather_flat, issue, long_wire
 from thinwire.core.collectives.groups import backend_for, backend_of_new, topology_of
+from thinwire.core.collectives.wires import Wire
 from thinwire.core.pricing.costs import KINDS, Curve, Table
 from thinwire.core.program.ops import (
     AllGather,

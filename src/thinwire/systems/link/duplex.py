@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
+from thinwire.core.collectives.wires import ask_for_control, is_long, wanted_sockets
 from thinwire.core.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.core.sockets import Selector, not_for_children
-from thinwire.core.tls import Certificate, Cipher, Credentials
+from thinwire.core.tls import Certificate, Cipher, CipherSocket, Credentials
 
 _LOOK_SECONDS = 5.0
 _ROOM = 1 << 16
 _RECORD = 1 << 14
 _BURST = 1 << 18  # whole records, encrypted together
-_SILENT = "timed out: the other side is silent, or does not read"
+SILENT = "timed out: the other side is silent, or does not read"
 _Done = TypeVar("_Done", bytes, int)
 
 
@@ -39,6 +40,8 @@ class Duplex:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # where nobody may count the other side's silence, the system asks at last whether its machine is still there
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if is_long([connection]):
+            ask_for_control([connection])
         self._socket = not_for_children(connection)
         self._cipher: Cipher | None = None
         self._room = memoryview(b"")
@@ -121,7 +124,7 @@ class Duplex:
     def _feed(self, cipher: Cipher, end: float) -> None:
         """Receive for the cipher. Empty records could come forever, so the deadline is checked each time."""
         if time.monotonic() > end:
-            raise PairTimeout(_SILENT)
+            raise PairTimeout(SILENT)
         cipher.feed(self._room[: self._receive(self._room, end)])
 
     def _receive(self, view: memoryview, end: float) -> int:
@@ -153,7 +156,7 @@ class Duplex:
     def _wait(selector: selectors.BaseSelector, end: float) -> None:
         left = end - time.monotonic()
         if left <= 0:
-            raise PairTimeout(_SILENT)
+            raise PairTimeout(SILENT)
         selector.select(min(left, _LOOK_SECONDS))
 
     @contextlib.contextmanager
@@ -170,6 +173,20 @@ class Duplex:
                 self._users -= 1
                 if self._closed and not self._users:
                     self._socket.close()
+
+    def release(self) -> socket.socket:
+        """Give the socket away, which encrypts if this did, and close what is left. No thread may use this now."""
+        with self._lock:
+            if self._closed:
+                raise PairError(self._closed)
+            self._closed = "its socket was given away"
+        plain = socket.socket(fileno=self._socket.detach())
+        return plain if self._cipher is None else CipherSocket(plain, self._cipher)
+
+    @property
+    def sockets_wanted(self) -> int:
+        """How many sockets its wire wants in all."""
+        return wanted_sockets([self._socket])
 
     def close(self, why: str = "this connection is closed") -> None:
         """Close the connection; a thread that still reads or writes gets an error with the reason ``why``."""

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE
+from thinwire.core.sockets import SOCKETS
 from thinwire.core.tls import Certificate, Credentials
 from thinwire.systems.link.duplex import Duplex
 
@@ -90,6 +91,7 @@ def check_host(host: str, trust: Trust, insecure: bool) -> None:
 
 VERSION = 1
 NOTES, FRAMES, TENSORS = 0, 1, 2
+"""What a connection is for. On a long wire there are more for tensors: the number of the n-th is ``TENSORS + n``."""
 ROLES = ("node", "shard", "worker")
 TOKEN_BYTES = 16
 
@@ -197,7 +199,7 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> In
     if not hmac.compare_digest(proof, _proof(secret, b"caller", first + second)):
         duplex.write(_VERDICT.pack(_WRONG_SECRET, bytes(32)), end)
         raise NotAdmitted("it does not know the secret")
-    if role >= len(ROLES) or ROLES[role] not in roles or channel not in (NOTES, FRAMES, TENSORS):
+    if role >= len(ROLES) or ROLES[role] not in roles or channel >= TENSORS + SOCKETS:
         duplex.write(_VERDICT.pack(_WRONG_ROLE, bytes(32)), end)
         raise NotAdmitted("it connects in a role that is not accepted here")
     return Introduction(PeerIdentity(ROLES[role], number, shown=duplex.shown), channel, token, first + second)

@@ -11,8 +11,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
+from thinwire.core.collectives.wires import ask_for_control
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.sockets import not_for_children
 from thinwire.systems.link.duplex import Duplex, dial
@@ -31,6 +33,7 @@ from thinwire.systems.link.hello import (
     refuse,
 )
 from thinwire.systems.link.peer import Peer
+from thinwire.systems.link.tensor_sockets import together
 
 HELLO_SECONDS = 10.0
 MOST_UNKNOWN = 128
@@ -54,6 +57,8 @@ class ListeningPort:
         most: int = MOST_UNKNOWN,
     ) -> None:
         check_port(port)
+        with socket.socket() as probe:
+            ask_for_control([probe])  # refuse now what no connection could use
         self._hear, self._seconds, self._most = hear, seconds, most
         self._unknown: dict[Duplex, None] = {}  # the oldest first
         self._lock = threading.Lock()
@@ -127,11 +132,13 @@ def check_port(port: int, least: int = 0) -> None:
 
 @dataclass(eq=False)
 class _Half:
-    """A peer whose connection for frames is there, but not yet the one for tensors."""
+    """A peer whose connection for frames is there, but not yet all for tensors; the first of these comes last."""
 
     identity: PeerIdentity
     duplex: Duplex
     first: bytes
+    tensors: dict[int, Duplex] = field(default_factory=dict)
+    whole: bool = False
 
 
 class Listener:
@@ -223,27 +230,46 @@ class Listener:
                 raise PairError("this peer is already here")
             self._halves[heard.token] = half
             self._changed.notify_all()
-            try:
-                self._wait(lambda: self._halves.get(heard.token) is not half, end)
-            except PairError:
-                if self._halves.get(heard.token) is half:
-                    del self._halves[heard.token]
-                    raise
+            self._wait_for_rest(heard.token, half, end)
+
+    def _wait_for_rest(self, token: bytes, half: _Half, end: float) -> None:
+        try:
+            self._wait(lambda: half.whole, end)
+        except PairError:
+            if half.whole:
+                return
+            if self._halves.get(token) is half:
+                del self._halves[token]
+            raise
 
     def _join(self, duplex: Duplex, heard: Introduction, end: float) -> None:
+        place = heard.channel - TENSORS
         with self._changed:
             self._wait(lambda: heard.token in self._halves, end)
             half = self._halves[heard.token]
             if half.identity != heard.identity:
                 raise NotAdmitted("it asks for the tensors of another process")
+            if place in half.tensors or (not place and sorted(half.tensors) != [*range(1, 1 + len(half.tensors))]):
+                raise NotAdmitted("its connections for tensors do not fit together")
             admit(duplex, heard, self._trust, end)
+            half.tensors[place] = duplex
+            if place:
+                self._wait_for_rest(heard.token, half, end)
+                return
             del self._halves[heard.token]
-            for ours in (duplex, half.duplex):
+            half.whole = True
+            tensors = [half.tensors[number] for number in range(len(half.tensors))]
+            for ours in (*tensors, half.duplex):
                 self._listening.forget(ours)
             self._changed.notify_all()
             came = self._came
         assert came is not None
-        peer = Peer(half.duplex, duplex, half.identity)
+        try:
+            peer = Peer(half.duplex, together(tensors), half.identity)
+        except (OSError, PairError) as error:  # it has gone again
+            for ours in (*tensors, half.duplex):
+                ours.close()
+            raise PairError(str(error)) from error
         try:
             came(peer, half.first)
         except (ValueError, RuntimeError) as error:
@@ -321,18 +347,26 @@ def connect(
 ) -> Peer:
     """Connect, with ``hello`` as the first frame. ``PairError``: nobody listens; ``NotAdmitted``: it is no use."""
     end, token = time.monotonic() + seconds, secrets.token_bytes(TOKEN_BYTES)
-    opened: list[Duplex] = []
+    opened: dict[int, Duplex] = {}
+
+    def call(channel: int) -> None:
+        opened[channel] = _call(host, port, identity, channel, token, end, source)
+
     try:
-        opened.append(_call(host, port, identity, FRAMES, token, end, source))
-        opened[0].write(hello, end)
-        opened.append(_call(host, port, identity, TENSORS, token, end, source))
-    except (OSError, PairError) as error:
-        for duplex in opened:
+        call(FRAMES)
+        opened[FRAMES].write(hello, end)
+        count = opened[FRAMES].sockets_wanted
+        with ThreadPoolExecutor(count) as pool:  # without a thread, as long as there is nothing to do
+            list(pool.map(call, range(TENSORS + 1, TENSORS + count)))
+        call(TENSORS)
+        tensors = together([opened[TENSORS + place] for place in range(count)])
+    except (OSError, RuntimeError, ValueError) as error:
+        for duplex in opened.values():
             duplex.close()
-        if isinstance(error, NotAdmitted):
+        if isinstance(error, (NotAdmitted, ValueError)):
             raise
         raise PairError(f"{host} did not let this process in ({error})") from error
-    return Peer(opened[0], opened[1], PeerIdentity("listener", 0))
+    return Peer(opened[FRAMES], tensors, PeerIdentity("listener", 0))
 
 
 def _call(

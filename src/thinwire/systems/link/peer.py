@@ -19,6 +19,7 @@ from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec
 from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.tensor_sockets import TensorSockets
 
 SLOWEST = 1e6 / 8
 """Bytes per second that a link must carry; a slower link counts as dead."""
@@ -27,12 +28,12 @@ logger = logging.getLogger("thinwire")
 
 
 class Peer:
-    """Another process. Frames and tensors use one socket each, so frames never wait behind tensors.
+    """Another process. Frames and tensors use sockets of their own, so frames never wait behind tensors.
 
     Before :meth:`start` both sides read and write directly; then threads send an outbox, and deliver messages.
     """
 
-    def __init__(self, frames: Duplex, tensors: Duplex, other: PeerIdentity) -> None:
+    def __init__(self, frames: Duplex, tensors: Duplex | TensorSockets, other: PeerIdentity) -> None:
         self._frames, self._tensors, self.other = frames, tensors, other
         self.sent_bytes = self.received_bytes = 0
         self._sending = threading.Lock()
@@ -98,6 +99,8 @@ class Peer:
         self._codec, self._seconds, self._most_bytes, self._channels = codec, seconds, most_bytes, channels
         self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
         self._patience = None if silent else seconds
+        if isinstance(self._tensors, TensorSockets):
+            self._tensors.bound(most_bytes)
         loops = [self._send_control, self._receive]
         if channels == 2:
             loops += [self._send_data, self._receive_data]
@@ -177,6 +180,8 @@ class Peer:
                     self._sent += not reporting
                     self._lock.notify_all()
             elif not reporting:
+                if isinstance(self._tensors, TensorSockets):
+                    self._tensors.flush()
                 self.close()
                 return
 

@@ -1,0 +1,415 @@
+"""Several sockets for a peer's tensors: what crosses, what a lost socket costs, and who gets none in."""
+
+import contextlib
+import queue
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+from parameter_cluster import started
+
+from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.systems.link.duplex import dial, end_of
+from thinwire.systems.link.hello import FRAMES, TENSORS, PeerIdentity, introduce
+from thinwire.systems.link.listener import Listener, ListeningPort, connect
+from thinwire.systems.parameter_server.messages import CODEC, Ping, Weights
+
+SECRET = b"0123456789abcdef"
+NODE = PeerIdentity("node", 3, SECRET)
+SOCKETS = 4
+HEADER = struct.Struct("<BHIQI")
+
+
+class Between:
+    """A port that carries connections to another one, until it is told to hold them or to cut one."""
+
+    def __init__(self, port):
+        self._port, self.pairs, self.going = port, [], threading.Event()
+        self.going.set()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        started(self._accept)
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._server.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self.pairs.append((near, far))
+                for ends in ((near, far), (far, near)):
+                    started(self._carry, len(self.pairs) > 1, *ends)
+
+    def _carry(self, may_hold, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if may_hold:
+                    self.going.wait()
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)  # also after a reset
+
+    def cut(self, place):
+        """End one connection; what it has not carried yet is lost."""
+        for end in self.pairs[place]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self.going.set()
+        self._server.close()
+        for place, ends in enumerate(self.pairs):
+            self.cut(place)
+            for end in ends:
+                end.close()
+
+
+@pytest.fixture
+def several(monkeypatch):
+    monkeypatch.setenv("THINWIRE_SOCKETS", str(SOCKETS))
+
+
+@pytest.fixture
+def inn():
+    """Makes a listener; whom it lets in is in its ``came``."""
+    made = []
+
+    def make(trust=SECRET, **options):
+        listener = Listener(roles=("node",), trust=trust, **options)
+        listener.came = queue.SimpleQueue()
+        listener.serve(lambda peer, first: listener.came.put(peer), 4)
+        made.append(listener)
+        return listener
+
+    yield make
+    for listener in made:
+        listener.close()
+
+
+@pytest.fixture
+def meet(inn):
+    """Makes two peers, and what is between them."""
+    made = []
+
+    def make(trusts=(SECRET, SECRET), number=3):
+        there = inn(trusts[0])
+        between = Between(there.port)
+        here = connect("127.0.0.1", between.port, b"1234", PeerIdentity("node", number, trusts[1]))
+        other = there.came.get(timeout=20)
+        made.extend((here, other, between))
+        return here, other, between
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def given(sizes, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8) for n in sizes]
+
+
+def cross(peers, sizes, seed=3):
+    """Send tensors both ways at once; return whether all have come as they were sent."""
+    sent = [given(sizes, 10 * seed + side) for side in range(2)]
+    found = [[torch.zeros_like(x) for x in some] for some in sent]
+
+    def send(side):
+        for x in sent[side]:
+            peers[side].send_tensor(x, 20.0)
+
+    def receive(side):
+        for x in found[1 - side]:
+            peers[side].receive_tensor(x, 20.0)
+
+    threads = [started(do, side) for side in range(2) for do in (send, receive)]
+    for thread in threads:
+        thread.join(60)
+    return all(torch.equal(x, y) for some in zip(sent, found) for x, y in zip(*some))
+
+
+def send_for_ever(peer, x):
+    while True:
+        peer.send_tensor(x, 60.0)
+
+
+SIZES = (1, 3_000_001, 0, 7, 32768, 32769, 999_999, 2)
+
+
+@pytest.mark.parametrize("trust", [None, SECRET, "keys"])
+def test_tensors_of_any_size_cross_both_ways(several, meet, of, trust):
+    trusts = (of("server"), of("a")) if trust == "keys" else (trust, trust)
+    *peers, between = meet(trusts)
+    assert len(between.pairs) == 1 + SOCKETS
+    assert cross(peers, SIZES)
+    assert peers[0].sent_bytes == peers[1].received_bytes == sum(SIZES)
+
+
+@pytest.mark.parametrize("wish", [None, "1"])
+def test_a_short_wire_has_one_socket_for_tensors(meet, monkeypatch, wish):
+    monkeypatch.delenv("THINWIRE_SOCKETS", raising=False)
+    if wish:
+        monkeypatch.setenv("THINWIRE_SOCKETS", wish)
+    *peers, between = meet()
+    assert len(between.pairs) == 2
+    assert cross(peers, SIZES)
+
+
+def test_a_wire_is_not_long_because_the_listener_is_late(monkeypatch):
+    """TCP counts the time until an acknowledgement, which it holds back in the hope of an answer to send with it."""
+    monkeypatch.delenv("THINWIRE_SOCKETS", raising=False)
+    listener = Listener(roles=("node",), trust=SECRET)
+    between = Between(listener.port)
+    meeting = started(connect, "127.0.0.1", between.port, b"1234", NODE)
+    while not between.pairs:
+        time.sleep(0.01)
+    meeting.join(0.5)
+    listener.serve(lambda peer, first: peer.close(), 4)
+    meeting.join(20)
+    assert len(between.pairs) == 2
+    between.close()
+    listener.close()
+
+
+def test_frames_overtake_tensors(several, meet):
+    here, other, between = meet()
+    came = queue.SimpleQueue()
+    for peer in (here, other):
+        peer.start(CODEC, channels=2, seconds=60, most_bytes=1 << 24, deliver=came.put, closed=came.put)
+    between.going.clear()
+    (x,) = given([9_000_000])
+    here.post(Weights(5, 1, 0, 7, 1, tensor=x))
+    here.post(Ping())
+    assert isinstance(came.get(timeout=20), Ping)
+    between.going.set()
+    assert torch.equal(came.get(timeout=20).tensor, x)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_socket_that_is_cut_costs_no_byte(several, meet, of, seed):
+    """At a random moment, and what is on its way is lost; half of the peers encrypt."""
+    draw = random.Random(seed)
+    *peers, between = meet((of("server"), of("a")) if seed % 2 else (SECRET, SECRET))
+
+    def cutter():
+        time.sleep(draw.uniform(0, 0.01))
+        between.cut(draw.randrange(1, 1 + SOCKETS))
+
+    cutting = started(cutter)
+    assert cross(peers, (1_500_000, 70_000, 1_000_001), seed)
+    cutting.join(10)
+    assert cross(peers, (70_001,), seed)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_peer_without_any_socket_fails(several, meet, of, encrypted):
+    here, other, between = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
+    said = queue.SimpleQueue()
+
+    def receive():
+        try:
+            other.receive_tensor(torch.zeros(10), 60.0)
+        except PairError as error:
+            said.put(str(error))
+
+    started(receive)
+    for place in range(1, 1 + SOCKETS):
+        between.cut(place)
+    assert "a tensor was not received: the other side has gone" in said.get(timeout=30)
+    with pytest.raises(PairError, match="the other side has gone"):
+        send_for_ever(here, torch.zeros(10))  # until this side has noticed, too
+
+
+def test_a_tensor_that_does_not_come_has_a_time_limit(several, meet):
+    here, _, _ = meet()
+    room = torch.zeros(10)
+    with pytest.raises(PairError, match="not received: timed out: the other side is silent"):
+        here.receive_tensor(room, 0.2)
+    with pytest.raises(PairError, match="timed out"):
+        here.receive_tensor(room, 60.0)
+
+
+def test_close_waits_for_nobody(several, meet, monkeypatch):
+    """Although the other side takes nothing any more."""
+    here, _, between = meet()
+    between.going.clear()
+    said, slept, sleep = queue.SimpleQueue(), [], time.sleep
+
+    def send():
+        try:
+            here.send_tensor(torch.zeros(50_000_000), 600.0)
+        except PairError as error:
+            said.put(str(error))
+
+    def sleeping(seconds):
+        slept.append(threading.current_thread())
+        sleep(seconds)
+
+    sending = started(send)
+    sending.join(0.3)
+    monkeypatch.setattr(time, "sleep", sleeping)
+    here.close()
+    assert threading.current_thread() not in slept
+    assert said.get(timeout=30) == "this connection is closed"
+    with pytest.raises(PairError, match="this connection is closed"):
+        here.receive_tensor(torch.zeros(1), 60.0)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_finish_delivers_what_was_posted(several, meet, of, encrypted):
+    """To a side that reads only after the sender has gone."""
+    here, other, _ = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
+    here.start(CODEC, seconds=60, most_bytes=1 << 24, deliver=print, closed=print)
+    tensors = given((4_000_000, 1, 2_999_999))
+    for x in tensors:
+        here.post(Weights(5, 1, 0, 7, 1, tensor=x))
+    here.finish()
+    here.join(60)
+    assert here.ended
+    for x in tensors:
+        _, _, size = CODEC.decode(other.receive_frame(128, 20.0))
+        assert torch.equal(other.receive_tensor(torch.zeros(size, dtype=torch.uint8), 20.0), x)
+    with pytest.raises(PairError):
+        other.receive_tensor(torch.zeros(1), 20.0)
+
+
+# --- who gets none in ---------------------------------------------------------------------------------------------
+
+
+def call(listener, channel, token=b"t" * 16, identity=NODE):
+    duplex, end = dial("127.0.0.1", listener.port, 20.0), end_of(20.0)
+    try:
+        introduce(duplex, identity, channel, token, end)
+    except PairError:
+        duplex.close()
+        raise
+    return duplex
+
+
+def member(listener, count):
+    """A node that does by hand what it should, and then what it likes with its sockets."""
+    frames = call(listener, FRAMES)
+    frames.write(b"1234", end_of(20.0))
+    opened = {place: call(listener, TENSORS + place) for place in (*range(1, count), 0)}
+    return frames, [opened[place] for place in range(count)], listener.came.get(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("before", "channel", "changed"),
+    [
+        ((), TENSORS + 1, {"token": b"u" * 16}),
+        ((), TENSORS + 1, {"identity": PeerIdentity("node", 4, SECRET)}),
+        ((), TENSORS + 1, {"identity": PeerIdentity("node", 3, b"f" * 16)}),
+        ((), TENSORS + 16, {}),
+        ((), 255, {}),
+        ((1, 2), TENSORS + 2, {}),
+        ((2,), TENSORS, {}),
+        ((1, 3), TENSORS, {}),
+    ],
+)
+def test_a_socket_that_does_not_belong_is_refused(several, inn, before, channel, changed):
+    there = inn(seconds=3.0)  # after which a wrong token counts as one that nobody has shown
+    frames = call(there, FRAMES)
+    frames.write(b"1234", end_of(20.0))
+    opened = [call(there, TENSORS + place) for place in before]
+    with pytest.raises(PairError):
+        call(there, channel, **changed)
+    assert there.came.empty()
+    honest = connect("127.0.0.1", there.port, b"1234", NODE)  # nobody else is kept out
+    there.came.get(timeout=20).close()
+    honest.close()
+    for ours in (frames, *opened):
+        ours.close()
+
+
+def test_sockets_whose_first_never_comes_are_closed(several, inn):
+    there = inn(seconds=2.0)
+    opened = [call(there, FRAMES)]
+    opened[0].write(b"1234", end_of(20.0))
+    opened += [call(there, TENSORS + place) for place in (1, 2)]
+    for ours in opened:
+        with pytest.raises(PairError, match="the other side has"):
+            ours.read(1, end_of(60.0))
+    assert there.came.empty()
+
+
+def test_a_socket_that_comes_after_the_peer_is_whole_is_refused(several, inn):
+    there = inn(seconds=1.0)
+    _, _, peer = member(there, 3)
+    for place in (0, 1, 5):
+        with pytest.raises(PairError):
+            call(there, TENSORS + place)
+    peer.close()
+
+
+def hostile(draw):
+    size = draw.choice((0, 1, 17, 32768, 32769, 2**32 - 1))
+    offset = draw.choice((0, 1, 32768, 2**40, 2**64 - 1))
+    stream, message = draw.choice((0, 1, 9, 65535)), draw.choice((0, 1, 5, 2**32 - 1))
+    header = HEADER.pack(draw.choice((0, 1, 1, 1, 2, 3, 4, 4, 5, 255)), stream, message, offset, size)
+    return header + draw.randbytes(min(size, 200))
+
+
+def test_bytes_that_are_no_frames_end_the_peer(several, inn):
+    draw, there = random.Random(5), inn()
+    for _ in range(60):
+        frames, sockets, peer = member(there, 3)
+        said = queue.SimpleQueue()
+
+        def receive(peer=peer, said=said):
+            try:
+                peer.receive_tensor(torch.zeros(100_000), 60.0)
+            except PairError as error:
+                said.put(error)
+
+        threads = threading.active_count()
+        started(receive)
+        with contextlib.suppress(PairError):
+            sockets[draw.randrange(3)].write(b"".join(hostile(draw) for _ in range(300)), end_of(20.0))
+        for one in (frames, *sockets):
+            one.close()
+        said.get(timeout=30)
+        assert threading.active_count() < threads + 20  # no thread for each "open another socket"
+        peer.close()
+
+
+def test_a_side_that_sends_what_nobody_asks_for_is_bounded(several, inn):
+    there, closed = inn(), queue.SimpleQueue()
+    _, sockets, peer = member(there, 2)
+    peer.start(CODEC, seconds=600, most_bytes=1 << 20, deliver=print, closed=closed.put)
+    frames = b"".join(HEADER.pack(1, 0, n, 0, 32768) + bytes(32768) for n in range(1 << 12))  # 128 MB
+    with pytest.raises(PairError, match="the other side has"):
+        sockets[0].write(frames, end_of(60.0))
+    peer.close()
+
+
+def test_who_never_confirms_does_not_fill_the_memory(several, inn):
+    there = inn()
+    _, sockets, peer = member(there, 2)
+    reading = [started(sink, one) for one in sockets]
+    with pytest.raises(PairError, match="timed out"):
+        peer.send_tensor(torch.zeros(1 << 26), 2.0)  # 256 MB, of which it keeps 64 for sending them again
+    for thread in reading:
+        thread.join(30)
+
+
+def sink(duplex):
+    with contextlib.suppress(PairError):
+        while True:
+            duplex.read_some(end_of(60.0))
+
+
+def test_what_the_user_asks_for_in_vain_is_said(inn, monkeypatch):
+    there = inn()
+    monkeypatch.setenv("THINWIRE_SOCKETS", "17")
+    with pytest.raises(ValueError, match="THINWIRE_SOCKETS='17' must be a whole number from 1 to 16"):
+        connect("127.0.0.1", there.port, b"1234", NODE)
+    monkeypatch.setenv("THINWIRE_CONGESTION", "nonesuch")
+    with pytest.raises(ValueError, match="THINWIRE_CONGESTION='nonesuch' must be one of those"):
+        ListeningPort(0, "127.0.0.1", print)
+    monkeypatch.delenv("THINWIRE_CONGESTION")
+    with pytest.raises(NotAdmitted):
+        call(there, TENSORS, identity=PeerIdentity("node", 3))
