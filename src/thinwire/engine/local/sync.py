@@ -44,7 +44,6 @@ class LocalSync(Handle):
 
     Attributes:
         services: what other packages use of it.
-        settings: the ``Local`` that was asked for.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class LocalSync(Handle):
         inner: GradientSync | None = None,
         site: Site | None = None,
     ) -> None:
-        state, self.settings, self._inner = State(comm.rank, topology), local, inner
+        state, self._settings, self._inner = State(comm.rank, topology), local, inner
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(here(m.parameter).nbytes for m in managed)
@@ -141,7 +140,7 @@ class LocalSync(Handle):
 
     def _tell_loaded(self) -> None:
         """Warn at the first step if weights were changed after ``attach``, for example loaded from a file."""
-        known = self._rounds.count or self._steps.waiting or self._travel is None or self.settings.averages
+        known = self._rounds.count or self._steps.waiting or self._travel is None or self._settings.averages
         if not known and self._rounds.drifted:
             logger.warning(
                 "thinwire: weights were changed after attach, before the first step: that change is averaged as if the "
@@ -186,7 +185,7 @@ class LocalSync(Handle):
             self._times.said = self._layers.ended(rounds, self._times)
         elif rounds.ends:
             starting = any(fragment.starting for fragment in rounds.fragments)
-            rounds.measured, rounds.code = self._times.period(self.settings, starting=starting)
+            rounds.measured, rounds.code = self._times.period(self._settings, starting=starting)
 
     # --- what users call -----------------------------------------------------------------------------------------
 
@@ -251,7 +250,7 @@ class LocalSync(Handle):
     def period(self) -> int:
         """Optimizer steps between two exchanges of a parameter, at present; 1 with one rank."""
         rounds = self._rounds
-        return 1 if self._travel is None else rounds.period or self.settings.period_at(0, self._lr, None)
+        return 1 if self._travel is None else rounds.period or self._settings.period_at(0, self._lr, None)
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -275,7 +274,7 @@ class LocalSync(Handle):
 
     def stats(self) -> Stats:
         """Return counters since ``attach``; ``steps`` are the optimizer's."""
-        travel, local = self._travel, self.settings
+        travel, local = self._travel, self._settings
         if travel is None:
             return dataclasses.replace(
                 self._session.stats("one rank only: nothing is sent"), method="local", steps=self._rounds.count
@@ -327,7 +326,7 @@ class LocalSync(Handle):
                     codec[kind].setdefault(field, {}).update(named)
             saved |= {"names": list(fragment.parameters), "rounds": part["step"], "dropped": part["dropped"]}
             sent.append(saved.pop("sent"))
-        flat = to_flat(self._session, {}, None, codec) | {LOCAL: self.settings.told, f"sent/{rank}": sent}
+        flat = to_flat(self._session, {}, None, codec) | {LOCAL: self._settings.told, f"sent/{rank}": sent}
         if self._inner is not None:
             flat[f"inside/{rank}"] = self._inner.state_dict()
         return flat | {"outer": {**outer, "buffers": buffers, "frozen": frozen}}
@@ -401,9 +400,9 @@ class LocalSync(Handle):
                 "attach with that method, or start from the saved weights"
             )
         rank, same = self.services.rank, int(state["world_size"]) == self.services.topology.world_size
-        if state[LOCAL] != self.settings.told:
+        if state[LOCAL] != self._settings.told:
             raise ValueError(
-                f"the state was saved with {state[LOCAL]}, but here it is {self.settings.told}; to change settings, "
+                f"the state was saved with {state[LOCAL]}, but here it is {self._settings.told}; to change settings, "
                 "call finish() before saving, and start from the saved weights"
             )
         if same and state["rank"] != rank:
@@ -412,7 +411,7 @@ class LocalSync(Handle):
                 "its own, with a model and an optimizer, which thinwire.checkpoint.save keeps and "
                 "torch.distributed.checkpoint does not"
             )
-        if not same and self.settings.inside is not None:
+        if not same and self._settings.inside is not None:
             raise ValueError(
                 f"the state was saved on {state['world_size']} ranks, but with inside= the residuals belong to "
                 "machines: call finish() before saving, and start from the saved weights"
