@@ -36,13 +36,20 @@ def run(
 
 
 def told(
-    command: Sequence[str], workers: int, link: str, seconds: float, *, may_end: bool = True, **options: Any
+    command: Sequence[str],
+    workers: int,
+    link: str,
+    seconds: float,
+    *,
+    ranks_per_node: int = 1,
+    may_end: bool = True,
+    **options: Any,
 ) -> list[tuple[int, float, dict[str, Any]]]:
     """The lines of JSON that a Python script's ranks print: by whom, after how many seconds, and what.
 
     Args:
         command: the script and its arguments.
-        workers, link: of the lab.
+        workers, link, ranks_per_node: of the lab.
         seconds: after which the run is ended.
         may_end: False: the script trains without end, and is ended.
         options: as of ``lab.run``.
@@ -57,7 +64,7 @@ def told(
             print(f"[{rank}] {line}", file=sys.stderr, flush=True)
 
     print(f"... {' '.join(command[1:])}; {workers} workers, {link}", file=sys.stderr, flush=True)
-    cluster = lab.Cluster.parse(workers, link=link)
+    cluster = lab.Cluster.parse(workers, ranks_per_node, link)
     result = lab.run(cluster, [sys.executable, *command], on_line=on_line, timeout_seconds=seconds, **options)
     if may_end and (result.exit_code or not lines):
         sys.exit(f"{command[0]} failed at {link}")
