@@ -462,6 +462,7 @@ class Fragment:
         return True
 
     def _merge(self, weights: list[Tensor], mean: list[Tensor], count: int) -> None:
+        """Make the outer step with the mean change (or the mean of the weights), and bring it to this rank's weights."""
         if self._kept:
             change = torch._foreach_sub(self.anchors, mean) if self._averages else mean
             torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
