@@ -462,7 +462,7 @@ class Fragment:
         return True
 
     def _merge(self, weights: list[Tensor], mean: list[Tensor], count: int) -> None:
-        """Make the outer step with the mean change (or the mean of the weights), and bring it to this rank's weights."""
+        """Make the outer step with the mean change, or the mean of the weights, and bring it to the weights here."""
         if self._kept:
             change = torch._foreach_sub(self.anchors, mean) if self._averages else mean
             torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
@@ -569,7 +569,8 @@ class Fragment:
             for own, value in zip(held, saved.get(kept, []), strict=True):
                 own.copy_(value)
         self._followed = saved.get("followed", 0)
-        self._sent = [x.to(w.device, copy=True) for x, w in zip(saved["sent"], self.weights)]
+        sent = saved["sent"] or ([] if self.due is None else self.anchors)  # begun again, it needs none of its own
+        self._sent = [x.to(w.device, copy=True) for x, w in zip(sent, self.weights)]
         self._residuals(self._put_away)
         self._kept = saved["kept"]
         mean = saved["mean"]
