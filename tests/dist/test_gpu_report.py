@@ -36,7 +36,7 @@ def test_methods_are_right_on_ranks(names):
 
 
 SMALL = sorted(name for name, way in ways.WAYS.items() if way.model != "wide")  # the others take a CPU half an hour
-FEW = ["unused", "cut, topk", "topk under DDP", "FSDP2's replicas, powersgd", "K-FAC, dkfac", "local"]
+FEW = ["FSDP2's sites", "unused", "cut, topk", "topk under DDP", "FSDP2's replicas, powersgd", "K-FAC, dkfac", "local"]
 
 
 def _ways(rank, size, names):

@@ -87,7 +87,9 @@ def main():
         parts.append(("another current device", ranks, ["--leave-current"], against, {}))
         parts.append(("times", ranks, ["--timed", "2048"], ("step_ms", "MiB"), {}))
     else:
+        sites = ["--only", "FSDP2's sites", "FSDP2's sites, in host memory"]
         parts += [("three ranks", 3, [], against, {}), ("four ranks", 4, [], against, {})]
+        parts.append(("sites of two shards", 4, sites, ("as_cpu", "right", "error"), {"script": "ways.py"}))
     for name, size, words, columns, options in parts:
         found[name] = part = on_ranks(size, *words, **options)
         console.print(shown(f"{name}: races {part['races']}, ended {part['ended']}", part["rows"], columns))

@@ -92,7 +92,7 @@ class Way:
     kfac: dict[str, Any] | None = None
     channels_last: bool = False
     hook: bool = False  # under DDP, by thinwire's communication hook
-    fsdp: str | None = None  # under FSDP2: "replicas" of whole models, or "shards"
+    fsdp: str | None = None  # under FSDP2: "replicas" of whole models, "shards", or "sites" of two shards
     cut: bool = False  # saved halfway, and gone on with from the file
     exact: bool = False  # has DDP's bits on two ranks
     alone: bool = False  # not trained once more on the CPU
@@ -128,7 +128,8 @@ class Run:
         self.way, self.device, self.rank = way, device, dist.get_rank()
         if way.fsdp is not None:
             ranks = dist.get_world_size()
-            shape = (ranks, 1) if way.fsdp == "replicas" else (1, ranks)
+            shards = {"replicas": 1, "shards": ranks, "sites": 2 if ranks >= 4 else 1}[way.fsdp]
+            shape = (ranks // shards, shards)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
             for part in (*self.net.blocks, self.net):
                 fully_shard(part, mesh=mesh if way.fsdp == "replicas" else mesh["shard"])
@@ -137,7 +138,9 @@ class Run:
         self.called, self.sync, self.kfac = self.net, None, None
         unused = way.options.get("find_unused_parameters", False)
         self.state = None
-        if way.fsdp is not None:
+        if way.fsdp == "sites":
+            self.sync = fsdp2.attach(self.net, self.optimizer, way.method, sites=mesh["replicate"], **way.options)
+        elif way.fsdp is not None:
             if not reference:
                 attach = fsdp2.attach if way.fsdp == "replicas" else fsdp2.attach_reduce_scatter
                 self.state = attach(self.net, way.method, **way.options)
@@ -331,6 +334,13 @@ WAYS: dict[str, Way] = {
     "FSDP2's replicas, topk": Way("topk", {"density": 0.05}, fsdp="replicas"),
     "FSDP2's shards, bf16": Way("cast", {"dtype": "bf16"}, fsdp="shards"),
     "FSDP2's shards, int8": Way("cast", {"dtype": "int8"}, fsdp="shards"),
+    "FSDP2's sites": Way("local", {"sync_every": 4, "codec": "int2"}, optimizer="adamw", fsdp="sites"),
+    "FSDP2's sites, in host memory": Way(
+        "local",
+        {"sync_every": 4, "codec": "int8", "fragments": 2, "fragment_sync_delay": 1, "anchors": "cpu"},
+        optimizer="adamw",
+        fsdp="sites",
+    ),
     "K-FAC": Way(model="perceptron", kfac=kfac),
     "K-FAC, eigen": Way(model="perceptron", kfac={**kfac, "method": "eigen"}),
     "K-FAC, dkfac": Way(model="perceptron", kfac={**kfac, "variant": Variant("dkfac")}),
