@@ -42,12 +42,21 @@ def test_as_on_the_cpu(algorithm, d, k, no_host_read):
     values, indices = top_k(there, k, algorithm, seeded())
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(values, there[indices])
-    assert indices.unique().numel() == k
+    assert indices.numel() == k
+    assert (indices.diff() > 0).all()
     got = values.abs().sort().values.cpu()
     if algorithm in ("exact", "histogram", "threshold"):
         assert torch.equal(got, want)
     else:  # the mean is summed in another order
         assert (got != want).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_other_dtypes(algorithm, dtype):
+    x = torch.randn(200_001, generator=seeded()).to(dtype)
+    want, got = top_k(x, 2000, algorithm, seeded())[0], top_k(x.cuda(), 2000, algorithm, seeded())[0].cpu()
+    assert (got.abs().sort().values != want.abs().sort().values).float().mean() < 0.01
 
 
 @needs_triton

@@ -12,23 +12,68 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire.core.kernels.select.histogram import digits_kernel
+from thinwire.core.kernels.pairs import average_kernel, padded_keys_kernel, send_kernel, union_kernel
+from thinwire.core.kernels.select.gaussian import fit_kernel
+from thinwire.core.kernels.select.mstopk import bisect_kernel
+from thinwire.core.kernels.select.ranked import (
+    NAN,
+    count_kernel,
+    digits_kernel,
+    gather_kernel,
+    sample_kernel,
+    write_kernel,
+)
 
 TARGETS = [
     *(GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100)),
     *(GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942")),
 ]
-_COUNTS = {"keys": "*i32", "prefix": "*i64", "counts": "*i64", "BLOCK": 2048, "TURNS": 8}
+_SELECT = {"bits": "*i32", "state": "*i64", "size": "i32", "span": "i32", "stride": "i32", "place": "i32", "k": "i32"}
+_SELECT |= {"lists": "*i32", "found": "*i32", "sums": "*fp64", "counts": "*i32", "out": "*i64", "share": "i64"}
+_SELECT |= {"most": "i32", "programs": "i32", "quantile": "i64", **dict.fromkeys(("rank0", "rank1", "rank2"), "i32")}
+_SELECT |= {"TILED": 2048, "SAMPLED": 4096, "WIDTH": 1024, "SHIFT": 0, "CELLS": 3102}
+_LARGE = {"size": "i64", "k": "i64", "most": "i64", "rank0": "i64"}
+_PAIRS = {"a": "*fp32", "out": "*fp32", "indices": "*i64", "finite": "*i1", "values": "*fp32", "scale": "*fp32"}
+_PAIRS |= {
+    "sent": "*fp32",
+    "places": "*i32",
+    "k": "i32",
+    "padded": "i32",
+    "size": "i32",
+    "steps": "i32",
+    "parts": "i32",
+}
+_PAIRS |= {"ranks": "i32", "value_row": "i32", "index_row": "i32", "PARTS": 8, "SPAN": 4096, "WIDTH": 512, "LIMIT": 0}
+_SUM = {**_PAIRS, "indices": "*i32"}
+_MERGE = {**_PAIRS, **dict.fromkeys(("other_indices", "found", "places"), "*i64"), "bits": "*i32", "keys": "*i32"}
+_MERGE |= {"n": "i32", "other_values": "*fp32", "sums": "*fp32"}
 CASES = [  # a kernel, and its parameters: types, or the numbers of its constants
-    (digits_kernel, {**_COUNTS, "size": size, "SHIFT": shift, "BITS": bits})
-    for size, shift, bits in (("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11))
+    (sample_kernel, _SELECT),
+    (sample_kernel, {**_SELECT, **_LARGE}),
+    *((gather_kernel, {**_SELECT, "MOMENT": moment}) for moment in (0, 1, 2)),
+    (gather_kernel, {**_SELECT, **_LARGE, "MOMENT": 0}),
+    *((digits_kernel, {**_SELECT, "DIGIT": digit, "RANKS": ranks}) for digit, ranks in ((0, 1), (1, 1), (3, 3))),
+    (digits_kernel, {**_SELECT, **_LARGE, "DIGIT": 1, "RANKS": 2}),
+    (bisect_kernel, {**_SELECT, "SAMPLINGS": 30, "BASE": 0}),
+    (fit_kernel, {**_SELECT, "ROUNDS": 3, "DENSE": 0}),
+    *((count_kernel, {**_SELECT, "MOST": most}) for most in (0, NAN)),
+    (count_kernel, {**_SELECT, **_LARGE, "MOST": NAN}),
+    *((write_kernel, {**_SELECT, "LINE": line, "WIDE": False}) for line in (False, True)),
+    (write_kernel, {**_SELECT, **_LARGE, "LINE": False, "WIDE": True}),
+    (send_kernel, _PAIRS),
+    *((send_kernel, {**_PAIRS, "sent": f"*{wire}", "LIMIT": 65504.0}) for wire in ("fp16", "bf16")),
+    (average_kernel, _SUM),
+    (average_kernel, {**_SUM, "scale": None}),
+    (union_kernel, _MERGE),
+    (padded_keys_kernel, _MERGE),
+    *((average_kernel, {**_SUM, "values": f"*{wire}", "PARTS": 64}) for wire in ("fp16", "bf16")),
 ]
 
 
 def compiled(target, kernel, parameters):
+    parameters = {name: parameters[name] for name in kernel.jit.arg_names}
     constants = {name: value for name, value in parameters.items() if not isinstance(value, str)}
     signature = {**parameters, **dict.fromkeys(constants, "constexpr")}
-    signature = {name: signature[name] for name in kernel.jit.arg_names}
     return triton.compile(ASTSource(fn=kernel.jit, signature=signature, constexprs=constants), target=target)
 
 

@@ -6,7 +6,7 @@ from scipy.stats import chisquare
 from selections import SEARCHES, laplace, recall, seeded, static_shapes
 
 from thinwire.core.kernels.select import ALGORITHMS, top_k
-from thinwire.core.kernels.select.band import Band, take
+from thinwire.core.kernels.select.band import Band, draw, take
 from thinwire.core.kernels.select.magnitudes import Magnitudes
 from thinwire.core.kernels.select.mstopk import search
 
@@ -52,7 +52,7 @@ def inclusions(need, window, draws=10**4):
     band.high, band.low = 1.5, 0.5
     counts = torch.zeros(45, dtype=torch.int64)
     for _ in range(draws):
-        counts[take(field, band, generator, window)] += 1
+        counts[take(field, band, draw(generator), window)] += 1
     assert (counts[::9] == draws).all()
     return counts[x == 1.0]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from thinwire.core.kernels import fused
-from thinwire.core.kernels.select.histogram import count_digits
+from thinwire.core.kernels.select.mstopk import choose
 
 GPU = Path(__file__).parents[2] / "gpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux")
@@ -47,6 +47,6 @@ def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
     x = torch.ones(3).as_subclass(OnCard)
     for installed in (True, False):
         monkeypatch.setattr(fused, "triton_installed", lambda installed=installed: installed)
-        assert count_digits.serves(x) is installed
-        assert not count_digits.serves(torch.ones(3))
-        assert not count_digits.serves(x.double())
+        assert choose.serves(x) is installed
+        assert not choose.serves(torch.ones(3))
+        assert not choose.serves(x.double())

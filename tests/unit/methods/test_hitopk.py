@@ -4,8 +4,8 @@ import pytest
 import torch
 from worlds import draw, mean
 
+from thinwire.core.kernels import pairs
 from thinwire.core.kernels.select import keep_count
-from thinwire.core.methods import hitopk
 from thinwire.core.methods.hitopk import HiTopK
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
@@ -56,7 +56,7 @@ def test_the_law_tells_a_scatter_that_overwrites(nodes, ranks, monkeypatch):
             out[i] = v
         return out
 
-    monkeypatch.setattr(hitopk, "add_pairs", overwrite)  # as published code does it
+    monkeypatch.setattr(pairs, "add_pairs", overwrite)  # as published code does it
     assert lost(LocalWorld(nodes * ranks, ranks), HiTopK(0.3), 12, {"w": (12, 9)}) > 1e-3
 
 

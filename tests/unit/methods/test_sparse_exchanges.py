@@ -11,7 +11,7 @@ from worlds import draw, label, mean
 from thinwire import GTopK, OkTopk
 from thinwire.core.kernels.pairs import by_index, contains, merge_pairs, pack, unpack
 from thinwire.core.kernels.select import keep_count, top_k
-from thinwire.core.methods.base import accumulate_flat, all_finite, stage_flat
+from thinwire.core.methods.base import accumulate_flat, stage_flat
 from thinwire.core.methods.regions import regions
 from thinwire.core.methods.sparse import EXCHANGES, assumed_cheapest, deliver, messages, seconds
 from thinwire.core.methods.topk import TopK
@@ -44,7 +44,7 @@ class PublishedGTopK(TopK):
         sums, places = lists[0]
         a[index] = torch.where(contains(places, index), 0, values)
         stage_flat(bucket, state, a)
-        deliver(bucket, sums, places, all_finite(sums), state.size)
+        deliver(bucket, pack(sums, places)[None], k, sums.dtype, state.size)
 
 
 def leak(method, size, d=400, steps=8):

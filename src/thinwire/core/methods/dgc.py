@@ -29,22 +29,21 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_flag, check_number
-from thinwire.core.kernels.pairs import wire_dtype
+from thinwire.core.kernels.pairs import average, send, wire_dtype
 from thinwire.core.kernels.select import keep_count
 from thinwire.core.methods.base import Warmup, all_finite, check_fusion, poison
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, LINE_PASSES, Prices, elements
 from thinwire.core.methods.sparse import (
-    all_gather_pairs,
-    average_pairs,
     check_options,
     check_size,
     choose,
+    deliver,
     message_units,
     segments,
     stays_dense,
 )
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllReduce, Bucket, Method, Program, Slot, State, Topology, working_dtype
+from thinwire.core.program import AllGather, AllReduce, Bucket, Method, Program, Slot, State, Topology, working_dtype
 
 _MOMENTUM, _DECAY = "momentum", "decay"
 
@@ -170,24 +169,27 @@ class DGC(Method):
         d = bucket.numel
         k = min(d, bucket.kept) or self.kept(d, state.step)
         m, v = state.spare(bucket.slots, _MOMENTUM), state.spare(bucket.slots)
-        factor = self._factor(bucket, state)
-        for slot, m_piece, v_piece in zip(bucket.slots, bucket.split(m), bucket.split(v)):
-            if m.device.type != "meta":
-                g = slot.gradient() if factor is None else slot.gradient() * factor
-                self._push(state.local(_MOMENTUM, slot), g, m_piece)
-                torch.add(state.residual(slot), m_piece, out=v_piece)
-                if self.nesterov:
-                    v_piece.add_(g)
+        factor, slots = self._factor(bucket, state), bucket.slots
+        m_pieces, v_pieces = bucket.split(m), bucket.split(v)
+        if m.device.type != "meta":
+            g = [slot.gradient() if factor is None else slot.gradient() * factor for slot in slots]
+            self._push([state.local(_MOMENTUM, slot) for slot in slots], g, m_pieces)
+            _add([state.residual(slot) for slot in slots], m_pieces, v_pieces)
+            if self.nesterov:
+                torch._foreach_add_(v_pieces, g)
+        for slot, m_piece, v_piece in zip(slots, m_pieces, v_pieces):
             state.stage(slot.name, residual=v_piece, local={_MOMENTUM: m_piece})
-        values, index = choose(v, k, self.select, bucket, state)
-        sums, places, left = yield from all_gather_pairs(values, index, wire_dtype(self.value_dtype, v.dtype))
-        v[index] = left
+        _, index, finite = choose(v, k, self.select, bucket, state)
+        wire = wire_dtype(self.value_dtype, v.dtype)
+        messages = yield AllGather(send(v, index, finite, wire))
         if self.masking and k < d:
             m[index] = 0
-        finite = all_finite(sums)
-        state.verdict(finite)
-        mean = average_pairs(torch.empty_like(v), sums, places, finite, state.size)
-        self._deliver(bucket, mean, state)
+        if self.weight_decay:
+            mean = torch.empty_like(v)
+            state.verdict(average(mean, messages, k, wire, state.size))
+            self._deliver(bucket, mean, state)
+        else:
+            state.verdict(deliver(bucket, messages, k, wire, state.size))
 
     def averaged(self, bucket: Bucket, state: State) -> Program:
         """Run the dense program: momentum on the average, as in a single worker's SGD."""
@@ -198,18 +200,20 @@ class DGC(Method):
         finite = all_finite(mean)
         state.verdict(finite)
         m = state.spare(bucket.slots, _MOMENTUM)
-        for slot, m_piece, piece in zip(bucket.slots, bucket.split(m), bucket.split(mean)):
-            if m.device.type != "meta":
-                self._push(state.local(_MOMENTUM, slot), piece, m_piece)
-            state.stage(slot.name, local={_MOMENTUM: m_piece})
+        pieces = bucket.split(m)
+        if m.device.type != "meta":
+            self._push([state.local(_MOMENTUM, slot) for slot in bucket.slots], bucket.split(mean), pieces)
+        for slot, piece in zip(bucket.slots, pieces):
+            state.stage(slot.name, local={_MOMENTUM: piece})
         update = mean + m if self.nesterov else m.clone()
         self._deliver(bucket, update.mul_(poison(finite, 1.0, m.dtype)), state)
 
-    def _push(self, old: Tensor, g: Tensor, out: Tensor) -> None:
+    def _push(self, old: list[Tensor], g: list[Tensor], out: list[Tensor]) -> None:
         if self.nesterov:
-            torch.add(old, g, out=out).mul_(self.momentum)
+            _add(old, g, out)
+            torch._foreach_mul_(out, self.momentum)
         else:
-            torch.add(g, old, alpha=self.momentum, out=out)
+            _add(g, old, out, self.momentum)
 
     def _factor(self, bucket: Bucket, state: State) -> Tensor | None:
         """Return clipping's factor for this rank's gradients; the product is NaN if they are not finite."""
@@ -227,9 +231,19 @@ class DGC(Method):
                 if out.device.type == "meta":
                     continue
                 decay = _weight(slot) * self.weight_decay
-                self._push(state.local(_DECAY, slot), decay, out)
+                self._push([state.local(_DECAY, slot)], [decay], [out])
                 piece.add_(out + decay if self.nesterov else out)
         bucket.write_gradient(update)
+
+
+def _add(x: list[Tensor], y: list[Tensor], out: list[Tensor], factor: float = 1.0) -> None:
+    """Compute out = x + factor y for each; on a CPU singly, in one pass over memory instead of two."""
+    if out[0].device.type == "cpu":
+        for one, other, piece in zip(x, y, out):
+            torch.add(one, other, alpha=factor, out=piece)
+    else:
+        torch._foreach_copy_(out, x)
+        torch._foreach_add_(out, y, alpha=factor)
 
 
 def _weight(slot: Slot) -> Tensor:

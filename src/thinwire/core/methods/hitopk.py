@@ -27,13 +27,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.pairs import add_pairs, pack, to_wire, unpack, wire_dtype
-from thinwire.core.kernels.seeding import generator
+from thinwire.core.kernels.pairs import average, send, wire_dtype
 from thinwire.core.kernels.select import keep_count, top_k
-from thinwire.core.methods.base import all_finite, check_fusion, poison
+from thinwire.core.methods.base import all_finite, check_fusion
 from thinwire.core.methods.exchanges import padded
 from thinwire.core.methods.prices import COPY, FINITE, IN_PLACE, LINE_PASSES, READ, WRITE, Prices, elements
-from thinwire.core.methods.sparse import check_options, message_units, stays_dense
+from thinwire.core.methods.sparse import check_options, choose, message_units, stays_dense
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import (
     CROSS,
@@ -177,19 +176,16 @@ class HiTopK(Method):
             if (owed := in_place(state, slot, inside, length)) is not None:
                 a[position : position + length].add_(owed)
         k = keep_count(size, self.density)
-        draw = None if self.select == "exact" or a.is_meta else generator("select", bucket.index, state.step)
-        values, index = top_k(a, k, self.select, draw, **(self.select_options or {}))
-        sent = to_wire(torch.where(all_finite(a), values, torch.nan), wire_dtype(self.value_dtype, a.dtype))
-        a[index] = values - sent.to(a.dtype)
+        _, index, finite = choose(a, k, self.select, bucket, state, self.select_options)
+        wire = wire_dtype(self.value_dtype, a.dtype)
+        message = send(a, index, finite, wire)
         if begin >= d:  # the shard is only padding; each rank stages some residual, so that none seems lost
             state.stage_slice(bucket.slots[0].name, 0, a[:0])
         for slot, position, inside, length in cuts(bucket, begin, begin + size):
             state.stage_slice(slot.name, inside, a[position : position + length])
-        parts = yield AllGather(pack(sent, index), CROSS)
-        values, index = unpack(parts, k, sent.dtype)
-        out = torch.zeros_like(a)
-        out.add_(poison(all_finite(values), 0.0, a.dtype))
-        mean = add_pairs(out, values.to(a.dtype), index).div_(state.size)
+        parts = yield AllGather(message, CROSS)
+        mean = torch.empty_like(a)
+        average(mean, parts, k, wire, state.size)
         if bucket.scale is not None:
             mean.mul_(bucket.scale)
         whole = mean.to(bucket.dtype)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.pairs import add_pairs, by_index, contains, largest, pack, take, to_wire, unpack
+from thinwire.core.kernels.pairs import add_pairs, by_index, contains, largest, pack, to_wire, unpack
 from thinwire.core.kernels.seeding import generator
 from thinwire.core.kernels.select import top_k
 from thinwire.core.methods.base import all_finite
@@ -88,7 +88,7 @@ def by_region(
     everyone = yield AllGather(pack(*best))
     sums, places = by_index(*(x.reshape(-1) for x in unpack(everyone, cap, values.dtype)))
     kept = largest(sums, places, k)
-    pairs = take(sums, kept, k), take(places, kept, k)
+    pairs = sums[kept], places[kept]
     return pairs, fits & contains(pairs[1], indices), sent
 
 

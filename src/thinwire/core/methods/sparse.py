@@ -1,4 +1,4 @@
-"""What methods that send the largest entries share: options, selection, all-gather of pairs, delivery, prices.
+"""What methods that send the largest entries share: options, selection, delivery, prices.
 
 With P ranks, k pairs of 8 bytes, a seconds to start a message and b seconds per byte: the all-gather takes (P - 1)(a +
 8 k b), the butterfly log2 P (a + 8 k b) if P is a power of two, the regions 2 (P - 1) a + (P - 1) 16 cap b.
@@ -6,7 +6,7 @@ With P ranks, k pairs of 8 bytes, a seconds to start a message and b seconds per
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_number
-from thinwire.core.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack
+from thinwire.core.kernels.pairs import WIRES, average, message_bytes
 from thinwire.core.kernels.seeding import generator
 from thinwire.core.kernels.select import ALGORITHMS, keep_count, top_k
-from thinwire.core.methods.base import Warmup, all_finite, poison
+from thinwire.core.methods.base import Warmup, all_finite
 from thinwire.core.methods.butterfly import rounds_of
 from thinwire.core.methods.prices import ACCUMULATE, COPY, IN_PLACE, LINE_PASSES, WRITE, Prices
 from thinwire.core.methods.regions import capacity_of
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllGather, Bucket, Scope, State, working_dtype
+from thinwire.core.program import Bucket, Scope, State, working_dtype
 
 
 def check_options(density: Any, select: Any, value_dtype: Any, warmup: Any) -> None:
@@ -48,53 +48,30 @@ def check_size(bucket: Bucket) -> None:
         raise ValueError(f"bucket {bucket.index} has {bucket.numel} elements; indices are int32: use smaller buckets")
 
 
-def choose(a: Tensor, k: int, select: str, bucket: Bucket, state: State) -> tuple[Tensor, Tensor]:
-    """Return the k entries of ``a`` ``[d]`` to send: values, all NaN if any of ``a`` is not finite, and indices."""
+def choose(
+    a: Tensor, k: int, select: str, bucket: Bucket, state: State, options: Mapping[str, Any] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the k entries of ``a`` ``[d]`` to send: values, indices, and whether all of ``a`` is finite."""
     draw = None if select == "exact" or a.device.type == "meta" else generator("select", bucket.index, state.step)
-    values, indices = top_k(a, k, select, draw)
-    finite = all_finite(values if select == "exact" else a)  # exact selection puts non-finite entries first
-    return torch.where(finite, values, torch.nan), indices
+    values, indices = top_k(a, k, select, draw, **(options or {}))
+    # "exact", and all on a GPU, put what is not finite first
+    return values, indices, all_finite(values if select == "exact" or a.is_cuda else a)
 
 
-def all_gather_pairs(
-    values: Tensor, indices: Tensor, wire: torch.dtype
-) -> Generator[Any, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Send k pairs to all ranks. Returns all ranks' ``[P, k]``, and this rank's rounding errors ``[k]``."""
-    sent = to_wire(values, wire)
-    parts = yield AllGather(pack(sent, indices))
-    everyone, places = unpack(parts, indices.numel(), wire)
-    return everyone.to(values.dtype), places, values - sent.to(values.dtype)
+def deliver(bucket: Bucket, messages: Tensor, k: int, wire: torch.dtype, ranks: int) -> Tensor:
+    """Write the average of pairs, see :func:`~thinwire.core.kernels.pairs.average`; return its verdict.
 
-
-def deliver(bucket: Bucket, values: Tensor, indices: Tensor, finite: Tensor, ranks: int) -> None:
-    """Write the sum of pairs over ``ranks``, in the gradient's own memory if its dtype allows; NaN unless ``finite``.
-
-    Pairs are ``[rows, k]``, or ``[k]`` padded with index -1.
+    The sum is made in the gradient's own memory if its dtype allows.
     """
     dtype = working_dtype(bucket.dtype)
     direct = bucket.dtype == dtype
-    out = bucket.flat if direct else torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
-    if direct and bucket.scale is not None:
-        values = values * bucket.scale
-    average_pairs(out, values, indices, finite, ranks)
+    out = bucket.blank() if direct else torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
+    finite = average(out, messages, k, wire, ranks, bucket.scale if direct else None)
     if direct:
         bucket.write(out)
     else:
         bucket.write_gradient(out)
-
-
-def average_pairs(out: Tensor, values: Tensor, indices: Tensor, finite: Tensor, ranks: int) -> Tensor:
-    """Overwrite ``out`` ``[d]`` with the sum of pairs over ``ranks``; see :func:`deliver`."""
-    out.fill_(poison(finite, 0.0, out.dtype))
-    if indices.ndim == 1:
-        values, indices = values[None], indices.clamp(min=0)[None]
-    add_pairs(out, values, indices)
-    if indices.numel() < out.numel():
-        touched = indices.reshape(-1)
-        out[touched] = out[touched] / ranks
-    else:
-        out.div_(ranks)
-    return out
+    return finite
 
 
 EXCHANGES = ("allgather", "gtopk", "oktopk")

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from thinwire.core.checks import check_choice, check_flag, check_number
-from thinwire.core.kernels.pairs import wire_dtype
+from thinwire.core.kernels.pairs import pack, send, wire_dtype
 from thinwire.core.kernels.select import keep_count
 from thinwire.core.methods.base import Warmup, accumulate_flat, all_finite, check_fusion, stage_flat
 from thinwire.core.methods.butterfly import butterfly
@@ -29,7 +29,6 @@ from thinwire.core.methods.prices import Prices, elements
 from thinwire.core.methods.regions import by_region, capacity_of
 from thinwire.core.methods.sparse import (
     EXCHANGES,
-    all_gather_pairs,
     assumed_cheapest,
     cheapest,
     check_options,
@@ -41,7 +40,7 @@ from thinwire.core.methods.sparse import (
     stays_dense,
 )
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Method, Program, State, Topology
+from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
 
 
 @dataclass(frozen=True)
@@ -141,20 +140,20 @@ class TopK(Method):
         check_size(bucket)
         k = min(d, bucket.kept) or self.kept(d, state.step)
         a = accumulate_flat(bucket, state) if self.error_feedback else bucket.gradient()
-        values, index = choose(a, k, self.select, bucket, state)
+        values, index, finite = choose(a, k, self.select, bucket, state)
         exchange, wire = self.exchange_of(d, k, ranks), wire_dtype(self.value_dtype, a.dtype)
-        if exchange == "gtopk":
-            (sums, places), taken = yield from butterfly(values, index, state)
-            left = torch.where(taken, 0, values)
-        elif exchange == "oktopk":
-            cap = capacity_of(k, ranks, self.capacity)
-            (sums, places), taken, sent = yield from by_region(values, index, d, state, cap, wire)
-            left = torch.where(taken, values - sent.to(a.dtype), values)
+        if exchange == "allgather":
+            messages = yield AllGather(send(a, index, finite, wire))
         else:
-            sums, places, left = yield from all_gather_pairs(values, index, wire)
+            values = torch.where(finite, values, torch.nan)
+            if exchange == "gtopk":
+                (sums, places), taken = yield from butterfly(values, index, state)
+                a[index] = torch.where(taken, 0, values)
+            else:
+                cap = capacity_of(k, ranks, self.capacity)
+                (sums, places), taken, sent = yield from by_region(values, index, d, state, cap, wire)
+                a[index] = torch.where(taken, values - sent.to(a.dtype), values)
+            messages, wire = pack(torch.where(all_finite(sums), sums, torch.nan), places)[None], sums.dtype
         if self.error_feedback:
-            a[index] = left
             stage_flat(bucket, state, a)
-        finite = all_finite(sums)
-        state.verdict(finite)
-        deliver(bucket, sums, places, finite, ranks)
+        state.verdict(deliver(bucket, messages, k, wire, ranks))

@@ -170,13 +170,17 @@ class Bucket:
         """All gradients concatenated, raw units, 1-D. The program may overwrite it."""
         return self._gather(None)
 
+    def blank(self) -> Tensor:
+        """Return ``flat`` for a program that overwrites all of it: the gradients are not copied there."""
+        return self._gather(None, copied=False)
+
     def shares(self, ranks: int) -> Tensor:
         """Like ``flat``, but divided by ``ranks`` in the same pass over memory: their sum is the average."""
         if self._flat is not None:
             raise RuntimeError(f"bucket {self.index}: shares() comes first, or not at all")
         return self.mark_used(self._gather(1.0 / ranks))
 
-    def _gather(self, factor: float | None) -> Tensor:
+    def _gather(self, factor: float | None, copied: bool = True) -> Tensor:
         if self._flat is not None:
             return self._flat
         buffer = self._buffer
@@ -189,6 +193,8 @@ class Bucket:
         targets, sources = [], []
         for slot, view in zip(self.slots, self.split(flat) if self._views is None else self._views):
             slot.result = view
+            if not copied:
+                continue
             if slot.value is None:
                 view.fill_(-0.0)
             elif factor is not None and slot.numel >= LARGE:

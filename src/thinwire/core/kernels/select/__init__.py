@@ -47,7 +47,7 @@ def top_k(
         x: 1-D, any strides; 16-bit floats are compared as fp32. On meta: shapes only.
         k: how many; if there are fewer entries, all.
         algorithm: "exact"; "histogram": exact except for the choice among equals; "mstopk", "gaussian", "threshold":
-            approximate. On a GPU all run without a host read.
+            approximate. On a GPU all run without a host read and return ascending indices.
         generator: for algorithms that draw (all but "exact"); None: torch's default CPU generator. A program passes one
             that depends only on seed, step and bucket.
         options: of the algorithm, see its function: "histogram": passes, window; "mstopk": samplings, base,
@@ -77,5 +77,6 @@ def top_k(
     if k == 0 or (k == x.numel() and not options):
         indices = torch.arange(k, device=x.device)
     else:
-        indices = ALGORITHMS[algorithm](x, k, generator, **options)
+        wide = x.float() if x.is_cuda and x.element_size() == 2 else x
+        indices = ALGORITHMS[algorithm](wide, k, generator, **options)
     return x[indices], indices

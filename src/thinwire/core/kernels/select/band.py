@@ -42,9 +42,11 @@ def draw(generator: torch.Generator | None) -> Number:
     return float(u) if u.device.type == "cpu" else u
 
 
-def take(field: Magnitudes, band: Band, generator: torch.Generator | None, window: str = "circular") -> Tensor:
-    """Return indices (int64) of exactly ``band.k`` entries, by the band rule; on a GPU without a host read."""
-    u = draw(generator)
+def take(field: Magnitudes, band: Band, u: Number, window: str = "circular") -> Tensor:
+    """Return indices (int64) of exactly ``band.k`` entries, by the band rule; on a GPU without a host read.
+
+    The window begins where u in [0, 1), see ``draw``, says.
+    """
     return _on_host(field, band, float(u), window) if field.host else _static(field, band, u, window)
 
 

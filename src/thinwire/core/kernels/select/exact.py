@@ -2,6 +2,8 @@
 
 CPU: a strided sample gives a threshold that a little more than k elements pass. One pass in cache-sized pieces finds
 these elements, and topk runs on them. If fewer than k pass, topk runs on everything, so the result is always exact.
+
+A GPU does what "histogram" does there, and takes the first among equals, in index order.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import math
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.fused import fused
 from thinwire.core.kernels.select.magnitudes import at_least, magnitude
+from thinwire.core.kernels.select.ranked import NAN, Ranked
 
 _SMALL = 1 << 16
 _SAMPLES = 1 << 15
@@ -19,11 +23,21 @@ _SAMPLES = 1 << 15
 
 def exact(x: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Return indices of the k largest |x|; NaN counts as the largest. ``generator`` is not used."""
+    return choose(x, k)
+
+
+def _choose(x: Tensor, k: int) -> Tensor:
     if x.device.type == "cpu" and x.numel() >= _SMALL and 0 < k <= x.numel() // 8:
         found = at_least(x, _threshold(x, k), limit=x.numel() // 2)
         if found is not None and found.numel() >= k:
             return found[_largest(x[found], k)]
-    return _largest(x, k)
+    found = _largest(x, k)
+    return found if x.device.type == "cpu" else found.sort().values
+
+
+@fused(_choose)
+def choose(x: Tensor, k: int) -> Tensor:
+    return Ranked(x, (k,)).take(k, 0.0, "circular", most=NAN)
 
 
 def _largest(x: Tensor, k: int) -> Tensor:

@@ -9,17 +9,13 @@ This follows no paper; it is the usual radix selection. fp64 has 63 bits and tak
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.fused import Kernel, fused
-from thinwire.core.kernels.select.band import Band, check_window, take
+from thinwire.core.kernels.fused import fused
+from thinwire.core.kernels.select.band import Band, check_window, draw, take
 from thinwire.core.kernels.select.magnitudes import Magnitudes, Number
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from thinwire.core.kernels.select.ranked import LARGEST, Ranked
 
 _DIGITS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -35,12 +31,16 @@ def histogram(
     window: str = "circular",
 ) -> Tensor:
     """Return k indices, exact except among equal magnitudes, if all digits are looked at (``passes`` None)."""
-    field = Magnitudes(x, k)
-    digits = _DIGITS[field.dtype]
+    digits = _DIGITS[torch.float64 if x.dtype == torch.float64 else torch.float32]
     if passes is not None and not 1 <= passes <= len(digits):
         raise ValueError(f"passes={passes} must be in 1..{len(digits)}")
     check_window(window)
-    return take(field, search(field, digits[:passes]), generator, window)
+    return choose(x, k, draw(generator), passes, window)
+
+
+def _choose(x: Tensor, k: int, u: Number, passes: int | None, window: str) -> Tensor:
+    field = Magnitudes(x, k)
+    return take(field, search(field, _DIGITS[field.dtype][:passes]), u, window)
 
 
 def search(field: Magnitudes, digits: tuple[int, ...]) -> Band:
@@ -73,7 +73,10 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int) -> Tensor:
     keys = _KEYS[field.dtype]
     if not field.host:
         (a,) = field.pieces()
-        return count_digits(a.view(keys), prefix, shift, bits)
+        key, bins = a.view(keys), 1 << bits
+        digit = torch.where((key >> shift) == prefix, (key >> (shift - bits)) & (bins - 1), bins)
+        counts = torch.zeros(bins + 1, dtype=torch.int64, device=key.device)
+        return counts.scatter_add_(0, digit.long(), torch.ones_like(digit, dtype=torch.int64))[:bins]
     first, low = shift == sum(_DIGITS[field.dtype]), _edge(field, prefix, shift)
     if not first:
         field.keep_from(low)
@@ -86,45 +89,7 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int) -> Tensor:
     return counts
 
 
-def _count_digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
-    """Count the digits, ``bits`` bits from bit ``shift``, of keys ``[d]`` whose upper bits are ``prefix``.
-
-    It does without a host read.
-    """
-    bins = 1 << bits
-    digit = torch.where((keys >> shift) == prefix, (keys >> (shift - bits)) & (bins - 1), bins)
-    counts = torch.zeros(bins + 1, dtype=torch.int64, device=keys.device)
-    return counts.scatter_add_(0, digit.long(), torch.ones_like(digit, dtype=torch.int64))[:bins]
-
-
-BLOCK_ELEMENTS = 2048
-BLOCK_TURNS = 8  # blocks that one program counts before it adds to memory
-
-
-@Kernel
-def digits_kernel(  # type: ignore[no-untyped-def]
-    keys, prefix, counts, size, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr
-):
-    BINS: tl.constexpr = 1 << BITS
-    wanted = tl.load(prefix).to(tl.int32)
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * TURNS)
-    bins = tl.arange(0, 2 * BINS)
-    found = tl.zeros((2 * BINS,), tl.int32)
-    for turn in range(TURNS):
-        at = first + turn * BLOCK + tl.arange(0, BLOCK)
-        inside = at < size
-        key = tl.load(keys + at, inside, 0)
-        match = inside & (((key >> (SHIFT - 1)) >> 1) == wanted)  # in two steps: a shift by 32 would exceed the word
-        digit = tl.where(match, (key >> (SHIFT - BITS)) & (BINS - 1), BINS)  # one more bin for all others
-        found += tl.histogram(digit, 2 * BINS)
-    tl.atomic_add(counts + bins, found.to(tl.int64), (bins < BINS) & (found > 0))
-
-
-@fused(_count_digits)
-def count_digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
-    counts = torch.zeros(1 << bits, dtype=torch.int64, device=keys.device)
-    programs = -(-keys.numel() // (BLOCK_ELEMENTS * BLOCK_TURNS))
-    digits_kernel(
-        programs, keys, prefix, counts, keys.numel(), SHIFT=shift, BITS=bits, BLOCK=BLOCK_ELEMENTS, TURNS=BLOCK_TURNS
-    )
-    return counts
+@fused(_choose)
+def choose(x: Tensor, k: int, u: Number, passes: int | None, window: str) -> Tensor:
+    digits = _DIGITS[torch.float32]
+    return Ranked(x, (k,)).take(k, u, window, shift=sum(digits) - sum(digits[:passes]), most=LARGEST)

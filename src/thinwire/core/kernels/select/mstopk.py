@@ -11,11 +11,29 @@ search from the smallest magnitude (``base="min"``) and need no such repair.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.select.band import Band, check_window, take
+from thinwire.core.kernels.fused import Kernel, fused
+from thinwire.core.kernels.select.band import Band, check_window, draw, take
 from thinwire.core.kernels.select.magnitudes import Magnitudes, Number, pick
+from thinwire.core.kernels.select.ranked import (
+    HIGH,
+    LEAST,
+    LOW,
+    TILES,
+    TOP,
+    Ranked,
+    first_band,
+    rank_key,
+    rounded_key,
+    size_of,
+)
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 BASES = ("auto", "mean", "min", "zero")
 
@@ -38,8 +56,7 @@ def mstopk(
     if base not in BASES:
         raise ValueError(f"base={base!r} is unknown; use one of {', '.join(map(repr, BASES))}")
     check_window(window)
-    field = Magnitudes(x, k)
-    return take(field, search(field, samplings, base), generator, window)
+    return choose(x, k, draw(generator), samplings, base, window)
 
 
 def search(field: Magnitudes, samplings: int = 30, base: str = "auto") -> Band:
@@ -63,3 +80,49 @@ def search(field: Magnitudes, samplings: int = 30, base: str = "auto") -> Band:
             break
         left, right = pick(c > k, middle, left), pick(c > k, right, middle)
     return band
+
+
+def _choose(x: Tensor, k: int, u: Number, samplings: int, base: str, window: str) -> Tensor:
+    field = Magnitudes(x, k)
+    return take(field, search(field, samplings, base), u, window)
+
+
+@Kernel
+def bisect_kernel(  # type: ignore[no-untyped-def]
+    state, sums, programs: int, size: int, SAMPLINGS: tl.constexpr, BASE: tl.constexpr, TILED: tl.constexpr
+):
+    """``search`` in one program, from the keys of ranks k + 1 and k."""
+    tiles = tl.arange(0, TILED)
+    mean = tl.sum(tl.load(sums + tiles, tiles < programs, 0.0)) / size
+    beyond, _ = rank_key(state, 0, 4, 2)
+    kth, _ = rank_key(state, 1, 4, 2)
+    top, bottom = size_of(tl.load(state + TOP)), mean * 0
+    if BASE == 0:
+        bottom = tl.where(rounded_key(mean) > kth, bottom, mean)
+    elif BASE == 1:
+        bottom = mean
+    elif BASE == 2:
+        bottom = size_of(tl.load(state + LEAST))
+    left, right = mean * 0, mean * 0 + 1
+    low, high = first_band(beyond)
+    for _ in range(SAMPLINGS):
+        middle = (left + right) / 2
+        t = rounded_key(bottom + middle * (top - bottom))
+        more = t <= beyond
+        low = tl.where(more, tl.maximum(low, t), low)
+        high = tl.where(more, high, tl.minimum(high, t))
+        left, right = tl.where(more, middle, left), tl.where(more, right, middle)
+    tl.store(state + LOW, low)
+    tl.store(state + HIGH, high)
+
+
+@fused(_choose)
+def choose(x: Tensor, k: int, u: Number, samplings: int, base: str, window: str) -> Tensor:
+    if k == x.numel():
+        return torch.arange(k, device=x.device)
+    found = Ranked(x, (k + 1, k), moment=1)
+    bisect_kernel(
+        1, found.state, found.sums, found.programs, found.size,
+        SAMPLINGS=samplings, BASE=BASES.index(base), TILED=TILES, enable_fp_fusion=False,
+    )  # fmt: skip
+    return found.take(k, u, window)

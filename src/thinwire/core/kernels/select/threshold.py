@@ -6,6 +6,8 @@ the threshold of a 1 % sample; if too many entries reach it, top-k among them; i
 Differences from the paper: the threshold is lowered (x0.8, or halfway to one that was too low) until k entries reach
 it, and raised if more than 4k do, at most ``rounds`` times. Top-k then runs on at most 4k entries, chosen by the band
 rule, so the result is exact unless the rounds run out.
+
+Triton's kernels find the threshold that is wanted as "histogram" does: there the rounds never run out.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import math
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.fused import fused
 from thinwire.core.kernels.select.band import Band, draw, take
 from thinwire.core.kernels.select.magnitudes import Magnitudes, Number, magnitude, pick
+from thinwire.core.kernels.select.ranked import LARGEST, Ranked
 
 _STEP = 0.8
 _ROOM = 4
@@ -31,10 +35,14 @@ def threshold(
         raise ValueError(f"sample={sample} must be above 0 and at most 1")
     if rounds < 0:
         raise ValueError(f"rounds={rounds} must not be negative")
+    return choose(x, k, draw(generator), draw(generator), draw(generator), sample, rounds)
+
+
+def _choose(x: Tensor, k: int, first: Number, second: Number, third: Number, sample: float, rounds: int) -> Tensor:
     field = Magnitudes(x, k)
     room = min(field.size, _ROOM * k)
     band = Band(field, room)
-    t = _sampled(field, sample, draw(generator))
+    t = _sampled(field, sample, first)
     field.keep_from(t * _STEP)  # one pass serves this threshold and the next
     for turn in range(rounds + 1):
         c = field.count(t)
@@ -47,21 +55,25 @@ def threshold(
         higher = pick(step < half, step, half)
         t = field.rounded(pick(c < k, lower, pick(c > room, higher, t)))
     if field.host and k <= c <= room:
-        draw(generator)  # so that both branches draw equally often
         found = field.indices(t)
     else:
         above = _next(field, t)  # if many entries equal t, those above it come first
         band.tried(above, field.count(above))
-        found = take(field, band, generator).sort().values
-    return found[_best(Magnitudes(x[found], k), generator)]
+        found = take(field, band, second).sort().values
+    return found[_best(Magnitudes(x[found], k), third)]
 
 
-def _best(field: Magnitudes, generator: torch.Generator | None) -> Tensor:
+@fused(_choose)
+def choose(x: Tensor, k: int, first: Number, second: Number, third: Number, sample: float, rounds: int) -> Tensor:
+    return Ranked(x, (k,)).take(k, third, "circular", most=LARGEST)
+
+
+def _best(field: Magnitudes, u: Number) -> Tensor:
     kth = torch.topk(_clean(field, field.x), field.k, sorted=False).values.amin()
     band = Band(field, field.k)
     band.low = float(kth) if field.host else kth.double()
     band.high = _next(field, band.low)
-    return take(field, band, generator)
+    return take(field, band, u)
 
 
 def _sampled(field: Magnitudes, share: float, u: Number) -> Number:
