@@ -359,9 +359,12 @@ class Card:
         """Of the package."""
         return sum(self.names.values())
 
-    def where(self) -> str:
-        """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file."""
-        frame = sys._getframe(1)
+    def where(self, above: int = 1) -> str:
+        """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file.
+
+        ``above``: frames to leave out.
+        """
+        frame = sys._getframe(above)
         while frame is not None:
             if (name := _place(frame.f_code.co_filename)) is not None:
                 return f"{name}:{frame.f_lineno}"

@@ -229,10 +229,10 @@ def _fused(card: Card) -> Iterator[None]:
     def launch(kernel: Kernel, programs: int, *arguments: Any, **_: Any) -> None:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         with card.device(tensors[0].device):
-            card.kernel(kernel.__name__, tensors[0].get_device(), card.where())
+            card.kernel(kernel.__name__, tensors[0].get_device(), card.where(2))
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not function.serves(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))):
+        if not function.serves(*args, **kwargs):
             return function.twin(*args, **kwargs)
         function.launch(*args, **kwargs)
         names = card.names.copy()

@@ -47,6 +47,6 @@ def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
     x = torch.ones(3).as_subclass(OnCard)
     for installed in (True, False):
         monkeypatch.setattr(fused, "triton_installed", lambda installed=installed: installed)
-        assert count_digits.serves(x) is installed
-        assert not count_digits.serves(torch.ones(3))
-        assert not count_digits.serves(x.double())
+        assert count_digits.serves(x, x, 0, 11) is installed
+        assert not count_digits.serves(torch.ones(3), x, 0, 11)
+        assert not count_digits.serves(x.double(), x, 0, 11)

@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import torch
 
 from thinwire.core.checks import check_choice, check_count
-from thinwire.core.kernels.quantise import BITS, decode_sum, encode, packed_bytes
+from thinwire.core.kernels.quantise.blocks import BITS, decode_sum, encode
+from thinwire.core.kernels.quantise.packing import packed_bytes
 from thinwire.core.methods.base import all_finite, check_fusion, poison, split_message
 from thinwire.core.methods.prices import AT_RANDOM, DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
@@ -91,5 +92,5 @@ class QSGD(Method):
         finite = all_finite(scales)
         state.verdict(finite)
         codes = rows.spread(codes, packed_bytes(self.block, self.bits))
-        decode_sum(a, codes, scales, self.bits, self.block)  # reused: fresh memory costs more
-        rows.write(a.div_(poison(finite, state.size, a.dtype)))
+        mean = poison(finite, state.size, a.dtype)
+        rows.write(decode_sum(a, codes, scales, self.bits, self.block, mean))  # reused: fresh memory costs more
