@@ -216,9 +216,9 @@ class State:
             own: list[tuple[dict[Any, Tensor], dict[Any, Tensor]]]
             own = [(staged.residuals, self.residuals), (staged.locals, self.locals)]
             for kind, held in own:
-                for key, new in kind.items():
-                    old = held.get(key)
-                    kind[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
+                for keys in _sharing_memory(kind):
+                    before = [held[key] if key in held else torch.zeros_like(kind[key]) for key in keys]
+                    kind.update(zip(keys, _either(flag, [kind[key] for key in keys], before)))
             for key, new in staged.fields.items():
                 old = self.fields.get(key)
                 # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
@@ -302,6 +302,30 @@ class State:
         found = _Kept(residuals, dict(snapshot.get("offset", {})), fields, own)
         self._kept.clear()
         self._kept.update(found)
+
+
+def _sharing_memory(tensors: Mapping[Any, Tensor]) -> list[list[Any]]:
+    """Return the keys of tensors, those together whose tensors have their memory together."""
+    found: dict[int, list[Any]] = {}
+    for key, x in tensors.items():
+        found.setdefault(x.untyped_storage().data_ptr(), []).append(key)
+    return list(found.values())
+
+
+def _either(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``new``, pieces of one memory, if the flag is set, else ``old``: by one choice over all of that memory."""
+    memory = new[0].as_strided((new[0].untyped_storage().nbytes() // new[0].element_size(),), (1,), 0)
+    if len(new) == 1 or memory.numel() > 2 * sum(x.numel() for x in new):
+        return [torch.where(flag, x, y) for x, y in zip(new, old)]
+    places, before = ([(x.shape, x.stride(), x.storage_offset()) for x in some] for some in (new, old))
+    sizes = {x.untyped_storage().nbytes() for x in (*new, *old)}
+    if places == before and len(sizes) == 1 and len(_sharing_memory(dict(enumerate(old)))) == 1:
+        other = old[0].as_strided(memory.shape, (1,), 0)
+    else:  # after a change of plan
+        other = torch.empty_like(memory)
+        torch._foreach_copy_([other.as_strided(*place) for place in places], list(old))
+    chosen = torch.where(flag, memory, other)
+    return [chosen.as_strided(*place) for place in places]
 
 
 def _by_field(fields: Mapping[Key, Tensor]) -> dict[str, dict[str, Tensor]]:
