@@ -20,42 +20,34 @@ TARGETS = [
     *(GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942")),
 ]
 _COUNTS = {"keys": "*i32", "prefix": "*i64", "counts": "*i64", "BLOCK": 2048, "TURNS": 8}
-CASES = [  # a kernel, and its parameters: types, or the numbers of its constants
+CASES = [  # a kernel, and its parameters: types, or the numbers of its constants; and options of its launch
     (digits_kernel, {**_COUNTS, "size": size, "SHIFT": shift, "BITS": bits})
     for size, shift, bits in (("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11))
 ]
 
 # --- quantisers
-_TYPES = {  # of pointers, and of numbers
-    **dict.fromkeys(
-        ("a", "x", "out", "error", "scales", "tops", "means", "table", "own", "shared", "divisor"), "*fp32"
-    ),
-    **{
-        "codes": "*u8",
-        "made": "*u8",
-        "bits": "*u8",
-        "noise": "*i16",
-        "owner": "*i32",
-        "found": "*fp64",
-        "root": "fp32",
-    },
+_NAMES = {
+    "*fp32": "a x out error scales tops means table own shared divisor",
+    "*fp64": "found",
+    "*u8": "codes made bits",
+    "*i16": "noise",
+    "*i32": "owner",
+    "*i64": "tiles befores sizes",
+    "fp32": "root",
+    "i64": "n",
 }
+_TYPES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 def _quantiser(kernel, **given):
-    found = {name: _TYPES.get(name, "i64" if name == "n" else "i32") for name in kernel.jit.arg_names}
+    found = {name: _TYPES.get(name, "i32") for name in kernel.jit.arg_names}
     return kernel, {**found, **given}
-
-
-def _tile(block):
-    return {name: number for name, number in blocks.tile_of(block).items() if name in ("ROWS", "WIDTH")}
 
 
 CASES += [
     *(
-        _quantiser(kernel, BITS=bits, **_tile(block), **given)
-        for bits in (2, 4, 8)
-        for block in (16, 256, 1024)
+        _quantiser(kernel, BITS=bits, **blocks.tile_of(block), **given)
+        for bits, block in ((2, 256), (4, 256), (8, 256), (8, 16), (8, blocks.LARGEST_BLOCK))
         for kernel, given in (
             (blocks.encode_kernel, {"noise": None, "L2": False, "LEAVE": True}),
             (blocks.encode_kernel, {"L2": True, "LEAVE": False}),
@@ -64,11 +56,10 @@ CASES += [
         )
     ),
     *(
-        _quantiser(kernel, BITS=bits, **_tile(block), **given)
-        for bits, bound in ((1, 1.0), (2, 0.9957))
-        for block in (16, 256, 1024)
+        _quantiser(kernel, BITS=bits, **blocks.tile_of(block), **given)
+        for bits, block in ((1, 256), (2, 256), (2, 16), (2, blocks.LARGEST_BLOCK))
         for kernel, given in (
-            (means.bins_kernel, {"BOUND": bound}),
+            (means.bins_kernel, {"BOUND": 0.9957}),
             (means.add_means_kernel, {"TAKE": True, "divisor": None}),
             (means.add_means_kernel, {"TAKE": False}),
         )
@@ -76,16 +67,20 @@ CASES += [
     *(_quantiser(means.means_kernel, BOUND=0.9957, BINS=bins, TURN=256) for bins in (2, 4)),
     *(_quantiser(signs.pack_signs_kernel, LEVELS=levels, BYTES=256) for levels in (1, 2)),
     *(_quantiser(signs.sum_signs_kernel, LEVELS=levels, MAJORITY=levels == 1, BYTES=256) for levels in (1, 2)),
+    *(_quantiser(signs.sign_means_kernel, found="*fp32", LEVELS=levels, TURN=128) for levels in (1, 2)),
+    _quantiser(signs.halves_kernel, found="*fp32", TILE=2048),
     _quantiser(ternary.ternary_kernel, codes="*i8", TILE=2048),
     _quantiser(ternary.ternary_values_kernel, codes="*i8", TILE=2048),
 ]
 
 
 def compiled(target, kernel, parameters):
+    options = {name: parameters[name] for name in parameters if name not in kernel.jit.arg_names}
+    parameters = {name: parameters[name] for name in kernel.jit.arg_names}
     constants = {name: value for name, value in parameters.items() if not isinstance(value, str)}
     signature = {**parameters, **dict.fromkeys(constants, "constexpr")}
-    signature = {name: signature[name] for name in kernel.jit.arg_names}
-    return triton.compile(ASTSource(fn=kernel.jit, signature=signature, constexprs=constants), target=target)
+    source = ASTSource(fn=kernel.jit, signature=signature, constexprs=constants)
+    return triton.compile(source, target=target, options=options)
 
 
 def spilled(kernel):

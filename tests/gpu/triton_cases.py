@@ -4,10 +4,12 @@ import torch
 
 from thinwire.core.kernels.quantise.blocks import decode_sum, encode, sum_encode
 from thinwire.core.kernels.quantise.means import decode_means, encode_means
-from thinwire.core.kernels.quantise.signs import pack_signs, sum_signs
+from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
 from thinwire.core.kernels.quantise.ternary import ternary, ternary_values
 from thinwire.core.kernels.seeding import noise
 from thinwire.core.kernels.select.histogram import count_digits
+from thinwire.core.methods.rows import Rows
+from thinwire.core.program import Slot
 
 
 def seeded(seed):
@@ -54,7 +56,7 @@ def same(function, device, *given, edits=(), **named):
 
 def blocks(device):
     for bits in (2, 4, 8):
-        for n, block in ((1000, 64), (531, 16), (5, 8), (4096, 256), (5000, 1000), (300, 24), (9000, 8192)):
+        for n, block in ((1000, 64), (531, 16), (5, 8), (4096, 256), (5000, 1000), (300, 24), (5000, 4096)):
             a, draw = normal(n), noise(n, "blocks", device=CPU)
             a[:block] = 0
             same(encode, device, a, bits, block, leave_error=True, edits=[0])
@@ -134,6 +136,14 @@ def signs(device):
             same(sum_signs, device, torch.empty(n), bits, table.sign(), owner, majority=True)
 
 
+def means_of_signs(device):
+    rows = Rows([Slot(str(n), (n,), None, torch.float32, CPU) for n in (5, 300_000, 2048, 1, 4097)], 8)
+    a = normal(rows.count * 8)
+    for levels in (1, 2):
+        for want, got in both(sign_means, device, a, rows.cut(a), rows.sizes, rows.tiles(TILE), levels):
+            torch.testing.assert_close(want, got)
+
+
 def ternaries(device):
     for rows, width in ((1, 10), (9, 512)):
         a, draw = normal(rows * width), noise(rows * width, "ternary", device=CPU)
@@ -144,7 +154,7 @@ def ternaries(device):
         same(ternary_values, device, torch.empty(rows * width), codes, own, owner, THREE)
 
 
-ALL = [histograms, blocks, messages, means, signs, ternaries]
+ALL = [histograms, blocks, messages, means, signs, means_of_signs, ternaries]
 
 if __name__ == "__main__":
     for compare in ALL:

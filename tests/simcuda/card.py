@@ -16,6 +16,7 @@ MIXED           one operation works on tensors of two devices.
 What is not real:
 
 * Numbers are the CPU's, not a card's, and no time passes. Each CUDA call is assumed to do as documented.
+* Kernels of Triton count as launches; what they read and write, and the numbers, are their twins'.
 * Launches are calls of aten that are not views and do more than allocate. A ``_foreach_`` call counts once, which is so
   for lists of one dtype, and a call that is several kernels counts once too. So counts tell two versions of a program
   apart, not two programs.
@@ -44,6 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
 from thinwire.core.kernels import seeding
+from thinwire.core.kernels.fused import Fused, Kernel
 from thinwire.core.methods.regions import regions
 
 HERE = Path(__file__).parent
@@ -359,12 +361,9 @@ class Card:
         """Of the package."""
         return sum(self.names.values())
 
-    def where(self, above: int = 1) -> str:
-        """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file.
-
-        ``above``: frames to leave out.
-        """
-        frame = sys._getframe(above)
+    def where(self) -> str:
+        """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file."""
+        frame = sys._getframe(1)
         while frame is not None:
             if (name := _place(frame.f_code.co_filename)) is not None:
                 return f"{name}:{frame.f_lineno}"
@@ -584,6 +583,19 @@ class Card:
                     card.names["torch.Generator"] += 1
                 return generator("cpu")
 
+        def launch(kernel: Kernel, programs: int, *arguments: Any, **_: Any) -> None:
+            device = next(x for x in arguments if isinstance(x, torch.Tensor)).get_device()
+            card.kernel(kernel.__name__, device, card.where(), current=device)
+
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if not function.serves(*args, **kwargs):
+                return function.twin(*args, **kwargs)
+            function.launch(*args, **kwargs)
+            names = card.names.copy()
+            made = function.twin(*args, **kwargs)
+            card.names = names
+            return made
+
         cuda = {
             "Stream": self.new_stream,
             "Event": lambda **_: Event(card),
@@ -602,6 +614,7 @@ class Card:
         patches += [patch.object(torch.Tensor, "pin_memory", pin, create=True)]
         patches += [patch.object(torch.Tensor, "is_pinned", lambda x, *_: _pinned(x), create=True)]
         patches += [patch.object(torch, "tensor", tensor), patch.object(torch, "Generator", Numbers)]
+        patches += [patch.object(Kernel, "__call__", launch), patch.object(Fused, "__call__", call)]
         for one in patches:
             one.start()
         _device_constructors.cache_clear()  # torch.tensor is one of them

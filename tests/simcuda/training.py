@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from kfac_with import kfac_with
-from thinwire.core.kernels.fused import Fused, Kernel
 from thinwire.core.program import Topology
 from thinwire.engine.schedules.deferred import DeferredGrad
 
@@ -153,7 +152,7 @@ def place(rank: int, card: Card | None, told: dict[Any, Tensor] | None) -> Itera
     """torch's CUDA and NCCL are these."""
     card = Card() if card is None else card
     nccl = Nccl(card, rank, RANKS, told)
-    with card.in_place(), nccl.in_place(), _deferred_gradients(), _fused(card):
+    with card.in_place(), nccl.in_place(), _deferred_gradients():
         yield card, nccl
 
 
@@ -219,26 +218,4 @@ def _deferred_gradients() -> Iterator[None]:
         patch.object(DeferredGrad, "__torch_dispatch__", classmethod(dispatch), create=True),
         patch.object(DeferredGrad, "device", property(lambda made: made.where), create=True),
     ):
-        yield
-
-
-@contextmanager
-def _fused(card: Card) -> Iterator[None]:
-    """Kernels of Triton count as launches; what they read and write, and the numbers, are their twins'."""
-
-    def launch(kernel: Kernel, programs: int, *arguments: Any, **_: Any) -> None:
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        with card.device(tensors[0].device):
-            card.kernel(kernel.__name__, tensors[0].get_device(), card.where(2))
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not function.serves(*args, **kwargs):
-            return function.twin(*args, **kwargs)
-        function.launch(*args, **kwargs)
-        names = card.names.copy()
-        made = function.twin(*args, **kwargs)
-        card.names = names
-        return made
-
-    with patch.object(Kernel, "__call__", launch), patch.object(Fused, "__call__", call):
         yield

@@ -24,6 +24,7 @@ class Rows:
         self.width = width
         self._rows = [-(-slot.numel // width) for slot in self.slots]
         self.count = sum(self._rows)
+        self._tiles: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, bucket: Bucket, width: int) -> Rows:
@@ -46,6 +47,23 @@ class Rows:
             return torch.empty(self.count, dtype=torch.int32, device=device)
         rows = upload(torch.tensor(self._rows, dtype=torch.int32), device)
         return torch.repeat_interleave(rows, output_size=self.count)
+
+    def tiles(self, size: int) -> Tensor:
+        """Return where in the matrix each tile of at most ``size`` elements of one tensor begins, and where it ends.
+
+        Then, for each tensor and for the end, the number of tiles before: int64 [2 tiles + T + 1]. Made once.
+        """
+        if size not in self._tiles:
+            begins: list[Tensor] = []
+            ends: list[Tensor] = []
+            last, first = [0], 0
+            for slot, rows in zip(self.slots, self._rows):
+                begins.append(torch.arange(first, first + slot.numel, size))
+                ends.append((begins[-1] + size).clamp(max=first + slot.numel))
+                last.append(last[-1] + len(ends[-1]))
+                first += rows * self.width
+            self._tiles[size] = upload(torch.cat([*begins, *ends, torch.tensor(last)]), self.slots[0].device)
+        return self._tiles[size]
 
     def cut(self, x: Tensor) -> list[Tensor]:
         each = x.shape[-1] // self.count
@@ -85,11 +103,13 @@ class Rows:
             state.stage(slot.name, residual=piece)
 
     def noise(self, seed: int, state: State) -> Tensor:
-        """Return an int16 number for each element, drawn from the seed, its tensor's name, the step and the rank."""
+        """Return an int16 number for each element, drawn from the seed, its tensor's name, the step and the rank.
+
+        There is any number in the padding.
+        """
         device = self.slots[0].device
         x = torch.empty(self.count * self.width, dtype=torch.int16, device=device)
         if device.type != "meta":
-            self._clear(x)
             parts = [part[: slot.numel + -slot.numel % 4] for slot, part in zip(self.slots, self._whole(x))]
             fill_noise(parts, [(seed, slot.name, state.step, state.rank) for slot in self.slots])
         return x

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_flag
-from thinwire.core.kernels.quantise.signs import pack_signs, sum_signs
+from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
 from thinwire.core.methods.base import all_finite, check_fusion, poison, split_message
 from thinwire.core.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
@@ -114,14 +114,6 @@ class SignSGD(Method):
 
     def _table(self, a: Tensor, rows: Rows) -> Tensor:
         """Return each tensor's decoded values, [T, levels]; NaN or inf if any element is."""
-        tensors = rows.cut(a)
-        if a.device.type == "meta":
-            return a.new_empty(len(tensors), self.levels)
         if self.vote == "majority":
-            return poison(all_finite(a), 1.0, a.dtype).repeat(len(tensors), 1)
-        if self.levels == 1:
-            return (torch.stack(torch._foreach_norm(tensors, 1)) / rows.sizes)[:, None]
-        above = torch.stack([x.sum() for x in rows.cut(a >= 0)])
-        sums = torch.stack([x.sum() for half in (a.clamp(min=0), a.clamp(max=0)) for x in rows.cut(half)])
-        counts = torch.stack([above, rows.sizes - above])
-        return (sums.view(2, -1) / counts.clamp(min=1)).T.contiguous()
+            return poison(all_finite(a), 1.0, a.dtype).repeat(len(rows.slots), 1)
+        return sign_means(a, rows.cut(a), rows.sizes, rows.tiles(TILE), self.levels)

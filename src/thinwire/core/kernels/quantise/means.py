@@ -169,15 +169,15 @@ def bins_kernel(  # type: ignore[no-untyped-def]
 
 @Kernel
 def means_kernel(  # type: ignore[no-untyped-def]
-    found, means, tiles, mean_row, BOUND: tl.constexpr, BINS: tl.constexpr, TURN: tl.constexpr
+    found, means, programs, mean_row, BOUND: tl.constexpr, BINS: tl.constexpr, TURN: tl.constexpr
 ):
     """Turn a chunk's sums and numbers into its means."""
     part, column = tl.program_id(0).to(tl.int64), tl.arange(0, 2 * BINS)
     total = tl.zeros((2 * BINS,), tl.float64)
-    for start in range(0, tiles, TURN):
+    for start in range(0, programs, TURN):
         tile = start + tl.arange(0, TURN)
-        at = (part * tiles + tile)[:, None] * (2 * BINS) + column[None, :]
-        total += tl.sum(tl.load(found + at, (tile < tiles)[:, None], 0.0), 0)
+        at = (part * programs + tile)[:, None] * (2 * BINS) + column[None, :]
+        total += tl.sum(tl.load(found + at, (tile < programs)[:, None], 0.0), 0)
     sums, counts = tl.split(tl.reshape(total, (BINS, 2)))
     mean = sums / tl.where(counts == 0, 1.0, counts) * BOUND
     tl.store(means + part * mean_row + tl.arange(0, BINS), mean.to(tl.float32))
@@ -198,7 +198,7 @@ def add_means_kernel(  # type: ignore[no-untyped-def]
     scales += chunk * scale_chunk + first
     means += chunk * mean_chunk
     total = tl.load(out + begin + at, inside, 0.0) if TAKE else tl.zeros((ROWS, WIDTH), tl.float32)
-    for _ in tl.range(0, count, loop_unroll_factor=2):
+    for _ in range(count):
         code = unpacked(tl.load(codes + byte, within, 0).to(tl.int32), BITS)
         scale = tl.load(scales + row, row * size < limit, 0.0)
         value = tl.zeros((ROWS, WIDTH), tl.float32)

@@ -6,6 +6,7 @@ that of another. ``owner``, int32, says for each byte whose tensor's it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _PACKED_BYTES = 1 << 13  # of packed bits: 64 Ki elements, which stay in a CPU's cache
+
+
+def _sign_means(x: Tensor, tensors: Sequence[Tensor], sizes: Tensor, tiles: Tensor, levels: int) -> Tensor:
+    """Return each tensor's mean |x|, [T, 1]; or, of 2 ``levels``, the means of its elements >= 0 and of those below.
+
+    ``tensors``: pieces of ``x``, of ``sizes`` elements; ``tiles``: see ``Rows.tiles``.
+    """
+    if x.device.type == "meta":
+        return x.new_empty(len(tensors), levels)
+    if levels == 1:
+        return (torch.stack(torch._foreach_norm([*tensors], 1)) / sizes)[:, None]
+    above = torch.stack([(one >= 0).sum() for one in tensors])
+    sums = [one.clamp(min=0).sum() for one in tensors], [one.clamp(max=0).sum() for one in tensors]
+    counts = torch.stack([above, sizes - above])
+    return (torch.stack([torch.stack(half) for half in sums]) / counts.clamp(min=1)).T.contiguous()
 
 
 def _pack_signs(x: Tensor, ties: int = 0xFF, table: Tensor | None = None, owner: Tensor | None = None) -> Tensor:
@@ -72,7 +88,9 @@ def _piece(device: torch.device) -> int:
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
-_BYTES = 256  # of bits, of one program
+TILE = 1 << 11  # elements of one program
+_BYTES = TILE // 8
+_TURN = 128  # tiles whose sums are added at a time
 
 
 @Kernel
@@ -125,6 +143,51 @@ def sum_signs_kernel(  # type: ignore[no-untyped-def]
     if divisor is not None:
         total = tl.div_rn(total, tl.zeros_like(total) + tl.load(divisor))
     tl.store(out + element, total, element < n)
+
+
+@Kernel
+def halves_kernel(x, tiles, found, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write, for each tile, the sums of its elements >= 0 and of those below, and the number of the first."""
+    begin, end = tl.load(tiles + tl.program_id(0)), tl.load(tiles + count + tl.program_id(0))
+    at = begin + tl.arange(0, TILE)
+    value = tl.load(x + at, at < end, 0.0)
+    above = (value >= 0) & (at < end)
+    mine = found + tl.program_id(0).to(tl.int64) * 4
+    tl.store(mine, tl.sum(tl.where(above, value, 0.0), 0))
+    tl.store(mine + 1, tl.sum(tl.where(above, 0.0, value), 0))
+    tl.store(mine + 2, tl.sum(above.to(tl.int32), 0).to(tl.float32))
+
+
+@Kernel
+def sign_means_kernel(  # type: ignore[no-untyped-def]
+    found, befores, sizes, table, LEVELS: tl.constexpr, TURN: tl.constexpr
+):
+    tensor = tl.program_id(0)
+    begin, end = tl.load(befores + tensor), tl.load(befores + tensor + 1)
+    column = tl.arange(0, 4)
+    total = tl.zeros((4,), tl.float64)
+    for start in range(begin, end, TURN):
+        tile = start + tl.arange(0, TURN)
+        at = tile[:, None] * 4 + column[None, :]
+        total += tl.sum(tl.load(found + at, (tile < end)[:, None] & (column < 3)[None, :], 0.0).to(tl.float64), 0)
+    high = tl.sum(tl.where(column == 0, total, 0.0), 0)
+    low = tl.sum(tl.where(column == 1, total, 0.0), 0)
+    above = tl.sum(tl.where(column == 2, total, 0.0), 0)
+    size = tl.load(sizes + tensor).to(tl.float64)
+    if LEVELS == 1:
+        tl.store(table + tensor, ((high - low) / size).to(tl.float32))
+    else:
+        tl.store(table + tensor * 2, (high / tl.maximum(above, 1.0)).to(tl.float32))
+        tl.store(table + tensor * 2 + 1, (low / tl.maximum(size - above, 1.0)).to(tl.float32))
+
+
+@fused(_sign_means)
+def sign_means(x: Tensor, tensors: Sequence[Tensor], sizes: Tensor, tiles: Tensor, levels: int) -> Tensor:
+    table, count = x.new_empty(len(sizes), levels), (len(tiles) - len(sizes) - 1) // 2
+    found = x.new_empty(count, 4)
+    halves_kernel(count, x, tiles, found, count, TILE=TILE)
+    sign_means_kernel(len(sizes), found, tiles[2 * count :], sizes, table, LEVELS=levels, TURN=_TURN)
+    return table
 
 
 @fused(_pack_signs)

@@ -19,8 +19,11 @@ def magnitudes(tensors: Sequence[Tensor], clip: float | None) -> Tensor:
     """Return max|a| of each tensor, at most ``clip`` times its root mean square; NaN or infinite if any element is."""
     if tensors[0].device.type == "meta":
         return tensors[0].new_empty(len(tensors))
-    low, high = (torch.stack(ends) for ends in zip(*map(torch.aminmax, tensors)))
-    top = torch.maximum(-low, high)
+    if tensors[0].is_cuda:
+        top = torch.stack(torch._foreach_norm([*tensors], torch.inf))
+    else:  # many times as fast as the norm
+        low, high = (torch.stack(ends) for ends in zip(*map(torch.aminmax, tensors)))
+        top = torch.maximum(-low, high)
     if clip is None:
         return top
     factors = [clip / a.numel() ** 0.5 for a in tensors]
