@@ -69,8 +69,8 @@ CASES += [
     *(_quantiser(signs.sum_signs_kernel, LEVELS=levels, MAJORITY=levels == 1, BYTES=256) for levels in (1, 2)),
     *(_quantiser(signs.sign_means_kernel, found="*fp32", LEVELS=levels, TURN=128) for levels in (1, 2)),
     _quantiser(signs.halves_kernel, found="*fp32", TILE=2048),
-    _quantiser(ternary.ternary_kernel, codes="*i8", TILE=2048),
-    _quantiser(ternary.ternary_values_kernel, codes="*i8", TILE=2048),
+    _quantiser(ternary.ternary_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
+    _quantiser(ternary.ternary_values_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
 ]
 
 

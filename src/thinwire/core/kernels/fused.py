@@ -29,7 +29,8 @@ def triton_installed() -> bool:
 class Kernel:
     """A Triton kernel, launched as ``kernel(programs, *arguments, CONSTANT=...)`` on the device of its tensors.
 
-    Its lines name ``triton.language`` as ``tl``, and other kernels of their file as functions.
+    Its lines name ``triton.language`` as ``tl``, and other kernels as functions. Triton compiles it anew for numbers
+    that are 1, or multiples of 16, unless their parameters say ``int``.
     """
 
     def __init__(self, source: Callable[..., None]) -> None:
@@ -47,7 +48,8 @@ class Kernel:
         scope = {**source.__globals__, "tl": triton.language, **others}
         copy = FunctionType(source.__code__, scope, source.__name__, source.__defaults__)
         copy.__module__, copy.__annotations__ = source.__module__, source.__annotations__
-        return triton.jit(copy)
+        plain = [name for name, kind in copy.__annotations__.items() if kind == "int"]
+        return triton.jit(copy, do_not_specialize=plain)
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> Any:
         device = next(x.device for x in arguments if isinstance(x, Tensor))

@@ -9,6 +9,7 @@ Codes and scales may be pieces of messages: a row for each of equal chunks of th
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,6 +169,7 @@ LARGEST_BLOCK = 1 << 12
 _TILE = 1 << 11  # elements of one program: one block, or several whose tile is at most that large
 
 
+@functools.cache
 def tile_of(block: int) -> dict[str, Any]:
     """Return the constants of a program that works on ``ROWS`` blocks of at most ``WIDTH`` elements.
 
@@ -253,7 +255,7 @@ def write_codes(  # type: ignore[no-untyped-def]
 
 @Kernel
 def encode_kernel(  # type: ignore[no-untyped-def]
-    a, noise, codes, scales, n, size, blocks, code_row, scale_row,
+    a, noise, codes, scales, n, size, blocks: int, code_row, scale_row: int,
     BITS: tl.constexpr, L2: tl.constexpr, LEAVE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     chunk, first, begin, limit = place(n, size, blocks, ROWS)
@@ -269,7 +271,8 @@ def encode_kernel(  # type: ignore[no-untyped-def]
 
 @Kernel
 def decode_kernel(  # type: ignore[no-untyped-def]
-    out, codes, scales, divisor, n, size, blocks, count, code_row, scale_row, code_chunk, scale_chunk,
+    out, codes, scales, divisor, n, size, blocks: int,
+    count: int, code_row, scale_row: int, code_chunk, scale_chunk: int,
     BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     chunk, first, begin, limit = place(n, size, blocks, ROWS)
@@ -284,7 +287,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 @Kernel
 def sum_encode_kernel(  # type: ignore[no-untyped-def]
-    codes, scales, made, tops, error, size, blocks, count, code_row, scale_row,
+    codes, scales, made, tops, error, size, blocks: int, count: int, code_row, scale_row: int,
     BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     _, first, begin, limit = place(blocks * size, size, blocks, ROWS)

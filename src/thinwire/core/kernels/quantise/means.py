@@ -136,8 +136,16 @@ _TURN = 256  # programs whose sums are added at a time
 
 
 @Kernel
+def of_bin(number, y, code, inside, weight):  # type: ignore[no-untyped-def]
+    """Return the sum and the number of each row's elements in a bin, weighted: ``[rows, 2]``."""
+    here = inside & (code == number)
+    sums, counts = tl.sum(tl.where(here, y, 0.0), 1), tl.sum(here.to(tl.int32), 1)
+    return tl.join(sums.to(tl.float64) * weight, counts.to(tl.float64) * weight)
+
+
+@Kernel
 def bins_kernel(  # type: ignore[no-untyped-def]
-    a, codes, scales, found, n, size, blocks, code_row, scale_row, root,
+    a, codes, scales, found, n, size, blocks: int, code_row, scale_row: int, root,
     BITS: tl.constexpr, BOUND: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write codes, scales and, for each program, the sums and numbers of its elements in each bin."""
@@ -158,18 +166,18 @@ def bins_kernel(  # type: ignore[no-untyped-def]
     tl.store(codes + chunk * code_row + first * (size * BITS // 8) + byte, packed(code, BITS).to(tl.uint8), within)
     weight = unit.to(tl.float64)
     weight = tl.where(row * size < limit, weight * weight, 0.0)
-    for j in tl.static_range(BINS):
-        here = inside & (code == j)
-        sums = tl.sum(tl.where(here, y, 0.0), 1).to(tl.float64)
-        counts = tl.sum(here.to(tl.int32), 1).to(tl.float64)
-        mine = found + (tl.program_id(0).to(tl.int64) * BINS + j) * 2
-        tl.store(mine, tl.sum(sums * weight, 0))
-        tl.store(mine + 1, tl.sum(counts * weight, 0))
+    if BITS == 2:
+        even = tl.join(of_bin(0, y, code, inside, weight), of_bin(2, y, code, inside, weight))
+        rows = tl.join(even, tl.join(of_bin(1, y, code, inside, weight), of_bin(3, y, code, inside, weight)))
+    else:
+        rows = tl.join(of_bin(0, y, code, inside, weight), of_bin(1, y, code, inside, weight))
+    mine = found + tl.program_id(0).to(tl.int64) * (2 * BINS) + tl.arange(0, 2 * BINS)
+    tl.store(mine, tl.reshape(tl.sum(rows, 0), (2 * BINS,)))
 
 
 @Kernel
 def means_kernel(  # type: ignore[no-untyped-def]
-    found, means, programs, mean_row, BOUND: tl.constexpr, BINS: tl.constexpr, TURN: tl.constexpr
+    found, means, programs: int, mean_row: int, BOUND: tl.constexpr, BINS: tl.constexpr, TURN: tl.constexpr
 ):
     """Turn a chunk's sums and numbers into its means."""
     part, column = tl.program_id(0).to(tl.int64), tl.arange(0, 2 * BINS)
@@ -178,15 +186,15 @@ def means_kernel(  # type: ignore[no-untyped-def]
         tile = start + tl.arange(0, TURN)
         at = (part * programs + tile)[:, None] * (2 * BINS) + column[None, :]
         total += tl.sum(tl.load(found + at, (tile < programs)[:, None], 0.0), 0)
-    sums, counts = tl.split(tl.reshape(total, (BINS, 2)))
+    sums, counts = tl.split(tl.trans(tl.reshape(total, (2, BINS))))
     mean = sums / tl.where(counts == 0, 1.0, counts) * BOUND
     tl.store(means + part * mean_row + tl.arange(0, BINS), mean.to(tl.float32))
 
 
 @Kernel
 def add_means_kernel(  # type: ignore[no-untyped-def]
-    out, codes, scales, means, divisor, n, size, blocks,
-    count, code_row, scale_row, mean_row, code_chunk, scale_chunk, mean_chunk,
+    out, codes, scales, means, divisor, n, size, blocks: int,
+    count: int, code_row, scale_row: int, mean_row: int, code_chunk, scale_chunk: int, mean_chunk: int,
     BITS: tl.constexpr, TAKE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of ``count`` decoded rows; ``TAKE``: subtract it from what is there."""
@@ -238,7 +246,7 @@ def encode_means(
     codes, scales, means = made = _empty(a, bits, block, parts) if out is None else out
     blocks, bound = scales.shape[1], _bound(bits)
     programs = programs_of(parts, blocks, block)
-    found = torch.empty(programs, 2**bits, 2, dtype=torch.float64, device=a.device)
+    found = torch.empty(programs, 2, 2**bits, dtype=torch.float64, device=a.device)
     bins_kernel(
         programs,
         a, codes, scales, found, a.numel(), block, blocks, codes.stride(0), scales.stride(0), block ** (1 / bits),

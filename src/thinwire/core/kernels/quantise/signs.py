@@ -111,7 +111,7 @@ def values_of(table, owner, signs, LEVELS: tl.constexpr):  # type: ignore[no-unt
 
 @Kernel
 def pack_signs_kernel(  # type: ignore[no-untyped-def]
-    x, bits, table, owner, n, ties, LEVELS: tl.constexpr, BYTES: tl.constexpr
+    x, bits, table, owner, n, ties: int, LEVELS: tl.constexpr, BYTES: tl.constexpr
 ):
     first = tl.program_id(0).to(tl.int64) * BYTES
     element, at = first * 8 + tl.arange(0, BYTES * 8), first + tl.arange(0, BYTES)
@@ -126,7 +126,7 @@ def pack_signs_kernel(  # type: ignore[no-untyped-def]
 
 @Kernel
 def sum_signs_kernel(  # type: ignore[no-untyped-def]
-    out, bits, table, owner, divisor, n, count, bit_row, table_row,
+    out, bits, table, owner, divisor, n, count: int, bit_row: int, table_row: int,
     MAJORITY: tl.constexpr, LEVELS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BYTES
@@ -146,7 +146,7 @@ def sum_signs_kernel(  # type: ignore[no-untyped-def]
 
 
 @Kernel
-def halves_kernel(x, tiles, found, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def halves_kernel(x, tiles, found, count: int, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write, for each tile, the sums of its elements >= 0 and of those below, and the number of the first."""
     begin, end = tl.load(tiles + tl.program_id(0)), tl.load(tiles + count + tl.program_id(0))
     at = begin + tl.arange(0, TILE)

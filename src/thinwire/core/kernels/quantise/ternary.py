@@ -60,15 +60,15 @@ def _ternary_values(out: Tensor, codes: Tensor, shared: Tensor, owner: Tensor, d
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
-_TILE = 1 << 11
+LAUNCH = {"TILE": 1 << 11, "num_warps": 8, "enable_fp_fusion": False}
 
 
 @Kernel
 def ternary_kernel(  # type: ignore[no-untyped-def]
-    a, own, shared, owner, noise, codes, n, width, TILE: tl.constexpr
+    a, own, shared, owner, noise, codes, n, WIDTH: tl.constexpr, TILE: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mine = tl.load(owner + at // width, at < n, 0)
+    mine = tl.load(owner + at // WIDTH, at < n, 0)
     most, top = tl.load(own + mine), tl.load(shared + mine)
     level = tl.div_rn(tl.clamp(tl.load(a + at, at < n, 0.0), -most, most), tl.where(top == 0, 1.0, top))
     level += tl.load(noise + at, at < n, 0).to(tl.float32) * 1.52587890625e-05
@@ -78,10 +78,10 @@ def ternary_kernel(  # type: ignore[no-untyped-def]
 
 @Kernel
 def ternary_values_kernel(  # type: ignore[no-untyped-def]
-    out, codes, shared, owner, divisor, n, width, TILE: tl.constexpr
+    out, codes, shared, owner, divisor, n, WIDTH: tl.constexpr, TILE: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    top = tl.load(shared + tl.load(owner + at // width, at < n, 0))
+    top = tl.load(shared + tl.load(owner + at // WIDTH, at < n, 0))
     value = tl.load(codes + at, at < n, 0).to(tl.float32) * top
     tl.store(out + at, tl.div_rn(value, tl.zeros_like(value) + tl.load(divisor)), at < n)
 
@@ -89,14 +89,14 @@ def ternary_values_kernel(  # type: ignore[no-untyped-def]
 @fused(_ternary)
 def ternary(a: Tensor, own: Tensor, shared: Tensor, owner: Tensor, noise: Tensor) -> Tensor:
     codes, n = torch.empty(a.numel(), dtype=torch.int8, device=a.device), a.numel()
-    ternary_kernel(
-        -(-n // _TILE), a, own, shared, owner, noise, codes, n, n // owner.numel(), TILE=_TILE, enable_fp_fusion=False
-    )
+    programs = -(-n // LAUNCH["TILE"])
+    ternary_kernel(programs, a, own, shared, owner, noise, codes, n, WIDTH=n // len(owner), **LAUNCH)
     return codes
 
 
 @fused(_ternary_values)
 def ternary_values(out: Tensor, codes: Tensor, shared: Tensor, owner: Tensor, divisor: Tensor) -> Tensor:
     n = out.numel()
-    ternary_values_kernel(-(-n // _TILE), out, codes, shared, owner, divisor, n, n // owner.numel(), TILE=_TILE)
+    programs = -(-n // LAUNCH["TILE"])
+    ternary_values_kernel(programs, out, codes, shared, owner, divisor, n, WIDTH=n // len(owner), **LAUNCH)
     return out
