@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.methods.base import all_finite
+from thinwire.core.methods.base import every_finite
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.pricing.periods import calendar, cut, layers, steps_late
 from thinwire.core.program import (
@@ -363,7 +363,7 @@ class Fragment:
             slot.name: slot.raw() if slot.result is None else slot.result for _, b in self._buckets for slot in b.slots
         }
         ordered = [means[name] for name in self.parameters]
-        self.state.verdict(torch.stack([all_finite(x) for x in ordered]).all())
+        self.state.verdict(every_finite(ordered))
         accepted = self.state.end_step()
         self._mean = ordered if accepted else None
         self.received = True
@@ -381,7 +381,7 @@ class Fragment:
     @property
     def sent_finite(self) -> bool:
         """Whether this rank's weights were finite when they were last sent."""
-        return all(bool(all_finite(x)) for x in self._sent)
+        return bool(every_finite(self._sent))
 
     @torch.no_grad()
     def merge(self, count: int) -> bool:
@@ -437,7 +437,7 @@ class Fragment:
     @torch.no_grad()
     def recover(self) -> None:
         """Replace weights that are not finite by the outer weights; if under way, by those that will arrive."""
-        if all(bool(all_finite(x.detach())) for x in self.parameters.values()):
+        if every_finite([x.detach() for x in self.parameters.values()]):
             return
         self.return_to_outer_weights()
         if self.due is not None and self.sent_finite:
