@@ -286,6 +286,20 @@ def test_bytes(ranks):
     assert sent(Cast("int1", block=16)) == others * whole(4 * (14 + 2), 224 // 8)  # all gather all
 
 
+@pytest.mark.parametrize("method", [QSGD(), TernGrad()], ids=lambda m: m.name)
+def test_little_padding_is_sent_and_changes_nothing(method):
+    shapes = {"a": (512 * 100 - 1,), "b": (512 * 60 - 7,)}
+    gradients = draw(0, shapes, 2, torch.float32)
+    together = LocalWorld(2, plan=[["a", "b"]])
+    out = together.step(method, gradients)
+    if method.name == "qsgd":
+        assert together.bytes_sent()[0] == 160 * (4 + 256)
+    for g in gradients:
+        g["c"] = torch.ones(1)  # with it, padding is cut off
+    again = LocalWorld(2, plan=[["a"], ["c", "b"]]).step(method, gradients)
+    assert all(torch.equal(out[rank][name], again[rank][name]) for rank in range(2) for name in "ab")
+
+
 def test_bytes_of_a_large_tensor_follow_the_formulas():
     n, ranks = 1 << 20, 16
     (gather,) = trace(QSGD(), [("w", (n,))], Topology(ranks))

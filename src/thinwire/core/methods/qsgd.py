@@ -87,7 +87,7 @@ class QSGD(Method):
             return
         a = rows.gradients()
         codes, scales = encode(a, self.bits, self.block, self.norm, rows.noise(self.seed, state))
-        everyone = yield AllGather(torch.cat([scales.view(torch.uint8), *rows.cut(codes)]))
+        everyone = yield AllGather(torch.cat([scales.view(torch.uint8), *rows.sent(codes)]))
         scales, codes = split_message(everyone, rows.count, a.dtype)
         finite = all_finite(scales)
         state.verdict(finite)

@@ -84,7 +84,8 @@ class TernGrad(Method):
         finite = all_finite(shared)
         state.verdict(finite)
         codes = ternary(a, own, shared, rows.owner, rows.noise(self.seed, state))
-        codes = rows.spread((yield AllReduce(torch.cat(rows.cut(codes)))), _WIDTH)
+        sent = rows.sent(codes)
+        codes = rows.spread((yield AllReduce(sent[0] if len(sent) == 1 else torch.cat(sent))), _WIDTH)
         mean = poison(finite, state.size, a.dtype)
         rows.write(ternary_values(a, codes, shared, rows.owner, mean))
 
