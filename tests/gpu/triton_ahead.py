@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thinwire.core.kernels.quantise import blocks, means, signs, ternary
+from thinwire.core.kernels.restore import restore_kernel
 from thinwire.core.kernels.select.histogram import digits_kernel
 
 TARGETS = [
@@ -27,7 +28,7 @@ CASES = [  # a kernel, and its parameters: types, or the numbers of its constant
 
 # --- quantisers
 _NAMES = {
-    "*fp32": "a x out error scales tops means table own shared divisor",
+    "*fp32": "a x before out error scales tops means table own shared divisor",
     "*fp64": "found",
     "*u8": "codes made bits",
     "*i16": "noise",
@@ -69,6 +70,7 @@ CASES += [
     *(_quantiser(signs.sum_signs_kernel, LEVELS=levels, MAJORITY=levels == 1, BYTES=256) for levels in (1, 2)),
     *(_quantiser(signs.sign_means_kernel, found="*fp32", LEVELS=levels, TURN=128) for levels in (1, 2)),
     _quantiser(signs.halves_kernel, found="*fp32", TILE=2048),
+    _quantiser(restore_kernel, accepted="*i1", TILE=2048),
     _quantiser(ternary.ternary_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
     _quantiser(ternary.ternary_values_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
 ]

@@ -6,6 +6,7 @@ from thinwire.core.kernels.quantise.blocks import decode_sum, encode, sum_encode
 from thinwire.core.kernels.quantise.means import decode_means, encode_means
 from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
 from thinwire.core.kernels.quantise.ternary import ternary, ternary_values
+from thinwire.core.kernels.restore import restore
 from thinwire.core.kernels.seeding import noise
 from thinwire.core.kernels.select.histogram import count_digits
 from thinwire.core.methods.rows import Rows
@@ -45,7 +46,8 @@ def both(function, device, *given, edits=(), **named):
         own = [x.to(place, copy=True) if isinstance(x, torch.Tensor) else x for x in given]
         more = {key: x.to(place, copy=True) if isinstance(x, torch.Tensor) else x for key, x in named.items()}
         out = call(*own, **more)
-        made.append([x.cpu() for x in (*(out if isinstance(out, tuple) else (out,)), *(own[i] for i in edits))])
+        outs = out if isinstance(out, tuple) else () if out is None else (out,)
+        made.append([x.cpu() for x in (*outs, *(own[i] for i in edits))])
     return zip(*made, strict=True)
 
 
@@ -144,6 +146,12 @@ def means_of_signs(device):
             torch.testing.assert_close(want, got)
 
 
+def restored(device):
+    for n in (1, 5000):
+        for accepted in (True, False):
+            same(restore, device, normal(n), normal(n, 1), torch.tensor(accepted), edits=[0])
+
+
 def ternaries(device):
     for rows, width in ((1, 10), (9, 512)):
         a, draw = normal(rows * width), noise(rows * width, "ternary", device=CPU)
@@ -154,7 +162,7 @@ def ternaries(device):
         same(ternary_values, device, torch.empty(rows * width), codes, own, owner, THREE)
 
 
-ALL = [histograms, blocks, messages, means, signs, means_of_signs, ternaries]
+ALL = [histograms, blocks, messages, means, signs, means_of_signs, restored, ternaries]
 
 if __name__ == "__main__":
     for compare in ALL:
