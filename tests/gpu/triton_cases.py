@@ -5,10 +5,11 @@ import torch
 from thinwire.core.kernels.quantise.blocks import decode_sum, encode, sum_encode
 from thinwire.core.kernels.quantise.means import decode_means, encode_means
 from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
-from thinwire.core.kernels.quantise.ternary import ternary, ternary_values
+from thinwire.core.kernels.quantise.ternary import magnitudes, ternary, ternary_values
 from thinwire.core.kernels.restore import restore
 from thinwire.core.kernels.seeding import noise
 from thinwire.core.kernels.select.histogram import count_digits
+from thinwire.core.methods.base import all_finite, every_finite
 from thinwire.core.methods.rows import Rows
 from thinwire.core.program import Slot
 
@@ -152,6 +153,20 @@ def restored(device):
             same(restore, device, normal(n), normal(n, 1), torch.tensor(accepted), edits=[0])
 
 
+def finite(device):
+    """What torch's norms say of NaN and infinity, on which verdicts on a GPU rest."""
+    for n in (7, 5000, 300_000):
+        x = normal(n).to(device)
+        assert all_finite(x)
+        assert every_finite([x, x[:3]])
+        torch.testing.assert_close(magnitudes([x, x[:3]], None), torch.stack([x.abs().max(), x[:3].abs().max()]))
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            x[n // 2] = bad
+            assert not all_finite(x)
+            assert not every_finite([x[:3], x])
+            assert magnitudes([x[:3], x], None).isfinite().tolist() == [True, False]
+
+
 def ternaries(device):
     for rows, width in ((1, 10), (9, 512)):
         a, draw = normal(rows * width), noise(rows * width, "ternary", device=CPU)
@@ -162,7 +177,7 @@ def ternaries(device):
         same(ternary_values, device, torch.empty(rows * width), codes, own, owner, THREE)
 
 
-ALL = [histograms, blocks, messages, means, signs, means_of_signs, restored, ternaries]
+ALL = [histograms, blocks, messages, means, signs, means_of_signs, restored, finite, ternaries]
 
 if __name__ == "__main__":
     for compare in ALL:

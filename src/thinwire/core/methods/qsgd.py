@@ -6,8 +6,8 @@ Paper: Alistarh et al.: QSGD, communication-efficient SGD via gradient quantizat
 s = 2^(bits - 1) - 1 levels (bits 2, 4, 8: 1, 7, 127). Per block v with N = max|v| or |v|_2, an element v_i becomes
 sign(v_i) l N / s, where l is one of the two integers around s |v_i| / N, at random so that the mean is v_i. Variance:
 the sum of (N / s)^2 f (1 - f), f = the fraction between the two levels; with "l2" at most min(d / s^2, sqrt(d) / s)
-|v|^2 for a block of d elements. Message: all scales, then all codes, each tensor in whole bytes: bits / 8 bytes per
-element, and 4 per block and peer.
+|v|^2 for a block of d elements. Message: all scales, then all codes, each tensor in whole bytes, or in whole blocks if
+that is less than 1 % more: bits / 8 bytes per element, and 4 per block and peer.
 
 Differences from the paper: codes have a fixed width, without Elias coding; N is the maximum by default, whose variance
 is 11 to 47 times smaller for normal blocks of 512 elements. No error feedback: the rounding error is zero on average,
