@@ -13,6 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thinwire.core.kernels.pairs import average_kernel, padded_keys_kernel, send_kernel, union_kernel
+from thinwire.core.kernels.quantise import blocks, means, signs, ternary
+from thinwire.core.kernels.restore import restore_kernel
 from thinwire.core.kernels.select.gaussian import fit_kernel
 from thinwire.core.kernels.select.mstopk import bisect_kernel
 from thinwire.core.kernels.select.ranked import (
@@ -69,12 +71,63 @@ CASES = [  # a kernel, and its parameters: types, or the numbers of its constant
     *((average_kernel, {**_SUM, "values": f"*{wire}", "PARTS": 64}) for wire in ("fp16", "bf16")),
 ]
 
+# --- quantisers
+_NAMES = {
+    "*fp32": "a x before out error scales tops means table own shared divisor",
+    "*fp64": "found",
+    "*u8": "codes made bits",
+    "*i16": "noise",
+    "*i32": "owner",
+    "*i64": "tiles befores sizes",
+    "fp32": "root",
+    "i64": "n",
+}
+_TYPES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+
+
+def _quantiser(kernel, **given):
+    found = {name: _TYPES.get(name, "i32") for name in kernel.jit.arg_names}
+    return kernel, {**found, **given}
+
+
+CASES += [
+    *(
+        _quantiser(kernel, BITS=bits, **blocks.tile_of(block), **given)
+        for bits, block in ((2, 256), (4, 256), (8, 256), (8, 16), (8, blocks.LARGEST_BLOCK))
+        for kernel, given in (
+            (blocks.encode_kernel, {"noise": None, "L2": False, "LEAVE": True}),
+            (blocks.encode_kernel, {"L2": True, "LEAVE": False}),
+            (blocks.decode_kernel, {}),
+            (blocks.sum_encode_kernel, {}),
+        )
+    ),
+    *(
+        _quantiser(kernel, BITS=bits, **blocks.tile_of(block), **given)
+        for bits, block in ((1, 256), (2, 256), (2, 16), (2, blocks.LARGEST_BLOCK))
+        for kernel, given in (
+            (means.bins_kernel, {"BOUND": 0.9957}),
+            (means.add_means_kernel, {"TAKE": True, "divisor": None}),
+            (means.add_means_kernel, {"TAKE": False}),
+        )
+    ),
+    *(_quantiser(means.means_kernel, BOUND=0.9957, BINS=bins, TURN=256) for bins in (2, 4)),
+    *(_quantiser(signs.pack_signs_kernel, LEVELS=levels, BYTES=256) for levels in (1, 2)),
+    *(_quantiser(signs.sum_signs_kernel, LEVELS=levels, MAJORITY=levels == 1, BYTES=256) for levels in (1, 2)),
+    *(_quantiser(signs.sign_means_kernel, found="*fp32", LEVELS=levels, TURN=128) for levels in (1, 2)),
+    _quantiser(signs.halves_kernel, found="*fp32", TILE=2048),
+    _quantiser(restore_kernel, accepted="*i1", TILE=2048),
+    _quantiser(ternary.ternary_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
+    _quantiser(ternary.ternary_values_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
+]
+
 
 def compiled(target, kernel, parameters):
+    options = {name: parameters[name] for name in parameters if name not in kernel.jit.arg_names}
     parameters = {name: parameters[name] for name in kernel.jit.arg_names}
     constants = {name: value for name, value in parameters.items() if not isinstance(value, str)}
     signature = {**parameters, **dict.fromkeys(constants, "constexpr")}
-    return triton.compile(ASTSource(fn=kernel.jit, signature=signature, constexprs=constants), target=target)
+    source = ASTSource(fn=kernel.jit, signature=signature, constexprs=constants)
+    return triton.compile(source, target=target, options=options)
 
 
 def spilled(kernel):

@@ -5,6 +5,15 @@ from importlib import import_module
 import torch
 
 from thinwire.core.kernels import pairs
+from thinwire.core.kernels.quantise.blocks import decode_sum, encode, sum_encode
+from thinwire.core.kernels.quantise.means import decode_means, encode_means
+from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
+from thinwire.core.kernels.quantise.ternary import magnitudes, ternary, ternary_values
+from thinwire.core.kernels.restore import restore
+from thinwire.core.kernels.seeding import noise
+from thinwire.core.methods.base import all_finite, every_finite
+from thinwire.core.methods.rows import Rows
+from thinwire.core.program import Slot
 
 exact, gaussian, histogram, mstopk, threshold = (
     import_module(f"thinwire.core.kernels.select.{name}")
@@ -47,7 +56,7 @@ def selection(device):
                     assert torch.equal(got, want.sort().values), (d, kind, options)
 
 
-def messages(device):
+def pair_messages(device):
     """Of pairs; the interpreter does not round to bf16 as a GPU does."""
     cases = ((9, 1, 1, torch.float32), (9001, 300, 5, torch.float32), (4099, 301, 2, torch.float16))
     for d, k, ranks, wire in (*cases, (500, 500, 3, torch.float16), (500, 33, 3, torch.bfloat16)):
@@ -84,7 +93,154 @@ def merges(device):
             assert torch.equal(pairs.largest.launch(values, want[1], k), kept), (d, k)
 
 
-ALL = [selection, messages, merges]
+# --- quantisers
+
+CPU = torch.device("cpu")
+THREE = torch.tensor(3.0)
+
+
+def normal(n, seed=0):
+    return torch.randn(n, generator=seeded(seed))
+
+
+def both(function, device, *given, edits=(), **named):
+    """What the twin makes of ``given`` on a CPU, and the kernels on ``device``; then what both leave there."""
+    made = []
+    for call, place in ((function.twin, CPU), (function.launch, device)):
+        own = [x.to(place, copy=True) if isinstance(x, torch.Tensor) else x for x in given]
+        more = {key: x.to(place, copy=True) if isinstance(x, torch.Tensor) else x for key, x in named.items()}
+        out = call(*own, **more)
+        outs = out if isinstance(out, tuple) else () if out is None else (out,)
+        made.append([x.cpu() for x in (*outs, *(own[i] for i in edits))])
+    return zip(*made, strict=True)
+
+
+def same(function, device, *given, edits=(), **named):
+    for want, got in both(function, device, *given, edits=edits, **named):
+        assert torch.equal(want, got), (function.twin, (want != got).sum(), want.numel())
+
+
+def blocks(device):
+    for bits in (2, 4, 8):
+        for n, block in ((1000, 64), (531, 16), (5, 8), (4096, 256), (5000, 1000), (300, 24), (5000, 4096)):
+            a, draw = normal(n), noise(n, "blocks", device=CPU)
+            a[:block] = 0
+            same(encode, device, a, bits, block, leave_error=True, edits=[0])
+            same(encode, device, a, bits, block, noise=draw)
+            (codes, again), (scales, lengths) = both(encode, device, a, bits, block, "l2", draw)
+            torch.testing.assert_close(scales, lengths)
+            assert (codes != again).sum() <= 1 + n // 1000  # sums in another order
+            parts = [encode.twin(normal(n, i), bits, block) for i in range(5)]
+            rows = [torch.stack(part) for part in zip(*parts)]
+            same(decode_sum, device, torch.empty(n), *rows, bits, block)
+            same(decode_sum, device, torch.empty(n), *rows, bits, block, THREE)
+        a = normal(200)
+        a[30], a[90], a[150] = torch.nan, torch.inf, -torch.inf
+        _, (want, got), (left, kept) = both(encode, device, a, bits, 16, leave_error=True, edits=[0])
+        finite = [i not in (30 // 16, 90 // 16, 150 // 16) for i in range(13)]
+        assert want.isfinite().tolist() == got.isfinite().tolist() == finite
+        assert torch.equal(left.isfinite(), kept.isfinite())
+
+
+def messages(device):
+    """Codes and scales where messages have them, of several chunks."""
+    for bits in (2, 4, 8):
+        for block, count in ((16, 3), (24, 70), (256, 20)):
+            chunks, size = 3, block * count
+            made = []
+            for place in (CPU, device):
+                encodes, sums, decodes = (
+                    (one.twin if place is CPU else one.launch) for one in (encode, sum_encode, decode_sum)
+                )
+                a = normal(chunks * size).to(place)
+                whole = torch.zeros(chunks, 16 + size * bits // 8, dtype=torch.uint8, device=place)
+                tops = torch.zeros(chunks, count + 3, device=place)
+                codes, scales = whole[:, 16:], tops[:, :count]
+                encodes(a, bits, block, leave_error=True, out=(codes, scales))
+                decoded = decodes(torch.empty(chunks * size, device=place), codes[None], scales[None], bits, block)
+                again = torch.zeros_like(codes[0]), torch.zeros_like(scales[0])
+                sums(codes, scales, bits, block, again, a[size : 2 * size])
+                made.append([x.cpu() for x in (a, whole, tops, decoded, *again)])
+            for want, got in zip(*made):
+                assert torch.equal(want, got), (bits, block, (want != got).sum(), want.numel())
+
+
+def means(device):
+    for bits in (1, 2):
+        for count, block, parts in ((9, 16, 1), (70, 24, 2), (20, 256, 3), (300, 64, 2)):
+            a = normal(count * block * parts)
+            a[:block] = 0
+            found = both(encode_means, device, a, bits, block, parts, leave_error=True, edits=[0])
+            (want, got), *others = found
+            assert (want != got).sum() <= 1 + len(a) // 1000  # an element beside a bound: sums in another order
+            for one, other in others if torch.equal(want, got) else others[:2]:
+                torch.testing.assert_close(one, other, atol=3e-6, rtol=3e-6)
+            rows = [
+                torch.stack(x) for x in zip(*(encode_means.twin(normal(len(a), i), bits, block, parts) for i in (1, 2)))
+            ]
+            same(decode_means, device, torch.empty(len(a)), *rows, bits, block)
+            same(decode_means, device, torch.empty(len(a)), *rows, bits, block, THREE)
+        a = normal(256)
+        a[70] = torch.nan
+        _, (_, scales), (_, found) = both(encode_means, device, a, bits, 64)
+        assert scales.isfinite().tolist() == [[True, False, True, True]]
+        assert not found.isfinite().any()
+
+
+def signs(device):
+    for n in (1, 8, 1000, 5001):
+        x = normal(n)
+        x[::5] = 0
+        owner = torch.arange(-(-n // 8), dtype=torch.int32) // 7
+        for ties in (0xFF, 0b01010101):
+            same(pack_signs, device, x, ties)
+        for levels in (1, 2):
+            table = torch.rand(4, int(owner[-1]) + 1, levels, generator=seeded(n))
+            same(pack_signs, device, x, table=table[0], owner=owner, edits=[0])
+            bits = torch.stack([pack_signs.twin(normal(n, i)) for i in range(4)])
+            same(sum_signs, device, torch.empty(n), bits, table, owner, divisor=THREE)
+            same(sum_signs, device, torch.empty(n), bits, table.sign(), owner, majority=True)
+
+
+def means_of_signs(device):
+    rows = Rows([Slot(str(n), (n,), None, torch.float32, CPU) for n in (5, 300_000, 2048, 1, 4097)], 8)
+    a = normal(rows.count * 8)
+    for levels in (1, 2):
+        for want, got in both(sign_means, device, a, rows.cut(a), rows.sizes, rows.tiles(TILE), levels):
+            torch.testing.assert_close(want, got)
+
+
+def restored(device):
+    for n in (1, 5000):
+        for accepted in (True, False):
+            same(restore, device, normal(n), normal(n, 1), torch.tensor(accepted), edits=[0])
+
+
+def finite(device):
+    """What torch's norms say of NaN and infinity, on which verdicts on a GPU rest."""
+    for n in (7, 5000, 300_000):
+        x = normal(n).to(device)
+        assert all_finite(x)
+        assert every_finite([x, x[:3]])
+        torch.testing.assert_close(magnitudes([x, x[:3]], None), torch.stack([x.abs().max(), x[:3].abs().max()]))
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            x[n // 2] = bad
+            assert not all_finite(x)
+            assert not every_finite([x[:3], x])
+            assert magnitudes([x[:3], x], None).isfinite().tolist() == [True, False]
+
+
+def ternaries(device):
+    for rows, width in ((1, 10), (9, 512)):
+        a, draw = normal(rows * width), noise(rows * width, "ternary", device=CPU)
+        owner = torch.arange(rows, dtype=torch.int32) // 2
+        own = torch.linspace(0, 2, int(owner[-1]) + 1)
+        same(ternary, device, a, own, own * 2, owner, draw)
+        codes = torch.randint(-9, 9, (rows * width,), dtype=torch.int8, generator=seeded(1))
+        same(ternary_values, device, torch.empty(rows * width), codes, own, owner, THREE)
+
+
+ALL = [selection, pair_messages, merges, blocks, messages, means, signs, means_of_signs, restored, finite, ternaries]
 
 if __name__ == "__main__":
     for compare in ALL:

@@ -11,6 +11,8 @@ from card import SOURCE, Card
 from sim_cases import CASES, STEPS
 from training import DEVICE
 
+from thinwire.core.program.ops import NextForward
+from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.systems.kfac.factors import LayerSums
 from thinwire.systems.kfac.layers import find_layers
 
@@ -72,6 +74,32 @@ def sums(card):
         yield _Sums(card)
 
 
+class _Read:
+    """What the rest of a paused program overwrites is read on the current stream first."""
+
+    def __init__(self):
+        self._executor = StreamExecutor(None, DEVICE)
+        self._memory = torch.ones(4, device=DEVICE)
+
+    def _program(self):
+        yield NextForward()
+        self._memory.mul_(2)
+
+    def step(self):
+        self._executor.begin(1, lambda _: self._program(), pause=True)
+        self._executor.ready(0)
+        self._executor.finish()
+        self._memory.sum()
+        self._executor.resume([0], [])
+        self._executor.wait(0)
+
+
+@contextmanager
+def read(card):
+    with card.in_place():
+        yield _Read()
+
+
 FOUND_BY = {
     "adapters/fsdp2_replicas.py _reduce read_here 0": CASES["FSDP2"],
     "core/collectives/exchange.py block wait 0": CASES["ssgd"],
@@ -80,7 +108,7 @@ FOUND_BY = {
     "engine/executors/streams.py finish wait_stream 0": CASES["ssgd"],
     "engine/executors/streams.py read_here record_stream 0": CASES["one bucket each"],
     "engine/executors/streams.py ready record_event 0": CASES["ssgd"],
-    "engine/executors/streams.py resume record_event 0": CASES["acp-decoupled=True-rank=2-min_rate=1.0"],
+    "engine/executors/streams.py resume record_event 0": read,
     "engine/executors/streams.py resume record_event 1": CASES["dear"],
     "engine/executors/streams.py wait wait_event 0": CASES["dear"],
     "systems/kfac/factors.py statistic read_here 0": sums,
@@ -104,6 +132,7 @@ def test_without_it_a_fault_is_found(site):
     assert findings(FOUND_BY[site], Card(mute=SITES[site]))
 
 
-def test_sums_as_they_are():
-    """The one case that no other test runs."""
-    assert not findings(sums, Card())
+@pytest.mark.parametrize("case", [sums, read])
+def test_cases_as_they_are(case):
+    """Those that no other test runs."""
+    assert not findings(case, Card())

@@ -16,7 +16,8 @@ from thinwire.core.kernels.pairs import (
     to_wire,
     unpack,
 )
-from thinwire.core.kernels.quantise import add_values, pack_bits, pack_signs
+from thinwire.core.kernels.quantise.packing import pack_bits
+from thinwire.core.kernels.quantise.signs import pack_signs, sum_signs
 from thinwire.core.kernels.seeding import generator, normal, seed_of
 
 
@@ -26,9 +27,12 @@ def test_bits_equal_numpy(n):
     bits = pack_signs(x)
     assert bits.dtype == torch.uint8
     assert np.array_equal(bits.numpy(), np.packbits((x >= 0).numpy(), bitorder="little"))
-    one, signs = torch.ones(1), torch.zeros(n)
-    add_values(signs, bits[None], one, -one)
+    owner = torch.zeros(len(bits), dtype=torch.int32)
+    signs = sum_signs(torch.empty(n), bits[None], torch.ones(1, 1, 1), owner)
     assert torch.equal(signs, torch.where(x >= 0, 1.0, -1.0))
+    left = x.clone()
+    assert torch.equal(pack_signs(left, table=torch.ones(1, 1), owner=owner), bits)
+    assert torch.equal(left, x - signs)
 
 
 def test_bits_of_a_strided_or_shifted_mask():
@@ -37,16 +41,21 @@ def test_bits_of_a_strided_or_shifted_mask():
         assert np.array_equal(pack_bits(view).numpy(), np.packbits(view.numpy(), bitorder="little"))
 
 
-def test_add_values_adds_every_row():
+def test_zeros_take_the_bits_of_ties():
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0] * 4)
+    assert pack_signs(x, 0b01010101).tolist() == [0b01010101, 0b01010101]  # ones at 2 and 6 are positive
+    assert pack_signs(x).tolist() == [0b01110111] * 2
+
+
+def test_signs_of_every_row_are_added():
     x = torch.randn(3, 100, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     bits = torch.stack([pack_signs(row) for row in x])
-    high, low = (
-        torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
-        torch.tensor([-4.0, -5.0, -6.0], dtype=torch.float64),
-    )
-    out = torch.zeros(100, dtype=torch.float64)
-    add_values(out, bits, high, low)
-    assert torch.equal(out, torch.where(x >= 0, high[:, None], low[:, None]).sum(0))
+    table = torch.tensor([[1.0, -4.0], [2.0, -5.0], [3.0, -6.0]], dtype=torch.float64)
+    owner, out = torch.zeros(13, dtype=torch.int32), torch.empty(100, dtype=torch.float64)
+    want = torch.where(x >= 0, table[:, :1], table[:, 1:]).sum(0)
+    assert torch.equal(sum_signs(out, bits, table[:, None], owner), want)
+    assert torch.equal(sum_signs(out, bits, table[:, None], owner, divisor=torch.tensor(4.0)), want / 4)
+    assert torch.equal(sum_signs(out, bits, table[:, None], owner, majority=True), want.sign())
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.core.kernels.quantise import (
-    decode_sum,
-    encode,
-    encode_means,
-    levels,
-    magnitudes,
-    pack_codes,
-    packed_bytes,
-    ternary,
-    unpack_codes,
-)
+from thinwire.core.kernels.quantise.blocks import decode_sum, encode, levels, sum_encode
+from thinwire.core.kernels.quantise.means import decode_means, encode_means
+from thinwire.core.kernels.quantise.packing import pack_codes, packed_bytes, unpack_codes
+from thinwire.core.kernels.quantise.ternary import magnitudes, ternary, ternary_values
 from thinwire.core.kernels.seeding import noise
 
 CPU = torch.device("cpu")
+ONE = torch.zeros(1, dtype=torch.int32)  # one tensor owns all
 
 
 def magnitude(a, clip):
@@ -145,7 +139,7 @@ def test_extreme_magnitudes(tiny):
     codes, scales = encode(a, 2, 8, "max", draw)
     assert unpack_codes(codes, 4, 2).tolist() == [2, 0, 1, 2]
     assert scales.tolist() == [a[0]]
-    assert ternary(a, a[0], a[0], draw).tolist() == [1, -1, 0, 1]
+    assert ternary(a, a[:1], a[:1], ONE, draw).tolist() == [1, -1, 0, 1]
 
 
 def test_shapes_on_meta():
@@ -154,7 +148,7 @@ def test_shapes_on_meta():
     assert (codes.shape, scales.shape, codes.dtype) == ((50,), (7,), torch.uint8)
     decode_sum(a, codes[None], scales[None], 4, 16)
     assert magnitude(a, 2.5).shape == ()
-    assert ternary(a, scales[0], scales[0], noise(100, device=a.device)).dtype == torch.int8
+    assert ternary(a, scales[:1], scales[:1], scales[:4].int(), noise(100, device=a.device)).dtype == torch.int8
 
 
 def test_magnitude():
@@ -172,12 +166,15 @@ def test_magnitude():
 
 def test_ternary_against_a_loop():
     a, draw = normal(1000), noise(1000, "t", device=CPU)
-    own, shared = torch.tensor(1.2).double(), torch.tensor(2.0).double()
+    own, shared = torch.tensor([1.2]).double(), torch.tensor([2.0]).double()
     want = []
     for x, k in zip(a.tolist(), draw.tolist()):
-        x, u = max(-1.2000000476837158, min(1.2000000476837158, x)), (k + 32768.5) / 65536
+        x, u = max(-1.2, min(1.2, x)), (k + 32768.5) / 65536
         want.append(int(np.floor(x / 2 + u)))
-    assert ternary(a, own, shared, draw).tolist() == want
+    codes = ternary(a, own, shared, ONE, draw)
+    assert codes.tolist() == want
+    mean = ternary_values(torch.empty(1000), codes, shared, ONE, torch.tensor(4.0))
+    assert mean.tolist() == [code / 2 for code in want]
 
 
 def test_noise_depends_on_the_words_and_is_uniform():
@@ -208,12 +205,15 @@ def test_means_leave_what_is_orthogonal_to_them(draw, bits):
     elif draw == "one block of two vanishes":
         a = a * (torch.arange(n) // block % 2)
     codes, scales, means = encode_means(a, bits, block, parts)
-    assert (codes.shape, scales.shape, means.shape) == ((n * bits // 8,), (n // block,), (parts, 2**bits))
-    decoded = decode_sum(torch.empty_like(a), codes[None], scales[None], bits, block, means[None])
-    rows = codes.view(parts, -1), scales.view(parts, -1)
-    apart = decode_sum(torch.empty(n // parts, dtype=a.dtype), *rows, bits, block, means[:, None])
-    torch.testing.assert_close(apart, decoded.view(parts, -1).sum(0))
-    left = a - decoded
+    sizes = (n * bits // 8, n // block, parts * 2**bits)
+    assert [x.shape for x in (codes, scales, means)] == [(parts, size // parts) for size in sizes]
+    decoded = decode_means(torch.empty_like(a), codes[None], scales[None], means[None], bits, block)
+    rows = codes[:, None], scales[:, None], means[:, None]
+    apart = decode_means(torch.empty(n // parts, dtype=a.dtype), *rows, bits, block, torch.tensor(2.0))
+    torch.testing.assert_close(apart, decoded.view(parts, -1).mean(0))
+    left = a.clone()
+    encode_means(left, bits, block, parts, leave_error=True)
+    torch.testing.assert_close(left, a - decoded)
     assert abs(float(left @ decoded)) <= 1e-9 * float(a @ a)
     assert float(left @ left) <= float(a @ a)
     if draw == "gaussian":
@@ -228,4 +228,30 @@ def test_a_scale_of_means_says_what_is_not_finite(bad):
     a[70] = bad
     for bits in (1, 2):
         _, scales, _ = encode_means(a, bits, 64)
-        assert scales.isfinite().tolist() == [True, False]
+        assert scales.isfinite().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_may_be_pieces_of_messages(bits):
+    """A row for each chunk; what is decoded of them, summed and encoded again is what it is apart."""
+    chunks, block = 3, 16
+    a = normal(chunks * 5 * block)
+    rows = [encode(x, bits, block) for x in a.view(chunks, -1)]
+    codes = torch.zeros(chunks, rows[0][0].numel() + 8, dtype=torch.uint8)[:, 8:]
+    scales = torch.zeros(chunks, 5 + 1, dtype=torch.float64)[:, :5]
+    encode(a, bits, block, out=(codes, scales))
+    for row in range(chunks):
+        assert torch.equal(codes[row], rows[row][0])
+        assert torch.equal(scales[row], rows[row][1])
+    whole = decode_sum(torch.empty_like(a), codes[None], scales[None], bits, block)
+    total = decode_sum(torch.empty(5 * block, dtype=a.dtype), codes, scales, bits, block)
+    torch.testing.assert_close(total, whole.view(chunks, -1).sum(0))
+    halved = decode_sum(torch.empty_like(total), codes, scales, bits, block, torch.tensor(2.0))
+    assert torch.equal(halved, total / 2)
+    error = torch.ones_like(total)
+    again = torch.empty_like(codes[0]), torch.empty_like(scales[0])
+    sum_encode(codes, scales, bits, block, again, error)
+    left = total.clone()
+    want = encode(left, bits, block, leave_error=True)
+    assert all(torch.equal(one, other) for one, other in zip(again, want))
+    assert torch.equal(error, left + 1)

@@ -270,17 +270,34 @@ def test_bytes(ranks):
         assert len(set(world.bytes_sent())) == 1
         return world.bytes_sent()[0]
 
+    def whole(*parts):  # in words of 16 bytes
+        return sum(size + -size % 16 for size in parts)
+
     for bits, codes in ((2, 53 + 2 + 1), (4, 105 + 3 + 1), (8, 216)):
         assert sent(QSGD(bits=bits, block=64)) == others * (4 * (4 + 1 + 1) + codes)
     assert sent(TernGrad()) == others * 3 * 4 + round(2 * others * 216 / ranks)
     times = {2: 1, 3: 2, 8: 2}[ranks]  # two ranks gather the whole; more send a chunk of it twice
     blocks = {2: 14, 3: 5, 8: 2}[ranks]  # 216, 72, 27 elements a chunk, in blocks of 16, 15 and 14
     chunk = {2: 224, 3: 75, 8: 28}[ranks]
-    assert sent(Cast("int8", block=16)) == times * others * (4 * blocks + chunk)
-    whole = 16 * blocks  # whole bytes of codes: 224, 80 and 32 elements
-    assert sent(Cast("int4", block=16)) == times * others * (4 * blocks + whole // 2)
-    assert sent(Cast("int2", block=16)) == times * others * (4 * (blocks + 4) + whole // 4)
-    assert sent(Cast("int1", block=16)) == others * (4 * (14 + 2) + 224 // 8)  # all gather all
+    assert sent(Cast("int8", block=16)) == times * others * whole(4 * blocks, chunk)
+    codes = 16 * blocks  # whole bytes of codes: 224, 80 and 32 elements
+    assert sent(Cast("int4", block=16)) == times * others * whole(4 * blocks, codes // 2)
+    assert sent(Cast("int2", block=16)) == times * others * whole(4 * (blocks + 4), codes // 4)
+    assert sent(Cast("int1", block=16)) == others * whole(4 * (14 + 2), 224 // 8)  # all gather all
+
+
+@pytest.mark.parametrize("method", [QSGD(), TernGrad()], ids=lambda m: m.name)
+def test_little_padding_is_sent_and_changes_nothing(method):
+    shapes = {"a": (512 * 100 - 1,), "b": (512 * 60 - 7,)}
+    gradients = draw(0, shapes, 2, torch.float32)
+    together = LocalWorld(2, plan=[["a", "b"]])
+    out = together.step(method, gradients)
+    if method.name == "qsgd":
+        assert together.bytes_sent()[0] == 160 * (4 + 256)
+    for g in gradients:
+        g["c"] = torch.ones(1)  # with it, padding is cut off
+    again = LocalWorld(2, plan=[["a"], ["c", "b"]]).step(method, gradients)
+    assert all(torch.equal(out[rank][name], again[rank][name]) for rank in range(2) for name in "ab")
 
 
 def test_bytes_of_a_large_tensor_follow_the_formulas():

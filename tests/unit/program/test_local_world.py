@@ -136,6 +136,28 @@ def test_state_commits_whole_steps_only(end):
     assert state.step == 3
 
 
+@pytest.mark.parametrize("end", ["end_step", "end_step_on_device"])
+def test_pieces_of_one_memory_are_accepted_or_dropped_together(end):
+    state, want = State(0, Topology(1)), {}
+    plans = [
+        [("a", 0), ("b", 3)],
+        [("a", 0), ("b", 3)],
+        [("b", 0), ("a", 3)],
+        [("b", 0), ("a", 3)],
+        [("c", 5), ("a", 1)],
+    ]
+    for value, (plan, flag) in enumerate(zip(plans * 3, [True, False, False, True, True, False, True] * 2)):
+        memory = torch.full((9,), float(value))
+        memory[2] = torch.nan  # between the pieces; or NaN is what is dropped
+        for name, begin in plan:
+            piece = memory[begin : begin + 2]
+            state.stage(name, residual=piece.fill_(10.0 * value + begin if flag else torch.nan))
+            want[name] = piece.tolist() if flag else want.get(name, [0, 0])
+        state.verdict(torch.tensor(flag))
+        getattr(state, end)()
+        assert {name: x.tolist() for name, x in state.residuals.items()} | want == want
+
+
 def test_snapshot_is_a_copy():
     world = LocalWorld(1)
     world.step(TopK(0.5), [{"a": torch.arange(4.0)}])

@@ -58,6 +58,14 @@ def all_finite(x: Tensor) -> Tensor:
     return torch.maximum(-low, high) < torch.inf
 
 
+def every_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether every element of all tensors is finite, as a 0-dim bool tensor."""
+    some = [x for x in tensors if x.numel()]
+    if some and some[0].is_cuda and len({x.dtype for x in some}) == 1:
+        return all_finite(torch.stack(torch._foreach_norm(some, torch.inf)))
+    return torch.stack([all_finite(x) for x in tensors]).all()
+
+
 def split_message(messages: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split messages [P, bytes] into ``count`` scales each, [P, count], and the codes after them, [P, bytes]."""
     head = count * dtype.itemsize

@@ -1,7 +1,7 @@
 """Put a bucket's tensors into one matrix, each from a row of its own, so that one operation works on all of them.
 
 What belongs to a tensor (a scale, the bytes of its codes) starts anew with each tensor, so no value depends on the
-plan. The last row of a tensor is padded with zeros, which are not sent.
+plan. The last row of a tensor is padded with zeros, which are not sent, unless they are few.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from thinwire.core.methods.base import accumulate_all
 from thinwire.core.program import Bucket, Slot, State, working_dtype
 from thinwire.core.program.bucket import deliver
 
+_FEW = 0.01
+"""Share of padding up to which it is sent: that costs less than two copies."""
+
 
 class Rows:
     def __init__(self, slots: Sequence[Slot], width: int) -> None:
@@ -24,6 +27,9 @@ class Rows:
         self.width = width
         self._rows = [-(-slot.numel // width) for slot in self.slots]
         self.count = sum(self._rows)
+        padding = self.count * width - sum(slot.numel for slot in self.slots)
+        self._sends_padding = padding <= _FEW * self.count * width
+        self._tiles: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, bucket: Bucket, width: int) -> Rows:
@@ -47,16 +53,37 @@ class Rows:
         rows = upload(torch.tensor(self._rows, dtype=torch.int32), device)
         return torch.repeat_interleave(rows, output_size=self.count)
 
+    def tiles(self, size: int) -> Tensor:
+        """Return where in the matrix each tile of at most ``size`` elements of one tensor begins, and where it ends.
+
+        Then, for each tensor and for the end, the number of tiles before: int64 [2 tiles + T + 1]. Made once.
+        """
+        if size not in self._tiles:
+            begins: list[Tensor] = []
+            ends: list[Tensor] = []
+            last, first = [0], 0
+            for slot, rows in zip(self.slots, self._rows):
+                begins.append(torch.arange(first, first + slot.numel, size))
+                ends.append((begins[-1] + size).clamp(max=first + slot.numel))
+                last.append(last[-1] + len(ends[-1]))
+                first += rows * self.width
+            self._tiles[size] = upload(torch.cat([*begins, *ends, torch.tensor(last)]), self.slots[0].device)
+        return self._tiles[size]
+
     def cut(self, x: Tensor) -> list[Tensor]:
         each = x.shape[-1] // self.count
         parts = x.split([rows * each for rows in self._rows], -1)
         return [part[..., : self._own(slot, each)] for slot, part in zip(self.slots, parts)]
 
+    def sent(self, x: Tensor) -> list[Tensor]:
+        """Return what is sent of the rows of ``x``, 1-D."""
+        return [x] if self._sends_padding else self.cut(x)
+
     def spread(self, x: Tensor, each: int) -> Tensor:
-        """Undo ``cut`` for rows of ``each`` bytes: turn the concatenated parts into whole rows again, [.., bytes]."""
-        own = [self._own(slot, each) for slot in self.slots]
-        if sum(own) == self.count * each:
+        """Undo ``sent`` for rows of ``each`` bytes: turn the concatenated parts into whole rows again, [.., bytes]."""
+        if self._sends_padding:
             return x
+        own = [self._own(slot, each) for slot in self.slots]
         zeros = x.new_zeros((*x.shape[:-1], each))
         parts = [zeros[..., :0]]
         for part, rows in zip(x.split(own, -1), self._rows):
@@ -85,11 +112,13 @@ class Rows:
             state.stage(slot.name, residual=piece)
 
     def noise(self, seed: int, state: State) -> Tensor:
-        """Return an int16 number for each element, drawn from the seed, its tensor's name, the step and the rank."""
+        """Return an int16 number for each element, drawn from the seed, its tensor's name, the step and the rank.
+
+        There is any number in the padding.
+        """
         device = self.slots[0].device
         x = torch.empty(self.count * self.width, dtype=torch.int16, device=device)
         if device.type != "meta":
-            self._clear(x)
             parts = [part[: slot.numel + -slot.numel % 4] for slot, part in zip(self.slots, self._whole(x))]
             fill_noise(parts, [(seed, slot.name, state.step, state.rank) for slot in self.slots])
         return x

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_flag
-from thinwire.core.kernels.quantise import add_values, pack_bits, pack_signs
+from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
 from thinwire.core.methods.base import all_finite, check_fusion, poison, split_message
 from thinwire.core.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
@@ -89,38 +89,31 @@ class SignSGD(Method):
         if not rows.slots:
             return
         a = rows.accumulate(state) if self.error_feedback else rows.gradients()
-        bits, values = self._encode(a, rows, state)
+        table = self._table(a, rows)
         if self.error_feedback:
-            high, low = -values
-            add_values(a, bits[None], high[None], low[None], rows.owner)
+            bits = pack_signs(a, table=table, owner=rows.owner)
             rows.stage(state, a)
-        scales = values[: self.levels].T.reshape(-1)
-        everyone = yield AllGather(torch.cat([scales.view(torch.uint8), bits]))
-        table, bits = split_message(everyone, scales.numel(), a.dtype)
-        finite = all_finite(table)
-        state.verdict(finite)
-        high, low = table[:, :: self.levels], table[:, 1::2] if self.levels == 2 else -table
-        total = torch.zeros_like(a) if self.error_feedback else a.zero_()
-        add_values(total, bits, high, low, rows.owner)
-        if self.vote == "majority":
-            total.sign_()
-        rows.write(total.div_(poison(finite, 1 if self.vote == "majority" else state.size, a.dtype)))
-
-    def _encode(self, a: Tensor, rows: Rows, state: State) -> tuple[Tensor, Tensor]:
-        """Return the bits, and each tensor's two decoded values, [2, T]; NaN or inf if any element is."""
-        tensors = rows.cut(a)
-        if self.vote == "majority":
+        else:
             turn = 0b01010101 if (state.step + state.rank) % 2 else 0b10101010
-            one = poison(all_finite(a), 1.0, a.dtype)
-            bits = pack_bits(a > 0) | (pack_bits(a == 0) & turn)
-            return bits, torch.stack([one, -one])[:, None].repeat(1, len(tensors))
-        if a.device.type == "meta":
-            return pack_signs(a), a.new_empty(2, len(tensors))
-        if self.levels == 1:
-            scale = torch.stack(torch._foreach_norm(tensors, 1)) / rows.sizes
-            return pack_signs(a), torch.stack([scale, -scale])
-        mask = a >= 0
-        above = torch.stack([x.sum() for x in rows.cut(mask)])
-        sums = torch.stack([x.sum() for half in (a.clamp(min=0), a.clamp(max=0)) for x in rows.cut(half)])
-        counts = torch.stack([above, rows.sizes - above])
-        return pack_bits(mask), sums.view(2, -1) / counts.clamp(min=1)
+            bits = pack_signs(a, turn if self.vote == "majority" else 0xFF)
+        everyone = yield AllGather(torch.cat([table.view(-1).view(torch.uint8), bits]))
+        tables, bits = split_message(everyone, table.numel(), a.dtype)
+        finite = all_finite(tables)
+        state.verdict(finite)
+        majority = self.vote == "majority"
+        rows.write(
+            sum_signs(
+                torch.empty_like(a) if self.error_feedback else a,
+                bits,
+                tables.view(-1, *table.shape),
+                rows.owner,
+                majority=majority,
+                divisor=poison(finite, 1 if majority else state.size, a.dtype),
+            )
+        )
+
+    def _table(self, a: Tensor, rows: Rows) -> Tensor:
+        """Return each tensor's decoded values, [T, levels]; NaN or inf if any element is."""
+        if self.vote == "majority":
+            return poison(all_finite(a), 1.0, a.dtype).repeat(len(rows.slots), 1)
+        return sign_means(a, rows.cut(a), rows.sizes, rows.tiles(TILE), self.levels)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_count, check_number
-from thinwire.core.kernels.quantise import magnitudes, ternary
+from thinwire.core.kernels.quantise.ternary import magnitudes, ternary, ternary_values
 from thinwire.core.methods.base import all_finite, check_fusion, poison
 from thinwire.core.methods.prices import COPY, DRAW, IN_PLACE, READ, TERNARY, Prices, elements
 from thinwire.core.methods.rows import Rows
@@ -83,11 +83,11 @@ class TernGrad(Method):
         shared = _largest((yield AllGather(own)))
         finite = all_finite(shared)
         state.verdict(finite)
-        scale = shared.index_select(0, rows.owner)
-        codes = ternary(a, own.index_select(0, rows.owner), scale, rows.noise(self.seed, state))
-        codes = yield AllReduce(torch.cat(rows.cut(codes)))
-        a.copy_(rows.spread(codes, _WIDTH)).view(-1, _WIDTH).mul_(scale[:, None])
-        rows.write(a.div_(poison(finite, state.size, a.dtype)))
+        codes = ternary(a, own, shared, rows.owner, rows.noise(self.seed, state))
+        sent = rows.sent(codes)
+        codes = rows.spread((yield AllReduce(sent[0] if len(sent) == 1 else torch.cat(sent))), _WIDTH)
+        mean = poison(finite, state.size, a.dtype)
+        rows.write(ternary_values(a, codes, shared, rows.owner, mean))
 
 
 def _largest(scales: Tensor) -> Tensor:

@@ -18,15 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.quantise import decode_sum, encode, encode_means
-from thinwire.core.methods.base import accumulate_flat, all_finite, poison, split_message, stage_flat
+from thinwire.core.kernels.quantise.blocks import decode_sum, encode, sum_encode
+from thinwire.core.kernels.quantise.means import decode_means, encode_means
+from thinwire.core.methods.base import accumulate_flat, all_finite, poison, stage_flat
 from thinwire.core.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, ERROR, IN_PLACE, MEANS, Prices
 from thinwire.core.program import AllGather, AllToAll, Bucket, Program, State
 
 
 @dataclass(frozen=True)
 class Code:
-    """The format of a chunk of ``blocks`` blocks as a message: scales, then means, then codes.
+    """The format of a chunk of ``blocks`` blocks as a message: scales and means, then codes.
+
+    Both parts begin at multiples of 16 bytes, so that a GPU reads them in wide words.
 
     8 and 4 bits: linear, with a scale for each block of ``size``. 2 and 1: bins, and their means for each message.
     """
@@ -49,34 +52,59 @@ class Code:
 
     def encode(self, a: Tensor) -> Tensor:
         """Return a message for each chunk of ``a``, ``[chunks, bytes]``. Leave the encoding error in ``a``."""
-        chunks = a.numel() // self.chunk
-        if self.bits > 2:
-            codes, scales = encode(a, self.bits, self.size, leave_error=True)
-            head = scales.view(chunks, -1)
+        messages = self._empty(a.numel() // self.chunk, a)
+        codes, scales, means = self._split(messages, a.dtype)
+        if means is None:
+            encode(a, self.bits, self.size, leave_error=True, out=(codes, scales))
         else:
-            codes, scales, means = encode_means(a, self.bits, self.size, chunks)
-            a.sub_(decode_sum(a.new_empty(len(a)), codes[None], scales[None], self.bits, self.size, means[None]))
-            head = torch.cat([scales.view(chunks, -1), means], dim=1)
-        return torch.cat([head.view(torch.uint8), codes.view(chunks, -1)], dim=1)
+            encode_means(a, self.bits, self.size, len(messages), leave_error=True, out=(codes, scales, means))
+        return messages
 
-    def decode(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the decoded messages, one chunk after another; and whether all of it is finite."""
-        codes, scales, means = self._split(messages, dtype)
-        out = torch.empty(len(messages) * self.chunk, dtype=dtype, device=messages.device)
-        rows = codes.reshape(1, -1), scales.reshape(1, -1)
-        return decode_sum(out, *rows, self.bits, self.size, None if means is None else means[None]), all_finite(scales)
+    def sum_encode(self, messages: Tensor, like: Tensor, error: Tensor | None) -> Tensor:
+        """Return the message of the sum of decoded messages, in their order; add its encoding error to ``error``."""
+        if self.bits > 2:
+            made = self._empty(1, like)
+            (codes, scales, _), (code, scale, _) = self._split(messages, like.dtype), self._split(made[0], like.dtype)
+            sum_encode(codes, scales, self.bits, self.size, (code, scale), error)
+            return made[0]
+        total = self.decode_sum(messages, like.dtype)
+        made = self.encode(total)
+        if error is not None:
+            error += total
+        return made[0]
+
+    def decode(self, messages: Tensor, dtype: torch.dtype, divisor: Tensor | None = None) -> Tensor:
+        """Return the decoded messages, one chunk after another."""
+        return self._decode(messages[None], dtype, divisor)
+
+    def decode_sum(self, messages: Tensor, dtype: torch.dtype, divisor: Tensor | None = None) -> Tensor:
+        return self._decode(messages[:, None], dtype, divisor)
 
     def finite(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         return all_finite(self._split(messages, dtype)[1])
 
-    def decode_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+    def _decode(self, messages: Tensor, dtype: torch.dtype, divisor: Tensor | None) -> Tensor:
         codes, scales, means = self._split(messages, dtype)
-        out = torch.empty(self.chunk, dtype=dtype, device=messages.device)
-        return decode_sum(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])
+        out = torch.empty(messages.shape[1] * self.chunk, dtype=dtype, device=messages.device)
+        if means is None:
+            return decode_sum(out, codes, scales, self.bits, self.size, divisor)
+        return decode_means(out, codes, scales, means, self.bits, self.size, divisor)
+
+    def _empty(self, chunks: int, like: Tensor) -> Tensor:
+        size = self._begin(like.dtype) + _whole(self.chunk * self.bits // 8)
+        return torch.empty(chunks, size, dtype=torch.uint8, device=like.device)
 
     def _split(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        head, codes = split_message(messages, self.blocks + (0 if self.bits > 2 else 2**self.bits), dtype)
-        return codes, head[:, : self.blocks], None if self.bits > 2 else head[:, self.blocks :]
+        begin, head = self._begin(dtype), messages.view(dtype)
+        codes, scales = messages[..., begin : begin + self.chunk * self.bits // 8], head[..., : self.blocks]
+        return codes, scales, None if self.bits > 2 else head[..., self.blocks : self.blocks + 2**self.bits]
+
+    def _begin(self, dtype: torch.dtype) -> int:
+        return _whole((self.blocks + (0 if self.bits > 2 else 2**self.bits)) * dtype.itemsize)
+
+
+def _whole(size: int) -> int:
+    return size + -size % 16
 
 
 def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: bool = True) -> Program:
@@ -87,14 +115,14 @@ def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: b
         return
     code = Code.of(bits, block, n, ranks)
     a = accumulate_flat(bucket, state, ranks * code.chunk) if feedback else _padded(bucket, ranks * code.chunk)
-    total = yield from scatter(a, code)
-    everyone = yield AllGather(code.encode(total).view(-1))
+    received = yield AllToAll(code.encode(a))
+    own = a[state.rank * code.chunk : (state.rank + 1) * code.chunk]
+    everyone = yield AllGather(code.sum_encode(received, a, own if feedback else None))
     if feedback:
-        a[state.rank * code.chunk : (state.rank + 1) * code.chunk] += total
         stage_flat(bucket, state, a[:n])
-    mean, finite = code.decode(everyone, a.dtype)
+    finite = code.finite(everyone, a.dtype)
     state.verdict(finite)
-    bucket.write_gradient(mean[:n].div_(poison(finite, ranks, a.dtype)))
+    bucket.write_gradient(code.decode(everyone, a.dtype, poison(finite, ranks, a.dtype))[:n])
 
 
 def _gathers(bits: int, ranks: int) -> bool:
@@ -108,9 +136,9 @@ def _gathered(bucket: Bucket, state: State, code: Code, feedback: bool) -> Progr
     everyone = yield AllGather(code.encode(a).view(-1))
     if feedback:
         stage_flat(bucket, state, a[:n])
-    total, finite = code.decode_sum(everyone, a.dtype), code.finite(everyone, a.dtype)
+    finite = code.finite(everyone, a.dtype)
     state.verdict(finite)
-    bucket.write_gradient(total[:n].div_(poison(finite, state.size, a.dtype)))
+    bucket.write_gradient(code.decode_sum(everyone, a.dtype, poison(finite, state.size, a.dtype))[:n])
 
 
 def _padded(bucket: Bucket, size: int) -> Tensor:

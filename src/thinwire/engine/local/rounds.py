@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.methods.base import all_finite
+from thinwire.core.methods.base import every_finite
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.pricing.periods import calendar, cut, layers, steps_late
 from thinwire.core.program import (
@@ -342,8 +342,7 @@ class Fragment:
 
     def _all(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return whether all are finite, on all ranks of this model."""
-        flags = [all_finite(x) for x in tensors]
-        flag = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
+        flag = every_finite(tensors) if tensors else torch.ones((), dtype=torch.bool)
         return flag if self._agree is None else self._agree(flag)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
