@@ -400,6 +400,15 @@ def hsdp(data: Any) -> Iterator[Row]:
             yield claim(what, row["step_seconds"] / plain["step_seconds"])
 
 
+def sites(data: Any) -> Iterator[Row]:
+    """Of every row: beside the same shards without another site."""
+    apart, *rest = data["rows"]
+    for row in rest:
+        what = f"{row['label']} / no other site, {data['link']}, step"
+        late = "delay=3" in row["label"]
+        yield claim(what, row["step_seconds"] / apart["step_seconds"], at_most=1.05 if late else None)
+
+
 def auto(data: Any) -> Iterator[Row]:
     """Beside the best fixed exact method, with the spread of that one as its allowance where it is above 3 %."""
     for row in data:
@@ -549,7 +558,7 @@ OURS = ("local ", "powersgd ", "cast ")
 
 
 def tolls(data: Any) -> Iterator[Row]:
-    """Of thinwire's best row: over DDP's steps without a network, and over the best of the others."""
+    """Of thinwire's best row: over DDP's steps without a network, the best of the others, and one worker alone."""
     bounds = {"10mbit": (1.30, 0.70), "100mbit": (1.10, 0.85), "1gbit": (1.06, 0.95)}
     bounds |= dict.fromkeys(("100mbit 25ms 0.1%", "20mbit 75ms 0.1%"), (None, 0.60))
     trained = {one["name"]: one for one in data["trained"]}
@@ -564,7 +573,9 @@ def tolls(data: Any) -> Iterator[Row]:
             )
         mine = [label for label in seconds if label.startswith(OURS)]
         best = min(mine, key=seconds.__getitem__)
-        peer = min(set(seconds) - set(mine), key=seconds.__getitem__)
+        peer = min(
+            set(seconds) - {*mine, "alone"}, key=seconds.__getitem__
+        )
         size, workers, *whole = network["name"].split("/")
         where = f"{size.removesuffix('M')} M parameters, {workers} workers, {network['link']}"
         where += "".join(f", whole runs of {steps} steps" for steps in whole)
@@ -580,6 +591,12 @@ def tolls(data: Any) -> Iterator[Row]:
             seconds[best] / seconds[peer],
             at_most=over,
         )
+        if "alone" in seconds:
+            yield claim(
+                f"{where}: {best} / one worker alone, seconds to DDP's loss",
+                seconds[best] / seconds["alone"],
+                at_most=1.0,
+            )
 
 
 def long_wire(data: Any) -> Iterator[Row]:
@@ -865,6 +882,7 @@ SOURCES = {
         "python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy
     ),
     "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
+    "sites": Source("python benchmarks/sites.py", "adapters/sites.md", sites),
     "going_on": Source(
         "python benchmarks/going_on.py", "adapters/torchft.md", going_on
     ),
