@@ -12,17 +12,26 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from thinwire.core.kernels.orthogonal import TILE_ELEMENTS, round_kernel
 from thinwire.core.kernels.select.histogram import digits_kernel
+from thinwire.core.kernels.tables import choose_kernel
 
 TARGETS = [
     *(GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100)),
     *(GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942")),
 ]
 _COUNTS = {"keys": "*i32", "prefix": "*i64", "counts": "*i64", "BLOCK": 2048, "TURNS": 8}
+_ROUND = {"x": "*fp32", "chunks": "*i64", "before": "*fp64", "out": "*fp32", "after": "*fp64"}
 CASES = [  # a kernel, and its parameters: types, or the numbers of its constants
     (digits_kernel, {**_COUNTS, "size": size, "SHIFT": shift, "BITS": bits})
     for size, shift, bits in (("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11))
 ]
+CASES += [
+    (round_kernel, {**_ROUND, "RANK": rank, "SIDE": side, "TILE": TILE_ELEMENTS // side, "APPLY": apply, "GRAM": gram})
+    for rank, side in ((4, 4), (16, 16), (32, 32))
+    for apply, gram in ((False, True), (True, True), (True, False))
+]
+CASES.append((choose_kernel, {"rows": "*i64", "flag": "*u8", "BLOCK": 1024}))
 
 
 def compiled(target, kernel, parameters):

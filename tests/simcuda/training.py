@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from kfac_with import kfac_with
-from thinwire.core.kernels.fused import Fused, Kernel
+from thinwire.core.kernels.fused import Fused, Kernel, tensors_in
 from thinwire.core.program import Topology
 from thinwire.engine.schedules.deferred import DeferredGrad
 
@@ -153,7 +153,7 @@ def place(rank: int, card: Card | None, told: dict[Any, Tensor] | None) -> Itera
     """torch's CUDA and NCCL are these."""
     card = Card() if card is None else card
     nccl = Nccl(card, rank, RANKS, told)
-    with card.in_place(), nccl.in_place(), _deferred_gradients(), _fused(card):
+    with card.in_place(), nccl.in_place(), _deferred_gradients(), kernels_on(card):
         yield card, nccl
 
 
@@ -223,7 +223,7 @@ def _deferred_gradients() -> Iterator[None]:
 
 
 @contextmanager
-def _fused(card: Card) -> Iterator[None]:
+def kernels_on(card: Card) -> Iterator[None]:
     """Kernels of Triton count as launches; what they read and write, and the numbers, are their twins'."""
 
     def launch(kernel: Kernel, programs: int, *arguments: Any, **_: Any) -> None:
@@ -232,7 +232,7 @@ def _fused(card: Card) -> Iterator[None]:
             card.kernel(kernel.__name__, tensors[0].get_device(), card.where())
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not function.serves(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))):
+        if not function.serves(*tensors_in(args, kwargs)):
             return function.twin(*args, **kwargs)
         function.launch(*args, **kwargs)
         names = card.names.copy()

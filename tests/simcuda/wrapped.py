@@ -18,7 +18,7 @@ import torch.distributed as dist
 from card import Card
 from nccl import Nccl
 from torch import Tensor, nn
-from training import DEVICE, RANKS, Net
+from training import DEVICE, RANKS, Net, kernels_on
 
 from thinwire.adapters import ddp as ddp_hooks
 from thinwire.adapters import fsdp2_replicas
@@ -123,6 +123,7 @@ def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) ->
     card = Card() if card is None else card
     with (
         card.in_place(),
+        kernels_on(card),
         Nccl(card, rank, RANKS).in_place(),
         patch.object(ddp_hooks, "promise_on", lambda device: Promise(card, device)),
     ):
@@ -240,7 +241,7 @@ class ScatterTraining:
 @contextmanager
 def _under_fsdp2(kind: Any, method: Any, rank: int = 0, card: Card | None = None, **options: Any) -> Iterator[Any]:
     card = Card() if card is None else card
-    with card.in_place(), Nccl(card, rank, RANKS).in_place() as nccl:
+    with card.in_place(), kernels_on(card), Nccl(card, rank, RANKS).in_place() as nccl:
         torch.manual_seed(0)
         run = kind(card, nccl, resolve(method, **options))
         yield run

@@ -7,7 +7,7 @@ first launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -24,6 +24,12 @@ R = TypeVar("R")
 @cache
 def triton_installed() -> bool:
     return find_spec("triton") is not None
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among arguments, and in lists among them."""
+    given = [x for one in (*args, *kwargs.values()) for x in (one if isinstance(one, (list, tuple)) else (one,))]
+    return [x for x in given if isinstance(x, Tensor)]
 
 
 class Kernel:
@@ -70,8 +76,7 @@ class Fused(Generic[P, R]):
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        return (self.launch if self.serves(*given) else self.twin)(*args, **kwargs)
+        return (self.launch if self.serves(*tensors_in(args, kwargs)) else self.twin)(*args, **kwargs)
 
 
 def fused(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Fused[P, R]]:

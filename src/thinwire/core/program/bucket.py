@@ -23,8 +23,8 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-LARGE = 1 << 12
-"""Number of elements from which a tensor gets a call of its own."""
+LARGE, LARGE_ON_CARD = 1 << 12, 1 << 22
+"""Number of elements from which a tensor gets a call of its own: one pass over memory costs more than the call."""
 
 
 class Slot:

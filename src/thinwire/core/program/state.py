@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.tables import choose
 from thinwire.core.program.bucket import Slot, working_dtype
 from thinwire.core.program.topology import Topology
 
@@ -181,8 +182,8 @@ class State:
 
     def accepted(self) -> Tensor | None:
         """Return all verdicts of the step in one 0-dim tensor; None if no program gave one."""
-        if not self._verdicts:
-            return None
+        if len(self._verdicts) < 2:
+            return self._verdicts[0].reshape(()) if self._verdicts else None
         return torch.stack([v.reshape(()) for v in self._verdicts]).all()
 
     def end_step(self, *, hold: bool = False) -> bool:
@@ -207,22 +208,20 @@ class State:
         self.step = step
 
     def end_step_on_device(self, *, hold: bool = False) -> None:
-        """Do as ``end_step`` without a host read (CUDA): the choice is a ``torch.where`` on the current stream."""
+        """Do as ``end_step`` without a host read (CUDA): the current stream chooses, in what was staged."""
         if self._recut():  # after a change of plan: old and new slices differ
             self.end_step(hold=hold)
             return
-        flag, staged = self.accepted(), self._staged
+        flag, staged, pairs = self.accepted(), self._staged, []
         if flag is not None:
             own: list[tuple[dict[Any, Tensor], dict[Any, Tensor]]]
             own = [(staged.residuals, self.residuals), (staged.locals, self.locals)]
             for kind, held in own:
-                for key, new in kind.items():
-                    old = held.get(key)
-                    kind[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
-            for key, new in staged.fields.items():
-                old = self.fields.get(key)
-                # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
-                staged.fields[key] = new if old is None else torch.where(flag, new, old)
+                pairs += [(new, held[key] if key in held else torch.zeros_like(new)) for key, new in kind.items()]
+            # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
+            pairs += [(new, self.fields[key]) for key, new in staged.fields.items() if key in self.fields]
+        if flag is not None and pairs:
+            choose(flag, [new for new, _ in pairs], [old for _, old in pairs])
         self._accept(hold)
         self._next_step()
 
