@@ -12,9 +12,12 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire.core.kernels.orthogonal import TILE_ELEMENTS, round_kernel
+from thinwire.core.kernels.orthogonal import TILE_PRODUCTS, round_kernel
 from thinwire.core.kernels.select.histogram import digits_kernel
 from thinwire.core.kernels.tables import choose_kernel
+from thinwire.systems.optim.advance import advance_kernel
+from thinwire.systems.optim.moments import moments_kernel, shrinkage_kernel
+from thinwire.systems.optim.norms import ratios_kernel, squares_kernel
 
 TARGETS = [
     *(GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100)),
@@ -27,11 +30,29 @@ CASES = [  # a kernel, and its parameters: types, or the numbers of its constant
     for size, shift, bits in (("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11))
 ]
 CASES += [
-    (round_kernel, {**_ROUND, "RANK": rank, "SIDE": side, "TILE": TILE_ELEMENTS // side, "APPLY": apply, "GRAM": gram})
+    (
+        round_kernel,
+        {**_ROUND, "RANK": rank, "SIDE": side, "TILE": TILE_PRODUCTS // side**2, "APPLY": apply, "GRAM": gram},
+    )
     for rank, side in ((4, 4), (16, 16), (32, 32))
     for apply, gram in ((False, True), (True, True), (True, False))
 ]
-CASES.append((choose_kernel, {"rows": "*i64", "flag": "*u8", "BLOCK": 1024}))
+_TABLE = {"rows": "*i64", "BLOCK": 1024}
+_LAYERS = {**_TABLE, "squares": "*fp64", "ratios": "*fp32"}
+_RATES = dict.fromkeys(("gain", "sign", "decay", "momentum", "rate"), "fp32")
+_RULE = dict.fromkeys(("coefficient", "decay", "eps", "least", "most"), "fp32")
+_ADAM = dict.fromkeys(("sign", "decay", "beta1", "beta2", "factor", "addend"), "fp32")
+CASES += [
+    (choose_kernel, {**_TABLE, "flag": "*u8"}),
+    *((squares_kernel, {**_TABLE, "squares": "*fp64", "LISTS": lists}) for lists in (1, 2)),
+    (ratios_kernel, {**_LAYERS, **_RULE, "columns": "i32"}),
+    (shrinkage_kernel, {"squares": "*fp64", "count": "i32", "limit": "fp32", "shrink": "*fp32", "BLOCK": 1024}),
+    *(
+        (advance_kernel, {**_TABLE, **_RATES, "ratios": "*fp32", "RATIOS": r, "MOMENTUM": m, "NESTEROV": n})
+        for r, m, n in ((True, True, False), (True, True, True), (False, True, False), (True, False, False))
+    ),
+    (moments_kernel, {**_TABLE, **_ADAM, "squares": "*fp64", "shrink": "*fp32", "SHRINK": True}),
+]
 
 
 def compiled(target, kernel, parameters):

@@ -2,9 +2,12 @@
 
 import torch
 
-from thinwire.core.kernels.orthogonal import in_rounds
+from thinwire.core.kernels.orthogonal import orthogonalise_all
 from thinwire.core.kernels.select.histogram import count_digits
 from thinwire.core.kernels.tables import choose
+from thinwire.systems.optim.advance import Advance, advance, step
+from thinwire.systems.optim.moments import Adam, moments, shrinkage
+from thinwire.systems.optim.norms import Rule, ratios
 
 
 def seeded(seed):
@@ -30,6 +33,7 @@ def conditioned(n, r, condition):
 
 
 def loss(q):
+    q = q.double()
     return (q.mT @ q - torch.eye(q.shape[-1], device=q.device)).abs().max().item()
 
 
@@ -37,19 +41,19 @@ def bases(device):
     """Those of QR but for signs; orthonormal whatever the condition, and whatever is zero, equal or not finite."""
     shapes = [(3, 40, 4), (1100, 2), (5, 5), (64, 3), (4, 9, 2)]
     flat = torch.randn(sum(torch.Size(shape).numel() for shape in shapes), generator=seeded(0)).to(device)
-    for got, want in zip(in_rounds.launch(flat, shapes), in_rounds.twin(flat, shapes)):
+    for got, want in zip(orthogonalise_all.launch(flat, shapes), orthogonalise_all.twin(flat, shapes)):
         signs = (got * want).sum(-2, keepdim=True).sign()
         assert (got * signs - want).abs().max() <= 1e-5, got.shape
     for condition in (1e2, 1e4, 1e6, 1e7, 1e9):
         x = conditioned(200, 8, condition).to(device)
-        (q,) = in_rounds.launch(x.view(-1), [x.shape])
-        assert loss(q) <= 1e-6, condition
+        (q,) = orthogonalise_all.launch(x.view(-1), [x.shape])
+        assert loss(q) <= 1e-7, condition
         assert (x - q @ (q.mT @ x)).norm() <= 1e-6 * x.norm(), condition
     x = torch.randn(30, 4, generator=seeded(1)).to(device)
     x[:, 1], x[:, 2] = 0, 3 * x[:, 0]
     for broken in (x, torch.zeros_like(x), x[:4] * torch.inf, torch.full_like(x, torch.nan), x * 1e-30, x * 1e30):
-        (q,) = in_rounds.launch(broken.reshape(-1), [broken.shape])
-        assert loss(q) <= 1e-6
+        (q,) = orthogonalise_all.launch(broken.reshape(-1), [broken.shape])
+        assert loss(q) <= 1e-7
 
 
 def choices(device):
@@ -60,7 +64,62 @@ def choices(device):
         assert all(map(torch.equal, new, want)), flag
 
 
-ALL = [histograms, bases, choices]
+def layers(device, seed):
+    """Of several sizes and strides, one of zeros, one without elements."""
+    shapes = [(3,), (20_000,), (0, 4), (8, 4, 3, 3), (5, 5)]
+    made = [torch.randn(shape, generator=seeded(seed + i)).to(device) for i, shape in enumerate(shapes)]
+    made[3] = made[3].to(memory_format=torch.channels_last)
+    if seed == 0:
+        made[4].zero_()
+    return made
+
+
+def close(got, want):
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)
+
+
+def layer_ratios(device):
+    for rule in (Rule(0.001, 0.01, 1e-8), Rule(), Rule(clamp=(0.5, 0.9))):
+        for weights, others in ((layers(device, 0), layers(device, 10)), (layers(device, 20), layers(device, 0))):
+            close(ratios.launch(weights, others, rule, None), ratios.twin(weights, others, rule, None))
+    (nan,) = ratios.launch([torch.full((3,), torch.nan, device=device)], [torch.ones(3, device=device)], rule, None)
+    assert nan.isnan()
+
+
+def last_passes(device):
+    shares = torch.rand(5, generator=seeded(7)).to(device)
+    for momentum, nesterov in ((0.9, False), (0.9, True), (0.0, False)):
+        for ratio, decay in ((shares, 0.1), (shares, 0.0), (None, 0.0)):
+            made = []
+            for way in (advance.launch, advance.twin):
+                weights, buffers = layers(device, 0), layers(device, 20) if momentum else []
+                way(weights, layers(device, 10), buffers, ratio, Advance(0.3, -1.0, decay, momentum, nesterov, 0.7))
+                made.append(weights + buffers)
+            close(*made)
+    for ratio in (shares, None):
+        made = [layers(device, 0), layers(device, 0)]
+        for weights, way in zip(made, (step.launch, step.twin)):
+            way(weights, layers(device, 10), ratio, 0.3)
+        close(*made)
+
+
+def adam(device):
+    for limit in (1.0, 1e6):
+        shrink = shrinkage.twin(layers(device, 10), limit)
+        close([shrinkage.launch(layers(device, 10), limit)], [shrink])
+        for divisor, sign, decay in ((shrink, 1.0, 0.1), (None, -1.0, 0.0)):
+            made = []
+            for way in (moments.launch, moments.twin):
+                w, g, m = (layers(device, seed) for seed in (0, 10, 20))
+                v = [x.square() for x in layers(device, 30)]
+                updates, squares = way(w, g, m, v, divisor, sign, decay, Adam(0.9, 0.99, 1e-6, 3))
+                rule = Rule()
+                made.append([*w, *m, *v, *updates, ratios.launch(w, updates, rule, squares)])
+            close(*made)
+
+
+ALL = [histograms, bases, choices, layer_ratios, last_passes, adam]
 
 if __name__ == "__main__":
     for compare in ALL:

@@ -43,7 +43,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
-from thinwire.core.kernels import seeding
+from thinwire.core.kernels import seeding, tables
 from thinwire.core.methods.regions import regions
 
 HERE = Path(__file__).parent
@@ -359,9 +359,12 @@ class Card:
         """Of the package."""
         return sum(self.names.values())
 
-    def where(self) -> str:
-        """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file."""
-        frame = sys._getframe(1)
+    def where(self, above: int = 1) -> str:
+        """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file.
+
+        ``above``: frames to leave out.
+        """
+        frame = sys._getframe(above)
         while frame is not None:
             if (name := _place(frame.f_code.co_filename)) is not None:
                 return f"{name}:{frame.f_lineno}"
@@ -608,5 +611,10 @@ class Card:
         finally:
             for one in reversed(patches):
                 one.stop()
-            for kept in (regions, seeding.on_card, _device_constructors):  # what this package and torch keep of it
+            for kept in (
+                regions,
+                seeding.on_card,
+                tables.table_at,
+                _device_constructors,
+            ):  # what this package and torch keep of it
                 kept.cache_clear()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from kfac_with import kfac_with
-from thinwire.core.kernels.fused import Fused, Kernel, tensors_in
+from thinwire.core.kernels.fused import Fused, Kernel
 from thinwire.core.program import Topology
 from thinwire.engine.schedules.deferred import DeferredGrad
 
@@ -229,10 +229,10 @@ def kernels_on(card: Card) -> Iterator[None]:
     def launch(kernel: Kernel, programs: int, *arguments: Any, **_: Any) -> None:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         with card.device(tensors[0].device):
-            card.kernel(kernel.__name__, tensors[0].get_device(), card.where())
+            card.kernel(kernel.__name__, tensors[0].get_device(), card.where(2))
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not function.serves(*tensors_in(args, kwargs)):
+        if not function.serves(*args, **kwargs):
             return function.twin(*args, **kwargs)
         function.launch(*args, **kwargs)
         names = card.names.copy()

@@ -7,7 +7,7 @@ first launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -24,12 +24,6 @@ R = TypeVar("R")
 @cache
 def triton_installed() -> bool:
     return find_spec("triton") is not None
-
-
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among arguments, and in lists among them."""
-    given = [x for one in (*args, *kwargs.values()) for x in (one if isinstance(one, (list, tuple)) else (one,))]
-    return [x for x in given if isinstance(x, Tensor)]
 
 
 class Kernel:
@@ -55,7 +49,7 @@ class Kernel:
         copy.__module__, copy.__annotations__ = source.__module__, source.__annotations__
         return triton.jit(copy)
 
-    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
+    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> Any:
         device = next(x.device for x in arguments if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.jit[(programs,)](*arguments, **constants)
@@ -64,25 +58,30 @@ class Kernel:
 class Fused(Generic[P, R]):
     """What :func:`fused` makes. ``twin`` and ``launch`` give the same result."""
 
-    def __init__(self, twin: Callable[P, R], launch: Callable[P, R]) -> None:
-        self.twin, self.launch = twin, launch
+    def __init__(self, twin: Callable[P, R], launch: Callable[P, R], when: Callable[P, bool]) -> None:
+        self.twin, self.launch, self._when = twin, launch, when
         self.__doc__ = twin.__doc__
 
-    def serves(self, *tensors: Tensor) -> bool:
-        """Whether these are for the kernels: on a GPU, of no float but fp32, and Triton is installed."""
+    def serves(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether this is for the kernels: all tensors, and those in lists, on a GPU and of no float but fp32."""
+        lists = [one if isinstance(one, (list, tuple)) else (one,) for one in (*args, *kwargs.values())]
+        given = [x for some in lists for x in some if isinstance(x, Tensor)]
         return (
-            all(x.is_cuda and (x.dtype == torch.float32 or not x.is_floating_point()) for x in tensors)
+            all(x.is_cuda and (x.dtype == torch.float32 or not x.is_floating_point()) for x in given)
             and triton_installed()
+            and self._when(*args, **kwargs)
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return (self.launch if self.serves(*tensors_in(args, kwargs)) else self.twin)(*args, **kwargs)
+        return (self.launch if self.serves(*args, **kwargs) else self.twin)(*args, **kwargs)
 
 
-def fused(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Fused[P, R]]:
+def fused(
+    twin: Callable[P, R], when: Callable[P, bool] = lambda *_, **__: True
+) -> Callable[[Callable[P, R]], Fused[P, R]]:
     """Decorate a function that launches kernels for what ``twin``, with the same parameters, does in torch.
 
     It allocates, launches and returns, and has no other effect: the simulated card counts its launches, and takes the
-    numbers from the twin.
+    numbers from the twin. ``when``: whether the kernels know how, if not always.
     """
-    return lambda launch: Fused(twin, launch)
+    return lambda launch: Fused(twin, launch, when)

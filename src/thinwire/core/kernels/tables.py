@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,30 +19,54 @@ if TYPE_CHECKING:
 
 BLOCK = 1024
 TURNS = 16  # blocks of a program
+ELEMENT_BYTES = 4
 
 
-def table(*lists: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the table of lists of tensors, whose i-th ones are of one size and lie alike in memory.
+@dataclass(frozen=True)
+class LaunchTable:
+    """Each program's row, int64: its tensor's number; that tensor's first program, and how many there are; the number
+    of elements; where its part of each list's tensor begins."""
 
-    Each program's row, int64: its tensor's number; the number of elements; where its part of each begins, in bytes.
-    The second result is the first program of each tensor, and their number.
+    rows: Tensor
+
+    @property
+    def programs(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.rows.shape[1]
+
+
+def table(*lists: Sequence[Tensor]) -> LaunchTable:
+    """Return the table of lists of tensors, whose i-th ones have one size and lie alike in memory.
+
+    Made anew only if one lies elsewhere than before: in steady training the same few return.
     """
-    part = BLOCK * TURNS
-    sizes = np.array([x.numel() for x in lists[0]])
-    counts = -(-sizes // part)
+    device = lists[0][0].device
+    places = tuple(tuple(x.data_ptr() for x in some) for some in lists)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # in whose order it is made
+    return table_at(device, stream, tuple(x.numel() for x in lists[0]), places)
+
+
+@lru_cache(maxsize=64)
+def table_at(
+    device: torch.device, stream: Any, sizes: tuple[int, ...], places: tuple[tuple[int, ...], ...]
+) -> LaunchTable:
+    part, elements = BLOCK * TURNS, np.array(sizes, dtype=np.int64)
+    counts = -(-elements // part)
     owner = np.repeat(np.arange(len(sizes)), counts)
-    firsts = [*accumulate(counts.tolist(), initial=0)]
-    begin = (np.arange(firsts[-1]) - np.array(firsts)[owner]) * part
-    rows = [owner, np.minimum(sizes[owner] - begin, part)]
-    for some in lists:
-        rows.append(np.array([x.data_ptr() for x in some])[owner] + begin * some[0].element_size())
-    return upload(torch.from_numpy(np.stack(rows, 1)), lists[0][0].device), firsts
+    first = (np.cumsum(counts) - counts)[owner]
+    begin = (np.arange(len(owner)) - first) * part
+    rows = [owner, first, counts[owner], np.minimum(elements[owner] - begin, part)]
+    rows += [np.array(some, dtype=np.int64)[owner] + begin * ELEMENT_BYTES for some in places]
+    return LaunchTable(upload(torch.from_numpy(np.stack(rows, 1)), device))
 
 
 def alike(*lists: Sequence[Tensor]) -> bool:
-    """Return whether the i-th tensors lie alike in memory, without gaps, and all are of four bytes an element."""
+    """Return whether the i-th tensors lie alike in memory, without gaps, with four bytes an element."""
     return all(
-        first.element_size() == 4
+        first.element_size() == ELEMENT_BYTES
         and (first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last))
         and all(x.dtype == first.dtype and x.shape == first.shape and x.stride() == first.stride() for x in others)
         for first, *others in zip(*lists)
@@ -57,20 +82,17 @@ def _choose(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
 @Kernel
 def choose_kernel(rows, flag, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     if tl.load(flag) == 0:
-        row = rows + tl.program_id(0) * 4
-        size = tl.load(row + 1)
-        new, old = tl.load(row + 2).to(tl.pointer_type(tl.int32)), tl.load(row + 3).to(tl.pointer_type(tl.int32))
+        row = rows + tl.program_id(0) * 6
+        size = tl.load(row + 3)
+        new, old = tl.load(row + 4).to(tl.pointer_type(tl.int32)), tl.load(row + 5).to(tl.pointer_type(tl.int32))
         for begin in range(0, size, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             tl.store(new + at, tl.load(old + at, at < size), at < size)
 
 
-@fused(_choose)
+@fused(_choose, lambda flag, new, old: alike(new, old))
 def choose(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
     """Neither the new nor the old ones are read or written if the flag is True."""
-    if not alike(new, old):
-        _choose(flag, new, old)
-        return
-    rows, firsts = table(new, old)
-    if firsts[-1]:
-        choose_kernel(firsts[-1], rows, flag.view(torch.uint8), BLOCK=BLOCK)
+    where = table(new, old)
+    if where.programs:
+        choose_kernel(where.programs, where.rows, flag.view(torch.uint8), BLOCK=BLOCK)
