@@ -14,7 +14,9 @@ from triton.compiler import ASTSource
 
 from thinwire.core.kernels.orthogonal import TILE_PRODUCTS, round_kernel
 from thinwire.core.kernels.select.histogram import digits_kernel
+from thinwire.core.kernels.symmetric import pack_kernel, unpack_kernel
 from thinwire.core.kernels.tables import choose_kernel
+from thinwire.systems.kfac.averages import finite_kernel, renew_kernel
 from thinwire.systems.optim.advance import advance_kernel
 from thinwire.systems.optim.moments import moments_kernel, shrinkage_kernel
 from thinwire.systems.optim.norms import ratios_kernel, squares_kernel
@@ -36,6 +38,14 @@ CASES += [
     )
     for rank, side in ((4, 4), (16, 16), (32, 32))
     for apply, gram in ((False, True), (True, True), (True, False))
+]
+_TRIANGLE = {"matrix": "*fp32", "packed": "*fp32", "side": "i32", "BLOCK": 512}
+_FACTORS = {**dict.fromkeys(("counts", "updates", "keep", "after"), "*fp32"), "rows": "*i64", "BLOCK": 1024}
+CASES += [
+    (pack_kernel, {**_TRIANGLE, "factor": "fp32", "end": "fp32", "down": "i32", "across": "i32", "END": 1}),
+    (unpack_kernel, _TRIANGLE),
+    (finite_kernel, {"rows": "*i64", "broken": "*i32", "BLOCK": 1024}),
+    (renew_kernel, {**_FACTORS, "broken": "*i32"}),
 ]
 _TABLE = {"rows": "*i64", "BLOCK": 1024}
 _LAYERS = {**_TABLE, "squares": "*fp64", "ratios": "*fp32"}

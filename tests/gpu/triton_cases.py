@@ -4,7 +4,9 @@ import torch
 
 from thinwire.core.kernels.orthogonal import orthogonalise_all
 from thinwire.core.kernels.select.histogram import count_digits
+from thinwire.core.kernels.symmetric import packed_times, unpacked
 from thinwire.core.kernels.tables import choose
+from thinwire.systems.kfac.averages import renewed
 from thinwire.systems.optim.advance import Advance, advance, step
 from thinwire.systems.optim.moments import Adam, moments, shrinkage
 from thinwire.systems.optim.norms import Rule, ratios
@@ -119,7 +121,29 @@ def adam(device):
             close(*made)
 
 
-ALL = [histograms, bases, choices, layer_ratios, last_passes, adam]
+def triangles(device):
+    for d in (1, 5, 700):
+        x = torch.randn(d, d, generator=seeded(d)).to(device)
+        for matrix, factor, end in ((x, 1.0, None), (x.mT, 0.3, 2.0)):
+            packed = packed_times.launch(matrix, factor, end)
+            assert torch.equal(packed, packed_times.twin(matrix, factor, end))
+            triangle = packed if end is None else packed[:-1]
+            assert torch.equal(unpacked.launch(triangle, d), unpacked.twin(triangle, d))
+
+
+def averages(device):
+    sums, olds = ([torch.randn(n, generator=seeded(n + k)).to(device) for n in (3, 40_000, 7, 20_000)] for k in (0, 1))
+    sums[1][-1], sums[2][3] = torch.nan, torch.inf
+    counts, updates = torch.tensor([2.0, 1.0, 3.0, 0.0], device=device), torch.arange(4.0, device=device)
+    (got, after), (want, counted) = (
+        way(sums, counts, olds, updates, updates / 5) for way in (renewed.launch, renewed.twin)
+    )
+    close(got, want)
+    assert torch.equal(after, counted)
+    assert counted.tolist() == [1, 1, 2, 3]
+
+
+ALL = [histograms, bases, choices, layer_ratios, last_passes, adam, triangles, averages]
 
 if __name__ == "__main__":
     for compare in ALL:

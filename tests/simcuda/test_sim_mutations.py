@@ -10,7 +10,7 @@ import torch
 from card import SOURCE, Card
 from nccl import Nccl
 from sim_cases import CASES, STEPS
-from training import DEVICE, RANKS
+from training import DEVICE, RANKS, kernels_on
 
 from thinwire.core.program import AllGather, NextForward, ReduceScatter, Topology
 from thinwire.engine.ranks.communicator import Communicator
@@ -71,7 +71,7 @@ class _Sums:
 
 @contextmanager
 def sums(card):
-    with card.in_place():
+    with card.in_place(), kernels_on(card):
         yield _Sums(card)
 
 

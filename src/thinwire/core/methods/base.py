@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_count
+from thinwire.core.kernels.finite import all_finite as all_finite
 from thinwire.core.kernels.runs import joined
 from thinwire.core.methods.exchanges import over_nodes, padded
 from thinwire.core.pricing.merge import Merge
@@ -46,17 +47,6 @@ def all_reduce(
     if collective != "flat" and (sums := over_nodes(collective, x.numel(), state.topology)):
         return (yield from sums(x, state))
     return (yield AllReduce(x))
-
-
-def all_finite(x: Tensor) -> Tensor:
-    """Return whether every element is finite, as a 0-dim bool tensor; one pass, no temporary, no host read."""
-    if x.numel() == 0 or x.device.type == "meta":
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    if x.device.type == "cuda":  # a launch; on a CPU twenty times as slow
-        largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
-        return largest < torch.inf
-    low, high = torch.aminmax(x)  # both are NaN if any element is
-    return torch.maximum(-low, high) < torch.inf
 
 
 def split_message(messages: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,17 @@
+"""Whether all is finite, without a host read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """Return whether every element is finite, as a 0-dim bool tensor; one pass, no temporary, no host read."""
+    if x.numel() == 0 or x.device.type == "meta":
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    if x.device.type == "cuda":  # a launch; on a CPU twenty times as slow
+        largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
+        return largest < torch.inf
+    low, high = torch.aminmax(x)  # both are NaN if any element is
+    return torch.maximum(-low, high) < torch.inf
