@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,10 @@ def all_finite(x: Tensor) -> Tensor:
         return largest < torch.inf
     low, high = torch.aminmax(x)  # both are NaN if any element is
     return torch.maximum(-low, high) < torch.inf
+
+
+def each_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``all_finite`` of each, ``[len(tensors)]``."""
+    if tensors[0].device.type == "cuda" and all(x.numel() for x in tensors):
+        return torch.stack(torch._foreach_norm(list(tensors), torch.inf)) < torch.inf
+    return torch.stack([all_finite(x) for x in tensors])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.finite import all_finite
+from thinwire.core.kernels.finite import each_finite
 from thinwire.core.kernels.fused import Kernel, fused
 from thinwire.core.kernels.tables import BLOCK, alike, table
 
@@ -22,7 +22,7 @@ def _renewed(
 
     ``counts``: of the ranks that had a statistic; ``updates``, ``keep``: as many, ``[len(sums)]``.
     """
-    usable = (counts > 0) & torch.stack([all_finite(x) for x in sums])
+    usable = (counts > 0) & each_finite(sums)
     factors = [
         torch.where(fit, share * old + (1 - share) * (x / count), old)
         for x, count, old, share, fit in zip(sums, counts.clamp(min=1), olds, keep, usable)
