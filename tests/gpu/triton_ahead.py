@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from thinwire.core.kernels.orthogonal import TILE_PRODUCTS, round_kernel
 from thinwire.core.kernels.select.histogram import digits_kernel
 from thinwire.core.kernels.symmetric import pack_kernel, unpack_kernel
-from thinwire.core.kernels.tables import choose_kernel
+from thinwire.core.kernels.tables import choose_kernel, copy_kernel
 from thinwire.systems.kfac.averages import finite_kernel, renew_kernel
 from thinwire.systems.optim.advance import advance_kernel
 from thinwire.systems.optim.moments import moments_kernel, shrinkage_kernel
@@ -54,6 +54,7 @@ _RULE = dict.fromkeys(("coefficient", "decay", "eps", "least", "most"), "fp32")
 _ADAM = dict.fromkeys(("sign", "decay", "beta1", "beta2", "factor", "addend"), "fp32")
 CASES += [
     (choose_kernel, {**_TABLE, "flag": "*u8"}),
+    (copy_kernel, {**_TABLE, "factor": "fp32"}),
     *((squares_kernel, {**_TABLE, "squares": "*fp64", "LISTS": lists}) for lists in (1, 2)),
     (ratios_kernel, {**_LAYERS, **_RULE, "columns": "i32"}),
     (shrinkage_kernel, {"squares": "*fp64", "count": "i32", "limit": "fp32", "shrink": "*fp32", "BLOCK": 1024}),

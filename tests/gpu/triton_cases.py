@@ -5,7 +5,7 @@ import torch
 from thinwire.core.kernels.orthogonal import orthogonalise_all
 from thinwire.core.kernels.select.histogram import count_digits
 from thinwire.core.kernels.symmetric import packed_times, unpacked
-from thinwire.core.kernels.tables import choose
+from thinwire.core.kernels.tables import choose, copy_times
 from thinwire.systems.kfac.averages import renewed
 from thinwire.systems.optim.advance import Advance, advance, step
 from thinwire.systems.optim.moments import Adam, moments, shrinkage
@@ -60,15 +60,18 @@ def bases(device):
 
 def choices(device):
     for flag in (True, False):
-        new, old = ([torch.randn(n, generator=seeded(n + k)).to(device) for n in (1, 20_000, 0, 37)] for k in (0, 1))
+        new, old = ([torch.randn(n, generator=seeded(n + k)).to(device) for n in (1, 70_000, 0, 37)] for k in (0, 1))
         want = [(x if flag else y).clone() for x, y in zip(new, old)]
         choose.launch(torch.tensor(flag, device=device), new, old)
         assert all(map(torch.equal, new, want)), flag
+    made = [torch.full_like(x, 9.0) for x in old]
+    copy_times.launch(made, old, 0.3)
+    assert all(torch.equal(x, y * 0.3) for x, y in zip(made, old))
 
 
 def layers(device, seed):
     """Of several sizes and strides, one of zeros, one without elements."""
-    shapes = [(3,), (20_000,), (0, 4), (8, 4, 3, 3), (5, 5)]
+    shapes = [(3,), (70_000,), (0, 4), (8, 4, 3, 3), (5, 5)]
     made = [torch.randn(shape, generator=seeded(seed + i)).to(device) for i, shape in enumerate(shapes)]
     made[3] = made[3].to(memory_format=torch.channels_last)
     if seed == 0:
@@ -132,7 +135,7 @@ def triangles(device):
 
 
 def averages(device):
-    sums, olds = ([torch.randn(n, generator=seeded(n + k)).to(device) for n in (3, 40_000, 7, 20_000)] for k in (0, 1))
+    sums, olds = ([torch.randn(n, generator=seeded(n + k)).to(device) for n in (3, 70_000, 7, 20_000)] for k in (0, 1))
     sums[1][-1], sums[2][3] = torch.nan, torch.inf
     counts, updates = torch.tensor([2.0, 1.0, 3.0, 0.0], device=device), torch.arange(4.0, device=device)
     (got, after), (want, counted) = (
