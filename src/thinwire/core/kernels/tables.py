@@ -65,12 +65,18 @@ def table_at(
 
 def alike(*lists: Sequence[Tensor]) -> bool:
     """Return whether the i-th tensors lie alike in memory, without gaps, with four bytes an element."""
-    return all(
-        first.element_size() == ELEMENT_BYTES
-        and (first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last))
-        and all(x.dtype == first.dtype and x.shape == first.shape and x.stride() == first.stride() for x in others)
-        for first, *others in zip(*lists)
-    )
+    return all(_together(*tensors) for tensors in zip(*lists))
+
+
+def _together(first: Tensor, *others: Tensor) -> bool:
+    if first.element_size() != ELEMENT_BYTES:
+        return False
+    dtype, size = first.dtype, first.numel()
+    if first.is_contiguous():  # shapes and strides take longer to get than all else
+        return all(x.dtype == dtype and x.numel() == size and x.is_contiguous() for x in others)
+    if not first.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return all(x.dtype == dtype and x.shape == first.shape and x.stride() == first.stride() for x in others)
 
 
 def _choose(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
