@@ -43,7 +43,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
-from thinwire.core.kernels import seeding, tables
+from thinwire.core.kernels import seeding
 from thinwire.core.methods.regions import regions
 
 HERE = Path(__file__).parent
@@ -611,10 +611,5 @@ class Card:
         finally:
             for one in reversed(patches):
                 one.stop()
-            for kept in (
-                regions,
-                seeding.on_card,
-                tables.table_at,
-                _device_constructors,
-            ):  # what this package and torch keep of it
+            for kept in (regions, seeding.on_card, _device_constructors):  # what this package and torch keep of it
                 kept.cache_clear()

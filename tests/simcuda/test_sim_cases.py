@@ -16,7 +16,7 @@ import pytest
 
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
-    sys.path[:0] = [str(here), str(here.parent / "unit")]
+    sys.path[:0] = [str(here), str(here.parent / "unit"), str(here.parent)]
 
 from sim_cases import CASES, STEPS, WAITING
 
