@@ -25,7 +25,7 @@ from rich.table import Table
 
 from thinwire.core.pricing.profiles import builtin
 from thinwire.systems.optim import LAMB, LARS
-from thinwire.systems.optim.pto import Layers, Rule, trust_ratios
+from thinwire.systems.optim.norms import Layers, Rule, trust_ratios
 
 RESULTS = Path(__file__).parent / "results" / "lars.json"
 LIMIT = 1.5  # of LARS against SGD, ResNet-50

@@ -27,7 +27,8 @@ import thinwire as tw
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import WORLD, AllReduce, Program
 from thinwire.systems.optim import LARS, TrustRatios
-from thinwire.systems.optim.pto import Layers, Rule, decide, split, trust_ratios
+from thinwire.systems.optim.norms import Layers, Rule, trust_ratios
+from thinwire.systems.optim.pto import decide, split
 
 MODELS = ("resnet50", "bert-base", "vgg16")
 

@@ -12,9 +12,9 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from thinwire.core.kernels.orthogonal import TILE_PRODUCTS, round_kernel
 from thinwire.core.kernels.pairs import average_kernel, padded_keys_kernel, send_kernel, union_kernel
 from thinwire.core.kernels.quantise import blocks, means, signs, ternary
-from thinwire.core.kernels.restore import restore_kernel
 from thinwire.core.kernels.select.gaussian import fit_kernel
 from thinwire.core.kernels.select.mstopk import bisect_kernel
 from thinwire.core.kernels.select.ranked import (
@@ -25,6 +25,12 @@ from thinwire.core.kernels.select.ranked import (
     sample_kernel,
     write_kernel,
 )
+from thinwire.core.kernels.symmetric import pack_kernel, unpack_kernel
+from thinwire.core.kernels.tables import choose_kernel, copy_kernel
+from thinwire.systems.kfac.averages import finite_kernel, renew_kernel
+from thinwire.systems.optim.advance import advance_kernel
+from thinwire.systems.optim.moments import moments_kernel, shrinkage_kernel
+from thinwire.systems.optim.norms import ratios_kernel, squares_kernel
 
 TARGETS = [
     *(GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100)),
@@ -115,9 +121,42 @@ CASES += [
     *(_quantiser(signs.sum_signs_kernel, LEVELS=levels, MAJORITY=levels == 1, BYTES=256) for levels in (1, 2)),
     *(_quantiser(signs.sign_means_kernel, found="*fp32", LEVELS=levels, TURN=128) for levels in (1, 2)),
     _quantiser(signs.halves_kernel, found="*fp32", TILE=2048),
-    _quantiser(restore_kernel, accepted="*i1", TILE=2048),
     _quantiser(ternary.ternary_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
     _quantiser(ternary.ternary_values_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
+]
+_ROUND = {"x": "*fp32", "chunks": "*i64", "before": "*fp64", "out": "*fp32", "after": "*fp64"}
+CASES += [
+    (
+        round_kernel,
+        {**_ROUND, "RANK": rank, "SIDE": side, "TILE": TILE_PRODUCTS // side**2, "APPLY": apply, "GRAM": gram},
+    )
+    for rank, side in ((4, 4), (16, 16), (32, 32))
+    for apply, gram in ((False, True), (True, True), (True, False))
+]
+_TRIANGLE = {"matrix": "*fp32", "packed": "*fp32", "side": "i32", "BLOCK": 512}
+_FACTORS = {**dict.fromkeys(("counts", "updates", "keep", "after"), "*fp32"), "rows": "*i64", "BLOCK": 1024}
+CASES += [
+    (pack_kernel, {**_TRIANGLE, "factor": "fp32", "end": "fp32", "down": "i32", "across": "i32", "END": 1}),
+    (unpack_kernel, _TRIANGLE),
+    (finite_kernel, {"rows": "*i64", "broken": "*i32", "BLOCK": 1024}),
+    (renew_kernel, {**_FACTORS, "broken": "*i32"}),
+]
+_TABLE = {"rows": "*i64", "BLOCK": 1024}
+_LAYERS = {**_TABLE, "squares": "*fp64", "ratios": "*fp32"}
+_RATES = dict.fromkeys(("gain", "sign", "decay", "momentum", "rate"), "fp32")
+_RULE = dict.fromkeys(("coefficient", "decay", "eps", "least", "most"), "fp32")
+_ADAM = dict.fromkeys(("sign", "decay", "beta1", "beta2", "factor", "addend"), "fp32")
+CASES += [
+    (choose_kernel, {**_TABLE, "flag": "*u8"}),
+    (copy_kernel, {**_TABLE, "factor": "fp32"}),
+    *((squares_kernel, {**_TABLE, "squares": "*fp64", "LISTS": lists}) for lists in (1, 2)),
+    (ratios_kernel, {**_LAYERS, **_RULE, "columns": "i32"}),
+    (shrinkage_kernel, {"squares": "*fp64", "count": "i32", "limit": "fp32", "shrink": "*fp32", "BLOCK": 1024}),
+    *(
+        (advance_kernel, {**_TABLE, **_RATES, "ratios": "*fp32", "RATIOS": r, "MOMENTUM": m, "NESTEROV": n})
+        for r, m, n in ((True, True, False), (True, True, True), (False, True, False), (True, False, False))
+    ),
+    (moments_kernel, {**_TABLE, **_ADAM, "squares": "*fp64", "shrink": "*fp32", "SHRINK": True}),
 ]
 
 

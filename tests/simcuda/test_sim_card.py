@@ -99,7 +99,7 @@ def test_mixed_devices(card):
 
 
 def test_launches_of_the_package_alone(card):
-    from thinwire.core.kernels.lowrank import orthogonalise
+    from thinwire.core.kernels.orthogonal import orthogonalise
 
     x = torch.randn(8, 2, device=DEVICE) + 1
     assert card.launches == 0

@@ -111,14 +111,17 @@ def test_blocked_products_equal_the_plain_ones(n, m):
         torch.randn(n, 3, generator=draw, dtype=torch.float64),
     )
     left, right = a.clone(), a.clone()
-    torch.testing.assert_close(project_left(a, q), a @ q)
-    torch.testing.assert_close(peel_left(left, q), a @ q)
+    made_p, made_q, made_a = (torch.empty_like(x)[None] for x in (p, q, a))
+    project_left(a[None], q[None], made_p)
+    torch.testing.assert_close(made_p[0], a @ q)
+    peel_left(left[None], q[None], made_p)
+    torch.testing.assert_close(made_p[0], a @ q)
     torch.testing.assert_close(left, a - a @ q @ q.mT)
-    torch.testing.assert_close(peel_right(right, p), a.mT @ p)
+    peel_right(right[None], p[None], made_q)
+    torch.testing.assert_close(made_q[0], a.mT @ p)
     torch.testing.assert_close(right, a - p @ p.mT @ a)
-    out = torch.empty_like(a)
-    rebuild(p, q, out)
-    torch.testing.assert_close(out, p @ q.mT)
+    rebuild(p[None], q[None], made_a)
+    torch.testing.assert_close(made_a[0], p @ q.mT)
 
 
 def drawn(d, k, seed, coarse):

@@ -143,8 +143,8 @@ def test_ranks_that_round_differently_use_the_first_ranks_bases(method, monkeypa
     module, calls = importlib.import_module(one), iter(range(10**6))
     exact = module.orthogonalise_all
 
-    def rounded(matrices):
-        return [x * (1 + 1e-3 * (next(calls) % 7)) for x in exact(matrices)]
+    def rounded(flat, shapes):
+        return [x * (1 + 1e-3 * (next(calls) % 7)) for x in exact(flat, shapes)]
 
     def run(method):
         world = LocalWorld(3, plan=[["w", "v"]])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rounding import of_sums
 from thinwire.core.program import NODE, WORLD, Topology
 from thinwire.core.program.local_world import run_lockstep
-from thinwire.systems.optim.pto import Layers, Rule, TrustRatios, decide, norms, split, trust_ratios
+from thinwire.systems.optim.norms import Layers, Rule, norms, trust_ratios
+from thinwire.systems.optim.pto import TrustRatios, decide, split
 
 RULES = [Rule(0.001, 0.0001), Rule(), Rule(0.02, 0.1, 1e-3, (1e-5, 0.5))]
 

@@ -5,7 +5,7 @@ Packed, they are half the bytes in a message or a checkpoint.
 If a factorisation fails, it is tried again at the next *level*, on which ranks can agree: 0, the plain factorisation; 1
 to 3, ten, a hundred and a thousand times the damping; 4, fp64 on the CPU with the original damping; ``FAILED``, nothing
 helped and the caller keeps what it had. Level 4 exists because CUDA's factorisations have failed, or returned wrong
-results, on ill-conditioned input (pytorch issues 94772, 105359). No factor is overwritten: damping goes into a copy.
+results, on ill-conditioned input (pytorch issues 94772, 105359). Factors are not overwritten.
 
 ``first_inverse`` and ``first_eigen`` report whether level 0 succeeded as a tensor on the device, so one host read
 covers many factors.
@@ -15,10 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+
+from thinwire.core.kernels.finite import all_finite
+from thinwire.core.kernels.fused import Kernel, fused
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
 def packed_size(d: int) -> int:
@@ -45,7 +51,38 @@ def pack_upper(matrix: Tensor, *, tolerance: float | None = None) -> Tensor:
         off = float((matrix - matrix.mT).abs().max())
         if not off <= tolerance * float(matrix.abs().max()):
             raise ValueError(f"the matrix differs from its transpose by {off:.3g}: only symmetric ones can be packed")
-    return torch.cat([matrix[i, i:] for i in range(d)])
+    return packed_times(matrix, 1.0)
+
+
+def _packed_times(matrix: Tensor, factor: float, end: float | None = None) -> Tensor:
+    """Return the upper triangle times a factor, and if there is an ``end``, that after it."""
+    packed = torch.cat([matrix[i, i:] for i in range(len(matrix))])
+    if factor != 1:
+        packed.mul_(factor)
+    return packed if end is None else torch.cat([packed, packed.new_full((1,), end)])
+
+
+@Kernel
+def pack_kernel(  # type: ignore[no-untyped-def]
+    matrix, packed, factor, end, side, down, across, END: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * side - row * (row - 1) // 2 - row  # where its first column would be
+    for begin in range(row, side, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        found = tl.load(matrix + row * down + column * across, column < side)
+        tl.store(packed + start + column, found * factor, column < side)
+    if END and row == side - 1:
+        tl.store(packed + start + side, end)
+
+
+@fused(_packed_times)
+def packed_times(matrix: Tensor, factor: float, end: float | None = None) -> Tensor:
+    d, ends = len(matrix), end is not None
+    packed = matrix.new_empty(packed_size(d) + ends)
+    if d:
+        pack_kernel(d, matrix, packed, factor, end or 0.0, d, *matrix.stride(), END=ends, BLOCK=512)
+    return packed
 
 
 def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
@@ -53,11 +90,33 @@ def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
     side = side_of(packed.numel())
     if d is not None and d != side:
         raise ValueError(f"{packed.numel()} elements are the triangle of {side} x {side}, not of {d} x {d}")
+    return unpacked(packed, side)
+
+
+def _unpacked(packed: Tensor, side: int) -> Tensor:
     matrix = packed.new_zeros(side, side)
     if side:
         rows = [matrix[i, i:] for i in range(side)]
         torch._foreach_copy_(rows, list(packed.split(list(range(side, 0, -1)))))
     return matrix + matrix.triu(1).mT
+
+
+@Kernel
+def unpack_kernel(packed, matrix, side, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    for begin in range(0, side, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        low, high = tl.minimum(column, row), tl.maximum(column, row)
+        found = tl.load(packed + low * side - low * (low - 1) // 2 + high - low, column < side)
+        tl.store(matrix + row * side + column, found, column < side)
+
+
+@fused(_unpacked)
+def unpacked(packed: Tensor, side: int) -> Tensor:
+    matrix = packed.new_empty(side, side)
+    if side:
+        unpack_kernel(side, packed, matrix, side, BLOCK=512)
+    return matrix
 
 
 _Found = TypeVar("_Found")
@@ -66,13 +125,16 @@ ON_CPU, FAILED = 4, 5
 """The level of fp64 on the CPU, and the level that means giving up."""
 
 
-def first_inverse(factor: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Do level 0 of ``damped_inverse``; return the inverse, and 0-dim bool success. ``damping`` may be 0-dim fp64."""
-    damped = factor.clone()
+def first_inverse(factor: Tensor, damping: float | Tensor, *, own: bool = False) -> tuple[Tensor, Tensor]:
+    """Do level 0 of ``damped_inverse``; return the inverse, and 0-dim bool success. ``damping`` may be 0-dim fp64.
+
+    ``own``: the factor's memory may be used.
+    """
+    damped = factor if own else factor.clone()
     damped.diagonal().add_(damping)
     lower, info = torch.linalg.cholesky_ex(damped)
     inverse = torch.cholesky_inverse(lower)
-    return inverse, (info == 0) & inverse.isfinite().all()
+    return inverse, (info == 0) & all_finite(inverse)
 
 
 def first_eigen(factor: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -21,14 +21,26 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import orthogonalise_all, peel_left, peel_right, project_left, project_right
-from thinwire.core.methods.base import accumulate, all_finite, all_reduce, average_flat, poison
+from thinwire.core.kernels.lowrank import peel_left, peel_right, project_left, project_right
+from thinwire.core.kernels.orthogonal import orthogonalise_all
+from thinwire.core.kernels.runs import views
+from thinwire.core.methods.base import all_finite, all_reduce, average_flat
 from thinwire.core.methods.decoupling import Decoupling, average_decoupled, check_decoupling, decoupled_sum
 from thinwire.core.methods.exchanges import check_collective
-from thinwire.core.methods.lowrank import LowRank, common, pack, unpack, verify_bases, write_product
+from thinwire.core.methods.lowrank import (
+    LowRank,
+    common,
+    divisor,
+    put_dense,
+    room,
+    stage,
+    verify_bases,
+    write_dense,
+    write_means,
+)
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Program, Slot, State, Topology
+from thinwire.core.program import Bucket, Program, State, Topology
 
 
 @dataclass(frozen=True)
@@ -112,9 +124,14 @@ class ACP(LowRank, Decoupling):
             )
             return
         moving, fixed = ("p", "q") if turn % 2 == 0 else ("q", "p")
-        bases = [self.basis(fixed, slot, state) for slot in low]
-        local = [self._project(slot, state, basis, moving) for slot, basis in zip(low, bases)]
-        message = pack(local, dense, state.size)
+        batches = self.batches(low)
+        bases = [self.bases(fixed, batch, state) for batch in batches]
+        shapes = [self.factors_of(moving, batch) for batch in batches]
+        message, local = room(shapes, dense, bases[0])
+        matrices = self.matrices_of(batches, state)
+        for a, basis, factor in zip(matrices, bases, local):  # with feedback, A becomes the residual
+            self._project(a, basis, factor, moving)
+        put_dense(message, dense, state.size)
         if self.decoupled:
             factors = sum(x.numel() for x in local)
             total = yield from decoupled_sum(message, state, sums=factors, unscaled=True)
@@ -122,24 +139,15 @@ class ACP(LowRank, Decoupling):
             total = yield from all_reduce(message, state, deterministic=self.deterministic, collective=self.collective)
         finite = all_finite(total)
         state.verdict(finite)
-        sums, rest = unpack(total, local, dense)
-        bases_of_next = yield from common(self, orthogonalise_all(sums), state)
-        for slot, factor in zip(low, bases_of_next):
-            state.stage(slot.name, shared={moving: factor})
-        divisor = poison(finite, state.size, total.dtype)
-        for slot, basis, factor in zip(low, bases, sums):
-            mean = factor / divisor
-            write_product(slot, *((mean, basis) if moving == "p" else (basis, mean)))
-        for slot, piece in zip(dense, rest):
-            slot.write(piece * poison(finite, 1.0, piece.dtype))
-        yield from verify_bases(self, low, bases, state, step)
+        stage(state, moving, batches, (yield from common(self, orthogonalise_all(total, shapes), state)))
+        total[: total.numel() - sum(slot.numel for slot in dense)].div_(divisor(finite, low[0], state.size))
+        means = views(total, shapes)
+        write_means(batches, *((means, bases) if moving == "p" else (bases, means)))
+        write_dense(total, dense, finite)
+        yield from verify_bases(self, batches, bases, state, step)
 
-    def _project(self, slot: Slot, state: State, basis: Tensor, moving: str) -> Tensor:
-        """Return this rank's factor; stage A minus what the factor stands for. The residual reuses A's memory."""
-        if not self.error_feedback:
-            project = project_left if moving == "p" else project_right
-            return project(slot.matrix(), basis)
-        residual = accumulate(slot, state)
-        state.stage(slot.name, residual=residual)
-        peel = peel_left if moving == "p" else peel_right
-        return peel(residual.view(slot.shape[0], -1), basis)
+    def _project(self, a: Tensor, basis: Tensor, factor: Tensor, moving: str) -> None:
+        if self.error_feedback:
+            (peel_left if moving == "p" else peel_right)(a, basis, factor)
+        else:
+            (project_left if moving == "p" else project_right)(a, basis, factor)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_count
+from thinwire.core.kernels.finite import all_finite as all_finite
+from thinwire.core.kernels.runs import joined
 from thinwire.core.methods.exchanges import over_nodes, padded
 from thinwire.core.pricing.merge import Merge
-from thinwire.core.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State, working_dtype
-from thinwire.core.program.bucket import LARGE
+from thinwire.core.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State
+from thinwire.core.program.bucket import LARGE, LARGE_ON_CARD
 
 
 def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
@@ -47,25 +49,6 @@ def all_reduce(
     return (yield AllReduce(x))
 
 
-def all_finite(x: Tensor) -> Tensor:
-    """Return whether every element is finite, as a 0-dim bool tensor; one pass, no temporary, no host read."""
-    if x.numel() == 0 or x.device.type == "meta":
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    if x.is_cuda:  # fewer launches; on a CPU it takes longer
-        largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
-        return largest < torch.inf
-    low, high = torch.aminmax(x)  # both are NaN if any element is
-    return torch.maximum(-low, high) < torch.inf
-
-
-def every_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether every element of all tensors is finite, as a 0-dim bool tensor."""
-    some = [x for x in tensors if x.numel()]
-    if some and some[0].is_cuda and len({x.dtype for x in some}) == 1:
-        return all_finite(torch.stack(torch._foreach_norm(some, torch.inf)))
-    return torch.stack([all_finite(x) for x in tensors]).all()
-
-
 def split_message(messages: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split messages [P, bytes] into ``count`` scales each, [P, count], and the codes after them, [P, bytes]."""
     head = count * dtype.itemsize
@@ -77,20 +60,6 @@ def poison(finite: Tensor, value: float, dtype: torch.dtype) -> Tensor:
     if finite.device.type == "meta":
         return torch.empty((), dtype=dtype, device="meta")
     return torch.where(finite, value, torch.nan).to(dtype)
-
-
-def own_memory(slot: Slot) -> Tensor | None:
-    """Return the gradient's memory if the result can be made in it (no loss scale, working dtype, contiguous), or None.
-
-    Whatever is written there is delivered. Nothing may read the gradient afterwards.
-    """
-    target = slot.value if slot.result is None else slot.result
-    if slot.scale is not None or target is None or target.dtype != working_dtype(slot.dtype):
-        return None
-    if not target.is_contiguous():
-        return None
-    slot.result = target
-    return target
 
 
 def average_flat(
@@ -145,20 +114,24 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
 
 
 def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]) -> None:
-    """Compute A = M + E into ``pieces`` in one call; large ones on a CPU singly, in one pass instead of two."""
+    """Compute A = M + E into ``pieces`` in few calls; large ones singly, in one pass instead of two."""
+    large = LARGE if pieces[0].device.type == "cpu" else LARGE_ON_CARD
     together = []
     for slot, piece in zip(slots, pieces):
-        if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= LARGE):
+        if slot.value is None or piece.device.type == "meta" or slot.numel >= large:
             accumulate(slot, state, piece)
         else:
             together.append((slot, piece, slot.value))
     if together:
         sums = [piece for _, piece, _ in together]
         torch._foreach_copy_(sums, [value for _, _, value in together])
-        scale = together[0][0].scale
+        scale, held = together[0][0].scale, [state.residual(slot) for slot, _, _ in together]
+        if (flat := joined(sums)) is not None and (kept := joined(held)) is not None:
+            torch.add(kept, flat, out=flat) if scale is None else torch.addcdiv(kept, flat, scale.to(kept), out=flat)
+            return
         if scale is not None:
             torch._foreach_div_(sums, scale)
-        torch._foreach_add_(sums, [state.residual(slot) for slot, _, _ in together])
+        torch._foreach_add_(sums, held)
 
 
 def accumulate_flat(bucket: Bucket, state: State, size: int | None = None) -> Tensor:

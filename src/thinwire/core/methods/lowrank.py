@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_count, check_flag, check_number
-from thinwire.core.kernels.lowrank import fingerprint, orthogonalise, rebuild
+from thinwire.core.kernels.lowrank import fingerprint, rebuild
+from thinwire.core.kernels.orthogonal import orthogonalise
+from thinwire.core.kernels.runs import stacked, views
 from thinwire.core.kernels.seeding import normal
-from thinwire.core.methods.base import check_fusion, own_memory
+from thinwire.core.methods.base import accumulate_all, check_fusion, poison
 from thinwire.core.methods.prices import elements
 from thinwire.core.program import AllGather, Broadcast, Bucket, Method, Slot, State, working_dtype
+from thinwire.core.program.bucket import LARGE_ON_CARD, deliver
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,58 @@ class LowRank(Method):
         sizes = [(int(shape[0]), math.prod(shape) // int(shape[0]), self.rank_of(shape)) for shape in low]
         return sizes, elements(shapes) - elements(low)
 
-    def basis(self, field: str, slot: Slot, state: State) -> Tensor:
-        """Return the orthonormal factor ``p`` [n, r] or ``q`` [m, r] of a parameter: committed, else from the seed.
+    def batches(self, slots: Sequence[Slot]) -> list[list[Slot]]:
+        """Return slots whose matrices go through one call: on a GPU small ones of one shape, else each alone.
+
+        Nor are sums in rank order batched, whose bits must not depend on what else is in the bucket.
+        """
+        groups: dict[tuple[Any, ...], list[Slot]] = {}
+        for slot in slots:
+            alone = self.deterministic or slot.device.type != "cuda" or slot.numel >= LARGE_ON_CARD
+            groups.setdefault((slot.name,) if alone else (slot.shape[0], slot.numel), []).append(slot)
+        return list(groups.values())
+
+    def matrices_of(self, batches: Sequence[Sequence[Slot]], state: State) -> list[Tensor]:
+        """Return the matrices of each batch, [b, n, m]: A = M + E, staged as the residual, or else the gradient."""
+        shapes = [(len(batch), batch[0].shape[0], batch[0].numel // batch[0].shape[0]) for batch in batches]
+        if not self.error_feedback:
+            return [stacked([slot.gradient() for slot in batch]).view(shape) for batch, shape in zip(batches, shapes)]
+        slots = [slot for batch in batches for slot in batch]
+        flat = state.spare(slots)
+        residuals = views(flat, [slot.shape for slot in slots])
+        accumulate_all(slots, state, residuals)
+        for slot, residual in zip(slots, residuals):
+            state.stage(slot.name, residual=residual)
+        return views(flat, shapes)
+
+    def bases(self, field: str, batch: Sequence[Slot], state: State) -> Tensor:
+        """Return the orthonormal factors ``p`` [b, n, r] or ``q`` [b, m, r] of a batch: committed, else from seeds.
 
         ``p`` needs a start value too: after a rejected step 0 it is the first factor to be used.
         """
-        rank, n = self.rank_of(slot.shape), slot.shape[0]
-        rows = n if field == "p" else slot.numel // n
-        found = state.shared(field, slot.name)
-        if found is not None and found.shape == (rows, rank):
-            return found
+        _, *shape = self.factors_of(field, batch)
+        found = [state.shared(field, slot.name) for slot in batch]
+        return stacked(
+            [
+                self._first(field, slot, shape) if x is None or [*x.shape] != shape else x
+                for slot, x in zip(batch, found)
+            ]
+        )
+
+    def factors_of(self, field: str, batch: Sequence[Slot]) -> tuple[int, int, int]:
+        """Return the shape of a batch's factors."""
+        rows = batch[0].shape[0]
+        return len(batch), rows if field == "p" else batch[0].numel // rows, self.rank_of(batch[0].shape)
+
+    def _first(self, field: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         words = (self.seed, slot.name) if field == "q" else (self.seed, slot.name, field)
-        return orthogonalise(normal(rows, rank, *words, dtype=working_dtype(slot.dtype), device=slot.device))
+        return orthogonalise(normal(*shape, *words, dtype=working_dtype(slot.dtype), device=slot.device))
+
+
+def stage(state: State, field: str, batches: Sequence[Sequence[Slot]], factors: Sequence[Tensor]) -> None:
+    for batch, some in zip(batches, factors):
+        for slot, factor in zip(batch, some):
+            state.stage(slot.name, shared={field: factor})
 
 
 def common(method: LowRank, bases: Sequence[Tensor], state: State) -> Generator[Any, Tensor, list[Tensor]]:
@@ -103,48 +146,76 @@ def common(method: LowRank, bases: Sequence[Tensor], state: State) -> Generator[
     if not method.bases_from_first or state.size == 1:
         return list(bases)
     first = yield Broadcast(torch.cat([basis.reshape(-1) for basis in bases]))
-    pieces = first.split([basis.numel() for basis in bases])
-    return [piece.view(basis.shape) for piece, basis in zip(pieces, bases)]
+    return views(first, [basis.shape for basis in bases])
 
 
-def pack(factors: Sequence[Tensor], dense: Sequence[Slot] = (), ranks: int = 1) -> Tensor:
-    """Return one message, a copy: the factors, then the dense gradients over ``ranks`` (as ``average_flat`` sends)."""
-    message = torch.cat([x.reshape(-1) for x in factors] + [slot.gradient().reshape(-1) for slot in dense])
+def room(shapes: Sequence[Sequence[int]], dense: Sequence[Slot], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return memory for a message, and in it that of factors of these shapes; the dense gradients come after them."""
+    size = sum(torch.Size(shape).numel() for shape in shapes) + sum(slot.numel for slot in dense)
+    message = like.new_empty(size)
+    return message, views(message, shapes)
+
+
+def put_dense(message: Tensor, dense: Sequence[Slot], ranks: int) -> None:
+    """Put dense gradients, over ``ranks`` (as ``average_flat`` sends), at the end of a message."""
+    if not dense or message.device.type == "meta":
+        return
+    tail = message[-sum(slot.numel for slot in dense) :]
+    pieces = views(tail, [slot.shape for slot in dense])
+    torch._foreach_copy_(pieces, [slot.raw() for slot in dense])
+    if (scale := dense[0].scale) is not None:
+        tail.div_(scale)
+    tail.mul_(1.0 / ranks)
+    # not -0.0, which means that no rank used it
+    if used := [piece.view(-1)[:1] for slot, piece in zip(dense, pieces) if slot.value is not None]:
+        torch._foreach_add_(used, 0.0)
+
+
+def write_dense(total: Tensor, dense: Sequence[Slot], finite: Tensor) -> None:
+    """Deliver what ``put_dense`` has sent, in its memory."""
     if dense:
-        begin = sum(x.numel() for x in factors)
-        message[begin:].mul_(1.0 / ranks)
-        for slot in dense:
-            if slot.value is not None:
-                message[begin : begin + 1].add_(0.0)  # not -0.0, which means that no rank used it
-            begin += slot.numel
-    return message
+        tail = total[-sum(slot.numel for slot in dense) :]
+        factor = poison(finite, 1.0, total.dtype)
+        tail.mul_(factor if dense[0].scale is None else factor * dense[0].scale)
+        deliver(dense, views(tail, [slot.shape for slot in dense]))
 
 
-def unpack(total: Tensor, factors: Sequence[Tensor], dense: Sequence[Slot] = ()) -> tuple[list[Tensor], list[Tensor]]:
-    """Split a message of ``pack``: views of the received message, in the shapes of what was sent."""
-    pieces = torch.split(total, [x.numel() for x in factors] + [slot.numel for slot in dense])
-    return [piece.view(x.shape) for piece, x in zip(pieces, factors)], list(pieces[len(factors) :])
+def write_means(batches: Sequence[Sequence[Slot]], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+    """Deliver ``left @ right.mT`` of each batch; alone, in the gradient's own memory if dtype and strides allow it."""
+    slots: list[Slot] = []
+    pieces: list[Tensor] = []
+    for batch, left, right in zip(batches, lefts, rights):
+        shape = len(batch), left.shape[1], right.shape[1]
+        target = batch[0].value if batch[0].result is None else batch[0].result
+        if len(batch) == 1 and target is not None and target.dtype == left.dtype and target.is_contiguous():
+            batch[0].result = target
+            rebuild(left, right, target.view(shape))
+            continue
+        made = left.new_empty(shape)
+        rebuild(left, right, made)
+        slots += batch
+        pieces += made
+    if slots:
+        deliver(slots, pieces)
 
 
-def write_product(slot: Slot, left: Tensor, right: Tensor) -> None:
-    """Deliver ``left @ right.mT``, [n, r] and [m, r]; in the gradient's own memory if units and dtype allow it."""
-    target = own_memory(slot)
-    if target is not None:
-        rebuild(left, right, out=target.view(left.shape[0], right.shape[0]))
-    else:
-        slot.write(left @ right.mT)
+def divisor(finite: Tensor, slot: Slot, ranks: int) -> Tensor:
+    """Return by what to divide sums over ranks for the average in gradient units; NaN if the verdict is False."""
+    found = poison(finite, ranks, working_dtype(slot.dtype))
+    return found if slot.scale is None else found / slot.scale
 
 
 def verify_bases(
-    method: LowRank, slots: Sequence[Slot], bases: Sequence[Tensor], state: State, step: int
+    method: LowRank, batches: Sequence[Sequence[Slot]], bases: Sequence[Tensor], state: State, step: int
 ) -> Generator[Any, Tensor, None]:
     """Compare bases over the ranks from time to time, bit for bit: 8 bytes per tensor. Not done in simulations."""
     every = method.verify_every
     due = every > 0 and (step == state.start + 1 or (step > 0 and step % every == 0))
     if not due or state.size == 1 or bases[0].device.type == "meta":
         return
-    hashes = yield AllGather(torch.stack([fingerprint(basis) for basis in bases]))
+    hashes = yield AllGather(torch.stack([fingerprint(basis) for batch in bases for basis in batch]))
     differs = (hashes != hashes[:1]).any(0).tolist()
+    slots = [slot for batch in batches for slot in batch]
     names = [slot.name for slot, bad in zip(slots, differs) if bad]
     if names:
         raise RuntimeError(

@@ -19,14 +19,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from thinwire.core.kernels.lowrank import orthogonalise_all, project_left, project_right, subtract
-from thinwire.core.methods.base import accumulate, all_finite, all_reduce, average_flat, poison
-from thinwire.core.methods.lowrank import LowRank, common, pack, unpack, verify_bases, write_product
+from thinwire.core.kernels.lowrank import project_left, project_right, subtract
+from thinwire.core.kernels.orthogonal import orthogonalise_all
+from thinwire.core.kernels.runs import views
+from thinwire.core.methods.base import all_finite, all_reduce, average_flat
+from thinwire.core.methods.lowrank import (
+    LowRank,
+    common,
+    divisor,
+    put_dense,
+    room,
+    stage,
+    verify_bases,
+    write_dense,
+    write_means,
+)
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Program, Slot, State, Topology
+from thinwire.core.program import Bucket, Program, State, Topology
 
 
 @dataclass(frozen=True)
@@ -76,31 +86,32 @@ class PowerSGD(LowRank):
         if not low:
             yield from average_flat(bucket, state, deterministic=self.deterministic, watch=True)
             return
-        matrices = [self._matrix(slot, state) for slot in low]
-        tall = [a.shape[0] > a.shape[1] for a in matrices]
-        queries = [self.basis("p" if t else "q", slot, state) for slot, t in zip(low, tall)]
-        thin = [project_right(a, x) if t else project_left(a, x) for a, x, t in zip(matrices, queries, tall)]
-        first = yield from all_reduce(pack(thin, dense, state.size), state, deterministic=self.deterministic)
-        sums, rest = unpack(first, thin, dense)
-        bases = yield from common(self, orthogonalise_all(sums), state)
-        local = [project_left(a, x) if t else project_right(a, x) for a, x, t in zip(matrices, bases, tall)]
-        if self.error_feedback:
-            for slot, a, basis, x, t in zip(low, matrices, bases, local, tall):
-                subtract(a, *((x, basis) if t else (basis, x)))
-                state.stage(slot.name, residual=a.view(slot.shape))
-        second = yield from all_reduce(pack(local), state, deterministic=self.deterministic)
-        sums, _ = unpack(second, local)
+        batches = self.batches(low)
+        matrices = self.matrices_of(batches, state)
+        tall = [a.shape[1] > a.shape[2] for a in matrices]
+        sides = [("p", "q") if t else ("q", "p") for t in tall]  # what is kept as the query, and the basis made of it
+        queries = [self.bases(query, batch, state) for (query, _), batch in zip(sides, batches)]
+        short = [self.factors_of(basis, batch) for (_, basis), batch in zip(sides, batches)]
+        long = [query.shape for query in queries]
+        message, thin = room(short, dense, queries[0])
+        for a, query, out, t in zip(matrices, queries, thin, tall):
+            (project_right if t else project_left)(a, query, out)
+        put_dense(message, dense, state.size)
+        first = yield from all_reduce(message, state, deterministic=self.deterministic)
+        bases = yield from common(self, orthogonalise_all(first, short), state)
+        message, local = room(long, (), queries[0])
+        for a, basis, out, t in zip(matrices, bases, local, tall):
+            (project_left if t else project_right)(a, basis, out)
+            if self.error_feedback:
+                subtract(a, *((out, basis) if t else (basis, out)))
+        second = yield from all_reduce(message, state, deterministic=self.deterministic)
         finite = all_finite(first) & all_finite(second)
         state.verdict(finite)
-        for slot, query, t in zip(low, (yield from common(self, orthogonalise_all(sums), state)), tall):
-            state.stage(slot.name, shared={"p" if t else "q": query})
-        divisor = poison(finite, state.size, second.dtype)
-        for slot, basis, total, t in zip(low, bases, sums, tall):
-            mean = total / divisor
-            write_product(slot, *((mean, basis) if t else (basis, mean)))
-        for slot, piece in zip(dense, rest):
-            slot.write(piece * poison(finite, 1.0, piece.dtype))
-        yield from verify_bases(self, low, queries, state, state.step)
-
-    def _matrix(self, slot: Slot, state: State) -> Tensor:
-        return accumulate(slot, state).view(slot.shape[0], -1) if self.error_feedback else slot.matrix()
+        found = yield from common(self, orthogonalise_all(second, long), state)
+        for batch, query, (side, _) in zip(batches, found, sides):
+            stage(state, side, [batch], [query])
+        means = views(second.div_(divisor(finite, low[0], state.size)), long)
+        pairs = [(mean, basis) if t else (basis, mean) for mean, basis, t in zip(means, bases, tall)]
+        write_means(batches, [left for left, _ in pairs], [right for _, right in pairs])
+        write_dense(first, dense, finite)
+        yield from verify_bases(self, batches, queries, state, state.step)

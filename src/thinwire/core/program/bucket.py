@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.tables import copy_times
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -23,8 +25,8 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-LARGE = 1 << 12
-"""Number of elements from which a tensor gets a call of its own."""
+LARGE, LARGE_ON_CARD = 1 << 12, 1 << 22
+"""Number of elements from which a tensor gets a call of its own: one pass over memory costs more than the call."""
 
 
 class Slot:
@@ -191,21 +193,22 @@ class Bucket:
             self._flat = flat
             return flat
         targets, sources = [], []
+        large = LARGE if self.device.type == "cpu" else LARGE_ON_CARD
         for slot, view in zip(self.slots, self.split(flat) if self._views is None else self._views):
             slot.result = view
             if not copied:
                 continue
             if slot.value is None:
                 view.fill_(-0.0)
-            elif factor is not None and slot.numel >= LARGE:
+            elif factor is not None and slot.numel >= large:
                 torch.mul(slot.value, factor, out=view)
             else:
                 targets.append(view)
                 sources.append(slot.value)
-        if targets:  # many small tensors: one call for all
+        if targets and factor is not None:  # many small tensors: one call for all
+            copy_times(targets, sources, factor)
+        elif targets:
             torch._foreach_copy_(targets, sources)
-            if factor is not None:
-                torch._foreach_mul_(targets, factor)
         self._flat = flat  # set last: it tells another thread that gradients are no longer read
         return flat
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.restore import restore
+from thinwire.core.kernels.tables import choose
 from thinwire.core.program.bucket import Slot, working_dtype
 from thinwire.core.program.topology import Topology
 
@@ -182,8 +182,8 @@ class State:
 
     def accepted(self) -> Tensor | None:
         """Return all verdicts of the step in one 0-dim tensor; None if no program gave one."""
-        if not self._verdicts:
-            return None
+        if len(self._verdicts) < 2:
+            return self._verdicts[0].reshape(()) if self._verdicts else None
         return torch.stack([v.reshape(()) for v in self._verdicts]).all()
 
     def end_step(self, *, hold: bool = False) -> bool:
@@ -208,22 +208,20 @@ class State:
         self.step = step
 
     def end_step_on_device(self, *, hold: bool = False) -> None:
-        """Do as ``end_step`` without a host read (CUDA): the choice is made on the current stream."""
+        """Do as ``end_step`` without a host read (CUDA): the current stream chooses, in what was staged."""
         if self._recut():  # after a change of plan: old and new slices differ
             self.end_step(hold=hold)
             return
-        flag, staged = self.accepted(), self._staged
+        flag, staged, pairs = self.accepted(), self._staged, []
         if flag is not None:
             own: list[tuple[dict[Any, Tensor], dict[Any, Tensor]]]
             own = [(staged.residuals, self.residuals), (staged.locals, self.locals)]
             for kind, held in own:
-                for keys in _sharing_memory(kind):
-                    before = [held[key] if key in held else torch.zeros_like(kind[key]) for key in keys]
-                    kind.update(zip(keys, _undo([kind[key] for key in keys], before, flag)))
-            for key, new in staged.fields.items():
-                old = self.fields.get(key)
-                # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
-                staged.fields[key] = new if old is None else torch.where(flag, new, old)
+                pairs += [(new, held[key] if key in held else torch.zeros_like(new)) for key, new in kind.items()]
+            # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
+            pairs += [(new, self.fields[key]) for key, new in staged.fields.items() if key in self.fields]
+        if flag is not None and pairs:
+            choose(flag, [new for new, _ in pairs], [old for _, old in pairs])
         self._accept(hold)
         self._next_step()
 
@@ -303,30 +301,6 @@ class State:
         found = _Kept(residuals, dict(snapshot.get("offset", {})), fields, own)
         self._kept.clear()
         self._kept.update(found)
-
-
-def _sharing_memory(tensors: Mapping[Any, Tensor]) -> list[list[Any]]:
-    """Return the keys of tensors, those together whose tensors have their memory together."""
-    found: dict[int, list[Any]] = {}
-    for key, x in tensors.items():
-        found.setdefault(x.untyped_storage().data_ptr(), []).append(key)
-    return list(found.values())
-
-
-def _undo(new: Sequence[Tensor], old: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
-    """Return ``new``, pieces of one memory, or ``old`` if it is not accepted: one launch for all of that memory."""
-    memory = new[0].as_strided((new[0].untyped_storage().nbytes() // new[0].element_size(),), (1,), 0)
-    if 4 * memory.numel() > 5 * sum(x.numel() for x in new):  # something else may be there, too
-        return [torch.where(accepted, x, y) for x, y in zip(new, old)]
-    places, before = ([(x.shape, x.stride(), x.storage_offset()) for x in some] for some in (new, old))
-    sizes = {x.untyped_storage().nbytes() for x in (*new, *old)}
-    if places == before and len(sizes) == 1 and len(_sharing_memory(dict(enumerate(old)))) == 1:
-        other = old[0].as_strided(memory.shape, (1,), 0)
-    else:  # after a change of plan
-        other = torch.empty_like(memory)
-        torch._foreach_copy_([other.as_strided(*place) for place in places], list(old))
-    restore(memory, other, accepted)
-    return list(new)
 
 
 def _by_field(fields: Mapping[Key, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.methods.base import every_finite
+from thinwire.core.kernels.finite import every_finite
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.pricing.periods import calendar, cut, layers, steps_late
 from thinwire.core.program import (

@@ -7,6 +7,7 @@ over the buckets of one rank's parts, then over ranks.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.kernels.runs import joined
 from thinwire.core.kernels.seeding import upload
 from thinwire.core.methods.exchanges import padded
 from thinwire.core.program import Method
@@ -139,18 +141,21 @@ class Coupled:
         """Clip what was delivered by its global norm, as ``torch.nn.utils.clip_grad_norm_``. Return the norm, 0-dim."""
         buckets, ranks = self._buckets, self._session.state.size
         last = buckets.plan.buckets(max(0, self._session.state.turn - 1))
-        device = buckets.by_name[last[0].names[0]].parameter.device
-        powers = torch.zeros(ranks, dtype=torch.float64, device=device)
         gradients: list[Tensor] = []
+        parts: list[Tensor] = []
         for entry in last:
             parameters = [buckets.by_name[name].parameter for name in entry.names]
             here = [p.grad for p in parameters if p.grad is not None]
             gradients += here
             if not here:
                 continue
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
-            for rank, part in enumerate(padded(flat.detach(), ranks).view(ranks, -1)):
-                powers[rank] = add_powers(powers[rank], power(part, norm_type), norm_type)
+            flat = joined(here) if len(here) == len(parameters) else None
+            if flat is None:
+                flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+            parts += padded(flat.detach(), ranks).view(ranks, -1)
+        if not parts:
+            parts = [torch.zeros(1, device=buckets.by_name[last[0].names[0]].parameter.device)] * ranks
+        powers = powers_of(parts, norm_type, ranks)
         norm = total_norm(powers, norm_type, norm_dtype(p.dtype for p in gradients), error_if_nonfinite)
         by_kind: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
@@ -175,23 +180,22 @@ class Coupled:
     def close(self, *, broken: bool) -> None: ...
 
 
-def power(x: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of a 1-D tensor to the power of its type (the maximum for inf), in fp64."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=x.device)
-    norm: Tensor = torch.linalg.vector_norm(x, norm_type, dtype=torch.float64)
-    return norm if math.isinf(norm_type) else norm**norm_type
+def powers_of(parts: Sequence[Tensor], norm_type: float, columns: int) -> Tensor:
+    """Return norms of columns, each to the power of its type (the maximum for inf), fp64 ``[columns]``.
 
-
-def add_powers(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
-    return torch.maximum(a, b) if math.isinf(norm_type) else a + b
+    ``parts``: 1-D tensors of the columns, row by row; rows are added in order.
+    """
+    some = [x if x.numel() else x.new_zeros(1) for x in parts]
+    norms = torch.stack(torch._foreach_norm(some, norm_type, dtype=torch.float64)).view(-1, columns)
+    if math.isinf(norm_type):
+        return norms.amax(0)
+    rows: list[Tensor] = list((norms**norm_type).unbind())
+    return functools.reduce(torch.add, rows)
 
 
 def total_norm(powers: Tensor, norm_type: float, dtype: torch.dtype, error_if_nonfinite: bool) -> Tensor:
-    """Return the norm of all ranks' parts, 0-dim, from their powers ``[W]`` in rank order."""
-    found = powers[0]
-    for other in powers[1:]:
-        found = add_powers(found, other, norm_type)
+    """Return the norm of all ranks' parts, 0-dim, from their powers ``[W]``."""
+    found = powers.amax() if math.isinf(norm_type) else powers.sum()
     norm = found if math.isinf(norm_type) else found ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(

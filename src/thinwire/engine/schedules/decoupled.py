@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.kernels.finite import each_finite
 from thinwire.core.kernels.seeding import upload
-from thinwire.core.methods.base import all_finite
 from thinwire.core.methods.decoupling import Decoupling
 from thinwire.core.program import Bucket
 from thinwire.core.program.bucket import used_by_nobody
@@ -31,7 +31,7 @@ from thinwire.engine.buckets import Buckets
 from thinwire.engine.hooks import ModuleHook, current_task
 from thinwire.engine.parameters import Managed, gradient_dtype
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.engine.schedules.coupled import Coupled, add_powers, norm_dtype, power, scaling, total_norm
+from thinwire.engine.schedules.coupled import Coupled, norm_dtype, powers_of, scaling, total_norm
 from thinwire.engine.schedules.deferred import (
     DeferredGrad,
     DeferredUpdate,
@@ -221,7 +221,7 @@ class Decoupled(Coupled):
         deferred = [x for x in held if isinstance(x, DeferredGrad)]
         if shards is None or not deferred:
             return super().clip(max_norm, norm_type, error_if_nonfinite)
-        own = torch.zeros((), dtype=torch.float64, device=session.comm.device)
+        parts: list[Tensor] = []
         for bucket, paused in sorted(shards.paused.items()):
             part = _delivered(paused, shards.memories[bucket].made, session.rank, session.state.size, norm_type)
             slots = [i for i, (b, _) in enumerate(shards.where) if b == bucket]
@@ -230,8 +230,9 @@ class Decoupled(Coupled):
                 raise RuntimeError("call clip_grad_norm_ after scaler.unscale_ of all optimizers")
             for change in changes[0] if changes else ():
                 change([part])
-            own = add_powers(own, power(part, norm_type), norm_type)
-        sums = session.comm.gather_tensor(own.view(1)).view(-1)
+            parts.append(part)
+        own = powers_of(parts or [torch.zeros(1, device=session.comm.device)], norm_type, 1)
+        sums = session.comm.gather_tensor(own).view(-1)
         kind = norm_dtype(gradient_dtype(m.parameter) for m in self._buckets.managed)
         norm = total_norm(sums, norm_type, kind, error_if_nonfinite)
         change = scaling(norm, max_norm)
@@ -379,15 +380,14 @@ class ForwardOrder:
 
 
 def _guard(
-    comm: Communicator, shards: Iterable[Tensor], used: Sequence[bool] | None
+    comm: Communicator, shards: Sequence[Tensor], used: Sequence[bool] | None
 ) -> tuple[Callable[[], Tensor], list[bool] | None]:
     """Gather a flag, whether this rank's parts are finite, and with ``used`` one bit per parameter; on all ranks.
 
     Only a caller of what is returned first waits for the flags (a 0-dim bool tensor), so all-gathers may begin before
     they have arrived. With ``used``, the host waits; what is returned second says which parameters any rank used.
     """
-    flags = [all_finite(x) for x in shards]
-    finite = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=comm.device)
+    finite = each_finite([*shards]).all() if shards else torch.ones((), dtype=torch.bool, device=comm.device)
     message = (~finite).to(torch.uint8).view(1)
     if used is not None:
         bits = torch.from_numpy(np.packbits(np.array(used, dtype=bool)))

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.lowrank import orthogonalise, project_right, rebuild
+from thinwire.core.kernels.lowrank import project_right, rebuild
+from thinwire.core.kernels.orthogonal import orthogonalise_all
 from thinwire.core.kernels.select import keep_count, top_k
 from thinwire.core.kernels.symmetric import damped_eigen, damped_inverse, pack_upper, unpack_upper
 from thinwire.core.pricing.costs import Provenance, Table
@@ -166,7 +167,7 @@ def _orthogonalise(pool: Tensor, largest: int) -> Iterator[Case]:
         yield (
             orthogonalise_flops(rows, columns),
             1,
-            lambda piece=piece, rows=rows: orthogonalise(piece().view(rows, -1)),  # type: ignore[misc]
+            lambda piece=piece, shape=(rows, columns): orthogonalise_all(piece(), [shape]),  # type: ignore[misc]
         )
 
 
@@ -188,10 +189,12 @@ def _thin(pool: Tensor, largest: int) -> Iterator[Case]:
 
 
 def _products(pool: Tensor, side: int, rank: int) -> Callable[[], None]:
-    piece, thin = _pieces(pool, side * side), pool[: side * rank].view(side, rank)
+    piece, thin = _pieces(pool, side * side), pool[: side * rank].view(1, side, rank)
+    made = torch.empty_like(thin)
 
     def call() -> None:
-        rebuild(thin, project_right(piece().view(side, side), thin), piece().view(side, side))
+        project_right(piece().view(1, side, side), thin, made)
+        rebuild(thin, made, piece().view(1, side, side))
 
     return call
 

@@ -17,6 +17,7 @@ from thinwire.core.kernels.symmetric import pack_upper
 from thinwire.core.program import AllGather, AllReduce, Broadcast, Bucket, Method, Program, Scope, Slot, State
 from thinwire.engine.executors.alone import run_alone
 from thinwire.engine.session import Channel
+from thinwire.systems.kfac.averages import renewed
 from thinwire.systems.kfac.plan import KFACPlan
 
 FACTOR, UPDATES = "factor", "updates"
@@ -48,19 +49,16 @@ class FactorExchange(_OnRows):
     def reduce(self, bucket: Bucket, state: State) -> Program:
         flat = bucket.flat
         total = yield AllReduce(flat if self.wire is None else flat.to(self.wire))
-        for slot, row in zip(bucket.slots, bucket.split(total.to(flat.dtype))):
-            count = row[-1]
-            mean = row[:-1] / count.clamp(min=1)
-            usable = (count > 0) & mean.isfinite().all()
+        rows, olds, updates = bucket.split(total.to(flat.dtype)), [], []
+        for slot, row in zip(bucket.slots, rows):
             old = state.fields.get((FACTOR, slot.name))
-            if old is None:
-                old, updates = torch.zeros_like(mean), mean.new_zeros(())
-            else:
-                updates = state.fields[UPDATES, slot.name]
-            keep = self.decay(updates)
-            keep = torch.where(updates == 0, torch.zeros_like(keep), keep)
-            new = torch.where(usable, keep * old + (1 - keep) * mean, old)
-            state.stage(slot.name, shared={FACTOR: new, UPDATES: updates + usable.to(updates.dtype)})
+            olds.append(torch.zeros_like(row[:-1]) if old is None else old)
+            updates.append(row.new_zeros(()) if old is None else state.fields[UPDATES, slot.name])
+        before = torch.stack(updates)
+        keep = torch.where(before == 0, 0.0, self.decay(before))
+        factors, after = renewed([row[:-1] for row in rows], torch.stack([row[-1] for row in rows]), olds, before, keep)
+        for slot, factor, count in zip(bucket.slots, factors, after):
+            state.stage(slot.name, shared={FACTOR: factor, UPDATES: count})
 
 
 @dataclass(frozen=True)

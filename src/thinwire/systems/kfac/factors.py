@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.core.kernels.symmetric import pack_upper, packed_size
+from thinwire.core.kernels.symmetric import packed_size, packed_times
 from thinwire.core.program import working_dtype
 from thinwire.engine.executors.streams import read_here
 from thinwire.systems.kfac.layers import Preconditioned
@@ -119,5 +119,4 @@ class LayerSums:
             "reference": (1.0, 1.0), "authors": (t**-2, t**2), "kaisa": (t**-3, (b * t) ** -2.0),
         }[self._scaling]  # fmt: skip
         factor: float = of_g / rows * (1 if self._sampled else b**2) if side else of_a / b
-        packed = pack_upper(moment).mul_(factor)
-        return torch.cat([packed, packed.new_ones(1)]).to(shape.dtype)
+        return packed_times(moment, factor, 1.0).to(shape.dtype)

@@ -22,7 +22,7 @@ from thinwire.core.kernels.symmetric import (
     damped_inverse,
     first_eigen,
     first_inverse,
-    pack_upper,
+    packed_times,
     pi_ratio,
     precondition,
     precondition_eigen,
@@ -99,29 +99,32 @@ class Inverses:
     def _factor(self, item: int) -> Tensor:
         return self._state.fields[FACTOR, self.plan.factor(item)]
 
-    def _seen(self, item: int) -> Tensor:
-        return self._state.fields[UPDATES, self.plan.factor(item)] > 0
+    def _updates(self, item: int) -> Tensor:
+        return self._state.fields[UPDATES, self.plan.factor(item)]
 
     def _rows(self, items: Sequence[int], damping: float) -> dict[int, Tensor]:
         """Return each item's inverse as sent, followed by its level. One device read tells where level 0 suffices."""
-        first: dict[int, tuple[Tensor, ...]] = {}
+        first: dict[int, Tensor] = {}
         done = []
         for item in items:
             try:
                 first[item], good = self._first(item, damping)
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # see ``first_eigen``
                 continue
-            done.append(good & self._seen(item))
-        held = dict(zip(first, torch.stack(done).tolist())) if done else {}
-        return {i: self._joined(first[i], 0) if held.get(i) else self._row(i, damping, 1) for i in items}
+            done.append(good)
+        if not done:
+            return {i: self._row(i, damping, 1) for i in items}
+        seen = torch.stack([self._updates(item) for item in first]) > 0
+        held = dict(zip(first, (torch.stack(done) & seen).tolist()))
+        return {i: first[i] if held.get(i) else self._row(i, damping, 1) for i in items}
 
-    def _first(self, item: int, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _first(self, item: int, damping: float) -> tuple[Tensor, Tensor]:
         matrix = unpack_upper(self._factor(item))
         if self.plan.method == "eigen":
             (vectors, values), good = first_eigen(matrix)
-            return (vectors.reshape(-1), values), good
-        inverse, good = first_inverse(matrix, self._damping(item, matrix, damping))
-        return (pack_upper(inverse),), good
+            return self._joined(vectors, values, 0), good
+        inverse, good = first_inverse(matrix, self._damping(item, matrix, damping), own=True)
+        return packed_times(inverse, 1.0, 0.0), good
 
     def _damping(self, item: int, matrix: Tensor, damping: float) -> float | Tensor:
         """Return the damping of one factor; a 0-dim tensor if it depends on the factors."""
@@ -133,18 +136,17 @@ class Inverses:
         return share
 
     @staticmethod
-    def _joined(pieces: Sequence[Tensor], level: int) -> Tensor:
-        return torch.cat([*pieces, pieces[0].new_full((1,), float(level))])
+    def _joined(vectors: Tensor, values: Tensor, level: int) -> Tensor:
+        return torch.cat([vectors.reshape(-1), values, values.new_full((1,), float(level))])
 
     def _row(self, item: int, damping: float, least: int) -> Tensor:
         matrix = unpack_upper(self._factor(item))
-        if not self._seen(item):
+        if not self._updates(item) > 0:
             least = FAILED
         if self.plan.method == "eigen":
-            vectors, values, level = damped_eigen(matrix, least)
-            return self._joined((vectors.reshape(-1), values), level)
+            return self._joined(*damped_eigen(matrix, least))
         inverse, level = damped_inverse(matrix, float(self._damping(item, matrix, damping)), least)
-        return self._joined((pack_upper(inverse),), level)
+        return packed_times(inverse, 1.0, float(level))
 
     def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
         """Bring inverses that every rank computes to one level. False: ranks round differently: plan them anew."""
@@ -184,7 +186,7 @@ class Inverses:
         items = sorted(rows)
         if not items:
             return
-        levels = torch.stack([rows[item][-1].to(torch.float64) for item in items]).tolist()
+        levels = torch.stack([rows[item][-1].to(torch.float32) for item in items]).tolist()
         for item, level in zip(items, levels):
             name, d = self.plan.factor(item), self.plan.dim(item)
             self.levels[name] = int(level)
@@ -201,7 +203,7 @@ class Inverses:
             return
         self._warned.add(name)
         why = "it cannot be inverted, whatever the damping"
-        if (UPDATES, name) in self._state.fields and not self._seen(item):
+        if (UPDATES, name) in self._state.fields and not self._updates(item) > 0:
             why = "there is no statistic for it: its module was not called in training, or a value was not finite"
         kept = "keeps its old inverse" if name in self.of else "is left to the optimizer"
         logger.warning("thinwire: factor %s: %s; the layer %s", name, why, kept)
@@ -260,6 +262,12 @@ def clip_factor(
 
     Source: Ba, Grosse and Martens 2017, in the form of the authors' code.
     """
-    terms = [(found[i] * gradients[i]).sum().double() * rates[i] ** 2 for i in found]
-    size = torch.stack([torch.as_tensor(term, dtype=torch.float64) for term in terms]).sum().abs()
+    products = torch._foreach_mul([found[i] for i in found], [gradients[i] for i in found])
+    sums = list(torch.stack([product.sum() for product in products]).double())
+    squares = [rates[i] ** 2 for i in found]
+    if any(isinstance(square, Tensor) for square in squares):
+        terms = [x * square for x, square in zip(sums, squares)]
+    else:
+        terms = list(torch._foreach_mul(sums, [float(square) for square in squares]))
+    size = torch.stack(terms).sum().abs()
     return (kl_clip / size).sqrt().clamp(max=1.0)

@@ -256,8 +256,12 @@ class KFAC:
             rate = {id(p): group.get("lr", 0.0) for group in groups for p in group["params"]}
             rates = [rate.get(id(layer.weight), 0.0) for layer in self._layers]
             clip = self._tally.clip = clip_factor(found, gradients, rates, self._kl_clip)
-        for i, v in found.items():
-            self._layers[i].write(v if clip is None else v * clip.to(v.dtype))
+        for dtype in {v.dtype for v in found.values()}:
+            layers = {i: v for i, v in found.items() if v.dtype == dtype}
+            if clip is not None:
+                layers = dict(zip(layers, torch._foreach_mul([*layers.values()], clip.to(dtype))))
+            parts = [part for i, v in layers.items() for part in self._layers[i].parts(v)]
+            torch._foreach_copy_([grad for grad, _ in parts], [x for _, x in parts])
         self._tally.steps += 1
         return waited
 

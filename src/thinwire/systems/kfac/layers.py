@@ -31,19 +31,21 @@ class Preconditioned:
         """Return the gradient ``[d_G, d_A]``, a new tensor in the working dtype, the bias as last column; or None."""
         if self.weight.grad is None or (self.bias is not None and self.bias.grad is None):
             return None
-        matrix = self.weight.grad.detach().to(working_dtype(self.weight.dtype), copy=True).flatten(1)
+        matrix = self.weight.grad.detach().to(working_dtype(self.weight.dtype), copy=self.bias is None).flatten(1)
         if self.bias is None:
             return matrix
         assert self.bias.grad is not None
         return torch.cat([matrix, self.bias.grad.to(matrix.dtype).unsqueeze(1)], 1)
 
-    def write(self, matrix: Tensor) -> None:
+    def parts(self, matrix: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what a matrix ``[d_G, d_A]`` holds beside the gradients that it is for."""
         assert self.weight.grad is not None
         columns = self.shape.d_a - (self.bias is not None)
-        self.weight.grad.copy_(matrix[:, :columns].reshape(self.weight.shape))
+        parts = [(self.weight.grad, matrix[:, :columns].reshape(self.weight.shape))]
         if self.bias is not None:
             assert self.bias.grad is not None
-            self.bias.grad.copy_(matrix[:, -1])
+            parts.append((self.bias.grad, matrix[:, -1]))
+        return parts
 
 
 def find_layers(

@@ -14,7 +14,8 @@ from thinwire.core.checks import check_choice, check_number
 from thinwire.core.program import working_dtype
 from thinwire.engine.state.scaler import refuse_scaled
 from thinwire.engine.sync import GradientSync
-from thinwire.systems.optim.pto import Layers, NormSharding, ParallelStats
+from thinwire.systems.optim.norms import Layers
+from thinwire.systems.optim.pto import NormSharding, ParallelStats
 
 
 @dataclass

@@ -11,8 +11,11 @@ from torch import Tensor
 from thinwire.core.checks import check_flag, check_number
 from thinwire.core.methods.decoupling import deferring
 from thinwire.engine.sync import GradientSync
+from thinwire.systems.optim.advance import step
 from thinwire.systems.optim.base import GroupTensors, LayerWise
-from thinwire.systems.optim.pto import Layers, NormSharding, norms
+from thinwire.systems.optim.moments import Adam, moments, shrinkage
+from thinwire.systems.optim.norms import Layers
+from thinwire.systems.optim.pto import NormSharding
 
 
 class LAMB(LayerWise):
@@ -28,9 +31,9 @@ class LAMB(LayerWise):
     The ratio applies to tensors with weight decay. Tensors of at most one dimension have none (``skip="1d"``);
     ``adapt_all=True`` gives them a ratio nevertheless.
 
-    The step consists of foreach calls, and the host never waits. Parameters are fp32 (or fp64), or bf16 with an fp32
-    master in the state. Every option except ``max_grad_norm``, ``parallel``, ``partition`` and ``scaler`` can differ
-    between groups.
+    The step is a few calls for all tensors, and the host never waits. Parameters are fp32 (or fp64), or bf16 with an
+    fp32 master in the state. Every option except ``max_grad_norm``, ``parallel``, ``partition`` and ``scaler`` can
+    differ between groups.
 
     Args:
         params: parameters, named parameters or groups, as for ``torch.optim``.
@@ -101,61 +104,42 @@ class LAMB(LayerWise):
 
     def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
         """Compute the moments and the updates u; ratios are of weights and u."""
-        shrink = _shrink(works)
+        limit = works[0].group["max_grad_norm"] if works else None
+        shrink = None if limit is None else shrinkage([g for work in works for g in work.gradients], float(limit))
         found = []
         for work in works:
             group = work.group
-            work.updates = _update(work, shrink)
-            decays = bool(group["weight_decay"])
-            adapted = range(len(work.weights)) if group["adapt_all"] else work.adapted if decays else []
+            adapted = range(len(work.weights)) if group["adapt_all"] else work.adapted if group["weight_decay"] else []
             work.chosen = list(adapted)
-            found.append(Layers(work.weights, work.updates).part(work.chosen))
+            squares = _update(work, shrink)
+            layers = Layers(work.weights, work.updates).part(work.chosen)
+            layers.squares = squares.get(tuple(work.chosen))
+            found.append(layers)
         return found
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        rate, chosen = work.group["lr"], set(work.chosen)
-        if ratios is not None:
-            rates = (ratios * -rate).unbind()
-            weights, updates = ([some[i] for i in work.chosen] for some in (work.weights, work.updates))
-            torch._foreach_addcmul_(weights, updates, list(rates))
-        if rest := [i for i in range(len(work.weights)) if i not in chosen]:
-            torch._foreach_add_([work.weights[i] for i in rest], [work.updates[i] for i in rest], alpha=-rate)
+        rate, chosen = float(work.group["lr"]), set(work.chosen)
+        rest = [i for i in range(len(work.weights)) if i not in chosen]
+        for indices, some in ((work.chosen, ratios), (rest, None)):
+            if indices:
+                step([work.weights[i] for i in indices], [work.updates[i] for i in indices], some, rate)
 
 
-def _shrink(works: Sequence[GroupTensors]) -> Tensor | None:
-    """Return the divisor of the gradients: ``max(1, |g_all| / max_grad_norm)``, 0-dim; None: no clipping."""
-    limit = works[0].group["max_grad_norm"] if works else None
-    if limit is None:
-        return None
-    total: Tensor = torch.linalg.vector_norm(norms([g for work in works for g in work.gradients]))
-    return (total / float(limit)).clamp(min=1.0)
-
-
-def _update(work: GroupTensors, shrink: Tensor | None) -> list[Tensor]:
-    """Advance the moments of one group; return u of each tensor."""
-    group, gradients = work.group, work.gradients
-    first, second = work.held("exp_avg"), work.held("exp_avg_sq")
-    if group["maximize"]:
-        gradients = list(torch._foreach_neg(gradients))
-    if shrink is not None:
-        gradients = list(torch._foreach_div(gradients, shrink))
-    beta1, beta2 = group["betas"]
-    torch._foreach_lerp_(first, gradients, 1 - beta1)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-    steps = []
-    for state in work.states:  # on the host, as in torch.optim
+def _update(work: GroupTensors, shrink: Tensor | None) -> dict[tuple[int, ...], Tensor | None]:
+    """Advance the moments of one group; return squares of weights and u, by the tensors that they are of."""
+    group, lists = work.group, (work.weights, work.gradients, work.held("exp_avg"), work.held("exp_avg_sq"))
+    decaying = set(work.adapted) if group["weight_decay"] else set()
+    parts: dict[tuple[float, bool], list[int]] = {}
+    for i, state in enumerate(work.states):  # steps are on the host, as in torch.optim
         state["step"] = state.get("step", torch.zeros(())) + 1
-        steps.append(float(state["step"]))
-    below = list(torch._foreach_sqrt(second))
-    # u = m^ / (sqrt(v^) + eps) with both corrections in the denominator: saves a pass over memory.
-    corrections = [1 - beta1**step for step in steps]
-    torch._foreach_mul_(below, [c / (1 - beta2**step) ** 0.5 for c, step in zip(corrections, steps)])
-    torch._foreach_add_(below, [c * group["eps"] for c in corrections])
-    updates = list(torch._foreach_div(first, below))
-    decaying = work.adapted
-    if group["weight_decay"] and decaying:
-        torch._foreach_add_(
-            [updates[i] for i in decaying], [work.weights[i] for i in decaying], alpha=group["weight_decay"]
-        )
-    return updates
+        parts.setdefault((float(state["step"]), i in decaying), []).append(i)
+    updates: dict[int, Tensor] = {}
+    found: dict[tuple[int, ...], Tensor | None] = {}
+    for (number, decays), part in parts.items():
+        decay, sign = group["weight_decay"] if decays else 0.0, -1.0 if group["maximize"] else 1.0
+        adam = Adam(group["betas"][0], group["betas"][1], group["eps"], number)
+        w, g, m, v = ([some[i] for i in part] for some in lists)
+        made, found[tuple(part)] = moments(w, g, m, v, shrink, sign, decay, adam)
+        updates.update(zip(part, made))
+    work.updates = [updates[i] for i in range(len(work.weights))]
+    return found

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_flag, check_number
+from thinwire.systems.optim.advance import Advance, advance
 from thinwire.systems.optim.base import GroupTensors, LayerWise
-from thinwire.systems.optim.pto import Layers, NormSharding, Rule
+from thinwire.systems.optim.norms import Layers, Rule
+from thinwire.systems.optim.pto import NormSharding
 
 logger = logging.getLogger("thinwire")
 
@@ -28,8 +29,8 @@ class LARS(LayerWise):
     full gamma applies to them, which is 10 to 40 here. Without norm layers in the model that diverges: use
     ``skip_lr_scale=0.01`` then.
 
-    The step consists of foreach calls, and the host never waits. Parameters are fp32 (or fp64), or bf16 with an fp32
-    master in the state. Every option except ``parallel``, ``partition`` and ``scaler`` can differ between groups.
+    The step is a few calls for all tensors, and the host never waits. Parameters are fp32 (or fp64), or bf16 with an
+    fp32 master in the state. Every option except ``parallel``, ``partition`` and ``scaler`` can differ between groups.
 
     Args:
         params: parameters, named parameters or groups, as for ``torch.optim``.
@@ -126,38 +127,18 @@ class LARS(LayerWise):
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
         group = work.group
-        rate, sign = group["lr"], -1.0 if group["maximize"] else 1.0
+        rate, sign = float(group["lr"]), -1.0 if group["maximize"] else 1.0
         held = group["momentum_holds"] == "update"
         if ratios is not None:
-            shares = ratios * rate if held else ratios
-            decay = (shares * group["weight_decay"]).unbind() if group["weight_decay"] else None
-            _advance(work.part(work.adapted), (shares * sign).unbind(), decay, 1.0 if held else rate)
+            self._advance(work.part(work.adapted), ratios, rate if held else 1.0, sign, 1.0 if held else rate)
         if work.skipped:
             rate *= group["skip_lr_scale"]
-            _advance(work.part(work.skipped), rate * sign if held else sign, None, 1.0 if held else rate)
+            self._advance(work.part(work.skipped), None, rate if held else 1.0, sign, 1.0 if held else rate)
 
-
-def _advance(
-    work: GroupTensors, rates: Sequence[Tensor] | float, decay: Sequence[Tensor] | None, outside: float
-) -> None:
-    """Compute ``v <- momentum * v + d; w <- w - outside * v`` with ``d = rates * g + decay * w``, per tensor."""
-    weights, momentum = work.weights, work.group["momentum"]
-    buffers = work.held("momentum_buffer") if momentum else []
-    if momentum and not work.group["nesterov"]:  # directly into v: saves a pass over memory
-        torch._foreach_mul_(buffers, momentum)
-        if isinstance(rates, (int, float)):
-            torch._foreach_add_(buffers, work.gradients, alpha=rates)
-        else:
-            torch._foreach_addcmul_(buffers, work.gradients, list(rates))
-        if decay is not None:
-            torch._foreach_addcmul_(buffers, weights, list(decay))
-        torch._foreach_add_(weights, buffers, alpha=-outside)
-        return
-    step = list(torch._foreach_mul(work.gradients, rates if isinstance(rates, (int, float)) else list(rates)))
-    if decay is not None:
-        torch._foreach_addcmul_(step, weights, list(decay))
-    if momentum:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, step)
-        torch._foreach_add_(step, buffers, alpha=momentum)
-    torch._foreach_add_(weights, step, alpha=-outside)
+    @staticmethod
+    def _advance(work: GroupTensors, ratios: Tensor | None, gain: float, sign: float, rate: float) -> None:
+        group = work.group
+        momentum, decay = group["momentum"], 0.0 if ratios is None else group["weight_decay"]
+        buffers = work.held("momentum_buffer") if momentum else []
+        by = Advance(gain, sign, decay, momentum, group["nesterov"], rate)
+        advance(work.weights, work.gradients, buffers, ratios, by)

@@ -26,67 +26,7 @@ from thinwire.core.pricing.placement import Placement, place
 from thinwire.core.program import WORLD, AllGather, Program, Scope
 from thinwire.engine.sync import GradientSync
 from thinwire.predict.measure.kernels import Stopwatch, median_seconds
-
-_ROW = 1 << 12
-"""Elements per partial sum: a single fp32 sum over millions of squares loses the sixth digit."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """``coefficient * |w| / (|x| + decay * |w| + eps)``, within ``clamp``; 1 if ``|w|`` or ``|x|`` is 0."""
-
-    coefficient: float = 1.0
-    decay: float = 0.0
-    eps: float = 0.0
-    clamp: tuple[float, float] | None = None
-
-
-@dataclass
-class Layers:
-    """Tensors under one rule: weights, and in the same shapes gradients (LARS) or updates (LAMB): the denominator."""
-
-    weights: list[Tensor] = field(default_factory=list)
-    others: list[Tensor] = field(default_factory=list)
-    rule: Rule = field(default_factory=Rule)
-
-    def part(self, indices: Sequence[int]) -> Layers:
-        return Layers([self.weights[i] for i in indices], [self.others[i] for i in indices], self.rule)
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-
-def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return each tensor's 2-norm, to the last digits of fp32, whatever the other tensors are: ``[len(tensors)]``."""
-    if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(list(tensors)))
-    return torch.stack([_norm(x) for x in tensors])
-
-
-def _norm(x: Tensor) -> Tensor:
-    if x.numel() <= _ROW:
-        norm: Tensor = torch.linalg.vector_norm(x)
-        return norm
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        x = x.permute(0, 2, 3, 1)  # the order in which the elements lie in memory
-    flat = x.reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    if whole < flat.numel():
-        rows = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)])
-    return _norm(rows)
-
-
-def trust_ratios(layers: Layers) -> Tensor:
-    """Return the ratio of each layer, ``[len(layers)]``, in their dtype. Zero norms are handled on the device."""
-    rule, count = layers.rule, len(layers)
-    both = norms([*layers.weights, *layers.others])
-    weight, other = both[:count], both[count:]
-    ratio = rule.coefficient * weight / (other + rule.decay * weight + rule.eps)
-    if rule.clamp is not None:
-        ratio = ratio.clamp(*rule.clamp)
-    return torch.where((weight == 0) | (other == 0), 1.0, ratio)
-
+from thinwire.systems.optim.norms import Layers, trust_ratios
 
 logger = logging.getLogger("thinwire")
 
