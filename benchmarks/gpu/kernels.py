@@ -21,7 +21,10 @@ from typing import Any
 import torch
 from machine import DEVICE, machine, shown
 
-from thinwire.core.kernels.quantise import decode_sum, encode, encode_means, pack_signs
+from thinwire.core.kernels.orthogonal import orthogonalise_all
+from thinwire.core.kernels.quantise.blocks import decode_sum, encode
+from thinwire.core.kernels.quantise.means import decode_means, encode_means
+from thinwire.core.kernels.quantise.signs import pack_signs
 from thinwire.core.kernels.select import ALGORITHMS, keep_count, top_k
 from thinwire.core.pricing.profiles import builtin
 from thinwire.systems.optim import LAMB, LARS
@@ -83,12 +86,17 @@ def codecs(n: int) -> Iterator[tuple[str, Callable[[], Any], float]]:
         yield f"decode {bits} bits of {RANKS}", partial(decode_sum, out, *many, bits, BLOCK), 4 * n + RANKS * sent
     for bits in (2, 1):
         sent = n * bits / 8 + 4 * n / BLOCK
-        codes, scales, means = encode_means(x, bits, BLOCK)
-        rows = codes.expand(2, -1).contiguous(), scales.expand(2, -1).contiguous()
+        both = [part.expand(2, *part.shape).contiguous() for part in encode_means(x, bits, BLOCK)]
         yield f"means {bits} bits", partial(encode_means, x, bits, BLOCK), 4 * n + sent
-        both = means.expand(2, *means.shape).contiguous()
-        yield f"decode means {bits} bits of 2", partial(decode_sum, out, *rows, bits, BLOCK, both), 4 * n + 2 * sent
+        yield f"decode means {bits} bits of 2", partial(decode_means, out, *both, bits, BLOCK), 4 * n + 2 * sent
     yield "signs", partial(pack_signs, x), 4 * n + n / 8
+
+
+def bases(rank: int) -> Iterator[tuple[str, Callable[[], Any], float]]:
+    """Of the factors of GPT-2's matrices, all in one call."""
+    shapes = [(t.shape[0] if ON_GPU else 2 * rank, rank) for t in builtin("gpt2").tensors if len(t.shape) == 2]
+    flat = torch.randn(sum(n * r for n, r in shapes), device=DEVICE)
+    yield f"bases of rank {rank}", partial(orthogonalise_all, flat, shapes), 8 * flat.numel()
 
 
 def selection(n: int) -> Iterator[tuple[str, Callable[[], Any], float]]:
@@ -150,6 +158,7 @@ def main() -> None:
         add("codecs", n, codecs(n))
     for n in SELECTED:
         add("selection", n, selection(n))
+    add("low rank", None, bases(4))
     add("optimizers", None, optimizers())
     out.write_text(json.dumps({**machine(), "copy_bytes_per_second": rate, "rows": rows}, indent=1) + "\n")
     shown("Kernels", ("part", "name", "elements", "ms", "floor", "launches"), rows)
