@@ -27,6 +27,7 @@ def shapes_of(model: str) -> list[tuple[str, Sequence[int]]]:
     if model in BUILTIN:
         return [(tensor.name, tensor.shape) for tensor in builtin(model).tensors]
     name, options = split_options(model)
+    module: Any
     if name in BUILT_IN:
         module = build_model(model).model
     else:
@@ -37,7 +38,7 @@ def shapes_of(model: str) -> list[tuple[str, Sequence[int]]]:
                     built = function(**options)
             except RuntimeError:  # it looks at numbers, as in its data
                 built = function(**options)
-        module: Any = built.get("model") if isinstance(built, Mapping) else getattr(built, "model", built)
+        module = built.get("model") if isinstance(built, Mapping) else getattr(built, "model", built)
         module = built if isinstance(built, nn.Module) else module
         module = module[0] if isinstance(module, tuple) else module
     if not isinstance(module, nn.Module):
