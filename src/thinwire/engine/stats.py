@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.core.collectives.wires import Wire
-from thinwire.core.words import duration, milliseconds, volume
+from thinwire.core.words import run_seconds, seconds, volume
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,14 @@ class Stats:
         why = "; ".join(text for text in (self.note, *self.why) if text)
         lost = {"rejected": self.rejected_steps, "without an optimizer's step": self.dropped_steps}
         said = [f"{count} {what}" for what, count in lost.items() if count]
-        less = f", {self.dense_bytes / self.bytes_sent:.3g} times as much" if self.bytes_sent else ""
-        each = f", {milliseconds(self.exposed_seconds / self.steps)} a step" if self.steps else ""
+        times = self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+        more = f", {times:.3g} times as much" if times != 1 else ""
+        each = f", {seconds(self.exposed_seconds / self.steps)} a step" if self.steps else ""
         lines = {
             "method": self.method + (f" ({why})" if why else ""),
-            "steps": ", ".join([str(self.steps), *said]) + f" on {self.world_size} rank{'s' * (self.world_size > 1)}",
-            "sent": f"{volume(self.bytes_sent)} by rank {self.rank}; exact: {volume(self.dense_bytes)}{less}",
-            "waited": f"{duration(self.exposed_seconds) if self.exposed_seconds else '0 s'} for communication{each}",
+            "steps": ", ".join([f"{self.steps} on {self.world_size} rank{'s' * (self.world_size > 1)}", *said]),
+            "sent": f"{volume(self.bytes_sent)} by rank {self.rank}; exact: {volume(self.dense_bytes)}{more}",
+            "waited": f"{run_seconds(self.exposed_seconds)} for communication{each}",
             "wire": str(self.wire) if self.wire else "no round trip of milliseconds",
         }
         return "\n".join(f"{name + ':':<8}{text}" for name, text in lines.items())

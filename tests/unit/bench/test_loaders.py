@@ -76,6 +76,20 @@ def test_the_same_step_and_rank_give_the_same_batch(kind):
     assert feed.batch(7, 1).tolist() == other.batch(7, 1).tolist()
 
 
+def test_an_epoch_of_many_batches_is_one_order():
+    data = DataLoader(range(301), 1, shuffle=True)
+    turns = [batch for pair in zip(read(data, 0, 301), read(data, 1, 301)) for batch in pair]
+    assert sorted(turns[:301]) == sorted(turns[301:]) == [[i] for i in range(301)]
+    assert turns[:301] != turns[301:]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_where_the_number_of_ranks_is_unknown_each_reads_all_in_another_order(shuffle):
+    feed = Feed("own", numbers(shuffle=shuffle))
+    found = [[feed.batch(step, rank).tolist() for step in range(5)] for rank in (0, 64, 128)]
+    assert len({str(rank) for rank in found}) == 3
+
+
 def test_a_distributed_sampler_keeps_its_share_and_learns_of_epochs():
     ranks = [read(distributed, rank, 6) for rank in range(2)]
     assert Counter(i for rank in ranks for batch in rank[:3] for i in batch) == Counter(range(10))

@@ -14,9 +14,9 @@ def test_five_lines_with_what_a_user_asks_first():
     )  # fmt: skip
     assert str(stats).splitlines() == [
         "method: powersgd (rank 4 as asked for; the link is slow)",
-        "steps:  50, 2 rejected on 4 ranks",
+        "steps:  50 on 4 ranks, 2 rejected",
         "sent:   1.60 MB by rank 3; exact: 19.8 MB, 12.4 times as much",
-        "waited: 1.5 s for communication, 30.0 ms a step",
+        "waited: 1.50 s for communication, 30 ms a step",
         "wire:   round trip 25.0 ms, 0.10% of the packets sent again, 4 sockets with bbr",
     ]
     assert f"{stats}" == str(stats)
@@ -32,6 +32,6 @@ def test_nothing_has_run_yet():
     assert lines[1:] == [
         "steps:  0 on 1 rank",
         "sent:   0 kB by rank 0; exact: 0 kB",
-        "waited: 0 s for communication",
+        "waited: 0.0 ms for communication",
         "wire:   no round trip of milliseconds",
     ]

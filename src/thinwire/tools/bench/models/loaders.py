@@ -6,7 +6,7 @@ import inspect
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from thinwire.tools.bench.models.workload import Loss, seed_all
+from thinwire.tools.bench.models.workload import Loss
 
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 HELD_OUT_BATCHES = 16
@@ -36,8 +36,10 @@ def check_data(name: str, data: Any) -> None:
         raise ValueError(f"model {name!r}: its data must be {wanted}, not {type(data).__name__}")
     if isinstance(data, Iterator):
         raise ValueError(f"model {name!r}: its data can be read only once, as a generator; it must be {wanted}")
-    if hasattr(data, "__len__") and not _length(data):
-        raise _empty(name)
+    sized: Any = data
+    with suppress(TypeError):  # a stream has no length
+        if len(sized) == 0:
+            raise _empty(name)
 
 
 @dataclass
@@ -58,35 +60,36 @@ class Feed:
         at, stream = self.streams.get(rank, (-1, iter(())))
         with _drawn(step, rank):
             if at != step:
-                stream = self._from(rank, step)
+                stream = self._share(rank, self.size, step)
             found = next(stream)
         self.streams[rank] = step + 1, stream
         return found
 
-    def held_out(self, rank: int) -> Iterator[Any]:
-        """Yield the rank's part of the first epoch; of fewer batches than ranks, all."""
-        for own in (True, False):
-            with _drawn(0, rank):
-                stream = self._from(rank, 0, epochs=1, own=own)
-            for step in range(HELD_OUT_BATCHES):
-                with _drawn(step, rank):
-                    found = next(stream, _END)
-                if found is _END:
-                    break
-                yield found
-            if step or found is not _END:
+    def held_out(self, rank: int, workers: int) -> Iterator[Any]:
+        """Yield the first batches of a rank's part of one epoch."""
+        with _drawn(0, rank):
+            stream = self._share(rank, workers, epochs=1)
+        for step in range(HELD_OUT_BATCHES):
+            with _drawn(step, rank):
+                found = next(stream, _END)
+            if found is _END:
                 return
+            yield found
 
-    def _from(self, rank: int, step: int, *, epochs: int | None = None, own: bool = True) -> Iterator[Any]:
-        workers = self.workers or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+    @property
+    def size(self) -> int:
+        return self.workers or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+
+    def _share(self, rank: int, workers: int, step: int = 0, epochs: int | None = None) -> Iterator[Any]:
         data = self._made(rank, workers)
-        split = callable(self.data) or any(getattr(part, "num_replicas", 1) == workers > 1 for part in _parts(data))
-        shared = own and not split and rank < workers
-        salt = 0 if shared or not own else rank  # without a process group nobody knows of how many ranks this is one
-        turns = slice(rank + step * workers, None, workers) if shared else slice(step, None)
+        first, stride, salt = rank, workers, 0
+        if callable(self.data) or any(getattr(part, "num_replicas", 1) == workers > 1 for part in _parts(data)):
+            first, stride, salt = 0, 1, rank
+        elif rank >= workers:  # without a process group nobody knows of how many ranks this is one
+            stride, salt = 1, rank
 
         def mine(source: Callable[[], Any], ahead: int) -> Iterator[Any]:
-            return islice(self._epochs(source, data, salt, epochs, ahead), turns.start, None, turns.step)
+            return islice(self._epochs(source, data, salt, epochs, ahead), first + step * stride, None, stride)
 
         if not isinstance(data, DataLoader) or data.batch_sampler is None or _reads_by_itself(data):
             return mine(lambda: self._made(rank, workers) if isinstance(data, Iterator) else data, 1)
@@ -138,7 +141,10 @@ def losses(name: str, data: Any, loss: BatchLoss | None, workers: int | None = N
         return of(model, feed.batch(step, rank))
 
     def held_out(model: nn.Module, step: int, rank: int) -> Tensor:
-        return torch.stack([of(model, batch).detach().reshape(()) for batch in feed.held_out(rank)]).mean()
+        for share in ((rank, feed.size), (0, 1)):  # all of it, if there are fewer batches than ranks
+            if found := [of(model, batch).detach().reshape(()) for batch in feed.held_out(*share)]:
+                break
+        return torch.stack(found).mean()
 
     return trained, held_out
 
@@ -176,13 +182,6 @@ def _reads_by_itself(loader: DataLoader[Any]) -> bool:
     return whole or type(loader).__iter__ is not DataLoader.__iter__
 
 
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except TypeError:  # a loader over a stream
-        return None
-
-
 def _empty(name: str) -> ValueError:
     return ValueError(f"model {name!r}: its data gives not a single batch")
 
@@ -197,7 +196,9 @@ def _drawn(*numbers: int) -> Iterator[None]:
     import numpy
 
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    seed_all(_seed(*numbers))
+    torch.default_generator.manual_seed(_seed(*numbers))  # not those of GPUs, where only models draw
+    random.seed(_seed(*numbers))
+    numpy.random.seed(_seed(*numbers))
     try:
         yield
     finally:

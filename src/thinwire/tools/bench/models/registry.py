@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,14 @@ def build_model(text: str, seed: int = 0, device: torch.device | None = None) ->
     A user's function returns a model and its data (``_PARTS``), ``(model, loss)`` with ``loss(model, step, rank) ->
     Tensor``, or a ``Workload``. The model is moved to ``device``, and so are batches; such a loss moves its own.
     """
-    from thinwire.tools.bench.models.workload import seed_all
+    import numpy
+    import torch
 
     check_model(text)
     name, options = split_options(text)
-    seed_all(seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
     function = _function(name)
     with told(f"model {name!r}"):
         built = function(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,15 +16,6 @@ def beside(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors on the device of the model's parameters."""
     device = next(model.parameters()).device
     return tuple(x.to(device) for x in tensors)
-
-
-def seed_all(seed: int) -> None:
-    """Seed torch, random and numpy."""
-    import numpy
-
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed)
 
 
 def draws(step: int, rank: int, *, held_out: bool = False) -> torch.Generator:
