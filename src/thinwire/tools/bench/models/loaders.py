@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from thinwire.tools.bench.models.workload import Loss
 
@@ -91,7 +91,7 @@ class Feed:
         def mine(source: Callable[[], Any], ahead: int) -> Iterator[Any]:
             return islice(self._epochs(source, data, salt, epochs, ahead), first + step * stride, None, stride)
 
-        if not isinstance(data, DataLoader) or data.batch_sampler is None or _reads_by_itself(data):
+        if not _reads_by_index(data):
             return mine(lambda: self._made(rank, workers) if isinstance(data, Iterator) else data, 1)
         options = {name: getattr(data, name) for name in _KEPT}
         lists: Any = mine(lambda: data.batch_sampler, _AHEAD)  # others' samples are not read
@@ -177,9 +177,9 @@ def _parts(data: Any) -> list[Any]:
     return [data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
-def _reads_by_itself(loader: DataLoader[Any]) -> bool:
-    whole = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    return whole or type(loader).__iter__ is not DataLoader.__iter__
+def _reads_by_index(data: Any) -> bool:
+    own = not isinstance(data, DataLoader) or type(data).__iter__ is not DataLoader.__iter__
+    return not own and data.batch_sampler is not None and not isinstance(data.dataset, IterableDataset)
 
 
 def _empty(name: str) -> ValueError:
