@@ -80,6 +80,18 @@ def test_what_sends_little_is_first_on_a_thin_link(here):
     assert "..." not in said  # nothing is learnt
 
 
+def test_minutes_that_are_over_leave_the_times_of_steps(here, monkeypatch):
+    monkeypatch.setattr(race_losses, "FEWEST", 10**6)  # however fast this machine is
+    data, said = race("--methods", "powersgd:rank=4")
+    assert data["race"]["winner"] is None
+    assert data["race"]["next"].startswith("the same command with --minutes ")
+    assert {row["label"] for row in data["race"]["rows"] if row["step_seconds"] > 0} == {"ddp", "powersgd rank=4"}
+    assert "step times only" in said
+    assert "has the shortest step: " in " ".join(said.split())
+    assert json.loads((here / "thinwire-out" / "race.json").read_text()) == data
+    assert not (here / "thinwire-out" / "race.png").exists()
+
+
 @pytest.mark.slow  # three sessions of ranks
 def test_a_row_that_fails_is_told_and_the_others_go_on(here):
     (here / "fails_later.py").write_text("def row(workload, group):\n    raise ArithmeticError('as planned')\n")

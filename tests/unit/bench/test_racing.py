@@ -18,6 +18,7 @@ from thinwire.tools.bench.race_answer import line_to_write, race_data, sentences
 from thinwire.tools.bench.race_losses import own_digest
 from thinwire.tools.bench.rows import Row, parse_rows
 from thinwire.tools.bench.session import BenchError, Point, RowRecord, RunRecord
+from thinwire.tools.cli.race import race_table
 from thinwire.tools.report.inputs import read_bench
 
 COMPUTE = 0.1
@@ -236,10 +237,26 @@ def test_what_fails_or_does_not_get_there_is_told(raced):
         raced(World(FAST, {**NEEDS, "ddp": -1.0}), METHODS, workers=3)
 
 
-def test_a_race_that_was_timed_in_vain_says_what_it_knows_now(raced):
+def test_a_race_without_time_to_train_answers_with_the_steps_that_it_timed(raced):
     slow = {label: 30 * seconds for label, seconds in FAST.items()}
-    with pytest.raises(BenchError, match=r"give \d+ or more; a step on the link, known to the next race: .*ddp "):
-        raced(World(slow, NEEDS), METHODS, minutes=0.2)
+    world = World(slow, NEEDS)
+    _, found, _ = raced(world, METHODS, minutes=0.2)
+    assert [kind for kind, _, _ in world.sessions] == ["seconds"]
+    assert {row.label: row.step_seconds for row in found.rows} == pytest.approx(slow)
+    assert [row.seconds for row in found.rows] == [None] * len(slow)
+    said = sentences(found)
+    assert said[0] == "powersgd rank=4 has the shortest step: 6.00 s, DDP's takes 30.00 s"
+    assert f"--minutes {found.needed} or more are needed to train" in said[2]
+    data = json.loads(json.dumps(race_data(found), allow_nan=False))
+    assert data["race"]["next"] == f"the same command with --minutes {found.needed}"
+    assert data["rows"] == []
+    assert read_bench("race.json", data).answer == said
+    table = race_table(found)
+    assert [column.header for column in table.columns] == ["method", "step", "x compute"]
+    assert table.row_count == len(slow)
+    _, trained, _ = raced(world, METHODS, minutes=float(found.needed))
+    assert trained.needed == 0
+    assert trained.rows[0].label == "powersgd rank=4"
 
 
 LONG = "local sync_every=32 codec=int2"

@@ -27,6 +27,40 @@ def refuses():
 def a_tensor_for_a_loss():
     return torch.nn.Linear(2, 2), torch.ones(2)
 
+def nothing():
+    pass
+
+def loader(size=4, **options):
+    data = torch.utils.data.TensorDataset(torch.ones(size, 2), torch.ones(size, 2))
+    return torch.utils.data.DataLoader(data, 2, **options)
+
+def empty():
+    return torch.nn.Linear(2, 2), loader(1, drop_last=True)
+
+def empty_stream():
+    return torch.nn.Linear(2, 2), lambda rank, workers: iter(())
+
+def two_inputs():
+    return torch.nn.Linear(2, 2), loader()
+
+def no_scalar():
+    return torch.nn.Linear(2, 2), loader(), lambda model, batch: model(batch[0])
+
+def no_loss():
+    return torch.nn.Linear(2, 2), [torch.ones(3, 2)]
+
+def a_data_set():
+    return torch.nn.Linear(2, 2), loader().dataset
+
+def read_once():
+    return torch.nn.Linear(2, 2), iter(loader())
+
+def a_loader_for_a_loss():
+    return torch.nn.Linear(2, 2), loader(), loader()
+
+def misspelt():
+    return {"model": torch.nn.Linear(2, 2), "data": loader(), "heldout": loader()}
+
 def nothing_to_train():
     return torch.nn.ReLU(), lambda model, step, rank: torch.ones(())
 
@@ -92,7 +126,19 @@ profile own:build -> line 5: KeyError: 'weights'
 profile own:loses -> line 8: KeyError: 'x'
 profile own:refuses -> line 11: ValueError: width must be even
 profile own:build:width=2:depth=3 -> no option 'depth'
-profile own:a_tensor_for_a_loss -> must return (model, loss) with loss(model, step, rank) -> Tensor
+profile own:a_tensor_for_a_loss -> its data must be a DataLoader, a list of batches, or a function (rank, workers)
+profile own:nothing -> must return (model, DataLoader), (model, DataLoader, loss) with loss(model, batch) -> Tensor, or
+profile own:nothing -> not None
+profile own:loader -> not DataLoader
+profile own:empty -> its data gives not a single batch
+profile own:empty_stream -> its data gives not a single batch
+profile own:two_inputs -> the model cannot be called with a batch, too many positional arguments: return a function (mo
+profile own:no_scalar -> the loss must be a tensor of one number, not a tensor of shape (2, 2)
+profile own:no_loss -> the model's output is no loss but a tensor of shape (3, 2): return a function (model, batch)
+profile own:a_data_set -> not TensorDataset
+profile own:read_once -> its data can be read only once
+profile own:a_loader_for_a_loss -> its loss must be a function (model, batch), not DataLoader
+profile own:misspelt -> returns 'heldout'; did you mean 'held_out'?
 profile own:nothing_to_train -> has no parameter to train
 profile own:network -> is a module, not a function
 plan -> give a model

@@ -170,7 +170,8 @@ class RaceResult:
     ``target`` is DDP's loss on seed 0, at its best rate, after ``ddp_steps``; ``curves`` are losses on seed 0 at each
     row's best rate, smoothed as they are compared; ``raced`` has the rows that were trained; ``trained`` and ``known``
     count trajectories; ``left_out``: rounds for which there was no time; ``finals``: what
-    whole runs ended at.
+    whole runs ended at. ``needed``: minutes with which rows can be trained, if these did not suffice: then only steps
+    were timed, and there is no target.
     """
 
     asked: RaceSpec
@@ -185,6 +186,7 @@ class RaceResult:
     known: int
     left_out: int = 0
     finals: dict[str, WholeRun] = field(default_factory=dict)
+    needed: int = 0
 
     def way(self, label: str) -> float | None:
         """Return a row's share of the way from one worker alone to DDP, in final losses; None if that is not known."""
@@ -207,6 +209,11 @@ def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
     if asked.steps is not None:
         return _whole_race(asked, context, measured, times, compute)
     raced, budget, notes = _starters(asked, measured, times)
+    if isinstance(budget, int):
+        rows = [time_to_loss(row.label, times[row.label], compute, None, 0.0) for row in asked.rows]
+        untrained = TrainingBudget(0, (1.0,), 0)
+        return RaceResult(asked, measured, untrained, math.nan, 0.0, _ordered(asked, measured, rows), {}, {}, 0, 0,
+                          needed=budget)  # fmt: skip
     for label, note in notes.items():
         context.tell(f"{label}: {note}", 0)
     runs = _Runs(asked, context, budget)
@@ -333,8 +340,11 @@ class _Runs:
 
 def _starters(
     asked: RaceSpec, measured: LinkTimes, times: Mapping[str, StepTimes]
-) -> tuple[list[str], TrainingBudget, dict[str, str]]:
-    """Return which rows are trained besides DDP, how much, and why the others are not."""
+) -> tuple[list[str], TrainingBudget | int, dict[str, str]]:
+    """Return which rows are trained besides DDP, how much, and why the others are not.
+
+    If the minutes are over, the second is how many are needed.
+    """
     rows, notes = [], {}
     for row in asked.rows[1:]:
         mine = times[row.label]
@@ -360,12 +370,8 @@ def _starters(
         if len(labels) < 2:
             break
         notes[labels.pop()] = "not trained: not enough minutes"
-    known = ", ".join(f"{label} {one.seconds:.3g} s" for label, one in times.items() if not one.error)
     seconds = measured.wall_seconds + (asked.seeds or 1) * (measured.start_seconds + FEWEST * (base + sum(apart)))
-    raise BenchError(
-        f"--minutes {asked.minutes:g} is not enough to train {FEWEST} steps: "
-        f"give {math.ceil(seconds / SPEND / 60 + 0.5)} or more; a step on the link, known to the next race: {known}"
-    )
+    return [], math.ceil(seconds / SPEND / 60 + 0.5), {}
 
 
 def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[TimeToLoss]) -> tuple[TimeToLoss, ...]:

@@ -128,6 +128,13 @@ def winner(rows: Sequence[TimeToLoss]) -> TimeToLoss:
 def sentences(found: RaceResult) -> tuple[str, str, str]:
     """Say who is first and how much sooner than DDP, what that costs in steps, and how certain it is."""
     rows = {row.label: row for row in found.rows}
+    if found.needed:
+        shortest, step = found.rows[0], short(rows[BASE].step_seconds)
+        return (
+            f"{shortest.label} has the shortest step: {short(shortest.step_seconds)}, DDP's takes {step}",
+            "how many steps each method needs is not known: the minutes were over before any was trained",
+            f"not sure: --minutes {found.needed} or more are needed to train; the steps timed now are known then",
+        )
     first, ddp = winner(found.rows), rows[BASE]
     assert first.seconds is not None
     assert ddp.seconds is not None
@@ -268,14 +275,15 @@ def race_data(found: RaceResult) -> dict[str, Any]:
         factor = None if row.label in broken else found.raced.get(row.label)
         if factor is not None and (said := planner_row(row)) is not None:
             planned.append(said | about | {"factors": factor.factors})
-    first = winner(found.rows).label
+    first = None if found.needed else winner(found.rows).label
+    again = f"the same command with --minutes {found.needed}"
     return {
         "race": {
             "model": asked.model,
             "winner": first,
             "sentences": sentences(found),
-            "next": line_to_write(asked.rows, first),
-            "target": found.target,
+            "next": again if first is None else line_to_write(asked.rows, first),
+            "target": None if found.needed else found.target,
             "ddp_steps": found.ddp_steps,
             "budget": asdict(found.budget),
             "rows": [asdict(row) for row in found.rows],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,19 @@ def shapes_of(model: str) -> list[tuple[str, Sequence[int]]]:
     if model in BUILTIN:
         return [(tensor.name, tensor.shape) for tensor in builtin(model).tensors]
     name, options = split_options(model)
+    module: Any
     if name in BUILT_IN:
         module = build_model(model).model
     else:
         function = load_function(name, "model")
-        with told(f"model {name!r}"), torch.device("meta"):
-            built = function(**options)
-        module = built if isinstance(built, nn.Module) else getattr(built, "model", built)
+        with told(f"model {name!r}"):
+            try:
+                with torch.device("meta"):
+                    built = function(**options)
+            except RuntimeError:  # it looks at numbers, as in its data
+                built = function(**options)
+        module = built.get("model") if isinstance(built, Mapping) else getattr(built, "model", built)
+        module = built if isinstance(built, nn.Module) else module
         module = module[0] if isinstance(module, tuple) else module
     if not isinstance(module, nn.Module):
         raise ValueError(f"model {name!r} must return a torch.nn.Module, or a pair of it and a loss")

@@ -119,8 +119,10 @@ def race(
         found = run_race(asked, RunContext(on_link, beside, tell, moving(bar), Path(nowhere) if fresh else None))
     data = load.with_load(race_data(found))
     (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
-    picture = loss_picture(curves(found), _title(found), found.target, log=True)
-    written = [out / "race.json", *write_drawing(picture, out / "race.png", console)]
+    written = [out / "race.json"]
+    if not found.needed:
+        picture = loss_picture(curves(found), _title(found), found.target, log=True)
+        written += write_drawing(picture, out / "race.png", console)
     if json:
         typer.echo(json_module.dumps(data, indent=2))
     console.print(race_table(found))
@@ -140,9 +142,10 @@ def _title(found: RaceResult) -> str:
 def _basis(found: RaceResult) -> list[str]:
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
-    said.append(
-        "steps: to the loss, relative to DDP, and from least to most over seeds; x DDP: times faster to it than DDP"
-    )
+    if not found.needed:
+        said.append(
+            "steps: to the loss, relative to DDP, and from least to most over seeds; x DDP: times faster to it than DDP"
+        )
     if found.finals:
         said.append("loss: held out, at the end; way: from one worker alone, 0, to DDP, 1; its steps see half the data")
     if found.known and not found.trained:
@@ -163,8 +166,9 @@ def race_table(found: RaceResult) -> Table:
     tuned = len(found.budget.rates) > 1
     whole = ["loss", "way"] if found.finals else []
     columns = ["method", "step", "x compute", *whole, "steps", "range", *["rate"] * tuned, "to loss", "x DDP"]
-    table = plain_table(f"{_title(found)}\nto a loss of {found.target:.3f}", columns)
-    first = winner(found.rows)
+    to = "step times only" if found.needed else f"to a loss of {found.target:.3f}"
+    table = plain_table(f"{_title(found)}\n{to}", columns[:3] if found.needed else columns)
+    first = None if found.needed else winner(found.rows)
     options = {row.label: row.options for row in found.asked.rows}
     for row in found.rows:
         raced, there = row.label in found.raced, row.seconds is not None
@@ -178,5 +182,5 @@ def race_table(found: RaceResult) -> Table:
         cells += [f"{row.rate:.3g}" if there else ""] if tuned else []
         cells += ["" if row.seconds is None else run_seconds(row.seconds)]
         cells += ["" if row.sooner is None else f"{row.sooner:.2f}"]
-        table.add_row(*cells, style="bold" if row is first else None)
+        table.add_row(*cells[: len(table.columns)], style="bold" if row is first else None)
     return table

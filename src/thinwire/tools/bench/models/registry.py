@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from thinwire.tools.bench.words import check_module, check_options, load_function, nearest, split_options, told
@@ -34,8 +35,8 @@ def check_model(text: str) -> None:
 def build_model(text: str, seed: int = 0, device: torch.device | None = None) -> Workload:
     """Build ``"chargpt"``, ``"mlp:width=512"`` or ``"my_module:my_function"`` from a seed, of torch, random and numpy.
 
-    A user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``. The model
-    is moved to ``device``; the loss puts its batch there, beside the model's parameters.
+    A user's function returns a model and its data (``_PARTS``), ``(model, loss)`` with ``loss(model, step, rank) ->
+    Tensor``, or a ``Workload``. The model is moved to ``device``, and so are batches; such a loss moves its own.
     """
     import numpy
     import torch
@@ -87,15 +88,49 @@ def _function(name: str) -> Callable[..., Any]:
 def _as_workload(name: str, built: Any) -> Workload:
     import torch
 
+    from thinwire.tools.bench.models.loaders import check_data, losses
     from thinwire.tools.bench.models.workload import Workload
 
     if isinstance(built, Workload):
         return built
-    model, loss = built if isinstance(built, tuple) and len(built) == 2 else (None, None)
-    if not (isinstance(model, torch.nn.Module) and callable(loss)):
+    given = built if isinstance(built, Mapping) else dict(zip(_PARTS, built)) if _is_short(built) else {}
+    if unknown := [key for key in given if key not in _PARTS]:
+        raise ValueError(f"model {name!r} returns {unknown[0]!r}; {nearest(str(unknown[0]), _PARTS)}")
+    model, data, loss, held_out, optimizer = map(given.get, _PARTS)
+    if not isinstance(model, torch.nn.Module) or data is None:
         raise ValueError(
-            f"model {name!r} must return (model, loss) with loss(model, step, rank) -> Tensor, or a Workload"
+            f"model {name!r} must return (model, DataLoader), (model, DataLoader, loss) with loss(model, batch) -> "
+            f"Tensor, or (model, loss) with loss(model, step, rank) -> Tensor, not {_kind(built)}"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"model {name!r} has no parameter to train: set requires_grad=True on what should be trained")
-    return Workload(name, model, loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.01), f"{name} of your own")
+    for key, one in (("loss", loss), ("optimizer", optimizer)):
+        if not (one is None or callable(one) or (key == "optimizer" and isinstance(one, torch.optim.Optimizer))):
+            what = "a function (model, batch)" if key == "loss" else "an optimizer, or a function (model) -> optimizer"
+            raise ValueError(f"model {name!r}: its {key} must be {what}, not {type(one).__name__}")
+    for one in (data, held_out):
+        if not (one is None or callable(one)):
+            check_data(name, one)
+    of_steps = isinstance(built, tuple) and len(built) == 2 and _is_of_steps(data)
+    trained = data if of_steps else losses(name, data, loss)[0]
+    make = optimizer if callable(optimizer) else lambda m: optimizer or torch.optim.SGD(m.parameters(), lr=0.01)
+    evaluate = None if held_out is None else losses(name, held_out, loss)[1]
+    return Workload(name, model, trained, make, f"{name} of your own", evaluate)
+
+
+_PARTS = ("model", "data", "loss", "held_out", "optimizer")
+"""What a user's function returns by name, the first two or three also as a tuple."""
+
+
+def _is_short(built: Any) -> bool:
+    return isinstance(built, tuple) and len(built) in (2, 3)
+
+
+def _is_of_steps(function: Any) -> bool:
+    """Return whether this is ``loss(model, step, rank)``; the first argument of a function for data is ``rank``."""
+    return callable(function) and next(iter(inspect.signature(function).parameters), "") != "rank"
+
+
+def _kind(built: Any) -> str:
+    kinds = [type(one).__name__ for one in built] if isinstance(built, tuple) else []
+    return f"({', '.join(kinds)})" if kinds else "None" if built is None else type(built).__name__
