@@ -406,7 +406,11 @@ def sites(data: Any) -> Iterator[Row]:
     for row in rest:
         what = f"{row['label']} / no other site, {data['link']}, step"
         late = "delay=3" in row["label"]
-        yield claim(what, row["step_seconds"] / apart["step_seconds"], at_most=1.05 if late else None)
+        yield claim(
+            what,
+            row["step_seconds"] / apart["step_seconds"],
+            at_most=1.05 if late else None,
+        )
 
 
 def auto(data: Any) -> Iterator[Row]:
@@ -573,9 +577,7 @@ def tolls(data: Any) -> Iterator[Row]:
             )
         mine = [label for label in seconds if label.startswith(OURS)]
         best = min(mine, key=seconds.__getitem__)
-        peer = min(
-            set(seconds) - {*mine, "alone"}, key=seconds.__getitem__
-        )
+        peer = min(set(seconds) - {*mine, "alone"}, key=seconds.__getitem__)
         size, workers, *whole = network["name"].split("/")
         where = f"{size.removesuffix('M')} M parameters, {workers} workers, {network['link']}"
         where += "".join(f", whole runs of {steps} steps" for steps in whole)
