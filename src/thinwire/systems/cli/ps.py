@@ -17,6 +17,7 @@ from thinwire.tools.cli.console import (
     Json,
     Loss,
     RunFailed,
+    check_folder,
     check_output,
     check_plot,
     watched_load,
@@ -80,6 +81,9 @@ def server(
     from thinwire.systems.cli.ps_work import check_words, live, make_service, read_secret_file
 
     check_words(model, settings, outer, nodes, shards)
+    check_output("--journal", journal)
+    if checkpoint_dir is not None:
+        check_folder(checkpoint_dir, "--checkpoint-dir")
     with live(quiet=json) as screen:
         screen.say(f"building {model}")
         service = make_service(

@@ -138,7 +138,7 @@ def run_shard(
     check_server(server)
     made, words = (None, _published) if outer is None else (read_outer(outer), None)
     shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
-    print(f"shard {index}, for the server at {server}", file=sys.stderr, flush=True)
+    print(f"shard {index}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
     return {"index": index, "version": shard.run()}
 
 
@@ -182,7 +182,7 @@ def run_node(
         environment[VARIABLE] = str(secret_file.absolute())
     children: dict[int, subprocess.Popen[bytes]] = {}
     node, end = None, "training has ended"
-    print(f"node {number}, for the server at {server}", file=sys.stderr, flush=True)
+    print(f"node {number}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
     try:
         node = Node(server, number, workers, secret=secret, keys=keys)
         if workers == 1:
