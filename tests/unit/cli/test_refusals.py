@@ -199,8 +199,8 @@ federated run digits --rounds 0 ->
 federated run digits --devices 0 ->
 federated run digits --schedule nope -> unknown; use one of
 federated run digits --schedule equl -> did you mean 'equal'? use one of
-federated run digitz -> did you mean 'digits'? known: 
-federated run digits --algorithm fedavgg -> did you mean 'fedavg'? known: 
+federated run digitz -> did you mean 'digits'? known:
+federated run digits --algorithm fedavgg -> did you mean 'fedavg'? known:
 federated run digits --reduction nope ->
 federated run digits --checkpoint-dir /proc/x ->
 federated run digits --clients-per-round 9999 ->
@@ -224,7 +224,7 @@ supernet export net.pt --out x.pt2 -> search calibrated.pt
 ps simulate --settings inhat -> preset 'inhat' is unknown; did you mean 'inhad'? use one of
 ps simulate --settings inhad:limit -> 'limit' is not an option
 ps simulate --settings inhad:max_staleness=-1 -> max_staleness=-1 must be a whole number of at least 0
-ps simulate --settings inhad:max_stalenes=3 -> did you mean 'max_staleness'? known: 
+ps simulate --settings inhad:max_stalenes=3 -> did you mean 'max_staleness'? known:
 ps simulate --slow 9:4 -> there are nodes 0 to 3
 ps simulate --slow much -> use for example --slow 1:4
 ps simulate --step 0 -> --step must be above 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.core.words import counted
 from thinwire.tools.cli.console import (
     Plot,
     RunFailed,
@@ -140,7 +141,7 @@ def run(
         for sentence in failures(history):
             console.print(sentence if len(runs) == 1 else f"{name}, {sentence}", style="yellow", markup=False)
     if len(runs) > 1:
-        console.print(algorithms_table(runs, f"{title}, {made.rounds} rounds", console.width))
+        console.print(algorithms_table(runs, f"{title}, {counted(made.rounds, 'round')}", console.width))
     if out is not None:
         from thinwire.core.durable import write_whole
         from thinwire.systems.federated.state import pack
@@ -197,7 +198,8 @@ def predict(
     if json:
         typer.echo(json_module.dumps([{**asdict(one), "seconds": one.seconds, "ratio": one.ratio} for one in found]))
         return
-    title = f"{clients_per_round} of {clients} clients a round, {len(speeds)} devices, {rounds} rounds"
+    title = f"{clients_per_round} of {clients} clients a round, {counted(len(speeds), 'device')}"
+    title += f", {counted(rounds, 'round')}"
     Console().print(schedules_table(found, title))
 
 
@@ -352,7 +354,7 @@ def outcome(history: History, chance: Mapping[str, float] | None = None) -> str:
     last = history.rounds[-1]
     guessed = {name: f" (chance: {value:.3g})" for name, value in (chance or {}).items()}
     words = [f"{name} {value:.4g}{guessed.get(name, '')}" for name, value in last.numbers.items()]
-    return f"after {len(history.rounds)} rounds: {', '.join(words)}"
+    return f"after {counted(len(history.rounds), 'round')}: {', '.join(words)}"
 
 
 def rounds_table(history: History, width: int) -> Table:
@@ -382,7 +384,7 @@ def rounds_table(history: History, width: int) -> Table:
     if history.start:
         untrained = {"round": "0", **{name: _number(history.start.get(name)) for name in numbers}}
         columns = {name: [untrained.get(name, ""), *cells] for name, cells in columns.items()}
-    devices = "1 device" if about["devices"] == 1 else f"{about['devices']} devices"
+    devices = counted(about["devices"], "device")
     name = f"{about['inner']['algorithm']}, compressed" if "inner" in about else about["algorithm"]
     return _fitting(
         f"{name}: {about['clients_per_round']} of {about['clients']} clients a round, {devices}", columns, width

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.core.words import counted
 from thinwire.tools.cli.console import (
     Congestion,
     Delay,
@@ -235,7 +236,7 @@ def run(
     typer.echo(_last_words(result["status"]))
     if losses:
         typer.echo(f"held-out loss {losses[0][2]:.3f} -> {losses[-1][2]:.3f} in {losses[-1][0]:.0f} s")
-    typer.echo(f"{nodes} nodes of {workers} worker(s), and the server: {result['note']}")
+    typer.echo(f"{counted(nodes, 'node')} of {counted(workers, 'worker')}, and the server: {result['note']}")
     if plot is not None:
         typer.echo(f"written: {plot}")
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from thinwire.core.checks import check_count
 from thinwire.core.events import LastWords, event_in, python, tell_event
 from thinwire.core.secret_file import VARIABLE
+from thinwire.core.words import counted
 from thinwire.systems.link.hello import find_trust, is_loopback, read_secret
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.parameter_server import (
@@ -288,7 +289,7 @@ class Screen:
             if status["nodes"]:
                 self._table.update(status_table(status))
         elif time.monotonic() - self._told > EVERY_SECONDS:
-            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
+            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {counted(len(status['nodes']), 'node')}")
 
     def say(self, text: str) -> None:
         self._told = time.monotonic()
@@ -399,11 +400,9 @@ class LabSpec:
     def __str__(self) -> str:
         ends = ((self.seconds, "s of training"), (self.updates, "updates"), (self.gradients, "gradients"))
         most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
-        shards = f"{self.shards} shards, " if self.shards else ""
-        return (
-            f"a server, {shards}{self.nodes} nodes of {self.workers} worker(s), link {self.cluster.wire}: "
-            f"{self.model} with {self.settings}, {most}"
-        )
+        shards = f"{counted(self.shards, 'shard')}, " if self.shards else ""
+        workers = f"{counted(self.nodes, 'node')} of {counted(self.workers, 'worker')}"
+        return f"a server, {shards}{workers}, link {self.cluster.wire}: {self.model} with {self.settings}, {most}"
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
@@ -458,7 +457,7 @@ def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
         "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
         tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
     )  # fmt: skip
-    return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.cluster.wire}{slow}", (panel,))
+    return Picture(f"{spec.model}, {counted(spec.nodes, 'node')}, link {spec.cluster.wire}{slow}", (panel,))
 
 
 def main(text: str) -> None:
