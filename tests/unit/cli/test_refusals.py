@@ -36,10 +36,10 @@ def flat():
     return torch.nn.Embedding(3, 2), lambda model, step, rank: model(torch.tensor([1])).sum()
 """
 REFUSED = """
---nope -> No such option: --nope (see
+--nope -> error: no such option: --nope (see
 bnch -> Did you mean 'bench'
 race ->  race --help)
-ps node -> Missing option '--server' (see
+ps node -> error: missing option '--server' (see
 bench --steps x -> '--steps'
 plan resnet50 gpt2 -> gpt2
 bench --link 1furlong -> furlong
@@ -227,11 +227,13 @@ ps simulate --settings inhad:max_staleness=-1 -> max_staleness=-1 must be a whol
 ps simulate --settings inhad:max_stalenes=3 -> did you mean 'max_staleness'? known:
 ps simulate --slow 9:4 -> there are nodes 0 to 3
 ps simulate --slow much -> use for example --slow 1:4
-ps simulate --step 0 -> --step must be above 0
+ps simulate --step 0 -> --step=0.0 must be a finite number and above 0
+ps simulate --step nan -> --step=nan must be a finite number
+ps simulate --workers 0 -> --workers=0 must be a whole number of at least 1
 ps simulate --link fast -> link rate
 ps simulate --shards -2 -> --shards=-2
-ps simulate --spread 1e99 -> '--spread'
-ps simulate --seconds inf -> '--seconds'
+ps simulate --spread 1e99 -> --spread=1e+99 must be a finite number and at least 0 and at most 10
+ps simulate --seconds inf -> --seconds=inf must be
 ps server -> say when to end
 ps server --updates 3 --model mlp:width=16 --port 99999 -> port=99999 must be a whole number
 ps server --updates 3 --journal /proc/x -> --journal /proc/x is not a file that can be written
@@ -243,13 +245,14 @@ ps server --updates 3 --model digits --shards 99999999 -> at most the model's
 ps run --updates 0 -> must be above 0
 ps run --seconds nan -> must be above 0
 ps run --seconds 1 --workers 0 -> '--workers'
-ps run --seconds 1 --pace nan -> '--pace'
+ps run --seconds 1 --pace nan -> --pace=nan must be a finite number
 ps run --seconds 1 --evaluate-every 0 -> '--evaluate-every'
 ps run --seconds 1 --journal /proc/x -> --journal /proc/x is not a file that can be written
 ps run --updates 3 --nodes 2 --shards 1 --keys none -> run thinwire keys new none --names server,shard0,node0,node1
 ps node --server somewhere -> host:port
 ps node --server nowhere.invalid:1 -> the name 'nowhere.invalid' has no address
-ps node --server 127.0.0.1:1 --pace -1 -> '--pace'
+ps node --server 127.0.0.1:1 --pace -1 -> --pace=-1.0 must be
+ps node --server 127.0.0.1:1 --slowdown nan -> --slowdown=nan must be
 ps node --server 127.0.0.1:1 --node -1 -> '--node'
 ps shard somewhere --index 0 -> host:port
 ps shard 127.0.0.1:1 --index -1 -> --index=-1 must be a whole number of at least 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.core.checks import check_number
 from thinwire.core.words import counted
 from thinwire.tools.cli.console import (
     Plot,
@@ -167,11 +168,9 @@ def predict(
     slow: Annotated[int, _help("Without --devices: number of devices that are four times slower.")] = 4,
     clients: Annotated[int, _help("Total number of clients.")] = 1000,
     clients_per_round: Annotated[int, _help("How many clients train in each round.")] = 100,
-    mean: Annotated[
-        float, typer.Option(max=1e9, help="Mean number of samples per client, log-normally distributed.")
-    ] = 50.0,
+    mean: Annotated[float, typer.Option(help="Mean number of samples per client, log-normally distributed.")] = 50.0,
     spread: Annotated[
-        float, typer.Option(max=10, help="Standard deviation of that number's logarithm; 0: all the same.")
+        float, typer.Option(help="Standard deviation of that number's logarithm; 0: all the same.")
     ] = 1.0,
     rounds: Annotated[int, _help("Number of rounds to average over.")] = 50,
     seed: Annotated[int, _help("Seed of sizes and cohorts.")] = 0,
@@ -185,8 +184,8 @@ def predict(
     from thinwire.systems.federated import predict as predicted
     from thinwire.systems.federated.clocks import read_speeds
 
-    if not (math.isfinite(mean) and mean > 0 and math.isfinite(spread) and spread >= 0):
-        raise ValueError(f"--mean {mean:g} must be above 0, and --spread {spread:g} at least 0")
+    check_number("--mean", mean, above=0, most=1e9)
+    check_number("--spread", spread, least=0, most=10)
     if min(fast, slow) < 0 or clients < 1:
         raise ValueError("--fast and --slow must be at least 0, and --clients at least 1")
     speeds = read_speeds(devices) if devices else [Speed(0.01)] * fast + [Speed(0.04)] * slow

@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_count
+from thinwire.core.checks import check_count, check_number
 from thinwire.core.events import LastWords, event_in, python, tell_event
 from thinwire.core.secret_file import VARIABLE
 from thinwire.core.words import counted
@@ -323,11 +323,11 @@ def predict(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
     check_count("--shards", shards, 0)
-    for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value:g}")
-    if spread < 0 or nodes < 1 or workers < 1:
-        raise ValueError("--spread must not be negative, --nodes and --workers at least 1")
+    for name, number in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
+        check_number(name, number, above=0, most=1e6)
+    check_number("--spread", spread, least=0, most=10)
+    for name, count in (("--nodes", nodes), ("--workers", workers)):
+        check_count(name, count)
     bits, latency = lab.parse_rate(link), lab.parse_delay(delay)
     payload, wire = int(4e6 * millions), Link(latency, bits)
 

@@ -123,7 +123,8 @@ def train(
     known = list(batches(testing, 8))
     score = Calibrated(net, list(batches(calibration, _BATCH)), known)
     guess = constant_guess(known, net.max_disparity)
-    found = {name: score.metrics(sub_net) for name, sub_net in corners(net).items()}
+    with progress("evaluating"):
+        found = {name: score.metrics(sub_net) for name, sub_net in corners(net).items()}
     save_net(net, out / "net.pt")
     result = {
         "net": str(out / "net.pt"),
