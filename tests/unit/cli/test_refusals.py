@@ -36,7 +36,7 @@ def flat():
     return torch.nn.Embedding(3, 2), lambda model, step, rank: model(torch.tensor([1])).sum()
 """
 REFUSED = """
---nope -> error: no such option: --nope (see
+--nope -> error: no such option
 bnch -> Did you mean 'bench'
 race ->  race --help)
 ps node -> error: missing option '--server' (see
