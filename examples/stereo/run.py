@@ -46,7 +46,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     pairs = ["--data", "scenes", "--size", f"{SIZE[0]}x{SIZE[1]}", "--max-disparity", str(MOST)]
-    train = ["supernet", "train", "--out", str(out), "--steps", options.steps, "--batch", str(options.batch), *pairs]
+    train = ["supernet", "train", "--out", str(out), "--steps", options.steps]
+    train += ["--batch-size", str(options.batch), *pairs]
     trained = json.loads(thinwire(*train, "--json", ranks=options.ranks).splitlines()[-1])
 
     # half-way between the smallest and the largest network of this machine

@@ -139,6 +139,6 @@ def test_by_the_command_line_each_in_its_own_process(keys):
             processes.append(process)
         ended = [process.communicate(timeout=200) for process in reversed(processes)]
     found = [json.loads(out or "{}") for out, _ in ended]
-    assert ended[0][1].startswith(f"node 0, for the server at localhost:{port}\n")
-    assert ended[1][1].startswith(f"shard 0, for the server at 127.0.0.1:{port}\n")
+    assert ended[0][1].startswith(f"node 0, for the server at localhost:{port}; waits up to a minute for it\n")
+    assert ended[1][1].startswith(f"shard 0, for the server at 127.0.0.1:{port}; waits up to a minute for it\n")
     assert [found[0]["end"], found[1]["version"], found[2]["version"]] == ["training has ended", 4, 4]

@@ -14,18 +14,25 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-IN_THE_WHEEL = (
-    "thinwire/py.typed",
-    "thinwire/tools/report/page.css",
-    "thinwire/tools/cli/main.py",
-    "thinwire/systems/federated/template/README.md",
-)
-IN_THE_SDIST = ("pyproject.toml", "README.md", "LICENSE", "src/thinwire/py.typed", "tests/spawned.py")
+IN_THE_SDIST = (
+    "pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "src/thinwire/py.typed", "tests/spawned.py",
+    "docs/quickstart.md", "examples/chargpt/README.md",
+)  # fmt: skip
 TRY = """
 import torch, thinwire as tw
 world = tw.LocalWorld(4)
 sent = world.step(tw.ACP(rank=2), [{"w": torch.ones(16, 8)} for _ in range(4)])
 assert all(torch.isfinite(one["w"]).all() for one in sent) and len(set(world.bytes_sent())) == 1
+"""
+ATTACH = """
+import torch, thinwire as tw
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before, sync = model.weight.detach().clone(), tw.attach(model, optimizer, "powersgd", rank=4)
+model(torch.ones(3, 8)).sum().backward()
+optimizer.step()
+assert not torch.equal(before, model.weight)
+print(sync.stats().note)
 """
 
 
@@ -39,7 +46,8 @@ def build(out):
 
 def check_contents(wheel, sdist):
     names = zipfile.ZipFile(wheel).namelist()
-    missing = [name for name in IN_THE_WHEEL if name not in names]
+    kept = (path for path in (ROOT / "src").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    missing = sorted({path.relative_to(ROOT / "src").as_posix() for path in kept} - set(names))
     assert not missing, f"the wheel lacks {missing}"
     strange = [name for name in names if not name.startswith("thinwire") or name.endswith(".pyc")]
     assert not strange, f"the wheel holds {strange}"
@@ -102,6 +110,8 @@ def check_verbs(programs):
     assert found["prevents_training"] is False, found["findings"]
     plan = json.loads(call(programs, "thinwire", "plan", "bert-base", "--link", "1gbit", "--workers", "8", "--json"))
     assert plan["ranking"]["entries"] if "ranking" in plan else plan["entries"]
+    assert "resnet50" in call(programs, "thinwire", "plan", "resnet50", "--link", "1gbit", "--workers", "4")
+    assert "one rank only" in call(programs, "python", "-c", ATTACH)
     call(programs, "python", "-W", "error", "-c", TRY)
 
 
@@ -122,7 +132,7 @@ def main():
         print(
             f"{made.relative_to(Path.cwd()) if made.is_relative_to(Path.cwd()) else made}: {made.stat().st_size} bytes"
         )
-    print("installed into a clean environment: version, help, completion, doctor, plan and LocalWorld work")
+    print("installed into a clean environment: version, help, completion, doctor, plan, LocalWorld and attach work")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """What ``import thinwire`` brings along: nothing; its names: torch, and nothing that is for extras or for a verb."""
 
-import re
 import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
-
-import thinwire
 
 ROOT = Path(__file__).parents[2]
 FOR_VERBS = {"typer", "rich", "thinwire.tools.cli", "thinwire.tools.lab", "thinwire.tools.bench"}
@@ -51,12 +48,6 @@ def test_what_each_way_of_use_imports():
     assert not training & (FOR_VERBS | FOR_EXTRAS | SLOW)
     assert "thinwire.predict.choose.rank" in training | plan
     assert not plan & SLOW
-
-
-def test_the_version_is_said_once():
-    said = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert said
-    assert said[1] == thinwire.__version__
 
 
 def test_the_package_is_typed():

@@ -144,3 +144,8 @@ def test_ranks_see_the_cores_of_their_node(share):
     assert result.exit_code == 0
     for node in range(2):
         assert lines[node] == str(all_cores if share else list(own_cores(node, 2, all_cores)))
+
+
+def test_one_of_a_thing_is_not_several():
+    assert Cluster.parse(1, 1, None, None).describe() == "1 worker on 1 node, unlimited"
+    assert Cluster.parse(4, 4, None, None).describe() == "4 workers on 1 node, unlimited"

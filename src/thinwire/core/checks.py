@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -46,8 +47,20 @@ def check_number(
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     if isinstance(value, bool) or value not in tuple(choices):
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}")
+        known = [str(choice) for choice in choices]
+        raise ValueError(f"{name}={value!r} is unknown; {meant(value, known)}use one of {', '.join(known)}")
     return value
+
+
+def meant(word: object, known: Iterable[str]) -> str:
+    """Return a question for an error message if a word is one of the known ones misspelt, otherwise nothing.
+
+    Example:
+        >>> meant("powersdg", ["acp", "powersgd"]), meant("nope", ["acp", "powersgd"])
+        ("did you mean 'powersgd'? ", '')
+    """
+    close = difflib.get_close_matches(str(word).lower(), list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -32,6 +32,16 @@ def in_milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
+def counted(count: int, one: str) -> str:
+    """Return a number of things in words.
+
+    Example:
+        >>> counted(1, "worker"), counted(3, "worker")
+        ('1 worker', '3 workers')
+    """
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
 def size(count: float) -> str:
     """Return bytes in words, by powers of two.
 

@@ -30,6 +30,31 @@ def test_help_ends_with_an_example_that_can_be_read(verb):
     VERBS[verb].make_context(verb, example.removeprefix(start).split())
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_names_no_type_of_python(verb):
+    """A flag takes no word, and an option that may be repeated takes one at a time."""
+    shown = call(*verb.split(), "--help").stdout
+    assert "--help" in shown
+    assert "<bool>" not in shown
+    assert not [line for line in shown.splitlines() if line.strip(" *│|").startswith("--") and "list[" in line]
+
+
+def test_help_begins_with_what_to_try_first():
+    shown = " ".join(call("--help").stdout.split())
+    assert "thinwire demo --quick" in shown
+    assert "thinwire lab run --link 1gbit -- python train.py" in shown
+    assert "<bool>" not in shown
+
+
+def test_one_thing_has_one_name_in_every_verb():
+    options = {verb: {name for one in found.params for name in one.opts} for verb, found in VERBS.items()}
+    other_names = {"--latency", "--gpu", "--batch", "--ranks"}  # of --delay, --device, --batch-size, --workers
+    assert {verb: names & other_names for verb, names in options.items() if names & other_names} == {}
+    links = {"--link", "--delay", "--jitter", "--loss", "--congestion"}
+    for verb in ("lab run", "bench", "race", "probe", "ps run"):
+        assert links <= options[verb], verb
+
+
 def test_the_package_is_the_command():
     ended = subprocess.run([sys.executable, "-m", "thinwire", "--help"], capture_output=True, text=True, check=False)
     assert ended.returncode == 0

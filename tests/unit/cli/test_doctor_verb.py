@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_only_what_prevents_training_changes_the_exit_code(debian):
     assert "GLOO_SOCKET_IFNAME=eth0" in said
     assert "192.0.2.7" in said
     assert "warning: Gloo will listen on 127.0.1.1" in " ".join(call("doctor", "--read", debian).stdout.split())
+
+
+def test_a_narrow_terminal_cuts_no_value(tmp_path):
+    facts = replace(DEBIAN, platform="Linux-6.18.44-x86_64-with-glibc2.36")
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps(report(facts, judge(facts))))
+    shown = call("doctor", "--read", str(path), env={"COLUMNS": "40"}).stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert facts.platform in re.sub(r"[^\w.-]", "", shown)
 
 
 def test_what_listens_is_told_and_the_page_says_the_same(debian):

@@ -62,7 +62,7 @@ def busy(monkeypatch):
     monkeypatch.setattr("thinwire.predict.measure.machine.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
 
 
-BERT = ["--model", "bert:layers=1:hidden=16:heads=2", "--lines", "20", "--length", "8", "--batch", "8"]
+BERT = ["--model", "bert:layers=1:hidden=16:heads=2", "--lines", "20", "--length", "8", "--batch-size", "8"]
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def flat():
     return torch.nn.Embedding(3, 2), lambda model, step, rank: model(torch.tensor([1])).sum()
 """
 REFUSED = """
---nope -> No such option: --nope (see
+--nope -> error: no such option
 bnch -> Did you mean 'bench'
 race ->  race --help)
-ps node -> Missing option '--server' (see
+ps node -> error: missing option '--server' (see
 bench --steps x -> '--steps'
 plan resnet50 gpt2 -> gpt2
 bench --link 1furlong -> furlong
@@ -232,6 +232,7 @@ kfac plan resnet50 --planner best -> planner='best' is unknown
 kfac plan resnet50 --factor-update-steps 0 -> --factor-update-steps 0 must be at least 1
 kfac plan resnet50 --workers 6 --schedules kaisa:1/4 -> use kaisa:1/6, kaisa:2/6
 kfac plan resnet50 --out no/such/plan.json -> --out
+kfac calibrate --device gpu -> --device gpu must be cpu or cuda
 kfac calibrate --seconds 0 -> --seconds must be positive
 kfac calibrate --largest 0 -> largest=0
 kfac tune --dampings 0,1 -> --dampings '0,1': give numbers above 0
@@ -242,14 +243,21 @@ kfac tune --plot x.pdf -> must end in .png or .html
 kfac tune own:flat -> no trainable Linear or Conv2d layer
 federated run digits --rounds 0 ->
 federated run digits --devices 0 ->
-federated run digits --schedule nope ->
+federated run digits --schedule nope -> unknown; use one of
+federated run digits --schedule equl -> did you mean 'equal'? use one of
+federated run digitz -> did you mean 'digits'? known:
+federated run digits --algorithm fedavgg -> did you mean 'fedavg'? known:
 federated run digits --reduction nope ->
 federated run digits --checkpoint-dir /proc/x ->
 federated run digits --clients-per-round 9999 ->
 supernet train --out r --size 48 -> height x width
 supernet train --out r --size 50x96 -> pad them to 54x96
 supernet train --out r --config huge -> tiny or published
-supernet train --out r --data nowhere.txt -> nor a file
+supernet train --out r --data nowhere.txt -> is unknown; use one of dots, planes, scenes, or a file
+supernet train --out r --data scnes -> did you mean 'scenes'? use one of
+reproduce acpp -> did you mean 'acp'? there are omgs
+split plan --kind lowrnk -> did you mean 'lowrank'? use one of
+split plan --task sst -> did you mean 'sst2'? use stdlib
 supernet train --out r --steps many -> --steps
 supernet train --out r --epoch 3 -> --epoch
 supernet train --out r --method topk -> density
@@ -259,19 +267,23 @@ supernet search net.pt --limit-ms 10 -> there is no file
 supernet search net.pt --limit-ms -1 -> above 0
 supernet table --config huge -> tiny or published
 supernet export net.pt --out x.pt2 -> search calibrated.pt
-ps simulate --settings inhat -> preset 'inhat' is unknown
+ps simulate --settings inhat -> preset 'inhat' is unknown; did you mean 'inhad'? use one of
 ps simulate --settings inhad:limit -> 'limit' is not an option
 ps simulate --settings inhad:max_staleness=-1 -> max_staleness=-1 must be a whole number of at least 0
-ps simulate --settings inhad:depth=3 -> did you mean
+ps simulate --settings inhad:max_stalenes=3 -> did you mean 'max_staleness'? known:
 ps simulate --slow 9:4 -> there are nodes 0 to 3
 ps simulate --slow much -> use for example --slow 1:4
-ps simulate --step 0 -> --step must be above 0
+ps simulate --step 0 -> --step=0.0 must be a finite number and above 0
+ps simulate --step nan -> --step=nan must be a finite number
+ps simulate --workers 0 -> --workers=0 must be a whole number of at least 1
 ps simulate --link fast -> link rate
 ps simulate --shards -2 -> --shards=-2
-ps simulate --spread 1e99 -> '--spread'
-ps simulate --seconds inf -> '--seconds'
+ps simulate --spread 1e99 -> --spread=1e+99 must be a finite number and at least 0 and at most 10
+ps simulate --seconds inf -> --seconds=inf must be
 ps server -> say when to end
 ps server --updates 3 --model mlp:width=16 --port 99999 -> port=99999 must be a whole number
+ps server --updates 3 --journal /proc/x -> --journal /proc/x is not a file that can be written
+ps server --updates 3 --checkpoint-dir /proc/x -> --checkpoint-dir /proc/x is not a folder that can be written
 ps server --updates 3 --outer sgdd -> unknown optimizer
 ps server --updates 3 --model nomodel -> unknown model
 ps server --updates 3 --shards -1 -> --shards=-1 must be a whole number of at least 0
@@ -279,13 +291,14 @@ ps server --updates 3 --model digits --shards 99999999 -> at most the model's
 ps run --updates 0 -> must be above 0
 ps run --seconds nan -> must be above 0
 ps run --seconds 1 --workers 0 -> '--workers'
-ps run --seconds 1 --pace nan -> '--pace'
+ps run --seconds 1 --pace nan -> --pace=nan must be a finite number
 ps run --seconds 1 --evaluate-every 0 -> '--evaluate-every'
 ps run --seconds 1 --journal /proc/x -> --journal /proc/x is not a file that can be written
 ps run --updates 3 --nodes 2 --shards 1 --keys none -> run thinwire keys new none --names server,shard0,node0,node1
 ps node --server somewhere -> host:port
 ps node --server nowhere.invalid:1 -> the name 'nowhere.invalid' has no address
-ps node --server 127.0.0.1:1 --pace -1 -> '--pace'
+ps node --server 127.0.0.1:1 --pace -1 -> --pace=-1.0 must be
+ps node --server 127.0.0.1:1 --slowdown nan -> --slowdown=nan must be
 ps node --server 127.0.0.1:1 --node -1 -> '--node'
 ps shard somewhere --index 0 -> host:port
 ps shard 127.0.0.1:1 --index -1 -> --index=-1 must be a whole number of at least 0

@@ -16,16 +16,16 @@ SMALL = ("--size", "24x48", "--max-disparity", "9")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.9's own reader
 def test_train_table_search_export_one_after_the_other(tmp_path):
-    trained = said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json")
+    trained = said("train", "--out", "run", "--steps", "2,2", "--batch-size", "2", *SMALL, "--json")
     result = json.loads(trained.stdout)
     assert [p["done"] for p in result["phases"]] == [2, 2]
     assert set(result["corners"]) == {"largest", "shallow", "smallest"}
     assert result["constant_guess_epe"] > 0
-    more = said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL)
+    more = said("train", "--out", "more", "--steps", "2,2", "--batch-size", "2", *SMALL)
     assert "next: thinwire supernet search more/net.pt" in " ".join(more.stdout.split())
-    gone_on = said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL)
+    gone_on = said("train", "--out", "more", "--steps", "2,2", "--batch-size", "2", *SMALL)
     assert "all 4 steps had been done before" in gone_on.stdout
-    again = json.loads(said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json").stdout)
+    again = json.loads(said("train", "--out", "run", "--steps", "2,2", "--batch-size", "2", *SMALL, "--json").stdout)
     assert [p["done"] for p in again["phases"]] == [0, 0]
     assert again["corners"] == result["corners"]
     words = said("table", "run/net.pt", "--size", "24x48", "--repeats", "1", "--out", "table.json").stdout

@@ -101,7 +101,7 @@ def test_prediction(alone):
         (["run", "digits", "--state-memory", "-1", "--algorithm", "scaffold"], "memory_bytes=-1"),
         (["run", "nowhere:build"], "cannot be loaded"),
         (["run", "mine_that_is_wrong:nothing"], "must return a thinwire.systems.federated.Federation, not int"),
-        (["predict", "--mean", "0"], "must be above 0"),
+        (["predict", "--mean", "0"], "--mean=0.0 must be a finite number and above 0"),
         (["predict", "--fast", "0", "--slow", "0"], "devices=0"),
         (["predict", "--devices", "none.json"], "cannot be read"),
         (["predict", "--rounds", "0"], "rounds=0 must be a whole number of at least 1"),

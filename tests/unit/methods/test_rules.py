@@ -58,7 +58,7 @@ def test_counts_may_be_those_of_numpy(chosen):
     ("make", "options", "words"),
     [
         (method, {"name": "acpp"}, "did you mean 'acp'"),
-        (method, {"name": "zzz"}, "Choose from ssgd, cast"),
+        (method, {"name": "zzz"}, "known: ssgd, cast"),
         (method, {"name": 3}, "unknown method: 3"),
         (method, {"name": "acp", "rnk": 2}, "unknown option of acp: 'rnk'; did you mean 'rank'"),
         (method, {"name": "topk"}, "needs density"),

@@ -13,7 +13,7 @@ from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
 runner = CliRunner()
-SMALL = ["--model", "bert:layers=2:hidden=32:heads=2", "--lines", "60", "--length", "16", "--batch", "16"]
+SMALL = ["--model", "bert:layers=2:hidden=32:heads=2", "--lines", "60", "--length", "16", "--batch-size", "16"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_plan_with_calibration_and_a_glue_task(tmp_path):
     (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a fine film\t1\na bad film\t0\n" * 20)
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na film\t1\n")
     words = ["plan", "--model", "distilbert:layers=1:hidden=16:heads=2", "--task", "sst2", "--data", "."]
-    more = ["--batch", "8", "--init", "activation", "--residual", "lowrank:2", "--rank", "4"]
+    more = ["--batch-size", "8", "--init", "activation", "--residual", "lowrank:2", "--rank", "4"]
     answer = json.loads(run(*words, *more, "--measure", "1", "--out", "halves", "--json").stdout)
     assert answer["plan"]["init"] == "activation"
 

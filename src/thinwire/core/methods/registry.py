@@ -7,11 +7,12 @@ to methods by name; everything else the methods declare themselves (:class:`~thi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from thinwire.core.checks import meant
 
 if TYPE_CHECKING:
     from thinwire.core.program import Method
@@ -199,6 +200,5 @@ def _listed(names: list[str]) -> str:
 
 
 def _unknown(what: str, given: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(given).lower(), list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {what}: {given!r}{hint} Choose from {', '.join(known)}."
+    known = list(known)
+    return f"unknown {what}: {given!r}; {meant(given, known)}known: {', '.join(known)}"

@@ -31,6 +31,7 @@ from thinwire.core.program.ops import (
     Scope,
 )
 from thinwire.core.program.topology import Topology
+from thinwire.core.words import counted
 from thinwire.predict.measure.kernels import KERNELS, LEAST_CALLS, kernel_cases, settle
 from thinwire.predict.measure.result import Measurement, ProbeResult, never_falling
 
@@ -374,4 +375,4 @@ def probe(
 
 
 def source_of(backend: str, world: int) -> str:
-    return f"{platform.node()}, {date.today()}, {backend}, torch {torch.__version__}, {world} ranks"
+    return f"{platform.node()}, {date.today()}, {backend}, torch {torch.__version__}, {counted(world, 'rank')}"

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.core.checks import check_number
+from thinwire.core.words import counted
 from thinwire.tools.cli.console import (
     Plot,
     RunFailed,
@@ -140,7 +142,7 @@ def run(
         for sentence in failures(history):
             console.print(sentence if len(runs) == 1 else f"{name}, {sentence}", style="yellow", markup=False)
     if len(runs) > 1:
-        console.print(algorithms_table(runs, f"{title}, {made.rounds} rounds", console.width))
+        console.print(algorithms_table(runs, f"{title}, {counted(made.rounds, 'round')}", console.width))
     if out is not None:
         from thinwire.core.durable import write_whole
         from thinwire.systems.federated.state import pack
@@ -166,11 +168,9 @@ def predict(
     slow: Annotated[int, _help("Without --devices: number of devices that are four times slower.")] = 4,
     clients: Annotated[int, _help("Total number of clients.")] = 1000,
     clients_per_round: Annotated[int, _help("How many clients train in each round.")] = 100,
-    mean: Annotated[
-        float, typer.Option(max=1e9, help="Mean number of samples per client, log-normally distributed.")
-    ] = 50.0,
+    mean: Annotated[float, typer.Option(help="Mean number of samples per client, log-normally distributed.")] = 50.0,
     spread: Annotated[
-        float, typer.Option(max=10, help="Standard deviation of that number's logarithm; 0: all the same.")
+        float, typer.Option(help="Standard deviation of that number's logarithm; 0: all the same.")
     ] = 1.0,
     rounds: Annotated[int, _help("Number of rounds to average over.")] = 50,
     seed: Annotated[int, _help("Seed of sizes and cohorts.")] = 0,
@@ -184,8 +184,8 @@ def predict(
     from thinwire.systems.federated import predict as predicted
     from thinwire.systems.federated.clocks import read_speeds
 
-    if not (math.isfinite(mean) and mean > 0 and math.isfinite(spread) and spread >= 0):
-        raise ValueError(f"--mean {mean:g} must be above 0, and --spread {spread:g} at least 0")
+    check_number("--mean", mean, above=0, most=1e9)
+    check_number("--spread", spread, least=0, most=10)
     if min(fast, slow) < 0 or clients < 1:
         raise ValueError("--fast and --slow must be at least 0, and --clients at least 1")
     speeds = read_speeds(devices) if devices else [Speed(0.01)] * fast + [Speed(0.04)] * slow
@@ -197,7 +197,8 @@ def predict(
     if json:
         typer.echo(json_module.dumps([{**asdict(one), "seconds": one.seconds, "ratio": one.ratio} for one in found]))
         return
-    title = f"{clients_per_round} of {clients} clients a round, {len(speeds)} devices, {rounds} rounds"
+    title = f"{clients_per_round} of {clients} clients a round, {counted(len(speeds), 'device')}"
+    title += f", {counted(rounds, 'round')}"
     Console().print(schedules_table(found, title))
 
 
@@ -352,7 +353,7 @@ def outcome(history: History, chance: Mapping[str, float] | None = None) -> str:
     last = history.rounds[-1]
     guessed = {name: f" (chance: {value:.3g})" for name, value in (chance or {}).items()}
     words = [f"{name} {value:.4g}{guessed.get(name, '')}" for name, value in last.numbers.items()]
-    return f"after {len(history.rounds)} rounds: {', '.join(words)}"
+    return f"after {counted(len(history.rounds), 'round')}: {', '.join(words)}"
 
 
 def rounds_table(history: History, width: int) -> Table:
@@ -382,7 +383,7 @@ def rounds_table(history: History, width: int) -> Table:
     if history.start:
         untrained = {"round": "0", **{name: _number(history.start.get(name)) for name in numbers}}
         columns = {name: [untrained.get(name, ""), *cells] for name, cells in columns.items()}
-    devices = "1 device" if about["devices"] == 1 else f"{about['devices']} devices"
+    devices = counted(about["devices"], "device")
     name = f"{about['inner']['algorithm']}, compressed" if "inner" in about else about["algorithm"]
     return _fitting(
         f"{name}: {about['clients_per_round']} of {about['clients']} clients a round, {devices}", columns, width

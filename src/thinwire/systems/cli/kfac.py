@@ -127,7 +127,7 @@ def calibrate(
     seconds: Annotated[
         float, typer.Option(help="Time for each of the two curves; what does not fit into it is extrapolated.")
     ] = 20.0,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Measure the current GPU instead of the CPU.")] = False,
+    device: Annotated[str, typer.Option(help="What to measure: cpu, or cuda: the current GPU.")] = "cpu",
     out: Annotated[Path, typer.Option(help="File for the costs.")] = Path("costs.json"),
     json: Annotated[bool, typer.Option("--json", help="Print the table as JSON on stdout.")] = False,
 ) -> None:
@@ -137,20 +137,20 @@ def calibrate(
 
     from thinwire.core.pricing.costs import Costs
     from thinwire.predict.measure.kernels import KINDS, curve, inversion_points, sides
+    from thinwire.tools.bench.device import check_device
 
     check_output("--out", out)
     if not seconds > 0:
         raise ValueError(f"--seconds must be positive, not {seconds:g}")
-    if gpu and not torch.cuda.is_available():
-        raise ValueError("--gpu: torch sees no GPU here; leave it out to measure the CPU")
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    check_device(device)
+    chosen = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     known = Costs({})
     if costs is not None:
         try:
             known = Costs.from_json(costs.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{costs} cannot be read: {error.strerror}") from error
-    name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(chosen) if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found = {}
     with (
         watched_load(torch.get_num_threads()) as load,
@@ -158,7 +158,7 @@ def calibrate(
     ):
         for kind in KINDS:
             found[kind] = inversion_points(
-                kind, device, largest=largest, seconds=seconds,
+                kind, chosen, largest=largest, seconds=seconds,
                 on_point=lambda d, kind=kind: bar(bar.completed + 1, description=f"{kind} {d}"),  # type: ignore[misc]
             )  # fmt: skip
     curves = {kind: curve(points, "measured here", name) for kind, points in found.items()}

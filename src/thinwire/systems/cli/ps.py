@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from thinwire.core.checks import check_number
+from thinwire.core.words import counted
 from thinwire.tools.cli.console import (
     Congestion,
     Delay,
@@ -17,6 +19,7 @@ from thinwire.tools.cli.console import (
     Json,
     Loss,
     RunFailed,
+    check_folder,
     check_output,
     check_plot,
     watched_load,
@@ -80,6 +83,9 @@ def server(
     from thinwire.systems.cli.ps_work import check_words, live, make_service, read_secret_file
 
     check_words(model, settings, outer, nodes, shards)
+    check_output("--journal", journal)
+    if checkpoint_dir is not None:
+        check_folder(checkpoint_dir, "--checkpoint-dir")
     with live(quiet=json) as screen:
         screen.say(f"building {model}")
         service = make_service(
@@ -133,13 +139,15 @@ def node(
     = None,
     workers: Annotated[int, _Option(help="Workers on this node, one process each.")] = 1,
     slowdown: Annotated[
-        float, _Option(min=1, max=1e6, help="Emulate a slower machine: each step takes this many times longer.")
+        float, _Option(help="Emulate a slower machine: each step takes this many times longer.")
     ] = 1.0,
-    pace: Annotated[float, _Option(min=0, max=1e6, help="Emulate: minimum seconds per step, times slowdown.")] = 0.0,
+    pace: Annotated[float, _Option(help="Emulate: minimum seconds per step, times slowdown.")] = 0.0,
     seed: Annotated[int, _Option(help="Seed of the initial weights, which the server's replace.")] = 0,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Work for a server: run this node's leader and its workers; workers that die are restarted."""
+    check_number("--slowdown", slowdown, least=1, most=1e6)
+    check_number("--pace", pace, least=0, most=1e6)
     from thinwire.systems.cli.ps_work import run_node
 
     result = run_node(
@@ -176,7 +184,7 @@ def run(
     congestion: Congestion = None,
     slow: Slow = None,
     pace: Annotated[
-        float, _Option(min=0, max=1e6, help="Minimum seconds per step: shared cores then act like separate machines.")
+        float, _Option(help="Minimum seconds per step: shared cores then act like separate machines.")
     ] = 0.0,
     kill: Annotated[
         list[str] | None, _Option(help="NODE:SECONDS, to kill that node (kill -9) at that time; it then comes back.")
@@ -201,6 +209,7 @@ def run(
 ) -> None:
     """Run a server and its nodes in the lab, over emulated links, with slow nodes and kills."""
     _check_end(updates, gradients, seconds)
+    check_number("--pace", pace, least=0, most=1e6)
     check_plot(plot)
     check_output("--journal", journal)
     from thinwire.systems.cli.ps_work import LabSpec, lab_picture, run_lab
@@ -231,7 +240,7 @@ def run(
     typer.echo(_last_words(result["status"]))
     if losses:
         typer.echo(f"held-out loss {losses[0][2]:.3f} -> {losses[-1][2]:.3f} in {losses[-1][0]:.0f} s")
-    typer.echo(f"{nodes} nodes of {workers} worker(s), and the server: {result['note']}")
+    typer.echo(f"{counted(nodes, 'node')} of {counted(workers, 'worker')}, and the server: {result['note']}")
     if plot is not None:
         typer.echo(f"written: {plot}")
 
@@ -242,13 +251,13 @@ def simulate(
     nodes: Annotated[int, _Option(help="Nodes, each with a leader.")] = 4,
     workers: Annotated[int, _Option(help="Workers per node.")] = 1,
     step: Annotated[float, _Option(help="Median seconds of a worker's step.")] = 1.0,
-    spread: Annotated[float, _Option(max=10, help="Log-normal spread of a step; 0: none.")] = 0.1,
+    spread: Annotated[float, _Option(help="Log-normal spread of a step; 0: none.")] = 0.1,
     slow: Slow = None,
     parameters: Annotated[float, _Option(help="Parameters of the model, in millions.")] = 10.0,
     shards: Shards = 0,
     link: Annotated[str, _Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
     delay: Annotated[str, _Option(help="One-way delay between nodes, such as 1ms.")] = "0.5ms",
-    seconds: Annotated[float, _Option(max=1e6, help="Virtual seconds to simulate.")] = 300.0,
+    seconds: Annotated[float, _Option(help="Virtual seconds to simulate.")] = 300.0,
     seed: Annotated[int, _Option(help="Seed of all random draws.")] = 0,
     json: Json = False,
 ) -> None:

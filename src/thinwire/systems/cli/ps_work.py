@@ -26,9 +26,10 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_count
+from thinwire.core.checks import check_count, check_number
 from thinwire.core.events import LastWords, event_in, python, tell_event
 from thinwire.core.secret_file import VARIABLE
+from thinwire.core.words import counted
 from thinwire.systems.link.hello import find_trust, is_loopback, read_secret
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.parameter_server import (
@@ -138,7 +139,7 @@ def run_shard(
     check_server(server)
     made, words = (None, _published) if outer is None else (read_outer(outer), None)
     shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
-    print(f"shard {index}, for the server at {server}", file=sys.stderr, flush=True)
+    print(f"shard {index}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
     return {"index": index, "version": shard.run()}
 
 
@@ -182,7 +183,7 @@ def run_node(
         environment[VARIABLE] = str(secret_file.absolute())
     children: dict[int, subprocess.Popen[bytes]] = {}
     node, end = None, "training has ended"
-    print(f"node {number}, for the server at {server}", file=sys.stderr, flush=True)
+    print(f"node {number}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
     try:
         node = Node(server, number, workers, secret=secret, keys=keys)
         if workers == 1:
@@ -288,7 +289,7 @@ class Screen:
             if status["nodes"]:
                 self._table.update(status_table(status))
         elif time.monotonic() - self._told > EVERY_SECONDS:
-            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
+            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {counted(len(status['nodes']), 'node')}")
 
     def say(self, text: str) -> None:
         self._told = time.monotonic()
@@ -322,11 +323,11 @@ def predict(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
     check_count("--shards", shards, 0)
-    for name, value in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value:g}")
-    if spread < 0 or nodes < 1 or workers < 1:
-        raise ValueError("--spread must not be negative, --nodes and --workers at least 1")
+    for name, number in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
+        check_number(name, number, above=0, most=1e6)
+    check_number("--spread", spread, least=0, most=10)
+    for name, count in (("--nodes", nodes), ("--workers", workers)):
+        check_count(name, count)
     bits, latency = lab.parse_rate(link), lab.parse_delay(delay)
     payload, wire = int(4e6 * millions), Link(latency, bits)
 
@@ -399,11 +400,9 @@ class LabSpec:
     def __str__(self) -> str:
         ends = ((self.seconds, "s of training"), (self.updates, "updates"), (self.gradients, "gradients"))
         most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
-        shards = f"{self.shards} shards, " if self.shards else ""
-        return (
-            f"a server, {shards}{self.nodes} nodes of {self.workers} worker(s), link {self.cluster.wire}: "
-            f"{self.model} with {self.settings}, {most}"
-        )
+        shards = f"{counted(self.shards, 'shard')}, " if self.shards else ""
+        workers = f"{counted(self.nodes, 'node')} of {counted(self.workers, 'worker')}"
+        return f"a server, {shards}{workers}, link {self.cluster.wire}: {self.model} with {self.settings}, {most}"
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
@@ -458,7 +457,7 @@ def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
         "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
         tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
     )  # fmt: skip
-    return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.cluster.wire}{slow}", (panel,))
+    return Picture(f"{spec.model}, {counted(spec.nodes, 'node')}, link {spec.cluster.wire}{slow}", (panel,))
 
 
 def main(text: str) -> None:

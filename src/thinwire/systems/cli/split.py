@@ -86,7 +86,7 @@ def plan(
     down: Annotated[str, _help("Codecs for what comes down; delta only if that is the activation.")] = "none",
     front_on: FrontOn = "edge",
     epochs: Epochs = 3,
-    batch: Batch = 32,
+    batch_size: Batch = 32,
     lr: Rate = 1e-3,
     seed: Annotated[int, _help("Seed of weights, order and dropout.")] = 0,
     link: LinkUp = "10mbit",
@@ -107,7 +107,7 @@ def plan(
     chosen = SplitPlan(cut, kind, rank, residual, labels, init, read_words(up), read_words(down), front_on)
     wire = read_link(link, link_down, delay)
     build = model_builder(model, length, [chosen])
-    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
+    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch_size, seed=seed)
     if out is not None:
         check_folder(out)
     found = read_task(task, data, model, length, lines, seed)
@@ -224,7 +224,7 @@ def compare(
     ] = "boundary lowrank lowrank:int8,pack lowrank:int4,pack",
     front_on: FrontOn = "edge",
     epochs: Epochs = 3,
-    batch: Batch = 32,
+    batch_size: Batch = 32,
     lr: Rate = 1e-3,
     seeds: Annotated[int, _help("Number of seeds; the table shows mean and spread.")] = 1,
     link: LinkUp = "10mbit",
@@ -250,7 +250,7 @@ def compare(
     rows = read_rows(plans, cut, rank, front_on)
     wire = read_link(link, link_down, delay)
     build = model_builder(model, length, rows.values())
-    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
+    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch_size)
     found = read_task(task, data, model, length, lines, 0)
     losses: dict[str, list[float]] = {}
     now = {"row": "", "seed": 0}
@@ -340,7 +340,12 @@ def read_task(name: str, data: Path | None, model: str, length: int, most: int, 
 
     columns = tasks.COLUMNS
     if name != "stdlib" and name not in columns:
-        raise ValueError(f"task {name!r} is unknown: use stdlib, or one of GLUE's {', '.join(columns)} with --data")
+        from thinwire.core.checks import meant
+
+        ask = meant(name, ["stdlib", *columns])
+        raise ValueError(
+            f"task {name!r} is unknown; {ask}use stdlib, or one of GLUE's {', '.join(columns)} with --data"
+        )
     if name != "stdlib" and data is None:
         raise ValueError(f"task {name!r} needs --data, the directory with its train.tsv")
     if length < 3:

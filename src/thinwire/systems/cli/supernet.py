@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.core.checks import meant
 from thinwire.tools.cli.console import (
     Json,
     RunFailed,
@@ -64,7 +65,7 @@ def train(
         int | None, typer.Option(help="Run the published phases instead, with epochs of this many steps.")
     ] = None,
     sub_nets: Annotated[int, typer.Option(help="Sub-networks per step of the shrinking phase.")] = 2,
-    batch: Annotated[int, typer.Option(help="Pairs per rank and step.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Pairs per rank and step.")] = 4,
     method: Annotated[
         str, typer.Option(help="active, dense, or a method for the active part: cast, topk:density=0.01.")
     ] = "active",
@@ -110,7 +111,7 @@ def train(
 
         try:
             report = shrink(
-                net, training, phases, batch=batch, method=chosen, sampling=sampling, divisor=divisor,
+                net, training, phases, batch=batch_size, method=chosen, sampling=sampling, divisor=divisor,
                 semantics=semantics, seed=seed, checkpoint_dir=out / "checkpoints", checkpoint_every=checkpoint_every,
                 on_step=on_step,
             )  # fmt: skip
@@ -122,7 +123,8 @@ def train(
     known = list(batches(testing, 8))
     score = Calibrated(net, list(batches(calibration, _BATCH)), known)
     guess = constant_guess(known, net.max_disparity)
-    found = {name: score.metrics(sub_net) for name, sub_net in corners(net).items()}
+    with progress("evaluating"):
+        found = {name: score.metrics(sub_net) for name, sub_net in corners(net).items()}
     save_net(net, out / "net.pt")
     result = {
         "net": str(out / "net.pt"),
@@ -405,7 +407,10 @@ def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: i
     if data in MADE_UP:
         return RandomDots(count, *size, max_disparity, _KINDS[data], seed)
     if not Path(data).is_file():
-        raise ValueError(f"data {data!r} is neither one of {', '.join(MADE_UP)} nor a file that lists pairs")
+        known = ", ".join(MADE_UP)
+        raise ValueError(
+            f"--data {data!r} is unknown; {meant(data, MADE_UP)}use one of {known}, or a file that lists pairs"
+        )
     return StereoFiles(data, size, augment=False, seed=seed)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from thinwire.core.checks import meant
 from thinwire.core.records import Record
 from thinwire.systems.papers import NAMES
 from thinwire.systems.papers.workbench import Workbench
@@ -86,7 +87,7 @@ def curves(title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float,
 def paper(name: str) -> Paper:
     """Return a paper of :data:`NAMES`."""
     if name not in NAMES:
-        raise ValueError(f"no paper is called {name!r}; there are {', '.join(NAMES)}")
+        raise ValueError(f"no paper is called {name!r}; {meant(name, NAMES)}there are {', '.join(NAMES)}")
     found: Paper = importlib.import_module(f"thinwire.systems.papers.{name}").PAPER
     return found
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from thinwire.core.checks import meant
 from thinwire.systems.parameter_server.settings import LocalSteps, Settings
 
 
@@ -86,7 +86,7 @@ def preset(text: str) -> Settings:
     """
     name, *words = text.split(":")
     if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+        raise ValueError(f"preset {name!r} is unknown; {meant(name, PRESETS)}use one of {', '.join(PRESETS)}")
     options: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -96,9 +96,8 @@ def preset(text: str) -> Settings:
     known = {*inspect.signature(PRESETS[name]).parameters, *(field.name for field in fields(Settings))} - {"options"}
     for key in options:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            meant = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"preset {text!r} has no option {key!r}; {meant}known: {', '.join(sorted(known))}")
+            ask = meant(key, known)
+            raise ValueError(f"preset {text!r} has no option {key!r}; {ask}known: {', '.join(sorted(known))}")
     try:
         return PRESETS[name](**options)
     except TypeError as error:

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.core.words import megabytes, seconds
+from thinwire.core.words import counted, megabytes, seconds
 from thinwire.tools.bench.rows import COMPUTE
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, reached
 from thinwire.tools.pictures import Level, Panel, Picture, Series
@@ -218,7 +218,8 @@ def _title(result: BenchResult) -> str:
     link = result.link or "no limit"
     if result.link and not result.emulated:
         link += " (NOT emulated)"
-    return f"{result.describe}; {result.parameters / 1e6:.1f} M parameters; {result.workers} workers; link {link}"
+    workers = counted(result.workers, "worker")
+    return f"{result.describe}; {result.parameters / 1e6:.1f} M parameters; {workers}; link {link}"
 
 
 def _cells(row: RowSummary) -> list[str | Text]:
@@ -273,7 +274,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     names = [row.label for row in rows]
     compute = [min(result.compute_seconds, row.step_seconds or 0.0) for row in rows]
     exposed = [max(row.exposed_seconds or 0.0, 0.0) for row in rows]
-    title = f"{result.model}, {result.workers} workers, link {result.link or 'no limit'}"
+    title = f"{result.model}, {counted(result.workers, 'worker')}, link {result.link or 'no limit'}"
     if path.suffix == ".html":
         go = plotly()
         bars = [go.Bar(name="compute", x=names, y=compute), go.Bar(name="exposed", x=names, y=exposed)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import thinwire
+from thinwire.core.checks import meant
 
 PACKAGE = Path(thinwire.__file__).resolve().parent
 _NOT_THE_USERS = (str(PACKAGE), "<", *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
@@ -64,8 +64,7 @@ def attach_line(name: str, options: Mapping[str, Value]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message: the nearest known name, and all of them."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(known)
+    return f"{meant(name, known)}known: {', '.join(known)}"
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:

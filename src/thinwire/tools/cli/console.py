@@ -209,7 +209,7 @@ def sentence(error: Exception) -> str:
     if isinstance(error, _USAGE):
         ctx = getattr(error, "ctx", None)
         words = error.format_message().partition(", unable to")[0].rstrip(".")  # type: ignore[attr-defined]
-        return f"{words} (see {ctx.command_path if ctx else 'thinwire'} --help)"
+        return f"{words[:1].lower()}{words[1:]} (see {ctx.command_path if ctx else 'thinwire'} --help)"
     return str(error).strip().partition("\n")[0] if isinstance(error, ValueError) else str(error)
 
 

@@ -142,7 +142,8 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
         + (f", TCP with {facts.lab_congestion_control}" if facts.lab_congestion_control else ""),
         "torch.compile": _COMPILE,
     }
-    table = Table("what", "found", show_header=False)
+    table = Table("what", show_header=False)
+    table.add_column("found", overflow="fold")  # a value that is cut is of no use in a bug report
     for name, value in rows.items():
         table.add_row(name, Text(value))  # brackets are not markup
     return table

@@ -33,12 +33,22 @@ class FriendlyErrors(TyperGroup):
     """Known errors become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
 
     def make_context(self, *words: Any, **options: Any) -> Any:
+        _plain_types(self)
         with _known_errors():
             return super().make_context(*words, **options)
 
     def invoke(self, ctx: Any) -> Any:
         with _known_errors():
             return super().invoke(ctx)
+
+
+def _plain_types(command: Any) -> None:
+    """In help pages a flag has no type, and an option that may be repeated has that of one value."""
+    for one in command.get_params(typer.Context(command)):
+        if one.param_type_name == "option" and one.metavar is None:
+            one.metavar = "" if one.is_flag else "<str>" if one.multiple else None
+    for verb in getattr(command, "commands", {}).values():
+        _plain_types(verb)
 
 
 @contextmanager
@@ -54,7 +64,13 @@ def _known_errors() -> Iterator[None]:
         raise typer.Exit(code) from error
 
 
-app = typer.Typer(cls=FriendlyErrors, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=FriendlyErrors,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog="Examples: thinwire demo --quick, and with a script of yours: "
+    "thinwire lab run --link 1gbit -- python train.py",
+)
 _CHOOSE, _LOOK, _SYSTEMS = "Choose a method", "Look at a machine, a model, a run", "Systems, each with its own verbs"
 for _panel, _verb, _words in (
     (_CHOOSE, demo.demo, "--quick"),

@@ -49,6 +49,9 @@ def probe(
         str | None, typer.Option(help="Rate of each node's emulated link, such as 1gbit. Not under torchrun.")
     ] = None,
     delay: Annotated[str | None, typer.Option(help="One-way delay between nodes. Not under torchrun.")] = None,
+    jitter: Annotated[
+        str | None, typer.Option(help="By how much a packet's delay may differ. Not under torchrun.")
+    ] = None,
     loss: Annotated[str | None, typer.Option(help="Share of packets that get lost. Not under torchrun.")] = None,
     congestion: Annotated[str | None, typer.Option(help="TCP's congestion control. Not under torchrun.")] = None,
     backend: Annotated[str, typer.Option(help="auto, gloo or nccl; in the lab always gloo.")] = "auto",
@@ -73,7 +76,7 @@ def probe(
     check_output("--out", out)
     note = ""
     if under_torchrun():
-        if any(option is not None for option in (workers, ranks_per_node, link, delay, loss, congestion)):
+        if any(option is not None for option in (workers, ranks_per_node, link, delay, jitter, loss, congestion)):
             raise ValueError(
                 "under torchrun the ranks and the network are fixed: leave out --workers, --link and so on"
             )
@@ -86,7 +89,7 @@ def probe(
             raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
         workers, ranks_per_node = (2 if workers is None else workers), (1 if ranks_per_node is None else ranks_per_node)
         with watched_load(workers) as load:
-            cluster = Cluster.parse(workers, ranks_per_node, link, delay, loss=loss, congestion=congestion)
+            cluster = Cluster.parse(workers, ranks_per_node, link, delay, jitter, loss, congestion)
             result, note = _in_lab(cluster, max_bytes, seconds)
     costs = result.costs
     out.write_text(costs.to_json() + "\n")
@@ -163,7 +166,6 @@ def profile(
     workers: Annotated[
         int, typer.Option(help="Processes that compute at the same time, as on a machine with that many ranks.")
     ] = 1,
-    ranks: Annotated[int | None, typer.Option(hidden=True)] = None,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.json"),
     json: Json = False,
@@ -176,7 +178,6 @@ def profile(
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("thinwire profile starts its own processes: use --workers instead of torchrun")
-    workers = workers if ranks is None else ranks
     if steps < 1 or warmup < 0 or workers < 1:
         raise ValueError(f"--steps {steps} and --workers {workers} must be at least 1, --warmup {warmup} not negative")
     check_output("--out", out)

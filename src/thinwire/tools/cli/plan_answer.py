@@ -14,7 +14,7 @@ from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
 from thinwire.core.records import plain
-from thinwire.core.words import in_milliseconds, megabytes, milliseconds
+from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
 from thinwire.predict.timeline import simulate, write_trace
 from thinwire.predict.timeline.local_steps import Periodic
@@ -99,7 +99,7 @@ def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: 
 
 def ranking_table(question: Question, ranking: Ranking) -> Table:
     profile, workers = question.profile, ranking.workers
-    title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {workers} workers"
+    title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {counted(workers, 'worker')}"
     if question.ranks_per_node > 1:
         title += f", {question.ranks_per_node} per machine"
     columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "x")

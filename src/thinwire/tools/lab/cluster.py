@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
+from thinwire.core.words import counted
+
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z/]*)")
@@ -277,7 +279,8 @@ class Cluster:
 
     def describe(self) -> str:
         """Return a short description, such as ``4 workers on 2 nodes, 1gbit``."""
-        return f"{self.workers} workers on {self.nodes} nodes, {self.wire.removesuffix(f', {self.congestion}')}"
+        ranks, nodes = counted(self.workers, "worker"), counted(self.nodes, "node")
+        return f"{ranks} on {nodes}, {self.wire.removesuffix(f', {self.congestion}')}"
 
 
 def _words(text: str | None, none: str = "0") -> list[str]:
