@@ -6,7 +6,9 @@ MUTATIONS = {
     "DDP inside a module": (
         "engine/attach.py", "isinstance(module, nn.parallel.Dist", "not name and isinstance(module, nn.parallel.Dist",
     ),
-    "a buffer that is rebound": ("engine/parameters.py", "            self.tensor = found\n", "            pass\n"),
+    "a buffer that is rebound": (
+        "engine/parameters.py", "            self.tensor = here(found)\n", "            pass\n",
+    ),
     "a flag before floats": ("engine/ranks/agreement.py", "== 0 else piece.clone()", "== 0 else piece"),
     "an expanded buffer": ("engine/ranks/agreement.py", "if shares_memory(x):", "if False:"),
     "dtypes that differ between ranks": ("engine/parameters.py", "{list(x.shape)} {x.dtype}", "{list(x.shape)}"),

@@ -28,12 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from thinwire.core.kernels.runs import here
 from thinwire.core.program import Topology
 from thinwire.core.program.state import extend
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync
-from thinwire.engine.parameters import Managed, check_optimizers, here, managed_parameters
+from thinwire.engine.parameters import Managed, check_optimizers, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.services import fitting
 from thinwire.engine.source import AttachSettings

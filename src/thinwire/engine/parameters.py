@@ -14,18 +14,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from thinwire.core.collectives.streams import memory_of
+from thinwire.core.kernels.runs import here
 from thinwire.core.program import Method
 from thinwire.engine.ranks.agreement import bytes_of, put_bytes
 from thinwire.engine.ranks.communicator import Communicator
 
 logger = logging.getLogger("thinwire")
 DenseRule = str | Callable[[str, nn.Parameter], bool]
-
-
-def here(x: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: its shard of a DTensor, detached; else the tensor itself."""
-    local: Tensor = x.detach().to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined,unused-ignore]
-    return local
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,7 +63,7 @@ def test_wrong_words_are_refused_before_the_work(tmp_path):
     not_ours = tmp_path / "claims.json"
     not_ours.write_text("[1, 2]")
     for words, says in (
-        (["acd"], "no paper is called 'acd'; there are omgs, lags,"),
+        (["acd"], "no paper is called 'acd'; did you mean 'acp'? there are omgs, lags,"),
         (["acp", "--out", not_ours], "holds something else than results of thinwire reproduce"),
         (["acp", "--out", tmp_path / "no" / "folder.json"], "give a file in a folder that exists"),
     ):

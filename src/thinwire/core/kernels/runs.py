@@ -1,4 +1,4 @@
-"""Tensors that lie one after the other in one piece of memory: a view of each, or of all as one."""
+"""Views of memory: of what a rank holds of a tensor; of tensors that lie one after the other, each or all as one."""
 
 from __future__ import annotations
 
@@ -30,3 +30,9 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as one batch: a view if they lie one after the other, else a copy."""
     found = joined(tensors)
     return torch.stack(list(tensors)) if found is None else found.view(len(tensors), *tensors[0].shape)
+
+
+def here(x: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its shard of a DTensor, detached; else the tensor itself."""
+    local: Tensor = x.detach().to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined,unused-ignore]
+    return local

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.finite import every_finite
+from thinwire.core.kernels.runs import here
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.pricing.periods import calendar, cut, layers, steps_late
 from thinwire.core.program import (
@@ -41,7 +42,6 @@ from thinwire.core.program import (
 from thinwire.core.program.ops import Collective
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 from thinwire.engine.local.settings import QSR, Local
-from thinwire.engine.parameters import here
 
 KEPT = 0.5
 """Share of a rank's deviation at sending that is kept, in rounds of two or more steps. At a delay of 2 or 3 steps it

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.kernels.runs import here
 from thinwire.core.program import Method, State, Topology
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.local.memory import ADAM, Held, held
@@ -25,7 +26,7 @@ from thinwire.engine.local.site import Site
 from thinwire.engine.local.times import CalendarTimes, RoundTimes
 from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.look import BeforeForward
-from thinwire.engine.parameters import Managed, buffers_of, frozen_of, here, model_facts, sent_at_start
+from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Fitting, Handle, Services, fitting
 from thinwire.engine.session import Session, owned

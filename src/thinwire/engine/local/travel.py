@@ -18,13 +18,14 @@ from torch import Tensor
 
 from thinwire.core.collectives.exchange import Ledger
 from thinwire.core.collectives.streams import shares_memory
+from thinwire.core.kernels.runs import here
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import AllReduce, Broadcast, Program, Scope, Topology, working_dtype
 from thinwire.core.program.local_world import run_lockstep
 from thinwire.core.program.trace import depths
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
-from thinwire.engine.parameters import Named, here
+from thinwire.engine.parameters import Named
 from thinwire.engine.ranks.agreement import deepest_of_all
 from thinwire.engine.services import Services
 from thinwire.engine.session import Channel
