@@ -212,6 +212,7 @@ def _refused(rank, size):
             lambda: attach(net, optimizer, "local", sites=on),
             lambda: attach(net, optimizer, "local", sites=on["site"], inside="ssgd", sync_every=4),
             lambda: attach(net, optimizer, "local", sites=on["site"], every=4),
+            lambda: attach(net, None, "local", sites=on["site"]),
             lambda: attach(Net(), torch.optim.SGD(Net().parameters(), lr=0.05), "local", sites=on["site"]),
         )
     ]
@@ -232,6 +233,7 @@ def test_what_does_not_work_says_so():
             "sites= must be one dimension of a mesh",
             "leave out inside=",
             "has no option 'every'",
+            "pass the optimizer",
             "the optimizer does not own",
         ),
         strict=True,

@@ -7,7 +7,7 @@ MUTATIONS = {
         "engine/attach.py", "isinstance(module, nn.parallel.Dist", "not name and isinstance(module, nn.parallel.Dist",
     ),
     "a buffer that is rebound": (
-        "engine/parameters.py", "            self.tensor = here(found)\n", "            pass\n",
+        "engine/parameters.py", "                self.tensor = found\n", "                pass\n",
     ),
     "a flag before floats": ("engine/ranks/agreement.py", "== 0 else piece.clone()", "== 0 else piece"),
     "an expanded buffer": ("engine/ranks/agreement.py", "if shares_memory(x):", "if False:"),

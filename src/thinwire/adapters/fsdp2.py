@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.adapters.fsdp2_groups import Group, groups_of
+from thinwire.adapters.fsdp2_groups import Group, across, groups_of
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_sites import SiteSync, attach_sites
 from thinwire.core.methods import two_step
@@ -28,7 +28,6 @@ from thinwire.core.program import Method, ReduceScatter, Topology, working_dtype
 from thinwire.engine.attach import checked_timeout, listed
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.local.settings import Local, named_local
-from thinwire.engine.look import as_look
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Closing
 from thinwire.engine.source import AttachSettings
@@ -99,8 +98,7 @@ def attach(
     optimizer, method = given
     of_settings = {name: options.pop(name) for name in _OF_SITES if name in options}
     of_settings["timeout"] = checked_timeout(of_settings.get("timeout"))
-    look = as_look(options.pop("look", None))
-    local = named_local(method, options if look is None else {**options, "look": look})
+    local = named_local(method, options)
     if local is None:
         raise NotImplementedError(
             f"between sites {method!r} does not work: gradients are averaged by attach(model, method, replicas=...), "
@@ -202,15 +200,7 @@ def _replicas(groups: list[Group], given: DeviceMesh | dist.ProcessGroup | None)
         return own[0]
     if own[0] is not None:
         raise ValueError("the model's mesh already has replicas: leave out replicas=")
-    if isinstance(given, DeviceMesh) and given.ndim != 1:
-        raise ValueError(f'replicas= must be one dimension of a mesh, such as mesh["replicate"], not {given.ndim}')
-    group = given.get_group() if isinstance(given, DeviceMesh) else given
-    common = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(groups[0].shards))
-    if dist.get_world_size(group) < 1 or common != {dist.get_rank()}:
-        raise ValueError(
-            "replicas= must hold this rank and no other rank of its shards: give the other dimension of the mesh"
-        )
-    return group
+    return across(given, [groups[0].shards], "replicas", "replicate")
 
 
 def _same(groups: list[Group], what: str, ranks: list[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -176,3 +177,22 @@ def _group(index: int, name: str, module: nn.Module, inside: Any, names: dict[nn
             offset += one.padded_sharded_param_size.numel()
     replicas = mesh.replicate_process_group if isinstance(mesh, HSDPMeshInfo) else None
     return Group(index, name, module, tuple(pieces), offset, inside.device, mesh.shard_process_group, replicas, inside)
+
+
+def across(
+    given: DeviceMesh | dist.ProcessGroup, inside: Sequence[dist.ProcessGroup], option: str, dimension: str
+) -> dist.ProcessGroup:
+    """Return the group of an option: the ranks that hold this one's shards elsewhere, and none of those ``inside``."""
+    if isinstance(given, DeviceMesh) and given.ndim != 1:
+        raise ValueError(f'{option}= must be one dimension of a mesh, such as mesh["{dimension}"], not {given.ndim}')
+    group = given.get_group() if isinstance(given, DeviceMesh) else given
+    ranks, me = set(dist.get_process_group_ranks(group)), dist.get_rank()
+    if me not in ranks or any(ranks & set(dist.get_process_group_ranks(one)) != {me} for one in inside):
+        raise ValueError(
+            f"{option}= must hold this rank and no other rank of its {_INSIDE[option]}: give the dimension of the mesh "
+            "over which the model is not sharded"
+        )
+    return group
+
+
+_INSIDE = {"replicas": "shards", "sites": "site"}

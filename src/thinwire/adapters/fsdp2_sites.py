@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from thinwire.adapters.fsdp2_groups import across
 from thinwire.core.kernels.runs import here
 from thinwire.core.program import Topology
 from thinwire.core.program.state import extend
+from thinwire.engine.attach import attach_local
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync
 from thinwire.engine.parameters import Managed, check_optimizers, managed_parameters
-from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.services import fitting
 from thinwire.engine.source import AttachSettings
 from thinwire.engine.state.persistence import name_of
@@ -53,19 +55,22 @@ class SiteSync(LocalSync):
     to one shard and cannot be cut otherwise.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        local: Local,
-        managed: list[Managed],
-        comm: Communicator,
-        topology: Topology,
-        settings: AttachSettings,
-        site: Site,
-    ) -> None:
-        self._quiet, self._at = False, site.place
-        super().__init__(model, optimizers, local, managed, comm, topology, settings, None, site)
+    _quiet = False
+
+    @property
+    def _at(self) -> str:
+        """Return which of its site's shards this rank has."""
+        assert self.services.site is not None
+        return self.services.site.place
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """A fresh optimizer makes a step without gradients where its state is asked for, which does not count."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._quiet:
@@ -78,11 +83,8 @@ class SiteSync(LocalSync):
     def _own(self) -> dict[str, Any]:
         """Return this site's weights and the states of its optimizers, not copied, and of this rank its buffers."""
         model = self.services.model
-        self._quiet = True  # a fresh optimizer makes a step without gradients here
-        try:
+        with self._unwatched():
             states = get_optimizer_state_dict(model, self.services.optimizers, options=_FLAT)
-        finally:
-            self._quiet = False
         found: dict[str, Any] = {f"optimizer/{key}": value for key, value in states.items()}
         found |= {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
         return found | {f"{self._at}/buffer/{name}": x for name, x in model.named_buffers()}
@@ -189,11 +191,8 @@ class SiteSync(LocalSync):
         flat[f"sent/{rank}"] = sent
         found = fitting(self, flat)
         states = {k.partition("/optimizer/")[2]: value for k, value in saved.items() if f"{mine}/optimizer/" in k}
-        self._quiet = True
-        try:
+        with self._unwatched():
             set_optimizer_state_dict(self.services.model, self.services.optimizers, states, options=_FLAT)
-        finally:
-            self._quiet = False
         found.restore()
         found.adopt()
 
@@ -217,7 +216,7 @@ def _sharded(parameter: Tensor, x: Tensor) -> DTensor:
 
 def attach_sites(
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: list[torch.optim.Optimizer],
     local: Local,
     sites: DeviceMesh | dist.ProcessGroup,
     settings: AttachSettings,
@@ -235,17 +234,9 @@ def attach_sites(
     managed = managed_parameters(model, local.method, settings.keep_dense, sharded=True)
     check_optimizers(managed, optimizers)
     groups = _groups(managed)
-    group = _between(sites, groups)
-    size = dist.get_world_size(group)
-    device, topology = managed[0].device, Topology(size)
-    comm = Communicator(group, topology, device, settings.timeout, attaching=True) if size > 1 else Alone(device)
-    try:
-        sync = SiteSync(model, optimizers, local, managed, comm, topology, settings, Site(groups, device, changed))
-    except BaseException as error:
-        comm.dismiss(error)
-        raise
-    comm.attaching = False
-    return sync
+    group = across(sites, groups, "sites", "site")
+    topology, site = Topology(dist.get_world_size(group)), Site(groups, managed[0].device, changed)
+    return attach_local(model, optimizers, local, managed, group, topology, settings, SiteSync, site)
 
 
 def _groups(managed: Sequence[Managed]) -> list[dist.ProcessGroup]:
@@ -262,17 +253,3 @@ def _groups(managed: Sequence[Managed]) -> list[dist.ProcessGroup]:
             group = mesh.get_group(dimension)
             found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return [group for ranks, group in sorted(found.items()) if len(ranks) > 1]
-
-
-def _between(sites: DeviceMesh | dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the group of the ranks that hold the same shards at all sites."""
-    if isinstance(sites, DeviceMesh) and sites.ndim != 1:
-        raise ValueError(f'sites= must be one dimension of a mesh, such as mesh["site"], not {sites.ndim}')
-    group = sites.get_group() if isinstance(sites, DeviceMesh) else sites
-    ranks, me = set(dist.get_process_group_ranks(group)), dist.get_rank()
-    if me not in ranks or any(ranks & set(dist.get_process_group_ranks(one)) != {me} for one in groups):
-        raise ValueError(
-            "sites= must hold this rank and no other rank of its site: give the dimension of the mesh over which the "
-            "model is not sharded"
-        )
-    return group

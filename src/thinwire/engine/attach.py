@@ -26,6 +26,7 @@ from thinwire.core.program import Method, Plan, Scope, Topology
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
 from thinwire.engine.local.settings import Local, named_local
+from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync
 from thinwire.engine.look import Look, LookAhead, as_look
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
@@ -39,6 +40,7 @@ from thinwire.predict.measure.kernels import KERNELS
 logger = logging.getLogger("thinwire")
 P = ParamSpec("P")
 R = TypeVar("R")
+L = TypeVar("L", bound=LocalSync)
 
 
 def _telling_others(attach: Callable[P, R]) -> Callable[P, R]:
@@ -214,7 +216,7 @@ def attach(
     managed = managed_parameters(model, chosen, keep_dense)
     check_optimizers(managed, optimizers)
     if local is not None:
-        return _attach_local(model, optimizers, local, managed, process_group, topology, settings)
+        return attach_local(model, optimizers, local, managed, process_group, topology, settings, LocalSync)
     for o in optimizers:
         chosen.check_optimizer(o)
     pinned, device = settings.pinned, managed[0].parameter.device
@@ -247,7 +249,7 @@ def attach(
     return sync
 
 
-def _attach_local(
+def attach_local(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     local: Local,
@@ -255,7 +257,10 @@ def _attach_local(
     group: dist.ProcessGroup | None,
     topology: Topology,
     settings: AttachSettings,
-) -> LocalSync:
+    handle: Callable[..., L],
+    site: Site | None = None,
+) -> L:
+    """Make a handle of local steps among a group's ranks. ``site``: of a model that is sharded inside each of them."""
     if not optimizers:
         raise ValueError("local steps are counted by the optimizer's steps: pass the optimizer")
     device, several, inner = managed[0].parameter.device, topology.world_size > 1, None
@@ -265,7 +270,7 @@ def _attach_local(
     try:
         if local.inside is not None and several:
             inner = _attach_inside(model, optimizers, local.inside, comm, settings)
-        sync = LocalSync(model, optimizers, local, managed, comm, topology, settings, inner)
+        sync = handle(model, optimizers, local, managed, comm, topology, settings, inner, site)
     except BaseException as error:
         if inner is not None:
             inner.close()

@@ -81,11 +81,10 @@ class Named:
         if isinstance(found, torch.Tensor) and found.is_inference():
             found = found.clone()
             setattr(self.module, self.key, found)
-        if isinstance(found, torch.Tensor) and (here(found).shape, found.dtype) == (
-            self.tensor.shape,
-            self.tensor.dtype,
-        ):
-            self.tensor = here(found)
+        if isinstance(found, torch.Tensor):
+            found = here(found)
+            if (found.shape, found.dtype) == (self.tensor.shape, self.tensor.dtype):
+                self.tensor = found
         return self.tensor
 
 

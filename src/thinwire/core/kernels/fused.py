@@ -68,7 +68,7 @@ class Fused(Generic[P, R]):
     def serves(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Whether this is for the kernels: all tensors, and those in lists, on a GPU and of no float but fp32."""
         lists = [one if isinstance(one, (list, tuple)) else (one,) for one in (*args, *kwargs.values())]
-        given = [x for some in lists for x in some if isinstance(x, Tensor)]
+        given = (x for some in lists for x in some if isinstance(x, Tensor))
         return (
             all(x.is_cuda and (x.dtype == torch.float32 or not x.is_floating_point()) for x in given)
             and triton_installed()

@@ -313,6 +313,8 @@ class Fragment:
 
     def _fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return these on the weights' device; the same, if they are there."""
+        if not self._away:
+            return list(tensors)
         return [x.to(w.device, non_blocking=True) for x, w in zip(tensors, self.weights)]
 
     def _residuals(self, place: Callable[[Tensor], Tensor]) -> None:

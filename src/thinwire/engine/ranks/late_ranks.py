@@ -111,14 +111,13 @@ class LateRanks:
             while come < len(self._ranks):
                 left = self._store.check([f"{self._prefix}/left"])
                 come = self._store.add(key, 0)
-                if left:  # perhaps by a rank that came, and left after that
-                    return bool(come == len(self._ranks))
+                if left or come >= len(self._ranks):  # a rank may have come, and left after that
+                    break
                 if time.monotonic() > end:
                     raise TimeoutError(f"not all ranks came within {self._seconds:g} s")
-                if come < len(self._ranks):
-                    time.sleep(pause)
-                    pause = min(2 * pause, 0.05)
-            return True
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            return bool(come >= len(self._ranks))
 
         if not bounded(self._seconds + WAIT_SECONDS, wait):
             raise RuntimeError("another rank has given up")

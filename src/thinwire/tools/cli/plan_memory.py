@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from thinwire.core.pricing.profiles import BUILTIN, builtin
 from thinwire.core.words import volume
 from thinwire.engine.local.memory import held_by
 from thinwire.engine.local.settings import PRESETS, local_settings
-from thinwire.tools.bench.models.registry import BUILT_IN, build_model
+from thinwire.tools.bench.models.registry import BUILT_IN, build_model, model_in
 from thinwire.tools.bench.words import load_function, split_options, told
 from thinwire.tools.cli.console import plain_table
 
@@ -38,9 +38,7 @@ def shapes_of(model: str) -> list[tuple[str, Sequence[int]]]:
                     built = function(**options)
             except RuntimeError:  # it looks at numbers, as in its data
                 built = function(**options)
-        module = built.get("model") if isinstance(built, Mapping) else getattr(built, "model", built)
-        module = built if isinstance(built, nn.Module) else module
-        module = module[0] if isinstance(module, tuple) else module
+        module = model_in(built)
     if not isinstance(module, nn.Module):
         raise ValueError(f"model {name!r} must return a torch.nn.Module, or a pair of it and a loss")
     return [(n, tuple(p.shape)) for n, p in module.named_parameters() if p.requires_grad]

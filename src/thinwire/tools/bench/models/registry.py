@@ -93,7 +93,7 @@ def _as_workload(name: str, built: Any) -> Workload:
 
     if isinstance(built, Workload):
         return built
-    given = built if isinstance(built, Mapping) else dict(zip(_PARTS, built)) if _is_short(built) else {}
+    given = _given(built)
     if unknown := [key for key in given if key not in _PARTS]:
         raise ValueError(f"model {name!r} returns {unknown[0]!r}; {nearest(str(unknown[0]), _PARTS)}")
     model, data, loss, held_out, optimizer = map(given.get, _PARTS)
@@ -122,8 +122,16 @@ _PARTS = ("model", "data", "loss", "held_out", "optimizer")
 """What a user's function returns by name, the first two or three also as a tuple."""
 
 
-def _is_short(built: Any) -> bool:
-    return isinstance(built, tuple) and len(built) in (2, 3)
+def _given(built: Any) -> Mapping[str, Any]:
+    short = isinstance(built, tuple) and len(built) in (2, 3)
+    return built if isinstance(built, Mapping) else dict(zip(_PARTS, built)) if short else {}
+
+
+def model_in(built: Any) -> Any:
+    """Return the model of what a user's function has returned, in any form: itself, a ``Workload``, or parts."""
+    from torch import nn
+
+    return built if isinstance(built, nn.Module) else getattr(built, "model", _given(built).get("model"))
 
 
 def _is_of_steps(function: Any) -> bool:
