@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -204,3 +205,28 @@ def test_a_line_to_paste():
     assert "bucket_cap_mb=7.5, and" in ddp_sentence({"label": "ssgd", "arguments": {"bucket_cap_mb": 7.5}})
     long = ddp_sentence({"label": "ssgd", "arguments": {"bucket_cap_mb_list": [1.0] * 40}})
     assert "[" + "1, " * 12 + "... 28 more in --json]" in long
+
+
+def test_the_first_line_is_the_answer_with_its_range_and_its_ground():
+    lossy = run("resnet50", "--link", "1gbit", "--workers", "4").split("\nresnet50, ")[0]
+    line = " ".join(lossy.split())
+    found = re.fullmatch(
+        r"use local codec=int2: about ([\d.]+) to ([\d.]+) times sooner at the same loss than DDP, predicted for an "
+        r"assumed network and a100; race it",
+        line,
+    )
+    assert found, line
+    assert 1 < float(found[1]) < float(found[2])
+    data = as_json("resnet50", "--link", "1gbit", "--workers", "4")
+    assert data["answer"] == line
+    (best,) = (e for e in data["ranking"]["entries"] if e["label"] == data["ranking"]["best"])
+    assert float(found[2]) == float(f"{best['speedup']:.2g}")
+    assert as_json("resnet50", "--link", "400gbit", "--workers", "4")["answer"].startswith("use ssgd, predicted for ")
+    assert as_json("resnet50", "--workers", "1")["answer"].startswith("one worker: nothing is sent")
+    low = as_json("resnet50", "--link", "25gbit", "--workers", "4")["answer"]
+    assert re.search(r": up to [\d.]+ times sooner ", low), low
+
+
+def test_what_keeps_equal_weights_is_named_beside_local_steps():
+    text = " ".join(run("resnet50", "--link", "1gbit", "--workers", "4").split())
+    assert re.search(r"if weights must be equal after every step: powersgd:rank=4, [\d.]+ ms x [\d.]+ steps", text)

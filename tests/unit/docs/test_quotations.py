@@ -78,5 +78,5 @@ def test_paragraphs_and_lists():
 def test_the_first_answer_is_what_the_verb_says():
     page = (DOCS / "quickstart.md").read_text()
     command = re.search(r"^thinwire (plan .+)$", page, re.MULTILINE)[1]
-    quoted = re.search(r"the first answer:\n\n```\n(.*?)```", page, re.DOTALL)[1]
+    quoted = re.search(r"reasons follow:\n\n```\n(.*?)```", page, re.DOTALL)[1]
     assert " ".join(quoted.split()) in " ".join(call(*command.split()).output.split())

@@ -35,6 +35,8 @@ def answer_of(question: Question, console: Console, *, lossy: bool, buckets: boo
     ranking = choose(question.candidates, profile, topology, prices, **where, lossy=lossy)
     knees = _knees(question, ranking)
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
+    answer["answer"] = first_answer(question, ranking)
+    console.print(answer["answer"], markup=False, highlight=False)
     console.print(ranking_table(question, ranking))
     for sentence in sentences(question, ranking, knees):
         console.print(sentence, markup=False, highlight=False)
@@ -128,18 +130,38 @@ def _cells(entry: Entry) -> list[str]:
     ]
 
 
+def first_answer(question: Question, ranking: Ranking) -> str:
+    """One line: what to use, and how many times sooner: from the cautious ends of both bands to the middles."""
+    if ranking.workers == 1:
+        return "one worker: nothing is sent, so no method can help"
+    best, exact = ranking.best, min(ranking.exact, key=lambda entry: entry.step_seconds)
+    kinds = {"network": "measured" if question.network else "assumed", question.device.name: question.profile.provenance}
+    assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
+    ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"
+    use = f"use {best.label.replace(':', ' ')}"
+    if best.exact or best.speedup is None:
+        return f"{use}, {ground}"
+    least = exact.low_seconds / (best.high_seconds * (best.most_steps or best.steps or 1.0))
+    low, high = (f"{float(f'{value:.2g}'):g}" for value in (least, best.speedup))
+    times = f"about {low} to {high} times" if least > 1 else f"up to {high} times"
+    return f"{use}: {times} sooner at the same loss than DDP, {ground}; race it"
+
+
 def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
     best, profile = ranking.best, question.profile
     said = [ranking.sentence]
+    equal = [e for e in ranking.lossy if e.every == 1 and e.steps is not None and not e.dense]
+    if best.every > 1 and equal:
+        said.append(f"if weights must be equal after every step: {_with_steps(equal[0])}")
     if not best.exact:
         exact = ranking.best_exact
         said.append(f"exact: {exact.label}, {milliseconds(exact.step_seconds)}")
         race = "; on your model: thinwire race" if question.worth is None else ""
         said.append(f"steps to a loss, relative to exact averaging: {best.steps_source}{race}")
     said += [
-        f"{label} scales: at least 80 % efficient up to 4096 workers"
+        f"predicted: {label} is at least 80 % efficient up to 4096 workers"
         if bend is None
-        else f"{label} falls below 80 % efficiency at {bend} workers"
+        else f"predicted: {label} falls below 80 % efficiency at {bend} workers"
         for label, bend in knees.items()
     ]
     network = "measured" if question.network else "assumed"
@@ -154,6 +176,10 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
     said.append(f"next: {attach_line(*split_options(best.label))}")
     return said
+
+
+def _with_steps(entry: Entry) -> str:
+    return f"{entry.label}, {milliseconds(entry.step_seconds)} x {entry.steps:.2f} steps"
 
 
 def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
