@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
 ]
 autosummary_generate = False  # its tables link to what api.md shows
 html_theme = "furo"
@@ -27,7 +28,8 @@ pygments_dark_style = "monokai"  # the theme's own underlines names of modules
 html_title = f"thinwire {release}"
 html_copy_source = False
 html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+html_css_files = ["site.css"]
+html_logo = "_static/logo.svg"
 highlight_language = "text"  # of blocks that do not say
 exclude_patterns = ["_build", "methods/when", "winners"]  # tables that pages include
 
