@@ -15,7 +15,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from picture_of_a_step import INK
 
-from thinwire.tools.pictures.colours import Colours
+from thinwire.tools.pictures.colours import Colours, shade
 
 FOLDER = Path(__file__).parent / "images" / "curves"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -67,12 +67,13 @@ def drawings() -> dict[str, tuple[str, str, list[Line]]]:
     return found | {"sparse": of_omgs()}
 
 
-def draw(path: Path, ink: str, title: str, x: str, lines: list[Line]) -> None:
+def draw(path: Path, theme: str, title: str, x: str, lines: list[Line]) -> None:
     """One file; the background is left transparent."""
     figure, axes = plt.subplots(figsize=(7.5, 3.6))
-    colours = Colours([[name for name, _, _ in lines]])
+    colours, ink = Colours([[name for name, _, _ in lines]]), INK[theme]
     for name, across, up in lines:
-        axes.plot(across, up, color=colours.of(name), label=name, linewidth=1.8)
+        colour = shade(colours.of(name), 0.45 if theme == "dark" else 0.0)
+        axes.plot(across, up, color=colour, label=name, linewidth=1.8)
     axes.set_title(title, loc="left", size=10, color=ink)
     axes.set_xlabel(x, color=ink)
     axes.tick_params(colors=ink)
@@ -90,6 +91,6 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "thinwire"})
     for name, drawn in drawings().items():
-        for theme, ink in INK.items():
-            draw(FOLDER / f"{name}-{theme}.svg", ink, *drawn)
+        for theme in INK:
+            draw(FOLDER / f"{name}-{theme}.svg", theme, *drawn)
     print(f"written: {FOLDER}")
