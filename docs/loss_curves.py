@@ -26,6 +26,7 @@ FAMILIES = {  # page -> size of the model, and its lines
     "low_rank": ("3.3M-long", ("ddp", "powersgd rank=4", "acp rank=16")),
     "local": ("1.1M", ("ddp", "local", LOCAL, f"{LOCAL} fragment_sync_delay=3")),
 }
+DASHES = ("-", "-", "--", ":")
 Line = tuple[str, list[float], list[float]]
 """Name, x, y."""
 
@@ -71,9 +72,9 @@ def draw(path: Path, theme: str, title: str, x: str, lines: list[Line]) -> None:
     """One file; the background is left transparent."""
     figure, axes = plt.subplots(figsize=(7.5, 3.6))
     colours, ink = Colours([[name for name, _, _ in lines]]), INK[theme]
-    for name, across, up in lines:
+    for (name, across, up), dashes in zip(lines, DASHES):
         colour = shade(colours.of(name), 0.45 if theme == "dark" else 0.0)
-        axes.plot(across, up, color=colour, label=name, linewidth=1.8)
+        axes.plot(across, up, dashes, color=colour, label=name, linewidth=1.8)
     axes.set_title(title, loc="left", size=10, color=ink)
     axes.set_xlabel(x, color=ink)
     axes.tick_params(colors=ink)

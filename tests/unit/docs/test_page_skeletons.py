@@ -10,7 +10,7 @@ import torch
 
 import thinwire as tw
 from fences import blocks
-from thinwire.core.methods.registry import METHODS, public
+from thinwire.core.methods.registry import METHODS, class_of, public
 from thinwire.engine.local.settings import PRESETS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -62,7 +62,8 @@ def test_the_line_that_attaches_a_method_runs(name):
     with contextlib.closing(names["sync"]) as sync:
         model(torch.randn(2, 64)).sum().backward()
         names["optimizer"].step()
-        assert sync.stats().steps == 1
+        lossy = name in METHODS and not class_of(name).exact
+        assert (f"{name} runs as ssgd" in sync.stats().note) == lossy
 
 
 @pytest.mark.parametrize("page", sorted({families()[name] for name in METHODS}), ids=lambda page: page.stem)
@@ -160,7 +161,7 @@ def test_the_table_has_every_name_once():
 
 @pytest.mark.parametrize(("names", "paper", "pages"), rows(), ids=lambda value: value[0] if value else "")
 def test_the_page_knows_the_name_and_the_paper(names, paper, pages):
-    texts = [(ROOT / page).read_text() for page in re.findall(r"\]\(([^)]+)\)", pages)]
+    texts = [(ROOT / page).read_text() for page in re.findall(r"\]\(([^)#]+)[^)]*\)", pages)]
     assert texts
     for name in filter(None, names):
         assert any(name in text for text in texts), name
