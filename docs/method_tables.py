@@ -33,7 +33,7 @@ from thinwire.tools.bench.models.text import CharGPT
 from thinwire.tools.bench.words import split_options
 
 FOLDER = Path(__file__).parent / "methods"
-HEAD = "| method | result | MB per step (*) | use it for |\n|---|---|---|---|"
+HEAD = "| method | result | MB per step (*) | when to use it |\n|---|---|---|---|"
 USUAL = {"density": 0.01}
 """Options with which the figures of methods that need them are made."""
 
@@ -68,7 +68,7 @@ class Row:
 
 
 def rows(folder: Path = FOLDER) -> list[Row]:
-    """Of all registered methods, in the registry's order, and of local steps.
+    """Of all registered methods and of local steps: families together, else in the registry's order.
 
     Raises:
         ValueError: no page has words of a method.
@@ -85,7 +85,9 @@ def rows(folder: Path = FOLDER) -> list[Row]:
             raise ValueError(
                 f"no page of {folder} has a comment 'in the index' with method: {name}"
             )
-    return sorted(found, key=lambda row: names.index(row.name))
+    found.sort(key=lambda row: names.index(row.name))
+    families = list(dict.fromkeys(row.page for row in found))
+    return sorted(found, key=lambda row: families.index(row.page))
 
 
 def usual(name: str, more: str | None = None) -> Method:

@@ -20,7 +20,7 @@ def test_the_index_is_what_the_script_writes():
 
 def test_the_table_has_all_methods_and_leads_to_their_sections():
     found = re.findall(r"^\| \[`(\w+)`\]\((\w+\.md)#(\w+)\)", method_tables.table(), re.MULTILINE)
-    assert list(dict.fromkeys(name for name, _, _ in found)) == [*METHODS, *PRESETS]
+    assert {name for name, _, _ in found} == {*METHODS, *PRESETS}
     for name, page, anchor in found:
         assert name == anchor
         assert f"\n## {anchor}\n" in (method_tables.FOLDER / page).read_text()
