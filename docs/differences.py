@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).parents[1] / "src" / "thinwire"
-PAGES = {
+NAMES = {
     "sign": "signsgd",
     "butterfly": "gtopk",
     "regions": "oktopk",
     "decoupling": "dear",
 }
-"""Files of methods whose page has another name."""
+"""Files of methods that have another name."""
 
 
 class Difference(NamedTuple):
@@ -106,10 +106,19 @@ def listing(package: str) -> str:
 
 def _title(package: str, module: str, name: str) -> str:
     last = module.rpartition(".")[2]
-    page = Path(__file__).parent / "methods" / f"{PAGES.get(last, last)}.md"
-    if package == "core/methods" and page.exists():
-        return f":doc:`{page.stem} </methods/{page.stem}>`"
+    method = NAMES.get(last, last)
+    if package == "core/methods" and (page := _family(method)):
+        return f":doc:`{method} </methods/{page}>`"
     return f"``{name}``" if name else f"``thinwire.{module}``"
+
+
+def _family(method: str) -> str:
+    """The page with a method's section."""
+    pages = (Path(__file__).parent / "methods").glob("*.md")
+    found = (
+        p.stem for p in pages if f"\n## {method}\n" in p.read_text(encoding="utf-8")
+    )
+    return next(found, "")
 
 
 def setup(app: Any) -> None:

@@ -1,23 +1,17 @@
-"""The tables of methods: ``python docs/method_tables.py`` writes them into ``docs/methods/index.md``.
+"""The table of methods: ``python docs/method_tables.py`` writes it into ``docs/methods/index.md``, between its marks.
 
-What a method declares, and what its program sends, comes from the registry. What it means for a user stands in its
-page, in comments of this form, one for each row; the lines "options" to "call", and "sent", are for some rows only:
+What a method is called and gives, and what its program sends, comes from the registry. What it means for a user stands
+in the page of its family, in comments of this form, one for each row. "result" and "sent" replace what is computed:
 
     <!-- in the index
+    method: cast
     options: dtype=int8
-    title: int8
-    call: `dtype="int8"`
-    bytes: 2 d (P - 1) / P
-    exchange: all-to-all, all-gather
-    when: up to four times too slow
-    sends: codes of 8 bits
+    result: late
     sent: depends
-    pays: a link up to four times too slow
-    loses: it costs CPU time
+    when: a link up to four times too slow
     -->
 
-The row's figures are made with "options" and those of ``USUAL`` that the method needs. "title" and "call" stand behind
-its name in the first and in the second table, "sent" in place of the computed MB.
+The row's figure is made with "options" and those of ``USUAL`` that the method needs.
 """
 
 from __future__ import annotations
@@ -27,96 +21,82 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from thinwire.core.methods.registry import METHODS, class_of, method, needed
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Method, Topology
-from thinwire.core.program.trace import memory
 from thinwire.engine.controller.planning import make_plan, trace_plan
+from thinwire.engine.local.settings import PRESETS
 from thinwire.engine.parameters import managed_parameters
 from thinwire.tools.bench.models.text import CharGPT
 from thinwire.tools.bench.words import split_options
 
 FOLDER = Path(__file__).parent / "methods"
-FIRST = (
-    "P workers, a tensor of d fp32 elements or a matrix n x m; bytes that one worker sends per step.\n\n"
-    "| method | bytes per step | result | exchange | keeps | when |\n|---|---|---|---|---|---|"
-)
-SECOND = "| method | what a worker sends | MB per step (*) | when it pays | when it loses |\n|---|---|---|---|---|"
+HEAD = "| method | result | MB per step (*) | when to use it |\n|---|---|---|---|"
 USUAL = {"density": 0.01}
 """Options with which the figures of methods that need them are made."""
 
 _BLOCK = re.compile(r"^<!-- in the index\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
-_PLACE = re.compile(r"(<!-- (table|contents): (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- table: methods -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of both tables: the method, and the words of its page."""
+    """One row: the words of a comment, and the page of the family that it stands in."""
 
-    name: str
-    method: Method
+    page: str
     words: dict[str, str]
 
-    def first(self) -> str:
-        """Of the table that sets methods side by side."""
-        words = self.words
-        title = f"[`{self.name}`]({self.name}.md)" + (
-            f", {words['title']}" if words.get("title") else ""
-        )
-        cells = (
-            title,
-            words["bytes"],
-            self.method.result,
-            words["exchange"],
-            keeps(self.method),
-            words["when"],
-        )
-        return f"| {' | '.join(cells)} |"
+    @property
+    def name(self) -> str:
+        return self.words["method"]
 
-    def second(self) -> str:
-        """Of the table of when each pays."""
-        words = self.words
-        title = f'`"{self.name}"`' + (f", {words['call']}" if words.get("call") else "")
-        sent = words.get("sent") or f"{megabytes(self.method):.2f}"
-        return f"| {title} | {words['sends']} | {sent} | {words['pays']} | {words['loses']} |"
+    def line(self) -> str:
+        words = {**self.made(), **self.words}
+        title = f"[`{self.name}`]({self.page}#{self.name})"
+        if options := words.get("options"):
+            title += f", `{options}`"
+        return f"| {title} | {words['result']} | {words['sent']} | {words['when']} |"
+
+    def made(self) -> dict[str, str]:
+        """What the registry and the program say; nothing of local steps."""
+        if self.name not in METHODS:
+            return {}
+        chosen = usual(self.name, self.words.get("options"))
+        return {"result": chosen.result, "sent": f"{megabytes(chosen):.2f}"}
 
 
 def rows(folder: Path = FOLDER) -> list[Row]:
-    """Of all registered methods, in the registry's order.
+    """Of all registered methods and of local steps: families together, else in the registry's order.
 
     Raises:
-        ValueError: a page has no words for the index.
+        ValueError: no page has words of a method.
     """
-    found = []
-    for name in METHODS:
-        blocks = _BLOCK.findall((folder / f"{name}.md").read_text(encoding="utf-8"))
-        if not blocks:
+    found = [
+        Row(page.name, dict(re.split(r":\s+", line, maxsplit=1) for line in words))
+        for page in sorted(folder.glob("*.md"))
+        for block in _BLOCK.findall(page.read_text(encoding="utf-8"))
+        for words in [block.splitlines()]
+    ]
+    names = [*METHODS, *PRESETS]
+    for name in names:
+        if name not in (row.name for row in found):
             raise ValueError(
-                f"{folder / name}.md has no comment 'in the index': see docs/method_tables.py"
+                f"no page of {folder} has a comment 'in the index' with method: {name}"
             )
-        for block in blocks:
-            words = dict(
-                re.split(r":\s+", line, maxsplit=1) for line in block.splitlines()
-            )
-            found.append(Row(name, usual(name, words.get("options", "")), words))
-    return found
+    found.sort(key=lambda row: names.index(row.name))
+    families = list(dict.fromkeys(row.page for row in found))
+    return sorted(found, key=lambda row: families.index(row.page))
 
 
-def usual(name: str, more: str = "") -> Method:
+def usual(name: str, more: str | None = None) -> Method:
     """The method with the options of the figures."""
     _, options = split_options(f"{name}:{more}" if more else name)
-    return method(
-        name,
-        **{
-            option: USUAL[option]
-            for option in needed(class_of(name))
-            if option in USUAL
-        }
-        | options,
-    )
+    given = {
+        option: USUAL[option] for option in needed(class_of(name)) if option in USUAL
+    }
+    return method(name, **given | options)
 
 
 @cache
@@ -136,31 +116,14 @@ def megabytes(chosen: Method) -> float:
     )
 
 
-def keeps(chosen: Method) -> str:
-    """What the program remembers of a matrix from step to step."""
-    state = memory(
-        chosen, [("x", (64, 256))], Topology(4, 2), rank=0, dtype=torch.float32
-    )
-    residual = (
-        ["residual of d / n" if chosen.shards else "residual"]
-        if chosen.has_residual
-        else []
-    )
-    fields = sorted({field for field, _ in [*state.fields, *state.locals]})
-    return ", ".join([*residual, *(f"`{field}`" for field in fields)]) or "nothing"
+def table(folder: Path = FOLDER) -> str:
+    """As Markdown."""
+    return "\n".join([HEAD, *(row.line() for row in rows(folder))])
 
 
 def rendered(text: str, folder: Path = FOLDER) -> str:
-    """A page with its tables made anew."""
-    found = rows(folder)
-    made = {
-        "side_by_side": "\n".join([FIRST, *(row.first() for row in found)]),
-        "when_each_pays": "\n".join([SECOND, *(row.second() for row in found)]),
-        "methods": "\n".join(
-            ["```{toctree}", ":maxdepth: 1", "", "common", *METHODS, "```"]
-        ),
-    }
-    return _PLACE.sub(lambda place: f"{place[1]}\n{made[place[3]]}\n\n{place[4]}", text)
+    """A page with its table made anew."""
+    return _PLACE.sub(lambda place: f"{place[1]}\n{table(folder)}\n\n{place[2]}", text)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ PICTURES = {  # file -> link, and what is drawn
         "5gbit",
         {
             "ssgd": "ssgd, one step",
-            "local:sync_every=4": "local, four steps and a round that is waited for",
-            "local:sync_every=4:fragment_sync_delay=full": "local, four steps and a round behind them",
+            "local:sync_every=4": "local, four steps, then a round",
+            "local:sync_every=4:fragment_sync_delay=full": "local, steps that hide the round",
         },
     ),
 }

@@ -869,7 +869,7 @@ SOURCES = {
         "python benchmarks/late_rounds.py", "methods/local.md", late_rounds
     ),
     "main_figures": Source(
-        "python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures
+        "python benchmarks/main_figures.py --loss", "methods/exact.md", main_figures
     ),
     "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
     "auto": Source("python benchmarks/auto.py --workers 4", "plan.md", auto),
@@ -878,10 +878,10 @@ SOURCES = {
         "python benchmarks/bucket_view.py", "what_differs_from_ddp.md", bucket_view
     ),
     "merge_plans": Source(
-        "python benchmarks/merge_plans.py", "methods/common.md", merge_plans
+        "python benchmarks/merge_plans.py", "methods/attach.md", merge_plans
     ),
     "hierarchy": Source(
-        "python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy
+        "python benchmarks/hierarchy.py", "methods/sparse.md", hierarchy
     ),
     "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
     "sites": Source("python benchmarks/sites.py", "adapters/sites.md", sites),
@@ -891,8 +891,8 @@ SOURCES = {
     "peer_link": Source("python benchmarks/peer_link.py", "security.md", peer_link),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "tolls": Source("python benchmarks/peers/tolls.py", "peers.md", tolls),
-    "long_wire": Source("python benchmarks/long_wire.py", "engine.md", long_wire),
-    "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
+    "long_wire": Source("python benchmarks/long_wire.py", "how.md", long_wire),
+    "select": Source("python benchmarks/selection.py", "methods/sparse.md", selection),
     "encode_time": Source(
         "python benchmarks/encode_time.py", "results.md", encode_time
     ),

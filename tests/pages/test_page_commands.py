@@ -202,14 +202,6 @@ PAGES: dict[str, dict[str, Shown]] = {
             said("powersgd:rank=4")
         ),
     },
-    "docs/methods/local.md": {
-        "thinwire bench --model chargpt:layers=4:width=144:heads=4 --link 50mbit "
-        "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8": Shown(
-            rows("ddp", "powersgd rank=4", "local sync_every=8 codec=int8"),
-            f"thinwire bench --model {SMALL} --steps 8 --rounds 1 "
-            "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit --json",
-        ),
-    },
     "docs/papers.md": {
         "thinwire reproduce": Shown(said("ACP-SGD", "holds", "claims.json"), "thinwire reproduce acp lags"),
         "thinwire reproduce acp dear": Shown(said("bandwidth alone"), "thinwire reproduce acp dear --simulated"),

@@ -1,4 +1,4 @@
-"""A new method is one file, one line of the registry and one page: everything else finds it."""
+"""A new method is one file, one line of the registry and one section of a page: everything else finds it."""
 
 import importlib.util
 import json
@@ -55,15 +55,13 @@ class Halved(Method):
         total = yield AllReduce((bucket.gradient() / state.size * self.scale).to(torch.bfloat16))
         bucket.write_gradient(total.to(bucket.dtype) / self.scale)
 '''
-PAGE = """# halved: half of every number
+PAGE = """# Tests
+
+## halved
 
 <!-- in the index
-bytes: 4 d (P - 1) / P
-exchange: all-reduce
-when: in a test
-sends: the upper half of every number
-pays: where nobody looks
-loses: digits
+method: halved
+when: where nobody looks
 -->
 """
 
@@ -92,7 +90,7 @@ def pages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(METHODS, "halved", "extra_methods.halved:Halved")
     folder = shutil.copytree(ROOT / "docs" / "methods", tmp_path / "methods")
-    (folder / "halved.md").write_text(PAGE)
+    (folder / "tests.md").write_text(PAGE)
     yield folder
     for name in ("extra_methods", "extra_methods.halved"):
         sys.modules.pop(name, None)
@@ -130,13 +128,8 @@ def test_plan_ranks_it(pages):
 
 
 def test_the_docs_list_it(pages, script):
-    tables, when = script("docs/method_tables.py"), script("docs/when_it_pays.py")
-    page = tables.rendered((pages / "index.md").read_text(), pages)
-    first = "| [`halved`](halved.md) | 4 d (P - 1) / P | rounded to 8 bits or so | all-reduce | nothing | in a test |"
-    assert first in page.splitlines()
-    assert '| `"halved"` | the upper half of every number | 32.61 | where nobody looks | digits |' in page.splitlines()
-    assert "\nhalved\n```" in page
-    assert when.LABELS["halved"] == ("halved", "halved:scale=2.0")
+    row = "| [`halved`](tests.md#halved) | rounded to 8 bits or so | 32.61 | where nobody looks |"
+    assert row in script("docs/method_tables.py").table(pages).splitlines()
 
 
 def test_a_trajectory_is_asked_of_it(pages, script):

@@ -1,43 +1,78 @@
 """The pages of methods and systems have one shape, every page is in the contents, and no page grows long."""
 
+import contextlib
 import re
 from pathlib import Path
 
+import loss_curves
 import pytest
+import torch
 
+import thinwire as tw
 from fences import blocks
-from thinwire.core.methods.registry import METHODS
+from thinwire.core.methods.registry import METHODS, class_of, public
+from thinwire.engine.local.settings import PRESETS
 
 DOCS = Path(__file__).parents[3] / "docs"
 SYSTEMS = ("large_batch", "data", "kfac", "parameter_server", "federated", "split", "supernet")
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDTH = 88
-FRAGMENTS = ("_build", "when", "winners")
 
 
 def pages():
     """Every page that is built."""
-    return [p for p in sorted(DOCS.rglob("*.md")) if not set(p.relative_to(DOCS).parts) & set(FRAGMENTS)]
+    return [p for p in sorted(DOCS.rglob("*.md")) if "_build" not in p.relative_to(DOCS).parts]
 
 
 def without_code(text):
     return re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", METHODS)
+def families():
+    """The page of each family of methods, by the names of its sections."""
+    pages = sorted((DOCS / "methods").glob("*.md"))
+    return {name: page for page in pages for name in HEADING.findall(without_code(page.read_text()))}
+
+
+def section(name):
+    return families()[name].read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", [*METHODS, *PRESETS])
 def test_methods(name):
-    page, index = (DOCS / "methods" / f"{name}.md").read_text(), (DOCS / "methods" / "index.md").read_text()
-    text = without_code(page)
-    found = HEADING.findall(text)
-    assert (*found[:2], found[2][:17], found[3]) == ("The program", "Turn it on", "Differences from ", "When it pays")
-    assert re.search(r"^(Papers?|Like it): ", text, re.MULTILINE), "where it comes from is not said"
-    assert len(text[text.index("## When it pays") :].split()) > 20
-    assert page.startswith(f"# {name}: ")
-    assert page.count("<!-- tested -->") == 1
-    assert f'"{name}"' in page.partition("## Turn it on")[2].partition("## Differences")[0]
-    assert page.count(f"```{{include}} when/{name}.md\n```") == 1
-    assert f"\n{name}\n" in index[index.index("{toctree}") :]
+    text = section(name)
+    said = re.findall(r"^\*\*(.+?)\*\*", text, re.MULTILINE)
+    assert "When it pays." in said
+    paper = re.search(r"^\*\*Papers?\.\*\* (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert "](https://" in paper[1]
+    (differences,) = (words for words in said if words.startswith("Differences from "))
+    assert text.partition(f"**{differences}**\n\n")[2].startswith("* ")
+    assert "sends" in text
+    assert "bytes" in text
+
+
+@pytest.mark.parametrize("name", [*METHODS, *PRESETS])
+def test_the_line_that_attaches_a_method_runs(name):
+    (code,) = (block.code for block in blocks(section(name)) if "attach(" in block.code)
+    assert f'"{name}"' in code
+    model = torch.nn.Linear(64, 32)
+    names = {"tw": tw, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(code, names)
+    with contextlib.closing(names["sync"]) as sync:
+        model(torch.randn(2, 64)).sum().backward()
+        names["optimizer"].step()
+        lossy = name in METHODS and not class_of(name).exact
+        assert (f"{name} runs as ssgd" in sync.stats().note) == lossy
+
+
+@pytest.mark.parametrize("page", sorted({families()[name] for name in METHODS}), ids=lambda page: page.stem)
+def test_a_family_counts_the_bytes_of_its_methods(page):
+    shown = "".join(block.code for block in blocks(page.read_text()) if block.above == "<!-- tested -->")
+    here = [name for name, found in families().items() if found == page and name in METHODS]
+    classes = {name: cls for cls, name in public().items()}
+    counted = [name for name in here if f"tw.{classes[name]}(" in shown]
+    assert counted == [name for name in here if name != "dear"]  # the bytes of ssgd
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -81,13 +116,24 @@ def test_the_contents_have_captions():
     assert len(TOCTREE.findall(text)) == len(captions)
 
 
-def test_both_pictures_of_a_step_are_there_and_alike():
-    light, dark = ((DOCS / "images" / f"step-{theme}.svg").read_text() for theme in ("light", "dark"))
-    texts = [re.findall(r">([^<>]*\w[^<>]*)</text>", picture) for picture in (light, dark)]
+PICTURES = sorted((DOCS / "images").rglob("*-light.svg"))
+
+
+@pytest.mark.parametrize("light", PICTURES, ids=lambda path: path.stem)
+def test_both_forms_of_a_picture_are_there_and_alike(light):
+    dark = light.with_name(light.name.replace("light", "dark"))
+    texts = [re.findall(r">([^<>]*\w[^<>]*)</text>", picture.read_text()) for picture in (light, dark)]
     assert texts[0] == texts[1]
-    assert any("exposed" in text for text in texts[0])
-    assert "#1f2328" in light
-    assert "#e6e6e6" in dark
+    assert "#1f2328" in light.read_text()
+    assert "#e6e6e6" in dark.read_text()
+
+
+def test_the_pictures_show_what_their_scripts_draw():
+    assert "exposed" in (DOCS / "images" / "step-light.svg").read_text()
+    for name, (title, _, lines) in loss_curves.drawings().items():
+        picture = (loss_curves.FOLDER / f"{name}-light.svg").read_text()
+        assert all(f">{words}<" in picture for words in (title, *(line[0] for line in lines))), name
+        assert f"images/curves/{name}-light.svg" in (DOCS / "methods" / f"{name}.md").read_text()
 
 
 ROOT = Path(__file__).parents[3]
@@ -115,7 +161,7 @@ def test_the_table_has_every_name_once():
 
 @pytest.mark.parametrize(("names", "paper", "pages"), rows(), ids=lambda value: value[0] if value else "")
 def test_the_page_knows_the_name_and_the_paper(names, paper, pages):
-    texts = [(ROOT / page).read_text() for page in re.findall(r"\]\(([^)]+)\)", pages)]
+    texts = [(ROOT / page).read_text() for page in re.findall(r"\]\(([^)#]+)[^)]*\)", pages)]
     assert texts
     for name in filter(None, names):
         assert any(name in text for text in texts), name

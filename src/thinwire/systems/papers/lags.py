@@ -98,7 +98,7 @@ PAPER = Paper(
     link="https://arxiv.org/abs/1911.08727",
     claim="faster than S-SGD and than Top-k in one group (2.84 and 1.31 times), under an assumption, delta <= 1",
     setting="ResNet-50 on 16 GPUs (P102-100), 1 Gb/s Ethernet, density at least 0.001",
-    page="methods/lags.md",
+    page="methods/sparse.md#lags",
     simulated=simulated,
     measured=measured,
     judge=judge,
