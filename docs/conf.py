@@ -31,7 +31,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_logo = "_static/logo.svg"
 highlight_language = "text"  # of blocks that do not say
-exclude_patterns = ["_build", "methods/when", "winners"]  # tables that pages include
+exclude_patterns = ["_build"]
 
 myst_heading_anchors = 3
 napoleon_numpy_docstring = False
