@@ -276,9 +276,9 @@ PAGES: dict[str, dict[str, Shown]] = {
         ),
     },
     "docs/script.md": {
-        "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
-        "torchrun --nproc-per-node 2 train.py": Shown(_script, SCRIPT),
-        "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
+        "thinwire lab run --workers 2 --link 100mbit -- python train.py": Shown(_script),
+        "torchrun --standalone --nproc-per-node 2 train.py": Shown(_script, SCRIPT),
+        "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
             _script, SCRIPT
         ),
     },
