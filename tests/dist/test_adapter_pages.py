@@ -72,7 +72,7 @@ def _as_script(rank, size, code, folder, environment):
 
 
 @pytest.mark.parametrize("name", ["script", "frameworks"])
-def test_both_sides_of_a_diff_train_alike(name, tmp_path):
+def test_both_sides_of_a_diff_train(name, tmp_path):
     (diff,) = DIFF.findall((DOCS / f"{name}.md").read_text())
     lines = diff.splitlines(keepends=True)
     losses, found = [], []
@@ -81,8 +81,7 @@ def test_both_sides_of_a_diff_train_alike(name, tmp_path):
         said = run(_as_script, 2, code, str(tmp_path), {}, init=False)[0]
         losses.append(float(re.search(r"^loss ([\d.]+)$", said, re.MULTILINE)[1]))
         found.append([*torch.load(tmp_path / "model.pt")] if name == "script" else "powersgd" in said)
-    assert max(losses) < 1.5  # 2.3 at first: the logarithm of 10
-    assert losses[1] < 1.2 * losses[0]
+    assert max(losses) < 1.2  # 2.3 at first: the logarithm of 10
     assert found == ([found[0]] * 2 if name == "script" else [False, True])
 
 
