@@ -308,7 +308,9 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire plan profile.json --link 1gbit --workers 4 --trace predicted.json": Shown(wrote("predicted.json")),
     },
     "docs/two_sites.md": {
-        "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(said("local:codec=int2 is faster here")),
+        "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(
+            said("local:codec=int2 is faster here")
+        ),
     },
     "docs/troubleshooting.md": {
         PROFILE: Shown(wrote("profile.json")),
