@@ -883,10 +883,10 @@ SOURCES = {
     "hierarchy": Source(
         "python benchmarks/hierarchy.py", "methods/sparse.md", hierarchy
     ),
-    "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
-    "sites": Source("python benchmarks/sites.py", "adapters/sites.md", sites),
+    "hsdp": Source("python benchmarks/hsdp.py", "frameworks.md", hsdp),
+    "sites": Source("python benchmarks/sites.py", "larger_than_a_card.md", sites),
     "going_on": Source(
-        "python benchmarks/going_on.py", "adapters/torchft.md", going_on
+        "python benchmarks/going_on.py", "when_a_machine_dies.md", going_on
     ),
     "peer_link": Source("python benchmarks/peer_link.py", "security.md", peer_link),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from spawned import run
 
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.dist
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^<!-- tested on (\d+) ranks -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DIFF = re.compile(r"^<!-- both sides run on two ranks -->\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def _blocks(page):
@@ -39,15 +41,16 @@ def _run(rank, size, page, code, folder):
     return sorted(name for name in vars(module) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("name", ["adapters/ddp", "adapters/fsdp2", "adapters/sites", "adapters/checkpoints", "gpu"])
+@pytest.mark.parametrize("name", ["frameworks", "larger_than_a_card", "checkpoints", "gpu"])
 def test_blocks_run_on_ranks(name, tmp_path):
     page = DOCS / f"{name}.md"
     blocks = _blocks(page)
     assert len(blocks) == page.read_text().count("<!-- tested on ")
-    (size,) = {size for size, _ in blocks}
-    fresh = name in ("adapters/fsdp2", "adapters/sites")  # DTensor remembers meshes beyond the life of a process group
-    for names in run(_run, size, str(page), [code for _, code in blocks], str(tmp_path), init=False, fresh=fresh):
-        assert "tw" in names
+    for size in {size for size, _ in blocks}:
+        code = [block for ranks, block in blocks if ranks == size]
+        fresh = "fully_shard" in code[0]  # DTensor remembers meshes beyond the life of a process group
+        for names in run(_run, size, str(page), code, str(tmp_path), init=False, fresh=fresh):
+            assert "tw" in names
 
 
 def _as_script(rank, size, code, folder, environment):
@@ -68,19 +71,37 @@ def _as_script(rank, size, code, folder, environment):
     return out.getvalue()
 
 
+@pytest.mark.parametrize("name", ["script", "frameworks"])
+def test_both_sides_of_a_diff_train(name, tmp_path):
+    (diff,) = DIFF.findall((DOCS / f"{name}.md").read_text())
+    lines = diff.splitlines(keepends=True)
+    losses, found = [], []
+    for side in "-+":
+        code = "".join(line[1:] or line for line in lines if line[0] in (" ", side, "\n"))
+        said = run(_as_script, 2, code, str(tmp_path), {}, init=False)[0]
+        losses.append(float(re.search(r"^loss ([\d.]+)$", said, re.MULTILINE)[1]))
+        found.append([*torch.load(tmp_path / "model.pt")] if name == "script" else "powersgd" in said)
+    assert max(losses) < 1.2  # 2.3 at first: the logarithm of 10
+    assert found == ([found[0]] * 2 if name == "script" else [False, True])
+
+
 def test_the_whole_script_runs_on_two_ranks_with_readmes_two_lines(tmp_path):
     page = (DOCS / "script.md").read_text()
     script = re.findall(r"^<!-- tested -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[-1]
-    (lines,) = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
-    assert all(line in script for line in lines.splitlines())
+    (lines,) = re.findall(r"```python\n(import thinwire.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
+    imported, *_, attached = lines.splitlines()
+    assert imported in script
+    script, count = re.subn(r"^sync = tw\.attach\(.*\)$", attached, script, flags=re.MULTILINE)
+    assert count == 1
     said = run(_as_script, 2, script, str(tmp_path), {}, init=False)[0]
-    assert "powersgd:" in said
+    method = re.search(r'"(\w+)"', attached)[1]
+    assert f"{method}: sent" in said
     assert "one rank only" not in said
 
 
 def test_fabric_takes_attach_to_the_bare_model_or_the_hook(tmp_path):
     pytest.importorskip("lightning")
-    page = (DOCS / "adapters/ddp.md").read_text()
+    page = (DOCS / "frameworks.md").read_text()
     (block,) = re.findall(r"<!-- tested under Fabric -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     code = block + "print(f'steps {sync.stats().steps} {hook[0].stats().steps}', flush=True)\n"
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"}

@@ -179,7 +179,7 @@ class Page:
 
     def __init__(self, folder):
         self.folder, self.running = folder, []
-        text = (Path(__file__).parents[2] / "docs" / "adapters" / "torchft.md").read_text()
+        text = (Path(__file__).parents[2] / "docs" / "when_a_machine_dies.md").read_text()
         (self.script,) = re.findall(r"<!-- train.py -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         (self.rounds,) = re.findall(r"<!-- rounds -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         (lines,) = re.findall(r"^In three terminals:\n\n```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -566,16 +566,16 @@ def test_one_rank_goes_on_from_two_and_sends_nothing(two):
 
 
 @quiet_rank()
-def _page(rank, size, folder, block):
-    found = run_block(block, folder)
-    return (found.sync if "accelerate" in block else found.callback.sync).stats()
+def _page(rank, size, folder, name, local):
+    found = run_block(name, folder, local)
+    return (found.sync if name == "accelerate" else found.callback.sync).stats()
 
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("name", map(_needs, FRAMEWORKS))
 def test_the_page_runs_on_two_ranks(name, local, tmp_path):
-    for stats in run(_page, 2, str(tmp_path), name + "_local" * local, init=False):
-        assert stats.method == ("local" if local else "acp")
+    for stats in run(_page, 2, str(tmp_path), name, local, init=False):
+        assert stats.method == ("local" if local else "powersgd")
         assert 0 < stats.bytes_sent < stats.dense_bytes / (1 + local)
     assert FRAMEWORKS[name].on_page is None or (tmp_path / FRAMEWORKS[name].on_page).exists()
 

@@ -16,7 +16,7 @@ from spawned import run
 from thinwire.core.program import State, Topology
 from thinwire.engine.session import restarts, warn_if_state_missing
 
-PAGE = Path(__file__).parents[2] / "docs" / "adapters" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 SCRIPT = re.search(r"^<!-- tested under torchrun -->\n```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)[1]
 KILL = """
     import os, signal

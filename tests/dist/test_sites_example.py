@@ -41,7 +41,7 @@ def test_the_pages_training_and_its_continuation(tmp_path):
 
 def test_the_pages_count_of_memory(monkeypatch):
     monkeypatch.chdir(EXAMPLE)
-    page = (ROOT / "docs" / "adapters" / "sites.md").read_text()
+    page = (ROOT / "docs" / "larger_than_a_card.md").read_text()
     for size, billions in (("7b", 6.74), ("70b", 69.0)):
         words = (
             "plan",

@@ -268,9 +268,9 @@ PAGES: dict[str, dict[str, Shown]] = {
         ),
     },
     "docs/script.md": {
-        "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
-        "torchrun --nproc-per-node 2 train.py": Shown(_script, SCRIPT),
-        "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
+        "thinwire lab run --workers 2 --link 100mbit -- python train.py": Shown(_script),
+        "torchrun --standalone --nproc-per-node 2 train.py": Shown(_script, SCRIPT),
+        "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
             _script, SCRIPT
         ),
     },
@@ -300,7 +300,9 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire plan profile.json --link 1gbit --workers 4 --trace predicted.json": Shown(wrote("predicted.json")),
     },
     "docs/two_sites.md": {
-        "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(said("local is faster here")),
+        "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(
+            said("local:codec=int2 is faster here")
+        ),
     },
     "docs/troubleshooting.md": {
         PROFILE: Shown(wrote("profile.json")),
