@@ -177,8 +177,8 @@ PAPER = Paper(
     setting="several GPUs a node, nodes of different speed",
     page="parameter_server.md",
     main={
-        "asp 10 Gb/s": "gradients a second over ASP, 16 x 4 GPUs, 10 Gb/s",
-        "all-reduce 10 Gb/s": "the same, over all-reduce",
+        "asp 10 Gb/s": "gradients a second, times those of ASP, 16 x 4 GPUs, 10 Gb/s",
+        "all-reduce 10 Gb/s": "the same, times those of all-reduce",
         "inhad:max_staleness=8:update_every=nodes/2 100mbit 4 0.7": "to a loss of 0.7, digits, batch 4: InHAD",
         "asp 100mbit 4 0.7": "the same: ASP",
         "all-reduce 100mbit 4 0.7": "the same: all-reduce",
