@@ -75,12 +75,12 @@ def test_the_verdict_is_the_faster_ones_whoever_that_is(peers, times, who, monke
     for network in found["clocked"]:
         for label, pace in network["paces"].items():
             if not label.startswith(peers["recorded"].OURS):
-                pace.update({key: times * value for key, value in pace.items()})
+                pace.update({key: times * value for key, value in pace.items() if isinstance(value, float)})
     (tmp_path / "tolls.json").write_text(json.dumps(found))
     monkeypatch.setattr(page, "TOLLS_FILE", tmp_path / "tolls.json")
     assert page.verdicts()
     for one in page.verdicts():
-        assert re.fullmatch(rf"({who}).* takes 9\d % less time", one.words), one
+        assert re.fullmatch(rf"({who}).* takes (9\d|100) % less time", one.words), one
         assert f"| {one.words} |" in page.summary()
 
 
