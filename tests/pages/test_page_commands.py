@@ -140,7 +140,7 @@ def _raced(ran: Ran) -> None:
 
 
 def _probed(ran: Ran) -> None:
-    assert {group for _, group, *_ in ran.json("costs.json")["exchanges"]} == {"world"}
+    assert {group for (_, group, _), _ in ran.json("costs.json")["exchanges"]} == {"world"}
 
 
 SMALL = "chargpt:layers=2:width=64:heads=2"
