@@ -71,6 +71,7 @@ def section(result: Reproduced) -> str:
     word, rest = verdict[: len(result.word)], verdict[len(result.word) :]
     command = f"thinwire reproduce {result.name}" + (" --full" if result.full else "")
     lines = [
+        f"({result.name})=",  # so other pages' links are short
         f"## {told.system}",
         "",
         f"**{word.capitalize()}**{rest}.",
