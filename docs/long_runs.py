@@ -1,4 +1,4 @@
-"""The page "What local steps cost": ``python docs/long_runs.py`` writes it from ``benchmarks/results/race.json``.
+"""The page "Local steps: what they cost": ``python docs/long_runs.py`` writes it from ``benchmarks/results/race.json``.
 
 ``python benchmarks/race.py --whole 1504`` measures that file's whole runs anew.
 """
@@ -21,45 +21,38 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "long_runs.md"
 PICTURE = "images/long_runs.png"
 RESULTS = DOCS.parent / "benchmarks" / "results" / "race.json"
-RATE = 0.0028
 BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
 """Of an element, its share of a block's scale of 32 bits included."""
-VARIANTS = {  # of benchmarks/local_variants.py; name, and bytes over those of DDP
-    "local_variants:second_moments": (
-        "local, every 4 in 2 bits, second moments every 12",
-        BITS["int2"] / 32 / 4 + 1 / 12,
-    ),
-    "local_variants:growing": (
-        "local, every 4 to 16 in 2 bits, growing",
-        BITS["int2"] / 32 / 5.5,
-    ),
-}
+TRIED = "local_variants:"
+"""Rows of benchmarks/local_variants.py, which gained nothing: they stay in the record."""
 
-HEAD = """# What local steps cost
+HEAD = """# Local steps: what they cost
 
-What is the loss at the end of a whole run, and what was sent for it? Each row below trained a character GPT on the
-standard library's text with AdamW, from weights as GPT-2 begins with (what is added to a residual starts
-small), over a schedule that rises in the first 100 steps and falls to a tenth along a
-cosine, at the learning rate that serves this row best. *Sent* is a share of what DDP sends. *Way* is how far the row
-comes from one worker alone (0) to DDP (1): the two ends that everybody has. *Steps* is how many steps the row needs for
-one of DDP's, by its final loss and a power law through DDP's own runs of 0.5, 0.63, 0.8 and 1 times the length.
+This page is for those who wonder how much longer training with local steps takes. The answer is the **steps factor**:
+how many steps a method needs for one of DDP's, to the same loss. 1.06 means 6 % more steps than DDP. Times the seconds
+of a step, it gives the time to a loss, by which `plan`, `race` and `"auto"` rank methods.
+
+Each row below trained a small GPT on text with AdamW, over a whole run whose learning rate rises and then falls along a
+cosine, at the rate that serves this row best. *Sent* is a share of what DDP sends. *Steps* is the steps factor of the
+final loss, by DDP's own runs of several lengths.
 """
 TAIL = """
-Again, with other models or your own: [`thinwire race MODEL --link 100mbit --steps 2000`](race.md#whole-runs). Here:
+With your own model: [`thinwire race MODEL --link 100mbit --steps 2000`](race.md#whole-runs). In a checkout:
 `python benchmarks/race.py --whole 1504`, then `python docs/long_runs.py`.
 """
 
 
 def whole() -> list[dict[str, Any]]:
     """The whole runs of the file, the usual ones first."""
-    return sorted(
-        (
-            one
-            for one in json.loads(RESULTS.read_text(encoding="utf-8"))
-            if one["track"]["schedule"]
-        ),
-        key=lambda one: list(HEADINGS).index(kind(one)),
-    )
+    runs = [
+        one
+        for one in json.loads(RESULTS.read_text(encoding="utf-8"))
+        if one["track"]["schedule"]
+    ]
+    for one in runs:
+        kept = {k: v for k, v in one["rows"].items() if not k.startswith(TRIED)}
+        one["rows"] = kept
+    return sorted(runs, key=lambda one: list(HEADINGS).index(kind(one)))
 
 
 def kind(one: dict[str, Any]) -> str:
@@ -76,8 +69,6 @@ def kind(one: dict[str, Any]) -> str:
 
 def sent(methods: str, model: str = "") -> float:
     """Bytes of a row over those of DDP."""
-    if methods in VARIANTS:
-        return VARIANTS[methods][1]
     (row,) = parse_rows(methods)
     if "powersgd" in row.kind:
         shapes = [tuple(p.shape) for p in build_model(model).model.parameters()]
@@ -94,8 +85,6 @@ def sent(methods: str, model: str = "") -> float:
 
 def named(methods: str) -> str:
     """A row in words."""
-    if methods in VARIANTS:
-        return VARIANTS[methods][0]
     (row,) = parse_rows(methods)
     look = f", look {row.options['look']}" if "look" in row.options else ""
     if row.kind == "local":
@@ -147,24 +136,20 @@ def table(one: dict[str, Any]) -> list[str]:
         )
         + ":",
         "",
-        "| row | sent | rate | final loss | way | steps |",
-        "|---|---|---|---|---|---|",
+        "| row | sent | final loss | steps |",
+        "|---|---|---|---|",
     ]
-    alone, ddp = (
-        finals(one, name) if name in one["rows"] else None for name in ("alone", "ddp")
-    )
     for label in sorted(one["rows"], key=lambda label: finals(one, label)):
         row = one["rows"][label]
+        if kind(one) and "delay" in label:  # the first table is enough for these
+            continue
         share, loss = sent(row["methods"], one["track"]["model"]), finals(one, label)
-        way = f"{(alone - loss) / (alone - ddp):.2f}" if alone and ddp else ""
         factors = sorted(x for x in row["factors"] if x is not None)
         steps = f"{statistics.median(factors):.2f}"
         if len(factors) > 1 and label != "ddp":
             steps += f" ({factors[0]:.2f} to {factors[-1]:.2f})"
         bytes_ = "nothing" if not share else "1" if share == 1 else f"1/{1 / share:.0f}"
-        lines.append(
-            f"| {named(row['methods'])} | {bytes_} | {RATE * row['rate']:.1e} | {loss:.3f} | {way} | {steps} |"
-        )
+        lines.append(f"| {named(row['methods'])} | {bytes_} | {loss:.3f} | {steps} |")
     return lines
 
 
@@ -214,46 +199,38 @@ def page(found: list[dict[str, Any]]) -> str:
 
 READINGS = {
     "": """\
-* **Every 4 steps in 2 bits, at 1/60 of DDP's bytes, costs 2 % more steps, in 1 bit 6 %.** One worker alone needs
-  87 % more, and DDP that accumulates 4 steps, at fifteen times those bytes, 56 %. These two are what everybody has, so
-  a method has to beat them.
-* **Bits cost little, periods more, lateness most.** Every 8 steps costs 7 %, every 16 29 %; merged 1 step late, every 4
-  costs 5 % and every 8 11 %, and merged 3 late, every 8 costs as much as every 16 that is waited for. So `"local"`
-  first takes fewer bits, then longer periods, and lets rounds travel beside training only where waiting costs more.
-* **A [look-ahead](methods/local.md#looking-ahead) sends nothing and gives all of that back**: every 4 steps in 1 bit,
-  and even every 8, end below DDP. DDP with the same look ends lower still, so compare like with like: every 4 then
-  needs about 1 % more steps than DDP.
-* **With the time of a step** on two machines at 100 Mb/s, every 8 in 1 bit with a look takes 1.05 times as long to
-  DDP's loss as DDP's own steps would without a network; the best of other libraries, torchft's LocalSGD every 32
-  steps, 1.84, and one worker alone 1.87 ([tolls](peers.md#what-the-network-still-costs)).
-* **What else was tried, and is out**: averaging AdamW's second moments every 12 steps (3 %, and five times the bytes),
-  and periods that grow from 4 to 16 as the rate falls (5 %, at three quarters of the bytes of every 4).
-* **Each row wants its own rate.** Local steps want about the root of the number of workers times DDP's.
-* The same run of DDP differs by a hundredth between two libraries of matrix products, and so do seeds.
+*Every 4 in 2 bits*: workers average after every 4 steps, and send each number in 2 bits. *Merged 1 late*: training goes
+on meanwhile, and the average is used a step later. *Look 0.5* is the [look-ahead](methods/local.md).
+
+* **Every 4 steps in 2 bits costs 2 % more steps, at 1/60 of DDP's bytes.** The two ways that need no method cost more:
+  one worker alone needs 87 % more steps, and DDP that accumulates 4 steps 56 % more.
+* **Fewer bits cost little, longer periods more, late averages most.** So `"local"` takes few bits first, then longer
+  periods, and merges late only where waiting costs more.
+* **A look-ahead sends nothing and regains what local steps lose.** It helps DDP as well: DDP with the same look-ahead
+  is first in the table.
+* **Local steps want a higher learning rate**: about DDP's times the square root of the number of workers.
+
+The time of a step on a network is in [Compared with other libraries](peers.md).
 """,
     "larger": """\
-The order is that above: every 4 steps in 2 bits costs 5 % more steps, and **in 1 bit with a look-ahead it ends below
-DDP**.
+The order is the same: every 4 steps in 2 bits costs 5 % more steps, and in 1 bit with a look-ahead 2 % fewer.
 """,
     "short": """\
-In a shorter run, whose loss still falls steeply at its end, periods cost less than in the long one (every 16 in 2 bits
-13 %, not 29 %), and **the look-ahead loses**: it is for long runs. Accumulating is worse than one worker alone, because
-it makes only a quarter of the optimizer's steps. `plan` goes by the long runs.
+In a shorter run long periods cost less (every 16 steps in 2 bits 13 % more, not 29 %), and the look-ahead does not
+help.
 """,
     "workers": """\
-With four workers the two ends are further apart, since one worker alone sees a quarter of the data, and local steps
-with a look-ahead go nine tenths of the way.
+One worker alone sees a quarter of the data, so much more is to be gained. Local steps with a look-ahead need 12 % more
+steps than DDP.
 """,
     "muon": """\
-torch's Muon trains the matrices of the blocks, AdamW embeddings and head ([how](script.md#several-optimizers-muon)).
-After the same steps DDP ends at 1.453, where AdamW ends at 1.679, for which AdamW would need 2.4 times the steps; no
-method on this page gains as much. A step takes 1.3 times as long at 512 tokens, and no longer at 4,096. **Every 4 steps
-in 2 bits then ends where DDP with Muon does**, without a look-ahead, at 1/60 of its bytes.
+torch's Muon trains the matrices of the blocks, and AdamW the rest ([how](script.md#several-optimizers-muon)). AdamW
+would need 2.4 times the steps to the same loss; no other method on this page gains as much. With Muon, every 4 steps in
+2 bits needs 2 % fewer steps than DDP.
 """,
     "plain": """\
-Here what is added to a residual begins as large as everything else. Rates cannot be as high as local steps
-and accumulation want them: DDP ends lower than above, those do not; and a look-ahead wants half the rate that is best
-without it.
+Above, weights begin as GPT-2's do: what is added to a residual connection starts small. Here all weights begin equally
+large. Then learning rates cannot be as high, and a look-ahead wants half the rate that is best without it.
 """,
 }
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from thinwire.core.records import made
@@ -15,13 +16,15 @@ from thinwire.tools.pictures import write_picture
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "papers.md"
+PICTURES = 1  # of a paper
 RESULTS = DOCS.parent / "benchmarks" / "results" / "claims.json"
 HEAD = """# Papers: what holds
 
-What each of eleven papers claims, what of it holds here, and the command that shows it. Two kinds of figures stand
-beside the paper's own: *simulated* at the paper's scale (its models, workers and network) by the planner, with
-published or assumed constants and none fitted to the result; and *measured* here in the small, with real ranks on an
-emulated network. The verdict follows from both by a rule of thinwire, so your machine may come to another one:
+thinwire implements eleven papers. This page says, for those who know them, what each claims, what of it holds here, and
+which command shows it. *Simulated* figures are at the paper's scale, by the planner, with published or assumed
+constants, none of which is fitted to the result. *Measured* figures come from real ranks on an emulated network, in the
+small. An x counts how many times as fast; more is better. thinwire's own rule makes the verdict of both, so your
+machine may come to another one:
 
 ```
 thinwire reproduce              # all of them, in at most half an hour
@@ -29,8 +32,8 @@ thinwire reproduce acp dear     # some
 thinwire reproduce --simulated  # only what is simulated, in half a minute
 ```
 
-`--full` takes longer runs and more seeds, `--json` prints everything. The figures below are those of two cores of a
-server. Those with an x are ratios.
+The command shows more figures than this page. `--full` takes longer runs and more seeds. The figures below are those of
+two cores of a server. What thinwire does otherwise than the papers stands in [Differences](differences.md).
 """
 SHORT = {
     "holds": "holds",
@@ -51,34 +54,43 @@ def page(found: dict[str, Reproduced]) -> str:
     for name, result in found.items():
         told = paper(name)
         rows.append(
-            f"| [{told.system}](#{name}) | {told.claim} | **{SHORT[result.word]}** |"
+            f"| [{told.system}](#{slug(told.system)}) | {told.claim} | **{SHORT[result.word]}** |"
         )
     return "\n".join([HEAD, *rows, "", *(section(one) for one in found.values())])
 
 
+def slug(heading: str) -> str:
+    """What myst, and forges, make of a heading for links."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 def section(result: Reproduced) -> str:
-    """One paper."""
+    """One paper: verdict, whose it is, and its main figures."""
     told = paper(result.name)
+    verdict = result.verdict
+    word, rest = verdict[: len(result.word)], verdict[len(result.word) :]
     command = f"thinwire reproduce {result.name}" + (" --full" if result.full else "")
     lines = [
-        f"({result.name})=",
+        f"({result.name})=",  # so other pages' links are short
         f"## {told.system}",
         "",
-        f"**{result.word.capitalize()}** {result.why}.",
+        f"**{word.capitalize()}**{rest}.",
         "",
-        f"{told.authors}: [{told.title}]({told.link}). Claim: {told.claim}; {told.setting}.",
-        f"The system here: [{told.page}]({told.page}). Again, in {result.seconds / 60:.0f} min:",
+        f"{told.authors}: [{told.title}]({told.link}).",
+        f"{told.setting[0].upper()}{told.setting[1:]}. Here: [{told.page.partition('#')[0]}]({told.page}).",
         "",
         f"```\n{command}\n```",
         "",
-        "| what | paper | here | |",
+        "| claim | published | here | |",
         "|---|---|---|---|",
     ]
-    for one in result.shown:
+    shown = {one.key: one for one in result.shown}
+    for key, what in told.main.items():
+        one = shown[key]
         here = f"{one.value:.3g} {one.unit}".strip()
-        lines.append(f"| {one.what} | {one.published or '-'} | {here} | {one.how} |")
+        lines.append(f"| {what} | {one.published or '-'} | {here} | {one.how} |")
     lines.append("")
-    for number, picture in enumerate(result.pictures):
+    for number, picture in enumerate(result.pictures[:PICTURES]):
         lines += [
             f"![{picture.title}](images/papers/{result.name}-{number}.png)",
             "",
@@ -91,6 +103,6 @@ if __name__ == "__main__":
     PAGE.write_text(page(made_of), encoding="utf-8")
     (DOCS / "images" / "papers").mkdir(exist_ok=True)
     for one in made_of.values():
-        for place, drawn in enumerate(one.pictures):
+        for place, drawn in enumerate(one.pictures[:PICTURES]):
             write_picture(drawn, DOCS / "images" / "papers" / f"{one.name}-{place}.png")
     print(f"written: {PAGE}")

@@ -7,6 +7,8 @@ hand. A benchmark that has recorded nothing yet is listed with its command. Figu
 from __future__ import annotations
 
 import json
+import math
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,12 +22,16 @@ UNREADABLE = "docs/recorded.py does not know the layout of this file"
 
 
 class Row(NamedTuple):
-    """One claim: the recorded figure, what it should be, and whether it is (None: nothing was asked for)."""
+    """One claim: the recorded figure, what it should be, and whether it is (None: nothing was asked for).
+
+    ``words``: what a ratio means, with its direction; "": the figure is none.
+    """
 
     what: str
     figure: str
     target: str = ""
     met: bool | None = None
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,19 @@ class Source:
         command: makes it again.
         page: where the figures are explained.
         read: its claims.
+        of_cards: there may be a file for each card, whose names begin alike, and none yet.
     """
 
     command: str
     page: str
     read: Callable[[Any], Iterator[Row]]
+    of_cards: bool = False
+
+    def files(self, name: str) -> list[Path]:
+        """Those that are there."""
+        return sorted(
+            RESULTS.glob(f"{name}*.json" if self.of_cards else f"{name}.json")
+        )
 
 
 def claim(
@@ -51,13 +65,27 @@ def claim(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """A row; ``unit`` follows the figure and the target."""
-    figure = f"{number(value)}{unit}"
+    """A row; ``unit`` follows the figure and the target; "a / b" and "a over b" are ratios."""
+    figure, target, met = f"{number(value)}{unit}", "", None
     if at_most is not None:
-        return Row(what, figure, f"≤{NBSP}{number(at_most)}{unit}", value <= at_most)
-    if at_least is not None:
-        return Row(what, figure, f"≥{NBSP}{number(at_least)}{unit}", value >= at_least)
-    return Row(what, figure)
+        target, met = f"≤{NBSP}{number(at_most)}{unit}", value <= at_most
+    elif at_least is not None:
+        target, met = f"≥{NBSP}{number(at_least)}{unit}", value >= at_least
+    words = in_words(value) if not unit and re.search(" / | over ", what) else ""
+    return Row(what, figure, target, met, words)
+
+
+def in_words(ratio: float) -> str:
+    """What the first of two takes beside the second."""
+    if abs(ratio - 1) < 0.005:
+        return "as much"
+    if ratio < 0.2:
+        return f"1/{1 / ratio:.0f} of it"
+    if ratio < 2:
+        return (
+            f"{abs(100 * (ratio - 1)):.0f}{PERCENT} {'less' if ratio < 1 else 'more'}"
+        )
+    return f"{ratio:.2g} times"
 
 
 def number(value: float) -> str:
@@ -75,11 +103,13 @@ def main_figures(data: Any) -> Iterator[Row]:
             else ""
         )
         figure = f"{number(f['value'])}{unit}{busy}"
+        words = "" if unit else in_words(f["value"])
         if f["target"] is None:
-            yield Row(f["what"], figure)
+            yield Row(f["what"], figure, words=words)
         else:
             sign = "≤" if (f["value"] <= f["target"]) == f["met"] else "≥"
-            yield Row(f["what"], figure, f"{sign}{NBSP}{f['target']:g}{unit}", f["met"])
+            target = f"{sign}{NBSP}{f['target']:g}{unit}"
+            yield Row(f["what"], figure, target, f["met"], words)
 
 
 def predictions(data: Any) -> Iterator[Row]:
@@ -115,36 +145,6 @@ def predictions(data: Any) -> Iterator[Row]:
         PERCENT,
         at_least=90.0,
     )
-
-
-def grid() -> str:
-    """The cells behind ``predictions``, as Markdown: a row for each network."""
-    cells = json.loads((RESULTS / "predictions.json").read_text(encoding="utf-8"))[
-        "cells"
-    ]
-    methods = list(dict.fromkeys(c["method"] for c in cells))
-    lines = [
-        f"| workers, model, link | {' | '.join(methods)} |",
-        "|---" * (1 + len(methods)) + "|",
-    ]
-    for network in sorted(
-        {(c["workers"], c["model"].partition(":")[0], c["link"]) for c in cells}
-    ):
-        found = {
-            c["method"]: c
-            for c in cells
-            if (c["workers"], c["model"].partition(":")[0], c["link"]) == network
-        }
-        texts = []
-        for c in (found.get(method) for method in methods):
-            error = 0.0 if c is None else c["predicted"] / c["measured"] - 1
-            texts.append(
-                ""
-                if c is None
-                else f"{1e3 * c['measured']:.0f} / {1e3 * c['predicted']:.0f} ({error:+.0%})"
-            )
-        lines.append(f"| {', '.join(map(str, network))} | {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
 
 
 def hierarchy(data: Any) -> Iterator[Row]:
@@ -250,11 +250,6 @@ def parameter_server(data: Any) -> Iterator[Row]:
         at_least=10_000,
     )
     yield claim("the same: share of a core", taken["core_share"], at_most=1.0)
-
-
-def rates(data: Any) -> Iterator[Row]:
-    """How many settings were tried; the table is on the page."""
-    yield claim("runs in virtual time", len(data))
 
 
 def _first(losses: list[list[float]], goal: float) -> float | None:
@@ -468,26 +463,6 @@ def bucket_view(data: Any) -> Iterator[Row]:
         )
 
 
-def encode_time(data: Any) -> Iterator[Row]:
-    """Quantisers beside the commit before they were last made faster."""
-    for row in data["rows"]:
-        yield claim(
-            f"{row['method']}, now / at {row['before']}, {row['model']}",
-            row["ratio"],
-            at_most=1.0,
-        )
-
-
-def step_cpu(data: Any) -> Iterator[Row]:
-    """A step's processor time beside an earlier commit's."""
-    for row in data["rows"]:
-        yield claim(
-            f"processor time of a step, now / at {row['before']}, {row['method']}",
-            row["ratio"],
-            at_most=1.05,
-        )
-
-
 def lars(data: Any) -> Iterator[Row]:
     """The price of the norms, and how exact the rates are."""
     for row in data["rows"]:
@@ -509,13 +484,9 @@ def lars(data: Any) -> Iterator[Row]:
 
 
 def claims(data: Any) -> Iterator[Row]:
-    """What holds of each paper, and the figures for which it gives its own."""
+    """What holds of each paper; its figures have a page of their own."""
     for name, found in data.items():
         yield Row(f"{name}: verdict", found["word"].rstrip(":"))
-        for one in found["shown"]:
-            if one["published"]:
-                said = f"{number(one['value'])} {one['unit']} ({one['how']}; paper: {one['published']})"
-                yield Row(f"{name}: {one['what']}", said)
 
 
 def cache(data: Any) -> Iterator[Row]:
@@ -553,11 +524,6 @@ def cache(data: Any) -> Iterator[Row]:
     )
 
 
-def peers(data: Any) -> Iterator[Row]:
-    """How much was compared: the figures have a page of their own."""
-    yield claim("runs beside other libraries", len(data["runs"]))
-
-
 OURS = ("local ", "powersgd ", "cast ")
 
 
@@ -584,7 +550,7 @@ def tolls(data: Any) -> Iterator[Row]:
         toll, over = bounds.get(network["link"], (None, None))
         alone = one["steps"] * network["compute_seconds"]
         yield claim(
-            f"{where}: toll of {best}, the best row",
+            f"{where}: {best} over DDP's steps without a network, seconds to DDP's loss",
             seconds[best] / alone,
             at_most=toll,
         )
@@ -617,9 +583,6 @@ def long_wire(data: Any) -> Iterator[Row]:
                 )
 
 
-RATES = "python benchmarks/parameter_server_rates.py --out FILE"
-
-
 def of_seeds(factors: list[float | None]) -> str:
     """The median, and the ends."""
     ordered = sorted(float("inf") if factor is None else factor for factor in factors)
@@ -630,10 +593,16 @@ def of_seeds(factors: list[float | None]) -> str:
     return f"{middle} ({low} to {high})"
 
 
+SHORTEST = 192
+"""Steps of DDP to the loss: in shorter runs the result of a seed is luck."""
+
+
 def race(data: Any) -> Iterator[Row]:
-    """Steps to DDP's loss, over DDP's: the median of three seeds, and their ends."""
+    """Steps to DDP's loss, over DDP's: the median of three seeds, and their ends; the shortest runs are left out."""
     for one in data:
         track = one["track"]
+        if not track["schedule"] and track["steps"] * one["share"] < SHORTEST:
+            continue
         apart = (
             ", each with its own share of the text"
             if "shares" in track["model"]
@@ -649,9 +618,12 @@ def race(data: Any) -> Iterator[Row]:
         else:
             where += f"DDP's loss after {track['steps'] * one['share']:.0f} steps"
         for label, row in one["rows"].items():
+            factors = [math.inf if f is None else f for f in row["factors"]]
+            middle = sorted(factors)[len(factors) // 2]
             yield Row(
                 f"{where}: {label}",
                 f"{of_seeds(row['factors'])}, rate x{NBSP}{row['rate']:g}",
+                words="" if math.isinf(middle) else f"{in_words(middle)} in steps",
             )
 
 
@@ -665,8 +637,11 @@ def other_models(data: Any) -> Iterator[Row]:
                     f"{row[end]:.2f}" if row[end] else "never"
                     for end in ("fewest_steps", "most_steps")
                 )
-                yield Row(f"{where}: {row['label']}, times sooner than DDP",
-                          f"{row['sooner']:.2f} (steps {row['steps']:.2f}, {ends})")  # fmt: skip
+                steps = f"{row['steps']:.2f} times DDP's steps, {ends}"
+                yield Row(
+                    f"{where}: {row['label']}, times sooner than DDP",
+                    f"{row['sooner']:.2g} ({steps})",
+                )
 
 
 def slow_rank(data: Any) -> Iterator[Row]:
@@ -820,7 +795,47 @@ def gpu_bench(data: Any) -> Iterator[Row]:
         yield Row(
             f"step of {row['label']}, {where}",
             f"{1e3 * row['step_seconds']:.0f}{NBSP}ms"
-            + (f", {faster:.1f} x" if faster else ""),
+            + (f", {faster:.1f} times as fast as DDP's" if faster else ""),
+        )
+
+
+def _card(data: Any) -> str:
+    return f"{data['card'] or 'a CPU'}, torch {data['torch']}"
+
+
+def gpu_kernels(data: Any) -> Iterator[Row]:
+    """Of each kernel at its largest size: milliseconds, and beside the time in which the card copies its bytes."""
+    largest = {
+        (row["part"], row["name"]): row for row in data["rows"]
+    }  # the last of each
+    for (part, name), row in largest.items():
+        size = f", {row['elements']:,} elements" if row["elements"] else ""
+        launched = (
+            f", {row['launches']} launches" if row["launches"] is not None else ""
+        )
+        yield Row(
+            f"{part}: {name}{size}, {_card(data)}",
+            f"{row['ms']:.3g}{NBSP}ms{launched}",
+            words=f"{row['floor']:.2g} times the copy of its bytes",
+        )
+
+
+def gpu_exchange(data: Any) -> Iterator[Row]:
+    """Of each method: a step that only exchanges GPT-2's gradients, and what the card does for it."""
+    ddp = next((row["step"] for row in data["rows"] if row["name"] == "DDP"), None)
+    for row in data["rows"]:
+        if row["name"] == "empty":
+            continue
+        figure = f"{row['step']:.3g}{NBSP}ms"
+        if "busy beyond empty" in row:
+            figure += f"; card busy {row['busy beyond empty']:.2g}{NBSP}ms"
+            figure += f" in {row['kernels beyond empty']:.0f} kernels"
+        yield Row(
+            f"step of {row['name']}, {data['ranks']} ranks, {_card(data)}",
+            figure,
+            words=f"{in_words(row['step'] / ddp)} beside DDP"
+            if ddp and row["name"] != "DDP"
+            else "",
         )
 
 
@@ -840,6 +855,7 @@ def device_rates(data: Any) -> Iterator[Row]:
 
 
 ON_A_GPU = "thinwire bench --device cuda --model chargpt:layers=8:width=512:heads=8:block=256:batch=16"
+ON_A_CARD = "python benchmarks/gpu/all.py"
 SOURCES = {
     "device_rates": Source(
         "python benchmarks/device_rates.py", "plan.md", device_rates
@@ -852,6 +868,8 @@ SOURCES = {
     "gpu": Source("make gpu", "gpu.md", gpu),
     "gpu_bench": Source(f"{ON_A_GPU} --link 1gbit", "gpu.md", gpu_bench),
     "gpu_bench_10gbit": Source(f"{ON_A_GPU} --link 10gbit", "gpu.md", gpu_bench),
+    "gpu_kernels": Source(ON_A_CARD, "gpu.md", gpu_kernels, of_cards=True),
+    "gpu_exchange": Source(ON_A_CARD, "gpu.md", gpu_exchange, of_cards=True),
     "gpu_race": Source(
         "thinwire race chargpt:layers=8:width=320:heads=8:block=256:batch=16 --link 10gbit --device cuda --seeds 3",
         "gpu.md",
@@ -889,17 +907,12 @@ SOURCES = {
         "python benchmarks/going_on.py", "when_a_machine_dies.md", going_on
     ),
     "peer_link": Source("python benchmarks/peer_link.py", "security.md", peer_link),
-    "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "tolls": Source("python benchmarks/peers/tolls.py", "peers.md", tolls),
-    "long_wire": Source("python benchmarks/long_wire.py", "how.md", long_wire),
+    "long_wire": Source("python benchmarks/long_wire.py", "two_sites.md", long_wire),
     "select": Source("python benchmarks/selection.py", "methods/sparse.md", selection),
-    "encode_time": Source(
-        "python benchmarks/encode_time.py", "results.md", encode_time
-    ),
     "claims": Source(
         "thinwire reproduce --out benchmarks/results/claims.json", "papers.md", claims
     ),
-    "step_cpu": Source("python benchmarks/step_cpu.py", "results.md", step_cpu),
     "lars": Source("python benchmarks/lars.py", "large_batch.md", lars),
     "cache": Source("python benchmarks/cache.py", "data.md", cache),
     "locality": Source("python benchmarks/locality.py", "data.md", locality),
@@ -907,29 +920,30 @@ SOURCES = {
     "parameter_server": Source(
         "python benchmarks/parameter_server.py", "parameter_server.md", parameter_server
     ),
-    "parameter_server_rates_batch1": Source(
-        f"{RATES} --model ...:batch=1", "parameter_server.md", rates
-    ),
-    "parameter_server_rates_batch4": Source(
-        f"{RATES} --model ...:batch=4", "parameter_server.md", rates
-    ),
     "federated": Source("python benchmarks/federated.py", "federated.md", federated),
     "split": Source("python benchmarks/split.py", "split.md", split),
     "supernet": Source("python benchmarks/supernet.py", "supernet.md", supernet),
 }
 """By the name of the file in ``benchmarks/results``."""
+ELSEWHERE = {
+    "encode_time": "compares two commits",
+    "step_cpu": "compares two commits",
+    "peers": "benchmarks/peers/page.py makes tables of it",
+    "parameter_server_rates_batch1": "the rates tried in virtual time",
+    "parameter_server_rates_batch4": "the rates tried in virtual time",
+}
+"""Files of results without a claim, and why."""
 
 
 def rows(name: str) -> list[Row]:
     """The claims of a file; none if it was not recorded. A file of another layout says so in a last row."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return []
     found: list[Row] = []
-    try:
-        found.extend(SOURCES[name].read(json.loads(path.read_text(encoding="utf-8"))))
-    except (KeyError, IndexError, TypeError) as error:
-        found.append(Row(f"{UNREADABLE}: {error!r}", "see the file"))
+    for path in SOURCES[name].files(name):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found.extend(SOURCES[name].read(data))
+        except (KeyError, IndexError, TypeError) as error:
+            found.append(Row(f"{UNREADABLE}: {error!r}", "see the file"))
     return found
 
 
@@ -938,15 +952,18 @@ def table(name: str) -> str:
     source, found = SOURCES[name], rows(name)
     head = f"`{source.command}`; explained in [](/{source.page})"
     if not found:
-        return f"{head}. Not recorded.\n"
+        none = "No card has run this yet." if source.of_cards else "Not recorded."
+        return f"{head}. {none}\n"
     lines = [
         f"{head}.\n",
-        "| claim | recorded | target | reached |",
+        "| claim | recorded | in words | target reached |",
         "|---|---|---|---|",
     ]
     for row in found:
-        reached = "" if row.met is None else "yes" if row.met else "**no**"
-        lines.append(f"| {row.what} | {row.figure} | {row.target} | {reached} |")
+        reached = (
+            "" if row.met is None else f"{row.target}: {'yes' if row.met else '**no**'}"
+        )
+        lines.append(f"| {row.what} | {row.figure} | {row.words} | {reached} |")
     return "\n".join(lines) + "\n"
 
 
@@ -977,19 +994,15 @@ def setup(app: Any) -> None:
     from sphinx.util.docutils import SphinxDirective, SphinxRole
 
     class Recorded(SphinxDirective):
-        """``{recorded} NAME``, ``{recorded} tally``, or ``{recorded} grid``: the cells of ``predictions``."""
+        """``{recorded} NAME`` or ``{recorded} tally``."""
 
         required_arguments = 1
 
         def run(self) -> list[Any]:
             name = self.arguments[0]
-            self.env.note_dependency(
-                str(RESULTS / f"{'predictions' if name == 'grid' else name}.json")
-            )
-            made = {"tally": tally, "grid": grid}
-            return self.parse_text_to_nodes(
-                made[name]() if name in made else table(name)
-            )
+            for path in SOURCES[name].files(name) if name in SOURCES else ():
+                self.env.note_dependency(str(path))
+            return self.parse_text_to_nodes(tally() if name == "tally" else table(name))
 
     class Figure(SphinxRole):
         """``{recorded}`NAME: CLAIM` ``"""

@@ -219,7 +219,7 @@ TOLLS = {
         _SMALL, 2, (0.25, 0.35, 0.5, 0.7, 1.0), ("10mbit", "100mbit", "250mbit", "1gbit"),
         left_out=_SHORT_IN_2_BITS,  # long periods need hardly more steps here
         # A step of DDP takes ten seconds on the slowest link; on the others no round takes as long as seven steps.
-        # Gradients in 8 and 4 bits were timed in a second run on a slower day, of which docs/peers.md tells.
+        # Gradients in 8 and 4 bits were timed in a second run on a slower day, of which ../results/peers.md tells.
         not_timed={
             "10mbit": ("ddp", *_NEAR), "100mbit": (_LATEST, *_NEAR), "250mbit": (_LATEST,), "1gbit": (_LATEST, *_NEAR)
         },

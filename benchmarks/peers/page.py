@@ -1,10 +1,15 @@
-"""Write the tables of ``docs/peers.md`` and its pictures from ``benchmarks/results/peers.json``: ``python page.py``."""
+"""What was measured, as pages: ``python page.py``, from ``benchmarks/results/peers.json`` and ``tolls.json``.
+
+All tables go to ``benchmarks/results/peers.md``; ``docs/peers.md`` gets the summary, between two marks, and its
+pictures.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +23,11 @@ from thinwire.tools.bench.rows import COMPUTE, TORCH_ROWS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "peers.md"
+TABLES = ROOT / "benchmarks" / "results" / "peers.md"
 PICTURES = ROOT / "docs" / "images"
 FEDERATED = ROOT / "benchmarks" / "results" / "federated.json"
 TOLLS_FILE = ROOT / "benchmarks" / "results" / "tolls.json"
-DRAWN = (
-    "ddp",
-    "ddp-fp16",
-    "torch-powersgd rank=4",
-    "ssgd",
-    "cast dtype=int8",
-    "powersgd rank=4",
-    "local sync_every=4 codec=int8",
-    "local sync_every=8 codec=int8 fragment_sync_delay=3",
-    "Accelerate LocalSGD",
-    "torchft LocalSGD",
-    "torchft DiLoCo",
-    "hivemind, local updates",
-)
+SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- /summary -->)", re.DOTALL)
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -249,11 +242,11 @@ def _tolls_of(trained: Run, clocked: list[Run]) -> str:
         alone = trained["steps"] * network["compute_seconds"]
         ended = finishes(trained, network)
         over = {label: _three([seconds / alone for seconds in row.times]) for label, row in ended.items()}
-        columns.append((f"toll, {size}, {network['link']}, {workers} workers", over))
+        columns.append((f"time, {size}, {network['link']}, {workers} workers", over))
     lines = ["| row | " + " | ".join(name for name, _ in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
     for row in TOLLS[trained["name"]].rows:
         name = title({"label": row.label, "kind": row.kind})
-        cells = [_cell(row.label, column, bold=head.startswith("toll")) for head, column in columns]
+        cells = [_cell(row.label, column, bold=head.startswith("time")) for head, column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -272,42 +265,131 @@ def _cell(label: str, column: dict[str, Three], *, bold: bool) -> str:
     return f"**{middle}** ({low} to {high})" if bold and first else f"{middle} ({low} to {high})"
 
 
-BLOCKS: dict[str, Callable[[Run], str]] = {
-    "setting": setting,
-    "winners": winners,
-    "losses": losses,
-    "steps": steps,
-    "tolls": tolls,
-    "details": details,
-    "missing": missing,
-    "federated": federated,
+@dataclass(frozen=True)
+class Best:
+    """The first of some rows on one network: what it is called, and its least, median and most times."""
+
+    name: str
+    times: Three
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The best row of thinwire on one network beside the best of the others; times are over DDP's without a network."""
+
+    where: str
+    ours: Best
+    other: Best
+    ddp: float | None
+
+    @property
+    def words(self) -> str:
+        """Who takes how much less time, and whether the seeds' ranges say so too."""
+        first, second = sorted((self.ours, self.other), key=lambda best: best.times[1])
+        who = "thinwire" if first is self.ours else first.name
+        less = 100 * (1 - first.times[1] / second.times[1])
+        if less < 1:
+            return "equal"
+        overlap = first.times[2] >= second.times[0]
+        return f"{who} takes {less:.0f} % less time" + (", within the spread of seeds" if overlap else "")
+
+
+def verdicts() -> list[Verdict]:
+    """Of every network; where a model was trained in whole runs, its shorter runs are left out."""
+    found = json.loads(TOLLS_FILE.read_text())
+    trained = {one["name"]: one for one in found["trained"]}
+    whole = {name.rpartition("/")[0] for name in trained if name.count("/") == 2}
+    return [_verdict(trained[one["name"]], one) for one in found["clocked"] if one["name"] not in whole]
+
+
+def _verdict(trained: Run, clocked: Run) -> Verdict:
+    kinds = {row.label: row.kind for row in TOLLS[trained["name"]].rows}
+    alone = trained["steps"] * clocked["compute_seconds"]
+    bests: dict[bool, list[Best]] = {True: [], False: []}
+    for label, row in finishes(trained, clocked).items():
+        if label != "alone":  # which is no library
+            name = title({"label": label, "kind": kinds[label]})
+            best = Best(name, _three([seconds / alone for seconds in row.times]))
+            bests[name.startswith("thinwire")].append(best)
+    ours, other = (min(bests[mine], key=lambda best: best.times[1]) for mine in (True, False))
+    ddp = next((best.times[1] for best in bests[False] if best.name.startswith("DDP, as")), None)
+    size, workers, *_ = trained["name"].split("/")
+    rate, *wire = clocked["link"].split()
+    link = rate.replace("gbit", " Gb/s").replace("mbit", " Mb/s")
+    link += ", {} one way, {} lost".format(*(w.replace("ms", " ms").replace("%", " %") for w in wire)) if wire else ""
+    return Verdict(f"{size}, {workers} workers, {link}", ours, other, ddp)
+
+
+def summary() -> str:
+    """The table of docs/peers.md."""
+    lines = ["| size and network | best thinwire row | best other library | verdict |", "|---|---|---|---|"]
+    for one in verdicts():
+        mine = one.ours.name.removeprefix("thinwire ")
+        lines.append(
+            f"| {one.where} | {one.ours.times[1]:.2f}: `{mine}` | {one.other.times[1]:.2f}: {one.other.name} "
+            f"| {one.words} |"
+        )
+    return "\n".join(lines)
+
+
+def fill(text: str) -> str:
+    """docs/peers.md with its summary written anew.
+
+    Raises:
+        ValueError: the page lacks the two marks.
+    """
+    if not SUMMARY.search(text):
+        raise ValueError(f"{PAGE} has no block <!-- summary --> ... <!-- /summary -->")
+    made = f"\n{summary()}\n\n"
+    return SUMMARY.sub(lambda found: found[1] + made + found[2], text)
+
+
+HEAD = """# All rows beside other libraries
+
+Made by `python page.py` in `benchmarks/peers`; docs/peers.md has the summary. A cell with "-" is a row that this size
+or network does without.
+"""
+SECTIONS: dict[str, tuple[str, Callable[[Run], str]]] = {
+    "Seconds to DDP's loss, over DDP's steps without a network": (
+        "Medians and ends of three seeds. *Steps*: steps to the loss that DDP has after 192 steps (whole runs: to "
+        "DDP's final loss), over DDP's, each row at the learning rate that serves it best. They were measured on "
+        "workers that nothing slows down; gradients in 8 and 4 bits ran at DDP's best rate. *Time*: steps times "
+        "the seconds of a step on the link, all rows in turns, first steps included, over DDP's steps if nothing "
+        "were exchanged; the best is bold. Accelerate's and torchft's LocalSGD average the same weights after the "
+        "same steps, so only one of them was trained. hivemind is missing, because its workers find each other by "
+        "time. The column of 250mbit was timed on another, slower day than its neighbours.",
+        tolls,
+    ),
+    "First at a loss, one seed": ("Times sooner than DDP in the same run, in brackets; more is better.", winners),
+    "Times sooner at a loss than DDP, one seed": ("More is better.", losses),
+    "Times faster than DDP, by steps": ("More is better.", steps),
+    "Every run": (
+        "Rows of a run take turns on the same ranks, and each run has its own DDP row. *Step*: the slowest rank's,"
+        " median over turns. *To the loss*: seconds of training; building a row and judging it do not count.",
+        details,
+    ),
+    "Setting": ("One worker a machine, one thread a rank, no added delay unless a column says so.", setting),
+    "Peers that are not in it": ("What pip or the import said.", missing),
+    "Federated simulations": ("Recorded by `benchmarks/federated.py`, 100 clients a round; less is better.", federated),
 }
 
 
-def fill(text: str, results: Run) -> str:
-    """The page with every block between ``<!-- NAME -->`` and ``<!-- /NAME -->`` written anew.
-
-    Raises:
-        ValueError: the page lacks a block.
-    """
-    for name, block in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise ValueError(f"{PAGE} has no block <!-- {name} --> ... <!-- /{name} -->")
-        made = f"\n{block(results)}\n\n"
-        text = pattern.sub(lambda found, made=made: found[1] + made + found[2], text)  # type: ignore[misc]
-    return text
+def tables(results: Run) -> str:
+    """benchmarks/results/peers.md."""
+    parts = [f"## {name}\n\n{words}\n\n{block(results)}\n" for name, (words, block) in SECTIONS.items()]
+    return "\n".join([HEAD, *parts])
 
 
 def main() -> None:
-    from pictures import draw_curves, draw_steps
+    from pictures import draw_curves, draw_times
 
     results = store.read()
-    PAGE.write_text(fill(PAGE.read_text(), results))
+    PAGE.write_text(fill(PAGE.read_text()))
+    TABLES.write_text(tables(results))
     PICTURES.mkdir(exist_ok=True)
+    draw_times(verdicts(), PICTURES / "peers_times.png")
     draw_curves(results, PICTURES / "peers_loss.png")
-    draw_steps(results, PICTURES / "peers_steps.png")
-    print(f"wrote {PAGE.name}, peers_loss.png and peers_steps.png")
+    print(f"wrote {PAGE.name}, {TABLES}, peers_times.png and peers_loss.png")
 
 
 if __name__ == "__main__":

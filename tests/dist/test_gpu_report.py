@@ -1,5 +1,6 @@
 """What ``make gpu`` will run on cards, run here: the same script on Gloo and CPUs, and its refusal where no card is."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -92,3 +93,8 @@ def test_all_measurements_run_small_without_a_card(tmp_path):
     assert names[-1] == "local every 8, 2 bits, 3 late"
     for link in ("gpu_bench", "gpu_bench_10gbit"):
         assert [row["label"] for row in found[link]["rows"]][:2] == ["compute", "ddp"]
+    sys.path.insert(0, str(GPU.parents[1] / "docs"))
+    recorded = importlib.import_module("recorded")
+    for name, data in found.items():
+        told = list(recorded.SOURCES[name].read(data))
+        assert len(told) > 2, f"docs/recorded.py says nothing of {name}"

@@ -21,7 +21,7 @@ MODEL = "recipe_of_the_page:build"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/bench.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/commands.md").read_text()
     recipe = next(block.code for block in blocks(page) if "def build()" in block.code)
     (tmp_path / "recipe_of_the_page.py").write_text(recipe)
     monkeypatch.chdir(tmp_path)

@@ -61,6 +61,11 @@ def python_of(page: str) -> list[str]:
     return [block.code for block in blocks((ROOT / page).read_text()) if block.above == "<!-- tested -->"]
 
 
+def own_model() -> str:
+    """The page's recipe of `mymodule:build`."""
+    return next(code for code in python_of(BENCH) if "def build()" in code)
+
+
 def commands(page: str) -> list[str]:
     return [line for block in blocks((ROOT / page).read_text()) for line in fences.commands(block) if line[:3] != "cd "]
 
@@ -135,11 +140,12 @@ def _raced(ran: Ran) -> None:
 
 
 def _probed(ran: Ran) -> None:
-    assert {group for _, group, *_ in ran.json("costs.json")["exchanges"]} == {"world"}
+    assert {group for (_, group, _), _ in ran.json("costs.json")["exchanges"]} == {"world"}
 
 
 SMALL = "chargpt:layers=2:width=64:heads=2"
 SCRIPT = "torchrun --standalone --nproc-per-node 2 train.py"
+PROBE = "torchrun --nnodes 4 --nproc-per-node 1 ... --no-python thinwire probe"
 PROFILE = "thinwire profile mymodule:build --out profile.json"
 PAGES: dict[str, dict[str, Shown]] = {
     "README.md": {
@@ -154,7 +160,14 @@ PAGES: dict[str, dict[str, Shown]] = {
             "--methods ddp,ssgd,powersgd:rank=4 --json",
         ),
     },
-    "docs/bench.md": {
+    "docs/commands.md": {
+        "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
+        "thinwire lab run --workers 2 --link 100mbit --delay 25ms --jitter 2ms --loss 0.1% --congestion bbr "
+        "-- python train.py": Shown(  # BBR is not in every kernel
+            _script,
+            instead="thinwire lab run --workers 2 --link 100mbit --delay 25ms --jitter 2ms --loss 0.1% "
+            "-- python train.py",
+        ),
         "thinwire bench --model chargpt:layers=4:width=144:heads=4 --workers 2 --link 50mbit "
         "--methods ddp,ddp-best,ssgd,powersgd:rank=4": Shown(
             rows("ddp", "ddp-best", "ssgd", "powersgd rank=4"),
@@ -165,8 +178,17 @@ PAGES: dict[str, dict[str, Shown]] = {
             rows("ddp", "ssgd", "mymodule:by_hand"),
             f"thinwire bench --model {SMALL} --steps 4 --rounds 1 --methods ddp,ssgd,mymodule:by_hand --json",
         ),
-    },
-    "docs/doctor.md": {
+        PROBE: Shown(_probed, "torchrun --standalone --nproc-per-node 2 --no-python thinwire probe"),
+        "thinwire probe --workers 2 --link 100mbit": Shown(_probed),
+        "thinwire profile mymodule:build --workers 2": Shown(wrote("profile.json")),
+        "thinwire bench --workers 2 --link 50mbit --json > bench.json": Shown(
+            wrote("bench.json"),
+            f"thinwire bench --model {SMALL} --steps 4 --rounds 1 --workers 2 --link 50mbit --json > bench.json",
+        ),
+        "thinwire demo": Shown(wrote("thinwire-out/demo.json"), "thinwire demo --quick --steps 6"),
+        "thinwire report bench.json thinwire-out/demo.json --out report.html": Shown(
+            wrote("report.html", words="report.html")
+        ),
         "thinwire doctor": Shown(said("torch", "Gloo")),
         "thinwire doctor --json": Shown(lambda ran: ran.json()["torch"]),
     },
@@ -179,23 +201,6 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/kfac.md": {
         "thinwire kfac calibrate --out costs.json": Shown(wrote("costs.json")),
-    },
-    "docs/lab.md": {
-        "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
-        "thinwire lab run --workers 2 --link 100mbit --delay 25ms --jitter 2ms --loss 0.1% --congestion bbr "
-        "-- python train.py": Shown(  # BBR is not in every kernel
-            _script,
-            instead="thinwire lab run --workers 2 --link 100mbit --delay 25ms --jitter 2ms --loss 0.1% "
-            "-- python train.py",
-        ),
-    },
-    "docs/measure.md": {
-        "torchrun --nnodes 4 --nproc-per-node 1 ... --no-python thinwire probe": Shown(
-            _probed, "torchrun --standalone --nproc-per-node 2 --no-python thinwire probe"
-        ),
-        "thinwire probe --workers 2 --link 100mbit": Shown(_probed),
-        "thinwire profile chargpt": Shown(wrote("profile.json")),
-        "thinwire profile my_module:build --workers 2": Shown(wrote("profile.json")),
     },
     "docs/methods/index.md": {
         "thinwire plan resnet50 --link 1gbit --workers 16 --methods ssgd,powersgd:rank=4": Shown(
@@ -234,13 +239,11 @@ PAGES: dict[str, dict[str, Shown]] = {
         ),
     },
     "docs/plan.md": {
+        "thinwire plan resnet50 --link 10gbit --workers 16": Shown(said("x: times faster to a loss", "exposed")),
+        PROBE: Shown(_probed, "torchrun --standalone --nproc-per-node 2 --no-python thinwire probe"),
         "thinwire profile chargpt": Shown(wrote("profile.json")),
+        "thinwire plan profile.json --costs costs.json": Shown(said("measured")),
         "thinwire plan profile.json --link 10gbit --workers 16": Shown(said("x: times faster to a loss")),
-        "thinwire plan resnet50 --link 10gbit --workers 16 --map": Shown(said("100mbit", "10gbit")),
-        "thinwire plan profile.json --costs costs.json": Shown(
-            said("measured"),
-            "thinwire probe --workers 2 --link 100mbit && thinwire plan profile.json --costs costs.json",
-        ),
     },
     "docs/quickstart.md": {
         "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("local:codec=int2 is faster here")),
@@ -253,19 +256,6 @@ PAGES: dict[str, dict[str, Shown]] = {
             said("your race")
         ),
         "thinwire report thinwire-out/race.json": Shown(wrote("report.html")),
-    },
-    "docs/report.md": {
-        "thinwire plan bert-base --link 1gbit --workers 8 --map --json --trace trace.json > plan.json": Shown(
-            wrote("plan.json", "trace.json")
-        ),
-        "thinwire bench --workers 2 --link 50mbit --json > bench.json": Shown(
-            wrote("bench.json"),
-            f"thinwire bench --model {SMALL} --steps 4 --rounds 1 --workers 2 --link 50mbit --json > bench.json",
-        ),
-        "thinwire demo": Shown(wrote("thinwire-out/demo.json"), "thinwire demo --quick --steps 6"),
-        "thinwire report plan.json trace.json bench.json thinwire-out/demo.json --out report.html": Shown(
-            wrote("report.html", words="report.html")
-        ),
     },
     "docs/script.md": {
         "thinwire lab run --workers 2 --link 100mbit -- python train.py": Shown(_script),
@@ -296,9 +286,6 @@ PAGES: dict[str, dict[str, Shown]] = {
             "thinwire lab run --workers 2 --link 100mbit -- thinwire supernet train --out two --steps 4,4",
         ),
     },
-    "docs/traces.md": {
-        "thinwire plan profile.json --link 1gbit --workers 4 --trace predicted.json": Shown(wrote("predicted.json")),
-    },
     "docs/two_sites.md": {
         "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(
             said("local:codec=int2 is faster here")
@@ -311,6 +298,10 @@ PAGES: dict[str, dict[str, Shown]] = {
     "docs/which.md": {
         PROFILE: Shown(wrote("profile.json")),
         "thinwire plan profile.json --map": Shown(said("100mbit")),
+    },
+    "docs/working.md": {
+        "thinwire lab run --workers 2 --link 100mbit -- python train.py": Shown(_script),
+        "thinwire plan profile.json --link 1gbit --workers 4 --trace predicted.json": Shown(wrote("predicted.json")),
     },
 }
 ELSEWHERE = """
@@ -411,22 +402,24 @@ python benchmarks/split.py --part task --model encoder --model-name pretrained-7
 thinwire watch steps.jsonl
 """
 """Commands that other tests run: below the file and the name of each."""
-BENCH, SCRIPTS = "docs/bench.md", "docs/script.md"
+BENCH, SCRIPTS = "docs/commands.md", "docs/script.md"
 FILES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
-    "docs/bench.md": {"mymodule.py": lambda: "\n".join(python_of(BENCH))},
+    "docs/commands.md": {
+        "mymodule.py": lambda: "\n".join(code for code in python_of(BENCH) if "\ndef " in code),
+        "train.py": lambda: python_of(SCRIPTS)[-1],
+    },
     "docs/gpu.md": {
         "train.py": lambda: next(b.code for b in blocks((ROOT / "docs/gpu.md").read_text()) if "attach" in b.code)
     },
-    "docs/lab.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
-    "docs/measure.md": {"my_module.py": lambda: python_of(BENCH)[0]},
     "docs/quickstart.md": {"train.py": lambda: python_of("docs/quickstart.md")[0]},
     "docs/race.md": {"mymodule.py": lambda: python_of("docs/race.md")[0]},
     "docs/script.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
-    "docs/troubleshooting.md": {"mymodule.py": lambda: python_of(BENCH)[0]},
-    "docs/which.md": {"mymodule.py": lambda: python_of(BENCH)[0]},
+    "docs/troubleshooting.md": {"mymodule.py": own_model},
+    "docs/which.md": {"mymodule.py": own_model},
+    "docs/working.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
 }
-BEFORE = {"docs/traces.md": "thinwire profile mlp:width=64 --out profile.json"}
+BEFORE = {"docs/working.md": "thinwire profile mlp:width=64 --out profile.json"}
 """Files that a page's commands need: blocks of pages, and what another page has made."""
 
 

@@ -140,8 +140,8 @@ def test_the_json_has_what_happened():
 
 
 def test_the_command_of_the_page(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
-    command, said = re.findall(r"```\n(.*?)```", page.split("## What goes wrong")[1], re.DOTALL)[:2]
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    command, said = re.findall(r"```\n(.*?)```", page.split("### Kill, stop, cut")[1], re.DOTALL)[:2]
     (tmp_path / "train.py").write_text(  # the last thing happens at 2.3 s
         "import os, pathlib, time\nlived = pathlib.Path('lived' + os.environ['RANK'])\n"
         "if not lived.exists():\n    lived.touch()\n    time.sleep(3)"

@@ -117,7 +117,7 @@ def test_what_a_user_draws_is_the_same_each_time(tmp_path, monkeypatch):
 
 def test_a_workload_clips_and_warms_up_in_hooks_as_the_page_says():
     """All averaged gradients are clipped before the step; a race's factor holds for the rates of the schedule."""
-    page = (Path(__file__).parents[3] / "docs/bench.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/commands.md").read_text()
     names = {}
     exec(next(block.code for block in blocks(page) if "def clipped" in block.code), names)
     workload = at_rate(names["clipped"](), 2.0)

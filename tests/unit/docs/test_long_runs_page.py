@@ -1,4 +1,4 @@
-"""The page "What local steps cost" is what its script makes of the recorded whole runs."""
+"""The page "Local steps: what they cost" is what its script makes of the recorded whole runs."""
 
 import long_runs
 
@@ -6,6 +6,24 @@ import long_runs
 def test_the_page_is_made_from_the_record():
     assert long_runs.page(long_runs.whole()) == long_runs.PAGE.read_text()
     assert (long_runs.DOCS / long_runs.PICTURE).is_file()
+
+
+def test_the_pages_sentences_are_those_of_its_tables():
+    """The steps factors that the text names, from the record."""
+    usual, *others = long_runs.whole()
+    found = {long_runs.kind(one): one for one in (usual, *others)}
+
+    def percent(kind, methods):
+        factors = sorted(found[kind]["rows"][methods]["factors"])
+        return round(100 * (factors[len(factors) // 2] - 1))
+
+    every4, bit = "local sync_every=4 codec=int2", "local sync_every=4 codec=int1 look=0.5"
+    assert [percent("", row) for row in (every4, "alone", "accumulate every=4")] == [2, 87, 56]
+    assert [percent("larger", row) for row in (every4, bit)] == [5, -2]
+    assert [percent("short", row) for row in ("local sync_every=16 codec=int2",)] == [13]
+    assert percent("", "local sync_every=16 codec=int2") == 29
+    assert percent("workers", "local sync_every=4 codec=int2 look=0.5") == 12
+    assert percent("muon", every4) == -2
 
 
 def test_what_a_row_sends():

@@ -6,6 +6,7 @@ from pathlib import Path
 import papers
 
 from thinwire.systems.papers import NAMES
+from thinwire.systems.papers.paper import paper
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -19,5 +20,13 @@ def test_the_page_is_made_from_the_record():
 def test_every_verdict_is_reached_from_the_readme_and_every_page_exists():
     page = papers.PAGE.read_text()
     assert "docs/papers.md" in (DOCS.parent / "README.md").read_text()
-    for target in re.findall(r"\]\(([\w/]+\.(?:md|png))\)", page):
+    for target in re.findall(r"\]\(([\w/-]+\.(?:md|png))(?:#\w+)?\)", page):
         assert (DOCS / target).is_file(), target
+
+
+def test_verdicts_are_those_of_the_recorded_figures():
+    """A changed rule or sentence needs no new run: ``judge`` makes both of the figures."""
+    for name, found in papers.results().items():
+        told = paper(name)
+        assert (found.word, found.why) == told.judge({one.key: one.value for one in found.shown}), name
+        assert told.main.keys() <= {one.key for one in found.shown}

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -31,8 +32,9 @@ def test_tables_are_those_of_the_results(peers):
     page, results = peers["page"], peers["store"].read()
     text = page.PAGE.read_text()
     assert results["runs"]
-    assert page.fill(text, results) == text, "run: make -C benchmarks/peers page"
-    for picture in ("peers_loss.png", "peers_steps.png"):
+    assert page.fill(text) == text, "run: make -C benchmarks/peers page"
+    assert page.tables(results) == page.TABLES.read_text(), "run: make -C benchmarks/peers page"
+    for picture in ("peers_loss.png", "peers_times.png"):
         assert f"images/{picture}" in text
         assert (page.PICTURES / picture).stat().st_size > 10_000
 
@@ -63,7 +65,45 @@ def test_a_loss_of_ours_and_a_failure_are_shown(peers):
     assert "(2.00)" in page.winners(results).splitlines()[-1].split("|")[-2]
     assert "failed: rank 1: RuntimeError: gone" in page.details(results)
     with pytest.raises(ValueError, match="no block"):
-        page.fill("nothing", results)
+        page.fill("nothing")
+
+
+@pytest.mark.parametrize("times, who", [(0.01, "Accelerate|torchft|DDP"), (100.0, "thinwire")])
+def test_the_verdict_is_the_faster_ones_whoever_that_is(peers, times, who, monkeypatch, tmp_path):
+    """Steps of all other libraries a hundred times as fast or as slow: the ranges over seeds do not overlap."""
+    page, found = peers["page"], json.loads(peers["page"].TOLLS_FILE.read_text())
+    for network in found["clocked"]:
+        for label, pace in network["paces"].items():
+            if not label.startswith(peers["recorded"].OURS):
+                pace.update({key: times * value for key, value in pace.items() if isinstance(value, float)})
+    (tmp_path / "tolls.json").write_text(json.dumps(found))
+    monkeypatch.setattr(page, "TOLLS_FILE", tmp_path / "tolls.json")
+    assert page.verdicts()
+    for one in page.verdicts():
+        assert re.fullmatch(rf"({who}).* takes (9\d|100) % less time", one.words), one
+        assert f"| {one.words} |" in page.summary()
+
+
+def test_a_verdict_says_when_ranges_overlap_and_when_nothing_is_between(peers):
+    page = peers["page"]
+    ours = page.Best("thinwire a", (0.9, 1.0, 1.2))
+    words = {
+        (other): page.Verdict("", ours, page.Best("b", other), None).words
+        for other in ((1.1, 1.25, 1.3), (1.3, 1.6, 2.0), (0.5, 0.6, 0.8), (0.9, 1.005, 1.1))
+    }
+    assert list(words.values()) == [
+        "thinwire takes 20 % less time, within the spread of seeds",
+        "thinwire takes 38 % less time",
+        "b takes 40 % less time",
+        "equal",
+    ]
+
+
+def test_every_network_has_a_verdict_or_longer_runs(peers):
+    page = peers["page"]
+    names = [one["name"] for one in json.loads(page.TOLLS_FILE.read_text())["clocked"]]
+    whole = {name.rpartition("/")[0] for name in names if name.count("/") == 2}
+    assert len(page.verdicts()) == sum(name not in whole for name in names)
 
 
 def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):

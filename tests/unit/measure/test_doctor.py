@@ -209,7 +209,7 @@ def test_every_finding_has_a_case_and_a_line_in_the_page():
                                                              file.read_text())}  # fmt: skip
     assert len(codes) > 20
     assert codes == {code for _, _, expected, _ in CASES.values() for _, code in expected}
-    page = (root / "docs/doctor.md").read_text()
+    page = (root / "docs/commands.md").read_text().partition("### Findings")[2]
     assert codes == set(re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE))
 
 

@@ -25,6 +25,6 @@ def test_verdict(middle, as_published, word):
     found |= {"smallest ratio": 1.2, "middle ratio": middle, "smallest real": 1.0, "middle real": 3.0}
     told, why = easnet.judge(found)
     assert told == word
-    assert f"middle {middle:.2f} of its error alone in 0.45 of the time" in why
+    assert f"the middle network has {middle:.2f} times the error of the same trained alone, in 0.45 of the" in why
     assert "block matching is better than middle" in why
     assert easnet.judge(found | {"middle time": 0.95})[0] == "does not hold:"

@@ -86,5 +86,5 @@ def _show(result: Reproduced, console: Console) -> None:
         table.add_row(one.what, one.published or "-", f"{one.value:.4g} {one.unit}".rstrip(), one.how)
     console.print(table)
     style = {"holds": "green", "holds where": "yellow"}.get(result.word, "red")
-    console.print(f"{result.word} {result.why}", style=style, **say)  # type: ignore[arg-type]
+    console.print(result.verdict, style=style, **say)  # type: ignore[arg-type]
     console.print()

@@ -92,17 +92,21 @@ def measured(bench: Workbench) -> Iterator[Shown]:
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     fast = [name for name in ("smallest", "middle") if found[f"{name} time"] <= 0.5]
     kept = [name for name in fast if found[f"{name} ratio"] <= 1.03]
-    each = [f"{n} {found[f'{n} ratio']:.2f} of its error alone in {found[f'{n} time']:.2f} of the time" for n in fast]
+    each = [
+        f"the {n} network has {found[f'{n} ratio']:.2f} times the error of the same trained alone, in "
+        f"{found[f'{n} time']:.2f} of the largest's time"
+        for n in fast
+    ]
     said = ", ".join(each) or "no sub-network takes half the largest one's time here"
     if real := [name for name in fast if found[f"{name} real"] > found["block matching"]]:
-        said += f"; on a real pair block matching is better than {' and '.join(real)}"
+        said += f". On a real pair block matching is better than {' and '.join(real)}"
     if not kept:
         return "does not hold:", said
     if kept == fast and found["as published"] >= 2:
         return "holds", said
     return (
         "holds where",
-        f"the refinement is elastic too, as published a cut saves {found['as published']:.2f} x: {said}",
+        f"the refinement is elastic too (as published, a cut saves {found['as published']:.2f} x); {said}",
     )
 
 
@@ -115,6 +119,14 @@ PAPER = Paper(
     claim="a sub-network for a latency keeps its accuracy without additional training; 0.73 px at 100 ms",
     setting="Scene Flow, 192 disparities, 8 GPUs",
     page="supernet.md",
+    main={
+        "as published": "multiplications that a cut saves, as published",
+        "elastic refinement": "the same, refinement elastic too",
+        "smallest time": "smallest network: time beside the largest's",
+        "smallest ratio": "smallest: error beside the one trained alone; less is better",
+        "smallest real": "smallest: error on a real pair",
+        "block matching": "block matching on that pair",
+    },
     simulated=simulated,
     measured=measured,
     judge=judge,

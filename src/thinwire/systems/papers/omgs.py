@@ -69,17 +69,16 @@ def measured(bench: Workbench) -> Iterator[Shown | Picture]:
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     there, best = found["better of one group and per layer measured"], max(found["optimum"], found["most"])
     said = (
-        f"the published rule gains {found['greedy rule']:.2f} over the better of one group and per layer at 16 workers "
+        f"with the authors' constants of 2019 the published rule is {found['greedy rule']:.2f} times as fast as "
+        f"the better of one message for all and one per layer, the exact optimum {found['optimum']:.2f} times, "
+        f"and in the best of other cases {best:.2f} times. Measured, it is {there:.2f} times as fast, and its "
+        f"loss {found['loss']:.2f} times S-SGD's"
     )
-    said += (
-        f"with constants of 2019, the exact optimum {found['optimum']:.2f}, and {best:.2f} in the best of other cases; "
-    )
-    said += f"measured {there:.2f}; the loss is {found['loss']:.2f} of S-SGD's"
     if there <= 1.05 or found["loss"] > 1.1 or best < 1.1:
         return "does not hold:", said
     if found["optimum"] >= 1.25:
         return "holds", said
-    return "holds where", f"one group's exchange takes about as long as backward: {said}"
+    return "holds where", f"one message takes about as long as backward: {said}"
 
 
 PAPER = Paper(
@@ -88,9 +87,17 @@ PAPER = Paper(
     title="Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs",
     authors="S. Shi, Q. Wang, X. Chu, B. Li, Y. Qin, R. Liu, X. Zhao (INFOCOM 2020)",
     link="https://ieeexplore.ieee.org/document/9155269",
-    claim="up to 31 % faster than other sparsified SGD, and converges nearly as S-SGD",
+    claim="up to 31 % faster than other sparsified SGD; converges nearly as S-SGD",
     setting="CNNs and an LSTM on 16 GPUs (P102-100), 1 Gb/s Ethernet, density 0.001",
     page="methods/sparse.md#omgs",
+    main={
+        "greedy rule": "published rule, times as fast as the better fixed one, ResNet-50, 16 workers, 2019",
+        "optimum": "exact optimum, the same",
+        "most": "exact optimum, the best of 12 networks with T4s",
+        "better of one group and per layer measured": "times as fast as the better fixed one, ResNet, 4 workers",
+        "DDP measured": "times as fast as DDP, the same",
+        "loss": "last loss beside S-SGD's; less is better",
+    },
     simulated=simulated,
     measured=measured,
     judge=judge,

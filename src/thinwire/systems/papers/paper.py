@@ -37,7 +37,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Reproduced(Record):
-    """What ``thinwire reproduce`` found for one paper; the sentence of the verdict is ``word`` and ``why``."""
+    """What ``thinwire reproduce`` found for one paper."""
 
     called: ClassVar[str] = "what thinwire reproduce found for a paper"
 
@@ -49,6 +49,11 @@ class Reproduced(Record):
     full: bool
     pictures: list[Picture] = field(default_factory=list)
 
+    @property
+    def verdict(self) -> str:
+        """The word and what it rests on, as one text."""
+        return f"{self.word}{':' * (self.word == 'holds')} {self.why}"
+
 
 @dataclass(frozen=True)
 class Paper:
@@ -58,6 +63,7 @@ class Paper:
         claim: in the paper's own terms, with its figure.
         setting: model, workers, network of that figure.
         page: of the docs, where the system is explained.
+        main: the figures that docs/papers.md shows: key -> what it is of, in a few words.
         simulated: yields figures at the paper's scale, in seconds, without ranks.
         measured: yields figures measured on this machine, in at most three minutes, and pictures.
         judge: figures by key -> the verdict's word and the rest of its sentence.
@@ -71,6 +77,7 @@ class Paper:
     claim: str
     setting: str
     page: str
+    main: Mapping[str, str]
     simulated: Callable[[], Iterable[Shown]]
     measured: Callable[[Workbench], Iterable[Shown | Picture]]
     judge: Callable[[Mapping[str, float]], tuple[Word, str]]

@@ -31,7 +31,7 @@ class Finding:
 
     Attributes:
         level: "error": it prevents training; "warning"; "note".
-        code: its name in docs/doctor.md.
+        code: its name in docs/commands.md.
         what: one sentence.
         remedy: what to do.
     """
