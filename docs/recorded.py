@@ -896,7 +896,7 @@ SOURCES = {
         "python benchmarks/bucket_view.py", "what_differs_from_ddp.md", bucket_view
     ),
     "merge_plans": Source(
-        "python benchmarks/merge_plans.py", "methods/attach.md", merge_plans
+        "python benchmarks/merge_plans.py", "attach.md", merge_plans
     ),
     "hierarchy": Source(
         "python benchmarks/hierarchy.py", "methods/sparse.md", hierarchy
