@@ -103,8 +103,9 @@ def test_a_race_says_what_steps_are_worth(tmp_path):
     assert steps["powersgd:rank=4"] == (None, None)
     assert answer["ranking"]["best"] == "acp:rank=4"
     said = " ".join(run("resnet50", "--link", "100mbit", "--worth", "race.json", "--methods", "acp:rank=4").split())
-    assert "relative to exact averaging: your race with 1e-06 M parameters, 4 workers ssgd falls" in said
+    assert "relative to exact averaging: your race with 1e-06 M parameters, 4 workers predicted: ssgd falls" in said
     assert "thinwire race" not in said
+    assert "race it" not in said
 
 
 def test_explain():

@@ -118,6 +118,7 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
 
 
 def _cells(entry: Entry) -> list[str]:
+    digits = 2 - (entry.speedup is not None and (entry.speedup >= 2) + (entry.speedup >= 10))
     return [
         entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
         in_milliseconds(entry.step_seconds),
@@ -126,7 +127,7 @@ def _cells(entry: Entry) -> list[str]:
         megabytes(entry.bytes_sent),
         entry.bound_by.removeprefix("network "),
         "?" if entry.steps is None else f"{entry.steps:.2f}",
-        "?" if entry.speedup is None else f"{entry.speedup:.2f}",
+        "?" if entry.speedup is None else f"{entry.speedup:.{digits}f}",
     ]
 
 
@@ -144,7 +145,8 @@ def first_answer(question: Question, ranking: Ranking) -> str:
     least = exact.low_seconds / (best.high_seconds * (best.most_steps or best.steps or 1.0))
     low, high = (f"{float(f'{value:.2g}'):g}" for value in (least, best.speedup))
     times = f"about {low} to {high} times" if least > 1 else f"up to {high} times"
-    return f"{use}: {times} sooner at the same loss than DDP, {ground}; race it"
+    race = "; race it" if question.worth is None else ""
+    return f"{use}: {times} sooner at the same loss than DDP, {ground}{race}"
 
 
 def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
