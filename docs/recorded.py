@@ -895,9 +895,7 @@ SOURCES = {
     "bucket_view": Source(
         "python benchmarks/bucket_view.py", "what_differs_from_ddp.md", bucket_view
     ),
-    "merge_plans": Source(
-        "python benchmarks/merge_plans.py", "attach.md", merge_plans
-    ),
+    "merge_plans": Source("python benchmarks/merge_plans.py", "attach.md", merge_plans),
     "hierarchy": Source(
         "python benchmarks/hierarchy.py", "methods/sparse.md", hierarchy
     ),

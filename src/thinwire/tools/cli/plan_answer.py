@@ -136,7 +136,10 @@ def first_answer(question: Question, ranking: Ranking) -> str:
     if ranking.workers == 1:
         return "one worker: nothing is sent, so no method can help"
     best, exact = ranking.best, min(ranking.exact, key=lambda entry: entry.step_seconds)
-    kinds = {"network": "measured" if question.network else "assumed", question.device.name: question.profile.provenance}
+    kinds = {
+        "network": "measured" if question.network else "assumed",
+        question.device.name: question.profile.provenance,
+    }
     assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
     ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"
     use = f"use {best.label.replace(':', ' ')}"
