@@ -140,7 +140,7 @@ def is_error(package, name):
 def test_the_reference_begins_with_what_users_need(documented):
     first, _, _ = REFERENCE.read_text().partition("\n## All names\n")
     listed = re.findall(r"^   (thinwire\.[\w.]+)$", first, re.MULTILINE)
-    classes = [f"thinwire.{name}" for name in re.findall(r"\[`(\w+)`\]\(methods/\w+\.md\)", first)]
+    classes = [f"thinwire.{name}" for name in re.findall(r"\[`(\w+)`\]\(methods/\w+\.md#\w+\)", first)]
     assert not DIRECTIVE.search(first)
     assert len(listed + classes) == len(set(listed + classes))
     assert 60 < len(listed + classes) < 90
