@@ -338,7 +338,6 @@ thinwire federated run digits --per-client
 thinwire federated run digits --compress topk:density=0.1 --checkpoint-dir run1
 thinwire federated run digits:clients=10 --clients-per-round 5 --algorithm
     fedavg,fedavg:noise_multiplier=1:max_grad_norm=1:epochs=1
-pip install 'thinwire[privacy]'
 # tests/unit/federated/test_fed_new.py::test_every_command_of_its_readme
 thinwire federated new mine
 # tests/unit/federated/test_fed_page.py::test_on_ranks
