@@ -8,6 +8,8 @@ parameter server, each for the same number of seconds; every row is run ``--roun
 
 ``--only shards``: gradients per second of four equal nodes that push to one server, or to two shards with a link each:
 where the server's link is the bound, and where it is not.
+
+``--only slow --rounds 0 --out FILE --plot PICTURE`` runs nothing, and draws what the file holds.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.tools import lab
+from thinwire.tools.pictures import Panel, Picture, Series, check_plot, write_picture
 
 MODEL = "chargpt:layers=2:width=128:heads=4"
 SYNCHRONOUS = "S-SGD (all-reduce)"
@@ -59,7 +62,9 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=2.7, help="held-out loss to reach")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a JSON file of earlier runs, which gains these")
+    parser.add_argument("--plot", type=Path, help="loss against seconds of all runs with a slow node: .png or .html")
     options = parser.parse_args()
+    check_plot(options.plot)
     if options.rank:
         synchronous_rank(json.loads(options.rank))
         return
@@ -72,6 +77,8 @@ def main() -> None:
         shards(options.rounds, known.setdefault("shards", {}))
     if options.out:
         options.out.write_text(json.dumps(known, indent=1) + "\n")
+    if options.plot:
+        write_picture(picture(known, options), options.plot)
 
 
 # --- one slow node -------------------------------------------------------------------------------------------------
@@ -114,6 +121,22 @@ def row_of(runs: list[dict[str, Any]], target: float, seconds: float) -> dict[st
     row["loss"] = statistics.median([x for x in run["losses"] if x[0] <= seconds][-1][2] for run in runs)
     reached = [next((at for at, _, loss in run["losses"] if loss <= target), 1e9) for run in runs]
     return {**row, "to_target": statistics.median(reached)}
+
+
+def picture(known: dict[str, Any], options: argparse.Namespace) -> Picture:
+    """Draw the last run of every row, a panel for each number of sequences per gradient."""
+    panels = []
+    for where in (key for key in known if key.startswith("slow")):
+        batch = where.rpartition(" ")[2]
+        lines = []
+        for name, runs in known[where].items():
+            seconds, _, losses = zip(*(loss for loss in runs[-1]["losses"] if loss[0] <= options.seconds))
+            row = name.rpartition(", ")[0]
+            lines.append(Series(ROWS[row][0] or row, seconds, losses))
+        told = f"{batch} sequence{'s' * (batch != '1')} per gradient"
+        panels.append(Panel(f"seconds, with {told}", "held-out loss", tuple(lines), y_range=(2.3, 4.0)))
+    title = f"A character GPT on 4 nodes, one of them {options.slow:g} times slower, links of {options.link}"
+    return Picture(title, tuple(panels))
 
 
 def asynchronous(settings: str, outer: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -219,6 +219,7 @@ PAGES: dict[str, dict[str, Shown]] = {
         },
     },
     "docs/parameter_server.md": {
+        "thinwire lab run --workers 3 --link 1gbit,100mbit,1gbit -- python train.py": Shown(_script),
         "thinwire ps run --nodes 4 --slow 3:4 --kill 1:25 --link 200mbit --seconds 60 --plot run.png": Shown(_went_on),
         "thinwire ps simulate --settings inhad:max_staleness=4 --nodes 16 --workers 4 --slow 0:4 --link 1gbit": Shown(
             said("inhad:max_staleness=4", "22.24")
@@ -227,15 +228,6 @@ PAGES: dict[str, dict[str, Shown]] = {
             said("20 updates, weights"),
             "thinwire ps run --nodes 2 --updates 20 --model mlp:width=64:layers=2 --journal run.jsonl"
             " && thinwire ps replay run.jsonl",
-        ),
-        "thinwire ps run --nodes 4 --shards 2 --link 100mbit --seconds 60": Shown(
-            said("held-out loss"), "thinwire ps run --nodes 4 --shards 2 --link 100mbit --seconds 15"
-        ),
-        "thinwire keys new lab-keys --names server,node0,node1,node2,node3 --host 10.77.0.1": Shown(
-            wrote("lab-keys/node3/identity.crt")
-        ),
-        "thinwire ps run --nodes 4 --link 200mbit --seconds 60 --keys lab-keys": Shown(
-            said("held-out loss 5.5"), "thinwire ps run --nodes 4 --link 200mbit --seconds 20 --keys lab-keys"
         ),
     },
     "docs/plan.md": {
@@ -246,7 +238,7 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire plan profile.json --link 10gbit --workers 16": Shown(said("x: times faster to a loss")),
     },
     "docs/quickstart.md": {
-        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("local:codec=int2 is faster here")),
+        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("use local codec=int2: about")),
         "thinwire lab run --workers 2 --link 100mbit -- python train.py ssgd": Shown(sends(16.8, 17.0)),
         "thinwire lab run --workers 2 --link 100mbit -- python train.py powersgd": Shown(sends(0.1, 0.2)),
     },
@@ -325,14 +317,12 @@ thinwire doctor --nodes 2
 # tests/net/test_doctor_gloo.py::test_gloo_listens_where_doctor_says
 GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 torchrun --nnodes 2 ...
 # tests/unit/federated/test_fed_page.py::test_the_pages_figures
-thinwire federated run digits --algorithm scaffold
+thinwire federated run digits
 thinwire federated run digits --algorithm fedavg,fedopt,scaffold --plot curves.png
 thinwire federated run digits --per-client
-thinwire federated run digits --algorithm fedopt:rule=yogi --devices 4 --rounds 30
 thinwire federated run digits --compress topk:density=0.1 --checkpoint-dir run1
 thinwire federated run digits:clients=10 --clients-per-round 5 --algorithm
     fedavg,fedavg:noise_multiplier=1:max_grad_norm=1:epochs=1
-pip install 'thinwire[privacy]'
 # tests/unit/federated/test_fed_new.py::test_every_command_of_its_readme
 thinwire federated new mine
 # tests/unit/federated/test_fed_page.py::test_on_ranks
@@ -383,21 +373,13 @@ thinwire keys new keys --names c
 thinwire keys show keys
 thinwire keys new keys --names cloud,edge --host cloud.example.org
 # tests/dist/test_parameter_server_tls.py::test_by_the_command_line_each_in_its_own_process
-thinwire ps server --model chargpt --settings inhad:max_staleness=4 --nodes 4 --updates 1000 --checkpoint-dir ckpt
-    --host 10.0.0.1 --keys keys/server --journal run.jsonl
+thinwire ps server --model chargpt --settings asp --nodes 2 --updates 1000 --checkpoint-dir ckpt --host 10.0.0.1
+    --keys keys/server --journal run.jsonl
 thinwire ps node --server 10.0.0.1:29400 --model chargpt --node 0 --workers 2 --keys keys/a
-thinwire ps server --model chargpt --shards 2 --nodes 4 --updates 1000 --checkpoint-dir ckpt --host 10.0.0.1 --keys
-    keys/server
 thinwire ps shard 10.0.0.1:29400 --index 0 --checkpoint-dir slice --host 10.0.0.2 --keys keys/shard0
-thinwire ps shard 10.0.0.1:29400 --index 1 --checkpoint-dir slice --host 10.0.0.3 --keys keys/shard1
 # tests/dist/test_split_processes.py::test_two_processes_are_one
 thinwire split cloud halves --keys keys/cloud --listen 0.0.0.0:7443
 thinwire split edge halves --keys keys/edge --cloud cloud.example.org:7443
-# tests/unit/docs/test_recorded_results.py::test_every_file_of_results_has_claims
-python benchmarks/split.py --pretrain encoder --model bert:layers=2:hidden=768:heads=12 --lines 900 --epochs 3 --lr
-    3e-4
-python benchmarks/split.py --part task --model encoder --model-name pretrained-768 --every 2 --epochs 2 --lr 3e-4
-    --seeds 0 1 2 --rows 'lowrank;lowrank:int8,pack'
 # tests/unit/report/test_watch.py::test_the_page_follows_a_file_that_comes_and_grows
 thinwire watch steps.jsonl
 """
@@ -412,6 +394,7 @@ FILES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/gpu.md": {
         "train.py": lambda: next(b.code for b in blocks((ROOT / "docs/gpu.md").read_text()) if "attach" in b.code)
     },
+    "docs/parameter_server.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
     "docs/quickstart.md": {"train.py": lambda: python_of("docs/quickstart.md")[0]},
     "docs/race.md": {"mymodule.py": lambda: python_of("docs/race.md")[0]},
     "docs/script.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},

@@ -341,7 +341,7 @@ def _picture(found: SearchResult, limit_ms: float) -> Picture:
         Series("answer, measured", (best.measured_ms,), (error,), "points", (best.measured_ms, error)),
     )
     limit = Mark(limit_ms, f"limit, {limit_ms:g} ms")
-    panel = Panel("latency of one pair, ms", "end-point error, px", curves, (limit,))
+    panel = Panel("milliseconds per image pair", "mean error of a pixel's disparity, pixels", curves, (limit,))
     return Picture(f"{len(found.archive)} sub-networks evaluated", (panel,))
 
 

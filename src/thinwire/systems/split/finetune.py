@@ -24,7 +24,7 @@ from thinwire.systems.split.plan import Recipe, SplitPlan
 from thinwire.systems.split.programs import dropout_of
 from thinwire.systems.split.surgery import Sample, load_half, split_model
 from thinwire.systems.split.tasks import Batch, Task, TextData
-from thinwire.tools.pictures import Level, Panel, Picture, Series
+from thinwire.tools.pictures import Panel, Picture, Series
 
 OnStep = Callable[[int, int, float], None]
 """Called with the number of steps done, the number of all steps, and the loss."""
@@ -322,12 +322,10 @@ def compare_picture(
     rows: Sequence[ComparisonRow], losses: Mapping[str, Sequence[float]], metric: str, title: str
 ) -> Picture:
     """Draw scores against bytes, and losses (of every step of one seed, by row) against seconds."""
-    sent = tuple(
-        Series(row.name, (row.wire_bytes / 1e3,), (row.score,), "points", (row.wire_bytes / 1e3, row.score))
-        for row in rows
-        if row.wire_bytes is not None
-    )
-    whole = tuple(Level(row.score, UNSPLIT) for row in rows if row.name == UNSPLIT)
+    sent = [(row, row.wire_bytes / 1e3) for row in rows if row.wire_bytes is not None]
+    scores = [Series(row.name, (size,), (row.score,), "points", (size, row.score)) for row, size in sent]
+    across = min(size for _, size in sent), max(size for _, size in sent)
+    scores += [Series(row.name, across, (row.score, row.score)) for row in rows if row.name == UNSPLIT]
     trained = []
     for row in rows:
         sums = (0.0, *accumulate(losses[row.name]))
@@ -335,7 +333,7 @@ def compare_picture(
         y = tuple((sums[end] - sums[max(0, end - _WINDOW)]) / min(_WINDOW, end) for end in ends if end)
         trained.append(Series(row.name, tuple(end * row.step_seconds for end in ends if end), y))
     panels = (
-        Panel("kB per step through the socket", metric, sent, (), whole, log_x=True),
-        Panel("seconds, the link's by the formulas", f"training loss, mean of {_WINDOW} steps", tuple(trained)),
+        Panel("kilobytes sent per step", metric, tuple(scores), log_x=True),
+        Panel("seconds: computing measured, link predicted", f"training loss, mean of {_WINDOW} steps", tuple(trained)),
     )
     return Picture(title, panels)
