@@ -153,12 +153,7 @@ PAGES: dict[str, dict[str, Shown]] = {
         "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
             _script, SCRIPT
         ),
-        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("local:codec=int2 is faster here")),
-        "thinwire bench --model chargpt --workers 4 --link 200mbit --methods ddp,ssgd,powersgd:rank=4": Shown(
-            rows("ddp", "ssgd", "powersgd rank=4"),
-            f"thinwire bench --model {SMALL} --workers 2 --link 50mbit --steps 4 --rounds 1 "
-            "--methods ddp,ssgd,powersgd:rank=4 --json",
-        ),
+        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("use local codec=int2: about")),
     },
     "docs/commands.md": {
         "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
