@@ -1,6 +1,8 @@
 """Sites of two shards under torchft: one is killed and comes back, or loses a rank and ends; the other goes on."""
 
 import importlib.util
+import random
+import time
 
 import cases
 import pytest
@@ -115,3 +117,25 @@ def test_what_does_not_work_with_shards_says_so():
     assert 'average its weights between sites, by "local" or "diloco"' in gradients
     assert "sharded over 1 ranks, but the replica group has 2" in group
     assert "leave out inside=" in inside
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", [*OPTIONS])
+def test_random_deaths_of_ranks(tmp_path, method):
+    """Eight times, at any time, a site loses one of its ranks or both; the rest of it ends by itself."""
+    draw = random.Random(method)
+    with Sites(tmp_path, 2, OPTIONS[method]) as sites:
+        together(sites)
+        for _ in range(8):
+            time.sleep(draw.random())
+            site = draw.randrange(2)
+            for rank in draw.sample(range(SHARDS), draw.randint(1, SHARDS)):
+                sites.running[site, rank].kill()
+            sites.wait(lambda site=site: all(sites.running[site, rank].exitcode for rank in range(SHARDS)))
+            alone = furthest(sites)
+            sites.wait(lambda site=site, alone=alone: sites.round_of(1 - site) >= alone + 2)
+            sites.start(site)
+            together(sites, 2)
+        sites.finish(furthest(sites) + 4)
+        assert len(check(sites)) >= 16
