@@ -66,6 +66,7 @@ def rank_of_site(site, rank, port, lighthouse, folder, options, dies):
         if (made := manager.current_step()) > before:
             shards, stats = [here(p) for p in model.parameters()], sync.stats()
             note = {"round": made, "size": stats.world_size, "loss": loss.item(), "weights": digest(shards)}
+            note["adam"] = [float(state["step"]) for state in optimizer.state.values()]
             log.write(json.dumps({"pid": os.getpid(), **note}) + "\n")
             torch.save([x.clone() for x in shards], f"{folder}/{site}{rank}.pt")
         time.sleep(0.01)

@@ -43,6 +43,7 @@ def check(sites):
         )
         both = ours.keys() & theirs.keys()
         assert all(ours[k]["weights"] == theirs[k]["weights"] for k in both), (ours, theirs)
+        assert all(ours[k]["adam"] == theirs[k]["adam"] for k in both)  # the optimizer's state came, too
         rounds = rounds & both if rank else both
         first, second = (torch.load(sites.folder / f"{site}{rank}.pt") for site in range(2))
         assert max(float((a - b).abs().max()) for a, b in zip(first, second) if a.numel()) <= 1e-6

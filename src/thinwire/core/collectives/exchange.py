@@ -76,14 +76,14 @@ def _fresh_pool() -> None:
     global _pool_owner
     world, owner = dist.group.WORLD, _pool_owner
     changed = owner is not None if world is None else owner is None or owner() is not world
-    stale = {key for key in (*_pool, *meshes, *bundled) if changed or (key[-1] is not None and not key[-1].open)}
-    for key in stale:
-        for mesh in meshes.pop(key, []):
-            mesh.close()
-        _pool.pop(key, None)
-        bundled.pop(key, None)
+    for key in {*_pool, *meshes, *bundled, *unreachable}:
+        if changed or (key[-1] is not None and not key[-1].open):
+            for mesh in meshes.pop(key, []):
+                mesh.close()
+            _pool.pop(key, None)
+            bundled.pop(key, None)
+            unreachable.discard(key)
     if changed:
-        unreachable.clear()
         _pool_owner = weakref.ref(world) if world is not None else None
 
 
