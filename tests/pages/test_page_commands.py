@@ -282,10 +282,6 @@ PAGES: dict[str, dict[str, Shown]] = {
         PROFILE: Shown(wrote("profile.json")),
         "thinwire plan profile.json --link 1gbit --workers 4": Shown(said("x: times faster to a loss")),
     },
-    "docs/which.md": {
-        PROFILE: Shown(wrote("profile.json")),
-        "thinwire plan profile.json --map": Shown(said("100mbit")),
-    },
     "docs/working.md": {
         "thinwire lab run --workers 2 --link 100mbit -- python train.py": Shown(_script),
         "thinwire plan profile.json --link 1gbit --workers 4 --trace predicted.json": Shown(wrote("predicted.json")),
@@ -394,7 +390,6 @@ FILES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/race.md": {"mymodule.py": lambda: python_of("docs/race.md")[0]},
     "docs/script.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
     "docs/troubleshooting.md": {"mymodule.py": own_model},
-    "docs/which.md": {"mymodule.py": own_model},
     "docs/working.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
 }
 BEFORE = {"docs/working.md": "thinwire profile mlp:width=64 --out profile.json"}

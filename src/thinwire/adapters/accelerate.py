@@ -51,6 +51,7 @@ def register_comm_hook(
     method: Method | Local | str,
     *,
     optimizer: Any = None,
+    sites: Any = None,
     start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     **options: Any,
@@ -68,6 +69,9 @@ def register_comm_hook(
             ``DistributedDataParallelKwargs(bucket_cap_mb=...)``. "local", "diloco" or ``thinwire.Local(...)``: DDP
             averages no gradients, and weights are averaged after some of the optimizer's steps.
         optimizer: what ``prepare`` returned, or a list of several; for local steps only.
+        sites: of a model that your script has sharded by ``fully_shard`` before ``prepare``: the dimension of the mesh
+            between sites, such as ``mesh["site"]``; for local steps only. State is kept by ``save`` and ``load`` of
+            what is returned, not by ``save_state``.
         start_compression_step: exact steps before a lossy method begins, as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
 
@@ -84,9 +88,10 @@ def register_comm_hook(
     given: dict[str, Any] = {"framework": "Accelerate", "world_size": accelerator.num_processes}
     given |= {"start_compression_step": start_compression_step, "timeout": timeout}
     if (local := named_local(method, options)) is not None:
-        return _register_local(accelerator, model, local, optimizer, given)
-    if optimizer is not None:
-        raise ValueError("optimizer= is for local steps: other methods exchange gradients and do not need it")
+        return _register_local(accelerator, model, local, optimizer, sites, given)
+    for name, value in (("optimizer", optimizer), ("sites", sites)):
+        if value is not None:
+            raise ValueError(f"{name}= is for local steps: other methods exchange gradients and do not need it")
     chosen = checked(method, **options)
     sync = register(model, chosen, scaler=accelerator.scaler, **given)
     name = _file_of_next(accelerator)
@@ -110,14 +115,16 @@ def _file_of_next(accelerator: Accelerator) -> str:
 
 
 def _register_local(
-    accelerator: Accelerator, model: Any, local: Local, optimizer: Any, given: dict[str, Any]
+    accelerator: Accelerator, model: Any, local: Local, optimizer: Any, sites: Any, given: dict[str, Any]
 ) -> LocalSync:
     if optimizer is None:
         raise ValueError(
             "local steps are counted by the optimizer's steps: add optimizer=, as returned by accelerator.prepare"
         )
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    rank = attach_local(model, optimizers, local, **given)
+    rank = attach_local(model, optimizers, local, sites=sites, **given)
+    if sites is not None:
+        return rank.sync
     name, again = _file_of_next(accelerator), _Again(rank)
 
     def save(models: Any, weights: Any, output_dir: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import DDPSync, control_device, ddp_hook
@@ -87,6 +88,12 @@ def register(
 
 
 def no_ddp(model: Any, framework: str) -> str:
+    if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
+        return (
+            f"{framework} gives a model that FSDP2 has sharded: thinwire averages its weights between sites, by local "
+            'steps. Let your script shard it, over mesh["shard"], and give sites=mesh["site"] to this line, or to '
+            "thinwire.adapters.fsdp2.attach"
+        )
     return (
         f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, which thinwire hooks into: "
         "choose plain DDP there (FSDP, DeepSpeed and model parallelism shard the model)"

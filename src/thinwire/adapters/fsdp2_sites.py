@@ -37,7 +37,7 @@ from thinwire.engine.attach import attach_local
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync
-from thinwire.engine.parameters import Managed, check_optimizers, managed_parameters
+from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters
 from thinwire.engine.services import fitting
 from thinwire.engine.source import AttachSettings
 from thinwire.engine.state.persistence import name_of
@@ -105,13 +105,13 @@ class SiteSync(LocalSync):
             parts = {f"outer/{part}": one.pop(part) or [] for part in _PARTS} | {f"{site}/sent": own}
             told.append(one | {"averaged": averaged})
             for part, tensors in parts.items():
-                saved |= {f"{part}/{n}": _sharded(parameters[n], x) for n, x in zip(names, tensors)}
+                saved |= {f"{part}/{n}": sharded_as(parameters[n], x) for n, x in zip(names, tensors)}
         for key, value in flat.items():
             kind, _, rest = key.partition("/")
             if kind == "residual":
                 name, begin = name_of(key), flat.get(key.replace(kind, "offset", 1))
                 whole = value if begin is None else extend(value, begin, here(parameters[name]).shape)
-                saved[f"{site}/residual/{name}"] = _sharded(parameters[name], whole)
+                saved[f"{site}/residual/{name}"] = sharded_as(parameters[name], whole)
             elif kind in ("shared", "local"):
                 owner = "outer" if kind == "shared" else site
                 saved[f"{owner}/{self._at}/{kind}/{rest.removeprefix(f'{rank}/')}"] = value
@@ -157,7 +157,7 @@ class SiteSync(LocalSync):
             elif name in parameters and (owner in ("outer", mine) or kind == "residual"):
                 p = parameters[name]
                 room = torch.zeros(here(p).shape, dtype=about.properties.dtype, device=p.device)
-                wanted[key] = _sharded(p, room)
+                wanted[key] = sharded_as(p, room)
         load_together(wanted, storage_reader=reader)
         self._take(facts, wanted, mine)
 
@@ -205,7 +205,7 @@ def _number(one: tuple[str, Any]) -> int:
     return int(one[0].rpartition("/")[2])
 
 
-def _sharded(parameter: Tensor, x: Tensor) -> DTensor:
+def sharded_as(parameter: Tensor, x: Tensor) -> DTensor:
     """Return a tensor of this rank as its part of one that is sharded as the parameter."""
     assert isinstance(parameter, DTensor)
     spec = parameter._spec
@@ -222,6 +222,16 @@ def attach_sites(
     settings: AttachSettings,
 ) -> SiteSync:
     """Attach local steps between sites; all ranks of all sites must call it."""
+    managed, site = shards_of(model, optimizers, local, settings.keep_dense)
+    group = across(sites, site.groups, "sites", "site")
+    topology = Topology(dist.get_world_size(group))
+    return attach_local(model, optimizers, local, managed, group, topology, settings, SiteSync, site)
+
+
+def shards_of(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], local: Local, keep_dense: DenseRule
+) -> tuple[list[Managed], Site]:
+    """Return a sharded model's parameters, and the ranks over which it is sharded."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def changed() -> None:
@@ -231,12 +241,9 @@ def attach_sites(
     changed()
     if local.inside is not None:
         raise ValueError("the ranks of a site average gradients by FSDP2 already: leave out inside=")
-    managed = managed_parameters(model, local.method, settings.keep_dense, sharded=True)
+    managed = managed_parameters(model, local.method, keep_dense, sharded=True)
     check_optimizers(managed, optimizers)
-    groups = _groups(managed)
-    group = across(sites, groups, "sites", "site")
-    topology, site = Topology(dist.get_world_size(group)), Site(groups, managed[0].device, changed)
-    return attach_local(model, optimizers, local, managed, group, topology, settings, SiteSync, site)
+    return managed, Site(_groups(managed), managed[0].device, changed)
 
 
 def _groups(managed: Sequence[Managed]) -> list[dist.ProcessGroup]:

@@ -1,4 +1,4 @@
-"""Local steps on a model that a framework has wrapped in DDP, which then averages no gradients.
+"""Local steps on a model that a framework has wrapped in DDP, which then averages no gradients, or that is sharded.
 
 Two things keep DDP from averaging: it is told not to synchronize, which costs nothing; and if a framework tells it to
 again (Lightning does, with manual optimization), a communication hook leaves each rank its own gradients.
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import any_rank, promise_on
 from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
+from thinwire.adapters.fsdp2 import attach as attach_shards
 from thinwire.core.durable import readable
 from thinwire.core.program import State, Topology
 from thinwire.engine.attach import attach
@@ -81,8 +82,17 @@ def attach_local(
     start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
+    sites: Any = None,
 ) -> LocalRank:
-    """Attach local steps to the framework's model, DDP or on one rank bare. All ranks call it, before a backward."""
+    """Attach local steps to the framework's model, DDP or on one rank bare. All ranks call it, before a backward.
+
+    ``sites``: of a model that is sharded by FSDP2, the dimension of the mesh between sites.
+    """
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    if sites is not None:
+        whole = getattr(model, "_orig_mod", model)
+        own = {"start_compression_step": start_compression_step, "timeout": timeout}
+        return LocalRank(attach_shards(whole, inner, local, sites=sites, **own), None)
     ddp = ddp_of(model)
     if ddp is None and world_size > 1:
         raise ValueError(no_ddp(model, framework))
@@ -91,7 +101,7 @@ def attach_local(
     try:
         sync = attach(
             getattr(model, "_orig_mod", model) if ddp is None else inside(ddp),
-            [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
+            inner,
             local,
             process_group=group,
             start_compression_step=start_compression_step,

@@ -8,6 +8,10 @@ With local steps there is a quorum and a vote for each round. A failed round is 
 replicas, with the weights that they have: a replica that leaves only loses its own change. A joining replica receives
 the weights, the outer weights and the optimizer state that another replica has at the end of its round, and takes part
 in the exchange as a copy of it.
+
+A replica may be a site, over whose ranks FSDP2 has sharded the model. Each rank then exchanges its shards with the
+ranks that hold the same ones at other sites, in an exchange of their own; a round counts if all of a site's ranks have
+received everything.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from thinwire.adapters.torchft_member import Quorum, QuorumHandle, QuorumMember, Quorums, added, leave
+from thinwire.adapters.fsdp2_sites import shards_of
+from thinwire.adapters.torchft_member import Quorum, QuorumHandle, QuorumMember, Quorums, added, check_group
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Method, State, Topology
 from thinwire.engine import attach as engine
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local, named_local
+from thinwire.engine.local.site import Site
 from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Alone, Communicator
@@ -59,7 +67,7 @@ def attach(
     that joining replicas receive them.
 
     Args:
-        model: on the CPU, not wrapped.
+        model: on the CPU, not wrapped; for local steps it may be sharded over the replica group by FSDP2.
         optimizer: torchft's around yours, or your own; or a list.
         method: a name with its options, or an instance; not decoupled, and not "auto". "local" and "diloco" need a
             fixed number of steps: ``sync_every=64``.
@@ -76,6 +84,7 @@ def attach(
             raise ValueError(f"{name}= is handled by the manager here: leave it out")
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise ValueError("under torchft thinwire so far exchanges only from CPUs: move the model there")
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
     listed = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [getattr(o, "optim", o) for o in listed]
     of_rounds = {f.name: options[f.name] for f in fields(RoundOptions) if f.name in options}
@@ -84,13 +93,24 @@ def attach(
         if any(one is not o for one, o in zip(inner, listed)):
             raise ValueError("local steps ask should_commit once a round: pass your own optimizer, not torchft's")
         check_settings(local)
-        return QuorumRounds(QuorumMember(model, inner, Quorums(manager)), local, RoundOptions(**of_rounds))
+        kept = RoundOptions(**of_rounds)
+        shards = shards_of(model, inner, local, kept.keep_dense) if sharded else None
+        quorums = Quorums(manager)
+        check_group(manager, None if shards is None else shards[1].size)
+        return QuorumRounds(QuorumMember(model, inner, quorums), local, kept, shards)
     assert not isinstance(method, Local)  # handled by named_local
+    if sharded:
+        raise ValueError(
+            "under torchft the gradients of a sharded model are not exchanged: average its weights between sites, by "
+            '"local" or "diloco" with a number of steps, such as sync_every=64'
+        )
     names = set(options) - set(inspect.signature(engine.attach).parameters)
     chosen = resolve(method, **{name: options.pop(name) for name in names})
     if chosen.decoupled:
         raise ValueError("a decoupled method updates weights after should_commit was called: leave out decoupled=True")
-    return QuorumSync(QuorumMember(model, inner, Quorums(manager)), chosen, options)
+    quorums = Quorums(manager)
+    check_group(manager, None)
+    return QuorumSync(QuorumMember(model, inner, quorums), chosen, options)
 
 
 class QuorumSync(QuorumHandle):
@@ -119,9 +139,10 @@ class QuorumSync(QuorumHandle):
 
     def _attached(self, quorum: Quorum) -> GradientSync:
         member = self._member
+        assert member.circle is not None
         sync = engine.attach(
             member.model, member.optimizers, self._method, plan=member.memory.plan, timeout=member.quorums.timeout,
-            topology=Topology(quorum.size), on_failure=self._failed, **self._options,
+            process_group=member.circle.whole, topology=Topology(quorum.size), on_failure=self._failed, **self._options,
         )  # fmt: skip
         assert isinstance(sync, GradientSync)
         if member.memory.commit is not None:
@@ -139,7 +160,7 @@ class QuorumSync(QuorumHandle):
         if sync is not None:
             self._past = added(self._past, sync.stats())
             sync.close()
-        leave()
+        self._member.leave()
 
     def _keep(self) -> None:
         if self._sync is not None:
@@ -202,14 +223,22 @@ def check_settings(local: Local) -> None:
 
 class QuorumExchange:
     def __init__(
-        self, member: QuorumMember, quorum: Quorum, local: Local, managed: Sequence[Managed], options: RoundOptions
-    ):
+        self,
+        member: QuorumMember,
+        quorum: Quorum,
+        local: Local,
+        managed: Sequence[Managed],
+        site: Site | None,
+        options: RoundOptions,
+    ) -> None:
         topology, model, start = Topology(quorum.size), member.model, options.start_compression_step
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
-        self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start)
+        agree, place = (None, "whole") if site is None else (site.agree, site.place)
+        self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start, agree=agree)
         comm = None
         if quorum.size > 1:
-            comm = Communicator(None, topology, managed[0].device, member.quorums.timeout, asks=False)
+            assert member.circle is not None
+            comm = Communicator(member.circle.whole, topology, managed[0].device, member.quorums.timeout, asks=False)
         self._session = Session(local.method, comm or Alone(), State(quorum.rank, topology), None, {}, start=0)
         self.services = Services(model, member.optimizers, managed[0].device, self._session)
         self._travel: Travel | None = None
@@ -217,7 +246,7 @@ class QuorumExchange:
             buffers = buffers_of(model) if options.broadcast_buffers else []
             moments = Moments({}, member.optimizers, weights.values())
             try:
-                comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
+                comm.agree({"local steps": repr(local), "start": start, "shard": place} | model_facts(model, managed))
                 services = self.services
                 beside = Beside(buffers, [], services.gather)
                 channels = open_channels(services, self.rounds, beside, moments)
@@ -232,12 +261,16 @@ class QuorumExchange:
 
     def stepped(self, lr: float) -> None:
         self.rounds.stepped(lr)
-        nbytes = sum(x.nbytes for x in self.fragment.parameters.values())
-        self._session.averaged(nbytes)
+        self._session.averaged(sum(x.nbytes for x in self.fragment.weights))
+
+    def send(self) -> None:
+        """Send, and wait until the others' has arrived. ``RuntimeError``: it will not."""
+        if self._travel is not None:
+            self._travel.send(self.rounds.fragments)
+            self._travel.wait(self.fragment)
 
     def receive(self) -> None:
         if self._travel is not None:
-            self._travel.send(self.rounds.fragments)
             self._travel.receive(self.fragment)
 
     def merge(self) -> None:
@@ -271,10 +304,20 @@ class QuorumExchange:
 class QuorumRounds(QuorumHandle):
     """One replica's local steps, across all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
 
-    def __init__(self, member: QuorumMember, local: Local, options: RoundOptions) -> None:
+    def __init__(
+        self,
+        member: QuorumMember,
+        local: Local,
+        options: RoundOptions,
+        shards: tuple[list[Managed], Site] | None = None,
+    ) -> None:
         self._local, self._options = local, options
-        self._managed = managed_parameters(member.model, local.method, options.keep_dense)
-        check_optimizers(self._managed, member.optimizers)
+        self._site: Site | None = None  # None: the model is whole
+        if shards is not None:
+            self._managed, self._site = shards
+        else:
+            self._managed = managed_parameters(member.model, local.method, options.keep_dense)
+            check_optimizers(self._managed, member.optimizers)
         self._exchange: QuorumExchange | None = None  # None: the memory has everything that counts
         self._before: dict[str, Any] | None = None  # the codec's state before a round that may not count
         self._received = False
@@ -298,12 +341,14 @@ class QuorumRounds(QuorumHandle):
 
     def _round(self) -> None:
         member, manager = self._member, self._member.quorums.manager
+        if self._site is not None:
+            self._site.changed()
+        self._on_all(True)  # a site that has lost a rank stops here, before its other ranks wait for it in a quorum
         counts = False
         while not counts:
             manager.start_quorum()
             self._settle(counts=False)
-            if (quorum := member.quorums.latest) is not None:
-                self._try(quorum)
+            self._try(member.quorums.latest)
             counts = manager.should_commit()
         assert self._exchange is not None
         assert member.attempt is not None
@@ -311,24 +356,47 @@ class QuorumRounds(QuorumHandle):
         self._settle(counts=True)
         member.memory.counts(member.attempt)
 
-    def _try(self, quorum: Quorum) -> None:
+    def _on_all(self, flag: bool) -> bool:
+        """Return whether a flag is true on all ranks of this site; a whole model has one."""
+        return flag if self._site is None else bool(self._site.agree(torch.tensor(flag)))
+
+    def _try(self, quorum: Quorum | None) -> None:
+        """Make the exchange with a quorum's members, or report that it has failed: on all ranks of the site alike."""
+        for part in (partial(self._connect, quorum), self._send, self._receive):
+            found: RuntimeError | None = None
+            try:
+                part()
+            except RuntimeError as error:
+                found = error
+            if not self._on_all(found is None):
+                found = found or RuntimeError("another rank of this site could not make its exchange")
+                if self._exchange is not None:
+                    self._exchange.close(found)
+                self._member.failed(found)
+                return
+
+    def _connect(self, quorum: Quorum | None) -> None:
         member = self._member
+        if quorum is None:
+            raise RuntimeError("torchft has made no process group")
         member.begins(quorum)
-        try:
-            if quorum is not member.met or self._exchange is None:
-                self._leave()
-                member.meet(quorum)
-                self._exchange = QuorumExchange(member, quorum, self._local, self._managed, self._options)
-                if member.memory.outer:
-                    member.memory.restore_rounds(self._exchange.rounds)
-            self._before = self._exchange.fragment.state.snapshot()
-            self._exchange.receive()
-            self._received = True
-            self._exchange.services.gather(b"")  # wait until all have received everything, or raise
-        except RuntimeError as error:
-            if self._exchange is not None:
-                self._exchange.close(error)
-            member.failed(error)
+        if quorum is not member.met or self._exchange is None:
+            self._leave()
+            member.meet(quorum)
+            self._exchange = QuorumExchange(member, quorum, self._local, self._managed, self._site, self._options)
+            if member.memory.outer:
+                member.memory.restore_rounds(self._exchange.rounds)
+
+    def _send(self) -> None:
+        assert self._exchange is not None
+        self._before = self._exchange.fragment.state.snapshot()
+        self._exchange.send()
+
+    def _receive(self) -> None:
+        assert self._exchange is not None
+        self._exchange.receive()
+        self._received = True
+        self._exchange.services.gather(b"")  # wait until all have received everything, or raise
 
     def _settle(self, *, counts: bool) -> None:
         if self._before is not None and not counts:
@@ -342,7 +410,7 @@ class QuorumRounds(QuorumHandle):
             self._member.memory.keep_rounds(exchange.rounds)
             self._past = added(self._past, exchange.stats())
             exchange.close()
-        leave()
+        self._member.leave()
 
     def _give(self) -> dict[str, Any]:
         self._settle(counts=False)  # this is a round's end, before the exchange

@@ -5,8 +5,11 @@ votes when it has received everything, and steps when it has all votes. If a vot
 the others repeat without it. So members of a new quorum compare which step counted last, and in which quorum; the later
 quorum is right.
 
-Each quorum has its own store, and torchft configures a process group from it: the address is read there, and torch's
-default process group is made of the same ranks. Only ``Quorums`` here uses torchft's private interface.
+Each quorum has its own store, and torchft configures a process group from it: the address is read there, and process
+groups of our own are made of the same ranks. Only ``Quorums`` here uses torchft's private interface.
+
+A replica may be a site of several ranks, over which FSDP2 has sharded the model: torchft then has a manager on each,
+and a store for each place in the group, at which the ranks meet that hold the same shards at all sites.
 """
 
 from __future__ import annotations
@@ -24,8 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.tensor import DTensor
 
+from thinwire.adapters.fsdp2_sites import sharded_as
+from thinwire.core.collectives.circle import Circle
+from thinwire.core.kernels.runs import here
 from thinwire.core.program import Plan
 from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.services import Closing
@@ -80,45 +87,44 @@ def _check(manager: Any) -> None:
             "the manager heals while its replica computes, with gradients that do not count: create it with "
             "Manager(use_async_quorum=False), so that a joining replica is healed before its step"
         )
-    if manager._group_world_size != 1:
-        raise ValueError(
-            f"the replica group has {manager._group_world_size} processes, but thinwire supports only groups of one: "
-            "start each process as its own replica group, with Manager(rank=0, world_size=1)"
-        )
     if manager._replica_world_size_mode.name != "DYNAMIC":
         raise ValueError(
             "spare replicas send zeros, which thinwire does not do: leave out Manager(world_size_mode=...)"
         )
     if manager._quorum_id != -1:
         raise ValueError("the manager has already had a quorum: call attach before the first start_quorum")
-    if dist.is_initialized():
+
+
+def check_group(manager: Any, shards: int | None) -> None:
+    """Refuse a replica group that is not one copy of the model. ``shards``: ranks that share it; None: it is whole."""
+    count = manager._group_world_size
+    if shards is None and count != 1:
         raise ValueError(
-            "torch.distributed has a default process group, which thinwire creates anew for each quorum: leave out "
-            "init_process_group; the manager needs only a TCPStore"
+            f"the replica group has {count} processes, but thinwire supports only groups of one, or of the ranks over "
+            "which fully_shard has sharded the model: start each process as its own replica group, with Manager(rank=0,"
+            " world_size=1)"
+        )
+    if shards is not None and count != shards:
+        raise ValueError(
+            f"the model is sharded over {shards} ranks, but the replica group has {count}: a group is one site, so "
+            f"create the manager with Manager(rank=dist.get_rank(), world_size={shards})"
         )
 
 
-def enter(quorum: Quorum, timeout: timedelta) -> None:
-    """Make torch's default process group of a quorum's members. All of them must call it."""
+def enter(quorum: Quorum, timeout: timedelta) -> Circle:
+    """Meet a quorum's members. All of them must call it."""
     address, _, prefix = quorum.store.partition("/")
     host, _, port = address.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    own = PrefixStore(f"{prefix}/thinwire", store)
-    dist.init_process_group("gloo", store=own, rank=quorum.rank, world_size=quorum.size, timeout=timeout)
+    return Circle(store, f"{prefix}/thinwire", quorum.rank, quorum.size, timeout)
 
 
-def told(numbers: list[int]) -> list[tuple[int, ...]]:
+def told(numbers: list[int], circle: Circle) -> list[tuple[int, ...]]:
     """Exchange numbers: each member passes equally many, and all get those of every member, by rank."""
     mine = torch.tensor(numbers, dtype=torch.int64)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    everyone = [torch.empty_like(mine) for _ in range(circle.whole.size())]
+    dist.all_gather(everyone, mine, group=circle.whole)
     return [tuple(row.tolist()) for row in everyone]
-
-
-def leave() -> None:
-    """Destroy the default process group, if there is one. Members that still wait for this one notice it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @dataclass
@@ -196,6 +202,7 @@ class QuorumMember:
         self.model, self.optimizers, self.quorums = model, list(optimizers), quorums
         self.memory, self.losses = QuorumMemory(), Losses()
         self.met: Quorum | None = None  # the last one to whose members it connected
+        self.circle: Circle | None = None  # of its members
         self.attempt: Attempt | None = None
 
     def begins(self, quorum: Quorum) -> None:
@@ -203,11 +210,10 @@ class QuorumMember:
 
     def meet(self, quorum: Quorum) -> None:
         self.met = quorum
-        if quorum.size > 1:
-            enter(quorum, self.quorums.timeout)
+        self.circle = enter(quorum, self.quorums.timeout)
         step, number = self.memory.commit or (-1, -1)
         mine = (step, number, self.losses.identity)
-        everyone = [mine] if quorum.size == 1 else told(list(mine))
+        everyone = told(list(mine), self.circle)
         self.losses.meet({row[2] for row in everyone})
         latest = max(row[:2] for row in everyone)
         if latest != mine[:2]:
@@ -218,11 +224,17 @@ class QuorumMember:
     def failed(self, error: Exception) -> None:
         logger.warning("thinwire: the step does not count: %s", error)
         self.quorums.manager.report_error(error)
-        leave()
+        self.leave()
+
+    def leave(self) -> None:
+        """Destroy the groups, if there are any. Members that still wait for this one notice it."""
+        circle, self.circle = self.circle, None
+        if circle is not None:
+            circle.close()
 
     def give(self) -> dict[str, Any]:
         """Return the state that the manager gives to joining replicas; ``memory`` must be up to date."""
-        own = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+        own = {"model": _here_of(self.model.state_dict()), "optimizers": [_given(o) for o in self.optimizers]}
         return own | self.memory.shared_part()
 
     def take(self, saved: Mapping[str, Any]) -> None:
@@ -232,9 +244,10 @@ class QuorumMember:
             self.losses.forget(memory.own["residual"])
         else:
             theirs.own = memory.own
-        self.model.load_state_dict(saved["model"])
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: _as_in(own.get(name), x) for name, x in saved["model"].items()})
         for optimizer, one in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(one)
+            _load(optimizer, one)
         self.memory = theirs
 
     def counted_without(self, saved: Mapping[str, Any]) -> bool:
@@ -245,6 +258,28 @@ class QuorumMember:
         return dataclasses.replace(stats, lost_residual_norm=lost)
 
 
+def _here_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of which each tensor is what this rank holds of it."""
+    return {name: here(x) if isinstance(x, Tensor) else x for name, x in named.items()}
+
+
+def _as_in(own: Any, x: Any) -> Any:
+    """Return what this rank holds of a tensor as a part of one sharded as ``own``, if that is sharded."""
+    fits = isinstance(own, DTensor) and isinstance(x, Tensor) and x.shape == here(own).shape
+    return sharded_as(own, x) if fits else x
+
+
+def _given(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    saved = optimizer.state_dict()
+    return {**saved, "state": {place: _here_of(one) for place, one in saved["state"].items()}}
+
+
+def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {k: {name: _as_in(own[k], x) for name, x in one.items()} for k, one in saved["state"].items()}
+    optimizer.load_state_dict({**saved, "state": states})
+
+
 class QuorumHandle(Closing):
     """The handle that ``attach`` returns: hooks in model and optimizers, and what they call, until ``close``."""
 
@@ -253,7 +288,8 @@ class QuorumHandle(Closing):
         self._handles: list[Any] = [o.register_step_post_hook(self._stepped) for o in member.optimizers]
         for module in member.model.modules():
             if module is member.model or any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._enter))
+                # before FSDP2's, which gathers what a round will change
+                self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
         member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
 
     @abstractmethod

@@ -50,6 +50,8 @@ class ThinwireCallback(TrainerCallback):
         method: a name with its ``options``, or an instance. Buckets are DDP's:
             ``TrainingArguments(ddp_bucket_cap_mb=...)``. "local", "diloco" or ``thinwire.Local(...)``: DDP averages no
             gradients, and weights are averaged after some of the optimizer's steps.
+        sites: of a model that your script has sharded by ``fully_shard``: the dimension of the mesh between sites, such
+            as ``mesh["site"]``; for local steps only, and without the Trainer's own checkpoints.
         start_compression_step: exact steps before a lossy method begins, as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         resume_from: the checkpoint from which ``train`` resumes, if it is not one of ``output_dir``; callbacks are not
@@ -68,6 +70,7 @@ class ThinwireCallback(TrainerCallback):
         trainer: Any,
         method: Method | Local | str,
         *,
+        sites: Any = None,
         start_compression_step: int | None = None,
         timeout: timedelta | float | None = None,
         resume_from: str | None = None,
@@ -77,7 +80,9 @@ class ThinwireCallback(TrainerCallback):
             raise TypeError(f"ThinwireCallback takes the Trainer first, not {type(trainer).__name__}")
         self._trainer, self._resume_from = trainer, resume_from
         self._given: dict[str, Any] = {"start_compression_step": start_compression_step, "timeout": timeout}
-        self._method = chosen(method, **options)
+        self._method, self._sites = chosen(method, **options), sites
+        if sites is not None and not isinstance(self._method, Local):
+            raise ValueError("sites= is for local steps: other methods exchange gradients and do not need it")
         self.sync: DDPSync | LocalSync | None = None
         self._module: Any = None
         self._local: LocalRank | None = None
@@ -87,6 +92,11 @@ class ThinwireCallback(TrainerCallback):
         """Register the hook on the model that the Trainer wrapped. A second ``train`` keeps wrapper and hook."""
         module, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
         self._given |= {"framework": "Trainer", "world_size": accelerator.num_processes}
+        if self._sites is not None and args.save_strategy != "no":
+            raise ValueError(
+                'the Trainer\'s checkpoints do not hold what sites continue from: pass save_strategy="no", and save by '
+                "callback.sync.save(folder), or a model inside callback.sync.outer_weights()"
+            )
         if isinstance(self._method, Local):
             self._attach(module, self._method)
         elif self.sync is None or module is not self._module:
@@ -102,7 +112,7 @@ class ThinwireCallback(TrainerCallback):
             return
         if self._local is not None:
             self._local.sync.close()
-        self._local = attach_local(module, [optimizer], local, **self._given)
+        self._local = attach_local(module, [optimizer], local, sites=self._sites, **self._given)
         self.sync, self._module = self._local.sync, module
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

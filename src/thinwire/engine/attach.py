@@ -201,7 +201,8 @@ def attach(
         on_failure=on_failure,
         look=ahead,
     )
-    world = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+    joined = process_group is not None or (dist.is_available() and dist.is_initialized())
+    world = dist.get_world_size(process_group) if joined else 1
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")
     topology = topology or topology_of(world)

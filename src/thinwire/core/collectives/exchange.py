@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.groups import backends_of, bounded, seconds_of
+from thinwire.core.collectives.circle import circle_of
+from thinwire.core.collectives.groups import backend_of_new, backends_of, bounded, seconds_of
 from thinwire.core.collectives.mesh import (
     Mesh,
     all_gather_by_mesh,
@@ -68,16 +69,21 @@ _pool_owner: weakref.ref[Any] | None = None
 
 
 def _fresh_pool() -> None:
-    """Empty the pool if the default group has changed: after ``destroy_process_group`` its groups are dead."""
+    """Empty the pool if the default group has changed: after ``destroy_process_group`` its groups are dead.
+
+    Drop what closed circles have left: of every key, the last is the circle of its ranks, or None.
+    """
     global _pool_owner
-    world = dist.group.WORLD
-    if _pool_owner is None or _pool_owner() is not world:
-        _pool.clear()
-        for mesh in (mesh for free in meshes.values() for mesh in free):
-            mesh.close()
-        meshes.clear()
-        bundled.clear()
-        unreachable.clear()
+    world, owner = dist.group.WORLD, _pool_owner
+    changed = owner is not None if world is None else owner is None or owner() is not world
+    for key in {*_pool, *meshes, *bundled, *unreachable}:
+        if changed or (key[-1] is not None and not key[-1].open):
+            for mesh in meshes.pop(key, []):
+                mesh.close()
+            _pool.pop(key, None)
+            bundled.pop(key, None)
+            unreachable.discard(key)
+    if changed:
         _pool_owner = weakref.ref(world) if world is not None else None
 
 
@@ -129,8 +135,8 @@ class Lanes:
     """The lanes that one GradientSync has leased; ``rank`` is this rank's place among the global ``ranks``.
 
     With NCCL one group serves all lanes over the same ranks: one thread issues ops in the plan's order, each group
-    costs GPU memory, and groups must not be used in different orders. ``backend`` None: the default group's. ``come``
-    waits until all ranks have come to make the same lane, or raises ``RuntimeError``.
+    costs GPU memory, and groups must not be used in different orders. ``group``: of all these ranks, with the backends
+    that the lanes get. ``come`` waits until all ranks have come to make the same lane, or raises ``RuntimeError``.
     """
 
     def __init__(
@@ -140,12 +146,13 @@ class Lanes:
         rank: int,
         timeout: timedelta | None,
         device: torch.device | None = None,
-        backend: str | None = None,
+        group: dist.ProcessGroup | None = None,
         come: Callable[[], None] = lambda: None,
     ) -> None:
-        self._come = come
+        self._come, self._circle = come, circle_of(group)
+        self._backend = backend_of_new(group) if group is not None and self._circle is None else None
         self._ranks, self._topology, self._rank, self._timeout = ranks, topology, rank, timeout
-        self._device, self._backend = device, backend
+        self._device = device
         self._held: dict[tuple[str, Scope, int], Lane] = {}
         self._leases: list[tuple[tuple[Any, ...], dist.ProcessGroup]] = []
         self._leased_meshes: list[tuple[tuple[Any, ...], Mesh]] = []
@@ -185,7 +192,7 @@ class Lanes:
         if self._device is not None:  # NCCL's messages take no sockets of ours
             return None
         _fresh_pool()
-        key = (ranks, self._timeout, self._backend)
+        key = (ranks, self._timeout, self._backend, self._circle)
         free = meshes.setdefault(key, [])
         if free:
             mesh: Mesh | None = free.pop(0)
@@ -206,7 +213,7 @@ class Lanes:
     def _lease(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         _fresh_pool()
         # A group that CPUs have used may have an NCCL that has not connected yet.
-        key = (ranks, self._timeout, self._backend, self._device)
+        key = (ranks, self._timeout, self._backend, self._device, self._circle)
         free = _pool.setdefault(key, [])
         if free:
             group = free.pop(0)
@@ -214,9 +221,7 @@ class Lanes:
             made = bounded(
                 seconds_of(self._timeout)
                 + _STORE_SECONDS,  # it fails by its own limit, unless the process that holds the store is frozen
-                lambda: dist.new_group(
-                    list(ranks), timeout=self._timeout, backend=self._backend, use_local_synchronization=True
-                ),
+                lambda: self._new_group(ranks),
             )
             assert isinstance(made, dist.ProcessGroup)
             group = made
@@ -225,6 +230,11 @@ class Lanes:
         self._leases.append((key, group))
         self._first.setdefault(ranks, group)
         return group
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+        if self._circle is not None:
+            return self._circle.group(ranks, self._timeout)
+        return dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend, use_local_synchronization=True)
 
     def release(self, *, broken: bool = False) -> None:
         """Give the groups back to the pool; ``broken`` ones (an error may have left ops in flight) are dropped."""

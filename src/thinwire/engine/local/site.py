@@ -6,6 +6,7 @@ are finite, and what follows from measured times. Then all shards of a site are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,7 +24,7 @@ class Site:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device, changed: Callable[[], None]) -> None:
-        self.changed = changed
+        self.changed, self.groups = changed, groups
         self._lanes = [Lane(one, tuple(dist.get_process_group_ranks(one)), dist.get_rank(one)) for one in groups]
         self._device = device
 
@@ -32,11 +33,25 @@ class Site:
         """Return which of its site's shards this rank has, such as ``0of2``."""
         return "x".join(f"{lane.rank}of{lane.size}" for lane in self._lanes) or "whole"
 
+    @property
+    def size(self) -> int:
+        return math.prod(lane.size for lane in self._lanes)
+
     def agree(self, flag: Tensor) -> Tensor:
-        """Return whether the flag, a 0-dim bool tensor, is true on all ranks of the site."""
+        """Return whether the flag, a 0-dim bool tensor, is true on all ranks of the site.
+
+        Raises:
+            ConnectionError: a rank of the site is gone, and with it a part of the model.
+        """
         told = flag.to(self._device, torch.int32)
-        for lane in self._lanes:
-            dist.all_reduce(told, dist.ReduceOp.MIN, group=lane.group)
+        try:
+            for lane in self._lanes:
+                dist.all_reduce(told, dist.ReduceOp.MIN, group=lane.group)
+        except RuntimeError as error:
+            raise ConnectionError(
+                "another rank of this site has stopped, and a part of the model with it, so this rank stops too: start "
+                "all ranks of the site again"
+            ) from error
         return told.bool()
 
     def gather(self, rows: list[bytes]) -> list[bytes]:

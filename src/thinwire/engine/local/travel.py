@@ -273,9 +273,14 @@ class Travel:
         for index in range(len(programs)):
             channel.ready(index, inline=False)
 
+    def wait(self, fragment: Fragment) -> None:
+        """Wait until it has arrived. ``RuntimeError``: it will not."""
+        if fragment.index in self._under_way:
+            self.seconds += self._channels[self._under_way.pop(fragment.index)].wait()
+
     def receive(self, fragment: Fragment) -> None:
         if not fragment.received:
-            self.seconds += self._channels[self._under_way.pop(fragment.index)].wait()
+            self.wait(fragment)
             self._in_vain[fragment.index] = 0 if fragment.receive() else self._in_vain[fragment.index] + 1
             if self._in_vain[fragment.index] == _IN_VAIN:
                 logger.warning(

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
+from thinwire.core.collectives.circle import circle_of, place_in
 from thinwire.core.collectives.exchange import Lane, Lanes, Ledger, Pending, all_gather_flat, issue, pairwise
-from thinwire.core.collectives.groups import backend_for, backend_of_new, backends_to_ask_for, seconds_of
+from thinwire.core.collectives.groups import backend_for, backends_to_ask_for, seconds_of
 from thinwire.core.collectives.mesh import identity
 from thinwire.core.kernels.lowrank import arithmetic
 from thinwire.core.program import Method, NextForward, Program, Scope, Topology
@@ -67,7 +68,7 @@ def _next_label(ranks: Sequence[int]) -> str:
 @contextmanager
 def meeting_in_attach(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Tell the other ranks if this one raises before it has met them: they would wait for it."""
-    several = dist.is_available() and dist.is_initialized()
+    several = dist.is_available() and dist.is_initialized() and circle_of(group) is None
     before = _labels().total() if several else 0
     try:
         yield
@@ -95,15 +96,16 @@ class Communicator:
         asks: bool = True,
         attaching: bool = False,
     ) -> None:
-        self.ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        self.rank, self.backend = dist.get_rank(group), backend_of(group, device)
+        self.ranks, self.rank = place_in(group)
+        self.backend = backend_of(group, device)
         if self.backend == "nccl":
             _check_whole(group)
         self.group, self.topology, self.device = group, topology, device
         self.timeout = timeout or _timeout_of(group, device)
         self.attaching = attaching  # the caller ends it; until then, a rank that fails is noticed by the others
-        label = _next_label(self.ranks)
-        self._late = LateRanks(self.ranks, self.rank, label, seconds_of(self.timeout)) if asks else NobodyAsks()
+        self._late: LateRanks | NobodyAsks = NobodyAsks()
+        if asks:
+            self._late = LateRanks(self.ranks, self.rank, _next_label(self.ranks), seconds_of(self.timeout))
         self._lanes = self.lanes_of(topology)
         with self.meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
@@ -115,7 +117,7 @@ class Communicator:
     def lanes_of(self, topology: Topology) -> Lanes:
         """Return lanes of these ranks, none opened yet; with NCCL, they use few communicators."""
         card = self.device if self.backend == "nccl" else None
-        return Lanes(self.ranks, topology, self.rank, self.timeout, card, backend_of_new(self.group), self._come)
+        return Lanes(self.ranks, topology, self.rank, self.timeout, card, self.group, self._come)
 
     def _encrypts(self) -> bool:
         """Return whether thinwire's connections are encrypted; ``ValueError``: something would not go over them."""

@@ -1,0 +1,149 @@
+"""Sites under torchft: processes that share a model by FSDP2, which write down each round; and who kills them."""
+
+import json
+import os
+import time
+from datetime import timedelta
+
+from torchft_cases import TIMEOUT, digest, serve_lighthouse
+
+from spawned import fork, free_port
+
+SHARDS = 2
+WIDTH = 12
+
+
+def _model():
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 31), nn.Tanh(), nn.Linear(31, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def rank_of_site(site, rank, port, lighthouse, folder, options, dies):
+    """One rank's life, until the file ``end`` names the last round. ``dies``: the round before whose end it is gone."""
+    os.environ.setdefault("RUST_LOG", "error")
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torchft import Manager, ProcessGroupGloo
+
+    from thinwire.adapters.torchft import attach
+    from thinwire.core.kernels.runs import here
+
+    torch.set_num_threads(1)
+    os.dup2(os.open(f"{folder}/{site}{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    log = open(f"{folder}/{site}{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
+    limit = timedelta(seconds=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("site", store), rank=rank, world_size=SHARDS)
+    mesh = init_device_mesh("cpu", (SHARDS,), mesh_dim_names=("shard",))
+    model = _model()
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=limit), load_state_dict=None, state_dict=None, min_replica_size=1,
+        use_async_quorum=False, timeout=limit, quorum_timeout=timedelta(seconds=60), rank=rank, world_size=SHARDS,
+        store_addr="127.0.0.1", store_port=port, lighthouse_addr=lighthouse, replica_id=f"site{site}",
+        hostname="127.0.0.1",
+    )  # fmt: skip
+    sync = attach(model, optimizer, manager=manager, **options)
+    torch.manual_seed(10 * site + rank)
+    steps = 0
+    while not _ended(folder, manager.current_step()):
+        x = torch.randn(16, WIDTH)
+        loss = (model(x) - torch.tanh(x[:, :4])).square().mean()
+        loss.backward()
+        before = manager.current_step()
+        steps += 1
+        if dies is not None and before >= dies and steps % options["sync_every"] == 0:
+            os._exit(9)  # the other rank's step ends a round
+        optimizer.step()
+        optimizer.zero_grad()
+        if (made := manager.current_step()) > before:
+            shards, stats = [here(p) for p in model.parameters()], sync.stats()
+            note = {"round": made, "size": stats.world_size, "loss": loss.item(), "weights": digest(shards)}
+            note["adam"] = [float(state["step"]) for state in optimizer.state.values()]
+            log.write(json.dumps({"pid": os.getpid(), **note}) + "\n")
+            torch.save([x.clone() for x in shards], f"{folder}/{site}{rank}.pt")
+        time.sleep(0.01)
+    log.close()
+    os._exit(0)  # torchft's threads take their time
+
+
+def _ended(folder, round_):
+    try:
+        with open(f"{folder}/end") as file:
+            return round_ >= int(file.read())
+    except FileNotFoundError:
+        return False
+
+
+class Sites:
+    """A lighthouse and sites, of which some are killed."""
+
+    def __init__(self, folder, count, options):
+        self.folder, self._options = folder, options
+        self._pipe, theirs = fork.Pipe()
+        self._lighthouse = fork.Process(target=serve_lighthouse, args=(theirs, 1), daemon=True)
+        self._lighthouse.start()
+        self._address = self._pipe.recv()
+        self.running = {}
+        for site in range(count):
+            self.start(site)
+
+    def start(self, site, dies=None):
+        """``dies``: the round in which the site's last rank ends itself."""
+        port = free_port()
+        for rank in range(SHARDS):
+            args = (site, rank, port, self._address, str(self.folder), self._options, dies if rank else None)
+            self.running[site, rank] = fork.Process(target=rank_of_site, args=args, daemon=True)
+            self.running[site, rank].start()
+
+    def events(self, site, rank, *, of_all=False):
+        try:
+            lines = (self.folder / f"{site}{rank}.jsonl").read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [e for e in found if of_all or e["pid"] == self.running[site, rank].pid]
+
+    def round_of(self, site):
+        return min(self.events(site, rank)[-1]["round"] if self.events(site, rank) else 0 for rank in range(SHARDS))
+
+    def wait(self, done, seconds=90.0):
+        deadline = time.monotonic() + seconds
+        while not done():
+            at = [(who, p.exitcode, self.said(*who)) for who, p in self.running.items()]
+            assert time.monotonic() < deadline, f"hang: {at}"
+            time.sleep(0.05)
+
+    def said(self, site, rank):
+        path = self.folder / f"{site}{rank}.err"
+        return path.read_text()[-2000:] if path.exists() else ""
+
+    def kill(self, site):
+        for rank in range(SHARDS):
+            self.running[site, rank].kill()
+        for rank in range(SHARDS):
+            self.running[site, rank].join()
+
+    def finish(self, round_):
+        new = self.folder / "end.new"
+        new.write_text(str(round_))
+        new.rename(self.folder / "end")
+        for (site, rank), process in self.running.items():
+            process.join(90)
+            assert process.exitcode == 0, f"rank {rank} of site {site}: {process.exitcode}: {self.said(site, rank)}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in [*self.running.values(), self._lighthouse]:
+            if process.is_alive():
+                process.kill()
+            process.join()
