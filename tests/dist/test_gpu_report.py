@@ -92,3 +92,4 @@ def test_all_measurements_run_small_without_a_card(tmp_path):
     assert names[-1] == "local every 8, 2 bits, 3 late"
     for link in ("gpu_bench", "gpu_bench_10gbit"):
         assert [row["label"] for row in found[link]["rows"]][:2] == ["compute", "ddp"]
+    assert {row["name"] for row in found["gpu_long_runs"]["rows"]} >= {"ddp", "alone", "accumulate every=4"}
