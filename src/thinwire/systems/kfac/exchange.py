@@ -24,7 +24,7 @@ FACTOR, UPDATES = "factor", "updates"
 """Shared fields of a factor: its packed running average, and the number of updates in it."""
 
 Decay = Callable[[Tensor], Tensor]
-"""Updates so far (0-dim) -> the weight of the old average in the next update."""
+"""Updates so far, of each -> the weights of the old averages in the next update; of none: 0."""
 
 
 class _OnRows(Method):
@@ -55,8 +55,8 @@ class FactorExchange(_OnRows):
             olds.append(torch.zeros_like(row[:-1]) if old is None else old)
             updates.append(row.new_zeros(()) if old is None else state.fields[UPDATES, slot.name])
         before = torch.stack(updates)
-        keep = torch.where(before == 0, 0.0, self.decay(before))
-        factors, after = renewed([row[:-1] for row in rows], torch.stack([row[-1] for row in rows]), olds, before, keep)
+        counts = torch.stack([row[-1] for row in rows])
+        factors, after = renewed([row[:-1] for row in rows], counts, olds, before, self.decay(before))
         for slot, factor, count in zip(bucket.slots, factors, after):
             state.stage(slot.name, shared={FACTOR: factor, UPDATES: count})
 
@@ -101,7 +101,7 @@ def decay_of(decay: Any) -> Decay:
     """``"warmup"``: ``min(1 - 1/n, 0.95)`` at update n (Martens and Grosse 2015, section 5)."""
     if decay == "warmup":
         return lambda updates: (1 - 1 / (updates + 1)).clamp(max=0.95)
-    return lambda updates: torch.full_like(updates, float(decay))
+    return lambda updates: updates.clamp(max=1) * float(decay)
 
 
 def gather(x: Tensor) -> Program:
