@@ -1,9 +1,9 @@
 """All that is measured on a GPU, in one command: ``python benchmarks/gpu/all.py --seconds 420``.
 
 In the order of their worth, each only if the time is left: the kernels beside the floor, steps that only exchange, the
-bench over emulated links, then whether everything is right (``make gpu``). Results go to ``benchmarks/results`` as soon
-as they are there, with card, driver and versions; docs/gpu.md is made from them. Without a card the same scripts run
-small, so that they are known to work on the day of a card; what they write goes to ``thinwire-out/gpu``.
+bench over emulated links, whether everything is right (``make gpu``), whole runs. Results go to ``benchmarks/results``
+as soon as they are there, with card, driver and versions; docs/gpu.md is made from them. Without a card the same
+scripts run small, so that they are known to work on the day of a card; what they write goes to ``thinwire-out/gpu``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,35 +30,23 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 ROWS = "ddp,torch-powersgd:rank=4,ssgd,cast:dtype=bf16,cast:dtype=int4,powersgd:rank=4,acp:rank=4,local"
 
 
-def parts(out: Path, left: float) -> list[tuple[str, list[str], float, Path | None]]:
+Part = tuple[str, list[str], float, Path | None]
+
+
+def parts(out: Path, left: Callable[[], float]) -> Iterator[Part]:
     """What it is, its command, the seconds without which it is not begun, and the file that keeps what it prints."""
-    python = [sys.executable]
+    python, ours = [sys.executable], ["--out", str(out), "--seconds"]
     ranks = str(max(2, min(8, torch.cuda.device_count() if ON_GPU else 2)))
     launch = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    bench = [
-        *python,
-        "-m",
-        "thinwire",
-        "bench",
-        "--model",
-        MODEL,
-        "--workers",
-        "2",
-        "--device",
-        DEVICE.type,
-        "--methods",
-        ROWS,
-    ]
-    exchange = [*launch, str(HERE / "exchange.py"), "--out", str(out), "--seconds", str(left / 3)]
-    return [
-        ("kernels", [*python, str(HERE / "kernels.py"), "--out", str(out)], 60, None),
-        ("exchange", exchange, 60, None),
-        *(
-            (f"bench at {link}", [*bench, "--link", link, "--steps", "10", "--rounds", "2", "--json"], 60, out / file)
-            for link, file in LINKS.items()
-        ),
-        *([("correctness", [*python, str(TOP / "tests" / "gpu" / "gpu_report.py")], 90, None)] if ON_GPU else []),
-    ]
+    bench = [*python, "-m", "thinwire", "bench", "--model", MODEL, "--workers", "2", "--device", DEVICE.type]
+    bench += ["--methods", ROWS, "--steps", "10", "--rounds", "2", "--json"]
+    yield "kernels", [*python, str(HERE / "kernels.py"), "--out", str(out)], 60, None
+    yield "exchange", [*launch, str(HERE / "exchange.py"), *ours, str(left() / 3)], 60, None
+    for link, file in LINKS.items():
+        yield f"bench at {link}", [*bench, "--link", link], 60, out / file
+    if ON_GPU:
+        yield "correctness", [*python, str(TOP / "tests" / "gpu" / "gpu_report.py")], 90, None
+    yield "whole runs", [*python, str(HERE / "long_runs.py"), *ours, str(left() - 10)], 120, None
 
 
 def main() -> None:
@@ -67,7 +56,7 @@ def main() -> None:
     out = RESULTS if ON_GPU else OTHERS
     out.mkdir(parents=True, exist_ok=True)
     failed = []
-    for name, command, needed, kept in parts(out, end - time.monotonic()):
+    for name, command, needed, kept in parts(out, lambda: end - time.monotonic()):
         left = end - time.monotonic()
         if left < (needed if ON_GPU else 0):
             print(f"{name}: left out, {left:.0f} s are left and it takes {needed:.0f}", flush=True)

@@ -1,9 +1,10 @@
 """Kernels beside the floor: ``python benchmarks/gpu/kernels.py``. Part of ``benchmarks/gpu/all.py``.
 
 The floor is every input byte read once and every output byte written once at the rate at which this device copies a
-large tensor. Codecs, selection (beside ``torch.topk``) and optimizers (beside torch's fused ones, and timm's if it is
-installed): milliseconds, the median of a second's calls at most, how many times the floor, and launches by torch's
-profiler. Writes ``gpu_kernels.json``. On a CPU, sizes are small and only show that all of it runs.
+large tensor. Codecs (beside bitsandbytes', without residuals, if it is installed), selection (beside ``torch.topk``)
+and optimizers (beside torch's fused ones, and timm's if it is installed): milliseconds, the median of a second's calls
+at most, how many times the floor, and launches by torch's profiler. Writes ``gpu_kernels.json``. On a CPU, sizes are
+small and only show that all of it runs.
 """
 
 from __future__ import annotations
@@ -90,6 +91,15 @@ def codecs(n: int) -> Iterator[tuple[str, Callable[[], Any], float]]:
         yield f"means {bits} bits", partial(encode_means, x, bits, BLOCK), 4 * n + sent
         yield f"decode means {bits} bits of 2", partial(decode_means, out, *both, bits, BLOCK), 4 * n + 2 * sent
     yield "signs", partial(pack_signs, x), 4 * n + n / 8
+    if importlib.util.find_spec("bitsandbytes"):
+        from bitsandbytes import functional as other
+
+        named = {8: ("quantize_blockwise", "dequantize_blockwise"), 4: ("quantize_4bit", "dequantize_4bit")}
+        for bits, (there, back) in named.items():
+            moved = 4 * n + n * bits / 8 + 4 * n / BLOCK
+            quantise = partial(getattr(other, there), x, blocksize=BLOCK)
+            yield f"bitsandbytes' encode {bits} bits", quantise, moved
+            yield f"bitsandbytes' decode {bits} bits of 1", partial(getattr(other, back), *quantise()), moved
 
 
 def bases(rank: int) -> Iterator[tuple[str, Callable[[], Any], float]]:

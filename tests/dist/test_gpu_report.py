@@ -98,3 +98,4 @@ def test_all_measurements_run_small_without_a_card(tmp_path):
     for name, data in found.items():
         told = list(recorded.SOURCES[name].read(data))
         assert len(told) > 2, f"docs/recorded.py says nothing of {name}"
+    assert {row["name"] for row in found["gpu_long_runs"]["rows"]} >= {"ddp", "alone", "accumulate every=4"}

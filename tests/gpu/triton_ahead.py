@@ -133,10 +133,11 @@ CASES += [
     for rank, side in ((4, 4), (16, 16), (32, 32))
     for apply, gram in ((False, True), (True, True), (True, False))
 ]
-_TRIANGLE = {"matrix": "*fp32", "packed": "*fp32", "side": "i32", "BLOCK": 512}
+_TRIANGLE = {"matrix": "*fp32", "packed": "*fp32", "side": "i32", "room": "i32", "BLOCK": 512}
+_STRIDES = dict.fromkeys(("down", "across", "apart"), "i32")
 _FACTORS = {**dict.fromkeys(("counts", "updates", "keep", "after"), "*fp32"), "rows": "*i64", "BLOCK": 1024}
 CASES += [
-    (pack_kernel, {**_TRIANGLE, "factor": "fp32", "end": "fp32", "down": "i32", "across": "i32", "END": 1}),
+    (pack_kernel, {**_TRIANGLE, **_STRIDES, "factor": "fp32", "end": "fp32", "END": 1}),
     (unpack_kernel, _TRIANGLE),
     (finite_kernel, {"rows": "*i64", "broken": "*i32", "BLOCK": 1024}),
     (renew_kernel, {**_FACTORS, "broken": "*i32"}),

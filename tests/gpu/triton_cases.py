@@ -337,12 +337,13 @@ def adam(device):
 
 
 def triangles(device):
-    for d in (1, 5, 700):
-        x = torch.randn(d, d, generator=seeded(d)).to(device)
+    for shape in ((1, 1), (5, 5), (700, 700), (3, 5, 5)):
+        d = shape[-1]
+        x = torch.randn(shape, generator=seeded(d)).to(device)
         for matrix, factor, end in ((x, 1.0, None), (x.mT, 0.3, 2.0)):
             packed = packed_times.launch(matrix, factor, end)
             assert torch.equal(packed, packed_times.twin(matrix, factor, end))
-            triangle = packed if end is None else packed[:-1]
+            triangle = packed if end is None else packed[..., :-1]
             assert torch.equal(unpacked.launch(triangle, d), unpacked.twin(triangle, d))
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from training import SECOND, Conv, Net, training, two_cards
 from worlds import EVERY, label
 from wrapped import ddp, fsdp2, fsdp2_scatter
@@ -29,6 +30,10 @@ _costs = Costs.of_link(1e9, 50e-6, 4)  # what is not measured in the steps that 
 _kfac = {"factor_update_steps": 1, "inv_update_steps": 2, "costs": _costs}
 
 _local = {"sync_every": 2, "codec": "int8"}
+
+
+def _equal() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
 
 
 def _plain(parameters: Any) -> torch.optim.Optimizer:
@@ -88,6 +93,7 @@ WAYS: dict[str, Case] = {
     "K-FAC and acp": partial(training, "acp", kfac=_kfac, **_low),
     "K-FAC, scaler": partial(training, "ssgd", kfac=_kfac, scaled=True),
     "K-FAC, convolutions": partial(training, "ssgd", kfac=_kfac, model=Conv),
+    "K-FAC, layers of one shape": partial(training, "ssgd", kfac=_kfac, model=_equal),
     "K-FAC, split": partial(training, "ssgd", kfac={**_kfac, "method": "inverse_pi"}),
     "K-FAC, eigen": partial(training, "ssgd", kfac={**_kfac, "method": "eigen"}),
     "K-FAC, dkfac": partial(training, "ssgd", kfac={**_kfac, "schedule": "dkfac"}),

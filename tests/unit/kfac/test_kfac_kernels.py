@@ -9,8 +9,12 @@ from thinwire.core.kernels.symmetric import (
     ON_CPU,
     damped_eigen,
     damped_inverse,
+    first_eigen,
+    first_inverse,
+    mean_diagonal,
     pack_upper,
     packed_size,
+    packed_times,
     pi_ratio,
     precondition_eigen,
     side_of,
@@ -51,6 +55,24 @@ def test_what_cannot_be_packed_is_refused():
         unpack_upper(torch.zeros(6), 4)
 
 
+def test_a_batch_is_its_matrices():
+    each = [positive(7, seed) for seed in range(3)]
+    batch = torch.stack(each)
+    packed = packed_times(batch, 0.5, 2.0)
+    assert torch.equal(packed, torch.stack([packed_times(x, 0.5, 2.0) for x in each]))
+    assert torch.equal(unpack_upper(packed[:, :-1]), torch.stack([unpack_upper(x[:-1]) for x in packed]))
+    batch[1, 2, 2] = torch.nan
+    inverses, good = first_inverse(batch, torch.tensor([[0.1], [0.2], [0.3]], dtype=torch.float64))
+    assert good.tolist() == [True, False, True]
+    for place, damping in ((0, 0.1), (2, 0.3)):
+        torch.testing.assert_close(inverses[place], damped_inverse(each[place], damping)[0], rtol=1e-12, atol=1e-12)
+    (vectors, values), good = first_eigen(batch)
+    assert good.tolist() == [True, False, True]
+    for place in (0, 2):
+        assert torch.equal(vectors[place], damped_eigen(each[place])[0])
+        assert torch.equal(values[place], damped_eigen(each[place])[1])
+
+
 def test_in_single_precision():
     a, g = positive(12, dtype=torch.float32), positive(9, 1, dtype=torch.float32)
     gradient = torch.randn(9, 12, generator=torch.Generator().manual_seed(2))
@@ -88,6 +110,7 @@ def test_eigen_clamps_and_gives_up():
 
 
 def test_pi_of_nothing_is_one():
-    assert pi_ratio(torch.zeros(2, 2), torch.eye(3)) == 1
-    assert pi_ratio(torch.eye(3), torch.zeros(2, 2)) == 1
-    assert pi_ratio(4 * torch.eye(3), torch.eye(2)) == 2
+    means = [mean_diagonal(x) for x in (torch.zeros(2, 2), torch.eye(3), 4 * torch.eye(3))]
+    assert pi_ratio(means[0], means[1]) == 1
+    assert pi_ratio(means[1], means[0]) == 1
+    assert pi_ratio(means[2], means[1]) == 2

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from kfac_with import kfac_with
 from thinwire.core.kernels.symmetric import unpack_upper
-from thinwire.systems.kfac import KFAC, Variant, stepped
+from thinwire.systems.kfac import KFAC, Variant, inversion, stepped
 from thinwire.systems.kfac.capture import sampled_loss
 from thinwire.tools.bench.models.registry import build_model
 
@@ -104,6 +104,30 @@ def test_v_is_the_dense_solve(method, make):
             pair = (0.07, 0.07) if pi is None else (pi * 0.07**0.5, 0.07**0.5 / pi)
             wanted = both_damped(a, g, gradient, *pair)
         torch.testing.assert_close(after[name], wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["inverse", "inverse_pi", "eigen"])
+def test_factors_of_one_shape_are_inverted_in_one_call(method, monkeypatch):
+    asked = []
+    name = "eigh" if method == "eigen" else "cholesky_ex"
+    real = getattr(torch.linalg, name)
+    monkeypatch.setattr(torch.linalg, name, lambda x: asked.append(tuple(x.shape)) or real(x))
+    found, calls = [], []
+    for together in (1 << 22, 1):
+        monkeypatch.setattr(inversion, "TOGETHER", together)
+        torch.manual_seed(0)
+        net = mlp(6, 6, 6, 6, 3)
+        kfac, optimizer = made(net, method=method)
+        half_squares(net(torch.randn(20, 6).double()), torch.zeros(20, 3)).backward()
+        optimizer.step()
+        found.append((inverses(kfac), gradients(net)))
+        calls.append(sorted(asked))
+        asked.clear()
+    assert calls == [[(1, 3, 3), (3, 6, 6), (4, 7, 7)], [(1, 3, 3), *[(1, 6, 6)] * 3, *[(1, 7, 7)] * 4]]
+    for one, other in zip(*found):
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-12)
 
 
 def test_inverting_leaves_the_factors_alone():

@@ -26,6 +26,14 @@ def each_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([all_finite(x) for x in tensors])
 
 
+def finite_rows(x: Tensor) -> Tensor:
+    """Return ``all_finite`` of each row of a tensor, ``[len(x)]``."""
+    if x.device.type == "cuda" and x.numel():
+        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=tuple(range(1, x.dim())))
+        return largest < torch.inf
+    return torch.stack([all_finite(row) for row in x])
+
+
 def every_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether every element of all tensors is finite, as a 0-dim bool tensor."""
     some = [x for x in tensors if x.numel()]

@@ -7,8 +7,8 @@ to 3, ten, a hundred and a thousand times the damping; 4, fp64 on the CPU with t
 helped and the caller keeps what it had. Level 4 exists because CUDA's factorisations have failed, or returned wrong
 results, on ill-conditioned input (pytorch issues 94772, 105359). Factors are not overwritten.
 
-``first_inverse`` and ``first_eigen`` report whether level 0 succeeded as a tensor on the device, so one host read
-covers many factors.
+``first_inverse`` and ``first_eigen`` take a batch of one shape, and report whether level 0 succeeded as a tensor on the
+device, so one host read covers many factors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.finite import all_finite
+from thinwire.core.kernels.finite import finite_rows
 from thinwire.core.kernels.fused import Kernel, fused
 
 if TYPE_CHECKING:
@@ -55,18 +55,21 @@ def pack_upper(matrix: Tensor, *, tolerance: float | None = None) -> Tensor:
 
 
 def _packed_times(matrix: Tensor, factor: float, end: float | None = None) -> Tensor:
-    """Return the upper triangle times a factor, and if there is an ``end``, that after it."""
-    packed = torch.cat([matrix[i, i:] for i in range(len(matrix))])
+    """Return the upper triangle times a factor, and if there is an ``end``, that after it; also of a batch."""
+    packed = torch.cat([matrix[..., i, i:] for i in range(matrix.shape[-1])], -1)
     if factor != 1:
         packed.mul_(factor)
-    return packed if end is None else torch.cat([packed, packed.new_full((1,), end)])
+    return packed if end is None else torch.cat([packed, packed.new_full((*packed.shape[:-1], 1), end)], -1)
 
 
 @Kernel
 def pack_kernel(  # type: ignore[no-untyped-def]
-    matrix, packed, factor, end, side, down, across, END: tl.constexpr, BLOCK: tl.constexpr
+    matrix, packed, factor, end, side, down, across, apart: int, room: int, END: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64) // side
+    row = tl.program_id(0).to(tl.int64) % side
+    matrix += number * apart
+    packed += number * room
     start = row * side - row * (row - 1) // 2 - row  # where its first column would be
     for begin in range(row, side, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -78,32 +81,41 @@ def pack_kernel(  # type: ignore[no-untyped-def]
 
 @fused(_packed_times)
 def packed_times(matrix: Tensor, factor: float, end: float | None = None) -> Tensor:
-    d, ends = len(matrix), end is not None
-    packed = matrix.new_empty(packed_size(d) + ends)
+    d, ends = matrix.shape[-1], end is not None
+    packed = matrix.new_empty(*matrix.shape[:-2], packed_size(d) + ends)
+    apart, down, across = (0, *matrix.stride())[-3:]
     if d:
-        pack_kernel(d, matrix, packed, factor, end or 0.0, d, *matrix.stride(), END=ends, BLOCK=512)
+        pack_kernel(
+            matrix.numel() // d, matrix, packed, factor, end or 0.0, d, down, across, apart, packed.shape[-1],
+            END=ends, BLOCK=512,
+        )  # fmt: skip
     return packed
 
 
 def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
-    """Return the symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed."""
-    side = side_of(packed.numel())
+    """Return the symmetric matrix of a packed triangle, or of each of a batch, bit for bit what was packed.
+
+    ``[..., d(d+1)/2]`` -> ``[..., d, d]``.
+    """
+    side = side_of(packed.shape[-1])
     if d is not None and d != side:
-        raise ValueError(f"{packed.numel()} elements are the triangle of {side} x {side}, not of {d} x {d}")
+        raise ValueError(f"{packed.shape[-1]} elements are the triangle of {side} x {side}, not of {d} x {d}")
     return unpacked(packed, side)
 
 
 def _unpacked(packed: Tensor, side: int) -> Tensor:
-    matrix = packed.new_zeros(side, side)
+    matrix = packed.new_zeros(*packed.shape[:-1], side, side)
     if side:
-        rows = [matrix[i, i:] for i in range(side)]
-        torch._foreach_copy_(rows, list(packed.split(list(range(side, 0, -1)))))
+        rows = [matrix[..., i, i:] for i in range(side)]
+        torch._foreach_copy_(rows, list(packed.split(list(range(side, 0, -1)), -1)))
     return matrix + matrix.triu(1).mT
 
 
 @Kernel
-def unpack_kernel(packed, matrix, side, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
+def unpack_kernel(packed, matrix, side, room: int, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64) % side
+    packed += tl.program_id(0).to(tl.int64) // side * room
+    matrix += (tl.program_id(0).to(tl.int64) - row) * side
     for begin in range(0, side, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         low, high = tl.minimum(column, row), tl.maximum(column, row)
@@ -113,9 +125,9 @@ def unpack_kernel(packed, matrix, side, BLOCK: tl.constexpr):  # type: ignore[no
 
 @fused(_unpacked)
 def unpacked(packed: Tensor, side: int) -> Tensor:
-    matrix = packed.new_empty(side, side)
+    matrix = packed.new_empty(*packed.shape[:-1], side, side)
     if side:
-        unpack_kernel(side, packed, matrix, side, BLOCK=512)
+        unpack_kernel(matrix.numel() // side, packed, matrix, side, packed.stride(0), BLOCK=512)
     return matrix
 
 
@@ -125,23 +137,24 @@ ON_CPU, FAILED = 4, 5
 """The level of fp64 on the CPU, and the level that means giving up."""
 
 
-def first_inverse(factor: Tensor, damping: float | Tensor, *, own: bool = False) -> tuple[Tensor, Tensor]:
-    """Do level 0 of ``damped_inverse``; return the inverse, and 0-dim bool success. ``damping`` may be 0-dim fp64.
+def first_inverse(factors: Tensor, damping: float | Tensor, *, own: bool = False) -> tuple[Tensor, Tensor]:
+    """Do level 0 of ``damped_inverse`` for ``[n, d, d]``; return inverses, and success, ``[n]``.
 
-    ``own``: the factor's memory may be used.
+    ``damping``: may be one for each, ``[n, 1]``. ``own``: the factors' memory may be used.
     """
-    damped = factor if own else factor.clone()
-    damped.diagonal().add_(damping)
+    damped = factors if own else factors.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(damping)
     lower, info = torch.linalg.cholesky_ex(damped)
-    inverse = torch.cholesky_inverse(lower)
-    return inverse, (info == 0) & all_finite(inverse)
+    inverses = torch.cholesky_inverse(lower)
+    return inverses, (info == 0) & finite_rows(inverses)
 
 
-def first_eigen(factor: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Do level 0 of ``damped_eigen``; return it, and 0-dim bool success. Some back ends raise ``LinAlgError``."""
-    finite = factor.isfinite().all()
-    values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0.0))  # on NaN, LAPACK may raise or never return
-    return (vectors, values.clamp(min=0)), finite & values.isfinite().all() & vectors.isfinite().all()
+def first_eigen(factors: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Do level 0 of ``damped_eigen`` for ``[n, d, d]``, with success, ``[n]``. Some back ends raise ``LinAlgError``."""
+    finite = finite_rows(factors)
+    known = torch.where(finite[:, None, None], factors, 0.0)  # on NaN, LAPACK may raise or never return
+    values, vectors = torch.linalg.eigh(known)
+    return (vectors, values.clamp(min=0)), finite & finite_rows(values) & finite_rows(vectors)
 
 
 def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tensor, int]:
@@ -175,10 +188,16 @@ def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
     return *found, level
 
 
+def mean_diagonal(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
 def pi_ratio(a: Tensor, g: Tensor) -> Tensor:
-    """Return ``sqrt((tr A / d_A) / (tr G / d_G))``, or 1: how Martens and Grosse (2015, 6.3) split damping."""
-    mean_a, mean_g = a.diagonal().mean(), g.diagonal().mean()
-    ratio = (mean_a / mean_g).sqrt()
+    """Return ``sqrt((tr A / d_A) / (tr G / d_G))``, or 1: how Martens and Grosse (2015, 6.3) split damping.
+
+    ``a``, ``g``: these means of the diagonals.
+    """
+    ratio = (a / g).sqrt()
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
 
 
@@ -206,10 +225,10 @@ def _climb(attempt: Callable[[int], _Found | None], levels: Iterable[int]) -> tu
 
 
 def _cholesky(factor: Tensor, damping: float) -> Tensor | None:
-    inverse, good = first_inverse(factor, damping)
+    (inverse,), good = first_inverse(factor[None], damping)
     return inverse if bool(good) else None
 
 
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
-    found, good = first_eigen(factor)
-    return found if bool(good) else None
+    ((vectors,), (values,)), good = first_eigen(factor[None])
+    return (vectors, values) if bool(good) else None

@@ -69,7 +69,7 @@ def _merged(pairs: Pairs, other: Pairs, marks: Tensor) -> tuple[Pairs, Tensor]:
 
 def _found(marks: Tensor, k: int) -> Tensor:
     found = torch.zeros(k + 1, dtype=torch.bool, device=marks.device)
-    return found.scatter_(0, torch.where(marks < 0, k, marks), True)[:k]
+    return found.scatter_(0, marks.remainder(k + 1), True)[:k]  # -1: the place behind the last
 
 
 def rounds_of(ranks: int) -> tuple[int, bool]:

@@ -95,11 +95,10 @@ def by_region(
 def _boxes(values: Tensor, indices: Tensor, owner: Tensor, ranks: int, cap: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return values and indices ``[P, cap]`` for each region, and which of the entries fit ``[k]``."""
     order = torch.sort(values.abs(), descending=True, stable=True).indices
-    order = order[torch.sort(owner[order], stable=True).indices]  # by region, the largest first
-    region = owner[order]
-    counts = torch.zeros(ranks, dtype=torch.int64, device=owner.device)
-    counts.index_add_(0, region, torch.ones_like(region))
-    place = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[region]
+    region, after = torch.sort(owner[order], stable=True)
+    order = order[after]  # by region, the largest first
+    begins = torch.searchsorted(region, torch.arange(ranks, device=region.device))
+    place = torch.arange(order.numel(), device=order.device) - begins[region]
     room = place < cap
     target = torch.where(room, region * cap + place, ranks * cap)  # entries that do not fit: a place behind the boxes
     boxes = [

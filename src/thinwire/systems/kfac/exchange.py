@@ -6,7 +6,7 @@ rows of packed numbers instead of gradients, so the engine, LocalWorld and the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ FACTOR, UPDATES = "factor", "updates"
 """Shared fields of a factor: its packed running average, and the number of updates in it."""
 
 Decay = Callable[[Tensor], Tensor]
-"""Updates so far (0-dim) -> the weight of the old average in the next update."""
+"""Updates so far, of each -> the weights of the old averages in the next update; of none: 0."""
 
 
 class _OnRows(Method):
@@ -47,18 +47,33 @@ class FactorExchange(_OnRows):
     wire: torch.dtype | None = None  # dtype in which statistics are sent
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
+        yield from self.summed(bucket)
+        self.renew(bucket.slots, state)
+
+    def summed(self, bucket: Bucket) -> Program:
         flat = bucket.flat
-        total = yield AllReduce(flat if self.wire is None else flat.to(self.wire))
-        rows, olds, updates = bucket.split(total.to(flat.dtype)), [], []
-        for slot, row in zip(bucket.slots, rows):
-            old = state.fields.get((FACTOR, slot.name))
-            olds.append(torch.zeros_like(row[:-1]) if old is None else old)
-            updates.append(row.new_zeros(()) if old is None else state.fields[UPDATES, slot.name])
-        before = torch.stack(updates)
-        keep = torch.where(before == 0, 0.0, self.decay(before))
-        factors, after = renewed([row[:-1] for row in rows], torch.stack([row[-1] for row in rows]), olds, before, keep)
-        for slot, factor, count in zip(bucket.slots, factors, after):
-            state.stage(slot.name, shared={FACTOR: factor, UPDATES: count})
+        bucket.write((yield AllReduce(flat if self.wire is None else flat.to(self.wire))).to(flat.dtype))
+
+    def renew(self, slots: Sequence[Slot], state: State) -> None:
+        """Stage the averages with the sums of these slots, those of one dtype in one call.
+
+        The next program on the stream that a sum was made on waits for the current stream, so its memory is not reused
+        before.
+        """
+        rows: dict[torch.dtype, dict[str, Tensor]] = {}
+        for slot in slots:
+            assert slot.result is not None
+            rows.setdefault(slot.dtype, {})[slot.name] = slot.result
+        for same in rows.values():
+            olds, updates = [], []
+            for name, row in same.items():
+                old = state.fields.get((FACTOR, name))
+                olds.append(torch.zeros_like(row[:-1]) if old is None else old)
+                updates.append(row.new_zeros(()) if old is None else state.fields[UPDATES, name])
+            before, counts = torch.stack(updates), torch.stack([row[-1] for row in same.values()])
+            sums = [row[:-1] for row in same.values()]
+            for name, factor, count in zip(same, *renewed(sums, counts, olds, before, self.decay(before))):
+                state.stage(name, shared={FACTOR: factor, UPDATES: count})
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,7 @@ def decay_of(decay: Any) -> Decay:
     """``"warmup"``: ``min(1 - 1/n, 0.95)`` at update n (Martens and Grosse 2015, section 5)."""
     if decay == "warmup":
         return lambda updates: (1 - 1 / (updates + 1)).clamp(max=0.95)
-    return lambda updates: torch.full_like(updates, float(decay))
+    return lambda updates: updates.clamp(max=1) * float(decay)
 
 
 def gather(x: Tensor) -> Program:
@@ -119,6 +134,7 @@ class FactorRounds:
         self._statistic, self._device = statistic, device
         self.updates = 0
         self._closed = False
+        self._slots: list[Slot] = []  # of the round's messages
         self.adopt(plan)
 
     def adopt(self, plan: KFACPlan) -> None:
@@ -166,7 +182,8 @@ class FactorRounds:
         for layer, side in factors:
             shape, row = self.plan.layers[layer], self._statistic(layer, side)
             slots.append(Slot(self.plan.factor(2 * layer + side), row.shape, row, shape.dtype, self._device))
-        return self._program.reduce(Bucket(index, slots), self._state)
+        self._slots.extend(slots)
+        return self._program.summed(Bucket(index, slots))
 
     def drain(self) -> float:
         """Wait for the round that has ended and update the factors, once. Return the seconds of waiting."""
@@ -179,6 +196,8 @@ class FactorRounds:
             for layer in range(len(self.plan.layers)):
                 if self.plan.mine(layer, self._state.rank):
                     run_alone(self._update(layer, [(layer, 0), (layer, 1)]))
+        self._program.renew(self._slots, self._state)
+        self._slots.clear()
         self._state.end_step()
         self.updates += 1
         return waited

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.runs import stacked
 from thinwire.core.kernels.seeding import upload
 from thinwire.core.kernels.symmetric import (
     FAILED,
@@ -22,6 +23,7 @@ from thinwire.core.kernels.symmetric import (
     damped_inverse,
     first_eigen,
     first_inverse,
+    mean_diagonal,
     packed_times,
     pi_ratio,
     precondition,
@@ -37,6 +39,8 @@ from thinwire.systems.kfac.plan import InverseMessage, KFACPlan
 logger = logging.getLogger("thinwire")
 
 Run = Callable[[Program], Tensor]
+TOGETHER = 1 << 22
+"""The most elements of matrices that are inverted in one call."""
 
 
 class Inverses:
@@ -102,42 +106,52 @@ class Inverses:
     def _updates(self, item: int) -> Tensor:
         return self._state.fields[UPDATES, self.plan.factor(item)]
 
+    def _alike(self, items: Iterable[int]) -> Iterator[list[int]]:
+        """Yield items whose matrices have one size and dtype together; large ones fill a GPU by themselves."""
+        found: dict[tuple[int, torch.dtype], list[int]] = {}
+        for item in items:
+            found.setdefault((self.plan.dim(item), self.plan.layers[item // 2].dtype), []).append(item)
+        for (d, _), same in found.items():
+            most = max(1, TOGETHER // d**2)
+            yield from (same[begin : begin + most] for begin in range(0, len(same), most))
+
     def _rows(self, items: Sequence[int], damping: float) -> dict[int, Tensor]:
         """Return each item's inverse as sent, followed by its level. One device read tells where level 0 suffices."""
         first: dict[int, Tensor] = {}
         done = []
-        for item in items:
+        for same in self._alike(items):
             try:
-                first[item], good = self._first(item, damping)
+                rows, good = self._first(same, damping)
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # see ``first_eigen``
                 continue
+            first.update(zip(same, rows))
             done.append(good)
         if not done:
-            return {i: self._row(i, damping, 1) for i in items}
+            return {i: self._row(i, damping, 0) for i in items}
         seen = torch.stack([self._updates(item) for item in first]) > 0
-        held = dict(zip(first, (torch.stack(done) & seen).tolist()))
-        return {i: first[i] if held.get(i) else self._row(i, damping, 1) for i in items}
+        held = dict(zip(first, (torch.cat(done) & seen).tolist()))
+        return {i: first[i] if held.get(i) else self._row(i, damping, int(i in held)) for i in items}
 
-    def _first(self, item: int, damping: float) -> tuple[Tensor, Tensor]:
-        matrix = unpack_upper(self._factor(item))
+    def _first(self, items: Sequence[int], damping: float) -> tuple[Tensor, Tensor]:
+        matrices = unpack_upper(stacked([self._factor(item) for item in items]))
         if self.plan.method == "eigen":
-            (vectors, values), good = first_eigen(matrix)
+            (vectors, values), good = first_eigen(matrices)
             return self._joined(vectors, values, 0), good
-        inverse, good = first_inverse(matrix, self._damping(item, matrix, damping), own=True)
-        return packed_times(inverse, 1.0, 0.0), good
+        inverses, good = first_inverse(matrices, self._damping(items, matrices, damping), own=True)
+        return packed_times(inverses, 1.0, 0.0), good
 
-    def _damping(self, item: int, matrix: Tensor, damping: float) -> float | Tensor:
-        """Return the damping of one factor; a 0-dim tensor if it depends on the factors."""
+    def _damping(self, items: Sequence[int], matrices: Tensor, damping: float) -> float | Tensor:
+        """Return the damping of factors; one for each, ``[n, 1]``, if it depends on them: sqrt(damping) pi, or / pi."""
         if self.plan.method != "inverse_pi":
             return damping
-        other = unpack_upper(self._factor(item ^ 1))
-        ratio = (pi_ratio(other, matrix) if item % 2 else pi_ratio(matrix, other)).double()
-        share: Tensor = damping**0.5 * (1 / ratio if item % 2 else ratio)
-        return share
+        others = torch.stack([mean_diagonal(unpack_upper(self._factor(item ^ 1))) for item in items])
+        shares: Tensor = damping**0.5 * pi_ratio(mean_diagonal(matrices), others)
+        return shares[:, None]
 
     @staticmethod
     def _joined(vectors: Tensor, values: Tensor, level: int) -> Tensor:
-        return torch.cat([vectors.reshape(-1), values, values.new_full((1,), float(level))])
+        end = values.new_full((*values.shape[:-1], 1), float(level))
+        return torch.cat([vectors.flatten(-2), values, end], -1)
 
     def _row(self, item: int, damping: float, least: int) -> Tensor:
         matrix = unpack_upper(self._factor(item))
@@ -145,7 +159,7 @@ class Inverses:
             least = FAILED
         if self.plan.method == "eigen":
             return self._joined(*damped_eigen(matrix, least))
-        inverse, level = damped_inverse(matrix, float(self._damping(item, matrix, damping)), least)
+        inverse, level = damped_inverse(matrix, float(self._damping([item], matrix[None], damping)), least)
         return packed_times(inverse, 1.0, float(level))
 
     def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
@@ -187,16 +201,21 @@ class Inverses:
         if not items:
             return
         levels = torch.stack([rows[item][-1].to(torch.float32) for item in items]).tolist()
+        found: dict[int, Tensor] = {}
+        for same in self._alike(items):
+            together, d = stacked([rows[item] for item in same])[:, :-1], self.plan.dim(same[0])
+            if self.plan.method == "eigen":
+                inverses = torch.cat([together[:, : d * d].unflatten(1, (d, d)), together[:, d * d :, None]], 2)
+            else:
+                inverses = unpack_upper(together, d)
+            found.update(zip(same, inverses))
         for item, level in zip(items, levels):
-            name, d = self.plan.factor(item), self.plan.dim(item)
+            name = self.plan.factor(item)
             self.levels[name] = int(level)
             if level >= FAILED:
                 self._warn(name, item)
-            elif self.plan.method == "eigen":
-                row = rows[item]
-                self.of[name] = torch.cat([row[: d * d].view(d, d), row[d * d : -1].unsqueeze(1)], 1)
             else:
-                self.of[name] = unpack_upper(rows[item][:-1], d)
+                self.of[name] = found[item]
 
     def _warn(self, name: str, item: int) -> None:
         if name in self._warned:
