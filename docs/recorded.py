@@ -839,6 +839,23 @@ def gpu_exchange(data: Any) -> Iterator[Row]:
         )
 
 
+def gpu_long_runs(data: Any) -> Iterator[Row]:
+    """Of each row of whole runs: the lowest final loss over its rates, beside DDP's with the same optimizer."""
+    best: dict[tuple[str, str, str], float] = {}
+    for row in data["rows"]:
+        key = (row["size"], row["optimizer"], row["name"])
+        if row["loss"] is not None:
+            best[key] = min(row["loss"], best.get(key, row["loss"]))
+    for (size, inner, name), loss in best.items():
+        ddp = best.get((size, inner, "ddp"))
+        beside = f"{loss - ddp:+.3f} beside DDP" if ddp and name != "ddp" else ""
+        yield Row(
+            f"{size}, {inner}, final loss of {name}, {_card(data)}",
+            f"{loss:.3f}",
+            words=beside,
+        )
+
+
 def device_rates(data: Any) -> Iterator[Row]:
     """Measured over assumed seconds: of models, and of the largest amount of each of the methods' own work."""
     where = f"{data['device']}, as --device {data['assumed']}"
@@ -870,6 +887,7 @@ SOURCES = {
     "gpu_bench_10gbit": Source(f"{ON_A_GPU} --link 10gbit", "gpu.md", gpu_bench),
     "gpu_kernels": Source(ON_A_CARD, "gpu.md", gpu_kernels, of_cards=True),
     "gpu_exchange": Source(ON_A_CARD, "gpu.md", gpu_exchange, of_cards=True),
+    "gpu_long_runs": Source(ON_A_CARD, "gpu.md", gpu_long_runs, of_cards=True),
     "gpu_race": Source(
         "thinwire race chargpt:layers=8:width=320:heads=8:block=256:batch=16 --link 10gbit --device cuda --seeds 3",
         "gpu.md",
