@@ -181,7 +181,7 @@ def _png(picture: Picture, colours: Colours, path: Path) -> None:
     plt = pyplot()
     across = min(2, len(picture.panels))
     down = -(-len(picture.panels) // across)
-    size = (8, 4.8) if across == 1 else (11, 4.2 * down)
+    size = (8, 5.4) if across == 1 else (11, 5 * down)
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
     for panel, place in zip(picture.panels, axes.flat):
         _panel(panel, colours, place)
@@ -192,9 +192,11 @@ def _png(picture: Picture, colours: Colours, path: Path) -> None:
 
 
 def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
-    for line in panel.lines:
+    for index, line in enumerate(panel.lines):
         tint = colours.of(line.name)
-        axes.plot(line.x, line.y, color=tint, linewidth=1.5, label=line.label, **_PYPLOT_LOOKS[line.look])
+        width = 1.3 if index % 2 else 2.6  # of two lines that cover each other, both can be seen
+        style = {"color": tint, "linewidth": width, "zorder": 3 - width / 10, **_PYPLOT_LOOKS[line.look]}
+        axes.plot(line.x, line.y, label=line.label, **style)
         if line.at is not None:
             axes.plot(*([value] for value in line.at), marker="o", markersize=8, color=tint)
     for level in panel.levels:
@@ -214,7 +216,8 @@ def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
     axes.set_ylabel(panel.y)
     axes.grid(alpha=0.3, which="both")
     if len(panel.lines) > 1 or any(line.said for line in panel.lines):
-        axes.legend(fontsize=9)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 4.5}  # on no curve
+        axes.legend(fontsize=9, frameon=False, ncols=2 if len(axes.figure.axes) == 1 else 1, **below)
 
 
 def save_png(figure: Any, path: Path) -> None:
