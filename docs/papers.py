@@ -33,7 +33,7 @@ thinwire reproduce --simulated  # only what is simulated, in half a minute
 ```
 
 The command shows more figures than this page. `--full` takes longer runs and more seeds. The figures below are those of
-two cores of a server. What thinwire does otherwise than the papers stands in [Differences](differences.md).
+two cores of a server. [Differences](differences.md) lists where thinwire departs from the papers.
 """
 SHORT = {
     "holds": "holds",

@@ -85,7 +85,7 @@ def in_words(ratio: float) -> str:
         return (
             f"{abs(100 * (ratio - 1)):.0f}{PERCENT} {'less' if ratio < 1 else 'more'}"
         )
-    return f"{ratio:.2g} times"
+    return f"{ratio:.2g} times" if ratio < 99.5 else f"{ratio:,.0f} times"
 
 
 def number(value: float) -> str:
@@ -666,7 +666,7 @@ def late_rounds(data: Any) -> Iterator[Row]:
     for one in data["rows"]:
         late, kept = one["delay"], one["kept"]
         what = f"every {data['every']}, " + (
-            f"{late} steps late, {100 * kept:.0f} % kept" if late else "waited for"
+            f"{late} steps late, {100 * kept:.0f} % kept" if late else "merged at once"
         )
         yield Row(what, of_seeds(one["factors"]))
 

@@ -26,5 +26,5 @@ def test_verdict(middle, as_published, word):
     told, why = easnet.judge(found)
     assert told == word
     assert f"the middle network has {middle:.2f} times the error of the same trained alone, in 0.45 of the" in why
-    assert "block matching is better than middle" in why
+    assert "block matching is better than the middle" in why
     assert easnet.judge(found | {"middle time": 0.95})[0] == "does not hold:"

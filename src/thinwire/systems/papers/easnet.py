@@ -99,7 +99,7 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     ]
     said = ", ".join(each) or "no sub-network takes half the largest one's time here"
     if real := [name for name in fast if found[f"{name} real"] > found["block matching"]]:
-        said += f". On a real pair block matching is better than {' and '.join(real)}"
+        said += f". On a real pair block matching is better than the {' and the '.join(real)}"
     if not kept:
         return "does not hold:", said
     if kept == fast and found["as published"] >= 2:

@@ -116,7 +116,10 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     lost = found["SGD, small batch"] - max(found["LARS"], found["LAMB"])
     gained = max(found["LARS"], found["LAMB"]) - found["SGD, tuned"]
     rings, trees = found["rings step"], found["today's rings or trees step"]
-    batch = f"The large batch loses {lost:.1f} points of accuracy to a small one, and is {gained:+.1f} beside tuned SGD"
+    batch = (
+        f"With the large batch accuracy is {abs(lost):.1f} points {'below' if lost > 0 else 'above'} that of a "
+        f"small one, and {abs(gained):.1f} points {'above' if gained > 0 else 'below'} tuned SGD's"
+    )
     network = f"a step of ResNet-50 on 1,024 GPUs is {rings:.1f} times as fast as flat rings tensor by tensor, "
     network += f"{trees:.2f} times as fast as today's trees"
     if lost > 1:

@@ -152,10 +152,10 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     lost = found["all-reduce 100mbit 4 accuracy"] - found[f"{INHAD} 100mbit 4 accuracy"]
     real = found[f"{SCHEMES[1]} lab"] / found[f"{INHAD} lab"]
     figures = (
-        f"beside ASP it reaches the loss {small:.2f} times as fast with a batch of 4 ({real:.2f} times as "
+        f"it reaches the loss {small:.2f} times as fast as ASP with a batch of 4 ({real:.2f} times as real "
         f"processes), {large:.2f} times with 32, and {full:.2f} times where the server's link is full. After "
-        f"equal time its accuracy is {-lost:+.1f} points beside an all-reduce. It handles "
-        f"{found['asp 10 Gb/s']:.1f} times ASP's gradients at 16 x 4 GPUs"
+        f"equal time its accuracy is {abs(lost):.1f} points {'below' if lost > 0 else 'above'} an all-reduce's. It "
+        f"handles {found['asp 10 Gb/s']:.1f} times ASP's gradients at 16 x 4 GPUs"
     )
     if small <= 1 or lost > 1:
         return (

@@ -66,12 +66,16 @@ def measured(bench: Workbench) -> Iterator[Shown]:
 
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
     lost = {name: found[name] for name in PLANS}
-    said = ", ".join(f"{name} {found[f'{name} traffic']:.0f} times for {lost[name]:.1f} points" for name in PLANS)
-    said = f"traffic saved and accuracy lost are {said}"
+    called = {name: f"{PLANS[name].rank} principal directions" for name in ("wide", "thin")}
+    said = "; ".join(
+        f"{called.get(name, name)}: {found[f'{name} traffic']:.0f} times less traffic, "
+        f"{abs(lost[name]):.1f} points {'less' if lost[name] > 0 else 'more'} accuracy"
+        for name in PLANS
+    )
     if found["traffic"] > 76 and lost["as published"] <= 1:
         return "holds", said
     if kept := [name for name in ("wide", "thin") if lost[name] <= 1 and found[f"{name} traffic"] >= 24]:
-        return "holds where", f"the cut keeps every residual ({kept[-1]}); {said}"
+        return "holds where", f"the cut keeps every residual, as with {called[kept[-1]]}; {said}"
     return "does not hold:", f"the traffic shrinks, and the accuracy too; {said}"
 
 
