@@ -5,7 +5,7 @@ import os
 import time
 from datetime import timedelta
 
-from torchft_cases import TIMEOUT, digest, serve_lighthouse
+from torchft_cases import TIMEOUT, digest, projected, serve_lighthouse
 
 from spawned import fork, free_port
 
@@ -50,6 +50,26 @@ def rank_of_site(site, rank, port, lighthouse, folder, options, dies):
         store_addr="127.0.0.1", store_port=port, lighthouse_addr=lighthouse, replica_id=f"site{site}",
         hostname="127.0.0.1",
     )  # fmt: skip
+    start, rounds = manager.start_quorum, []
+
+    def shards():
+        return {name: here(p).detach() for name, p in model.named_parameters()}
+
+    def started():
+        start()
+        rounds[:] = [{"brought": projected(shards()), "owed": projected(sync.residuals())}]
+
+    def made(*_, loss=None):
+        if not rounds:
+            return
+        note = {"pid": os.getpid(), "round": manager.current_step(), "size": sync.stats().world_size, "loss": loss}
+        note |= {**rounds.pop(), "outer": projected(shards()), "owes": projected(sync.residuals())}
+        note |= {"weights": digest(shards().values()), "adam": [float(x["step"]) for x in optimizer.state.values()]}
+        log.write(json.dumps(note) + "\n")
+        torch.save([x.clone() for x in shards().values()], f"{folder}/{site}{rank}.pt")
+
+    manager.start_quorum = started
+    model.register_forward_pre_hook(made, prepend=True)  # after attach's own: the first forward makes a round
     sync = attach(model, optimizer, manager=manager, **options)
     torch.manual_seed(10 * site + rank)
     steps = 0
@@ -57,18 +77,12 @@ def rank_of_site(site, rank, port, lighthouse, folder, options, dies):
         x = torch.randn(16, WIDTH)
         loss = (model(x) - torch.tanh(x[:, :4])).square().mean()
         loss.backward()
-        before = manager.current_step()
         steps += 1
-        if dies is not None and before >= dies and steps % options["sync_every"] == 0:
+        if dies is not None and manager.current_step() >= dies and steps % options["sync_every"] == 0:
             os._exit(9)  # the other rank's step ends a round
         optimizer.step()
         optimizer.zero_grad()
-        if (made := manager.current_step()) > before:
-            shards, stats = [here(p) for p in model.parameters()], sync.stats()
-            note = {"round": made, "size": stats.world_size, "loss": loss.item(), "weights": digest(shards)}
-            note["adam"] = [float(state["step"]) for state in optimizer.state.values()]
-            log.write(json.dumps({"pid": os.getpid(), **note}) + "\n")
-            torch.save([x.clone() for x in shards], f"{folder}/{site}{rank}.pt")
+        made(loss=loss.item())
         time.sleep(0.01)
     log.close()
     os._exit(0)  # torchft's threads take their time
