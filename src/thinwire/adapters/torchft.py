@@ -82,6 +82,7 @@ def attach(
     for name in ("process_group", "topology", "timeout", "on_failure"):
         if name in options:
             raise ValueError(f"{name}= is handled by the manager here: leave it out")
+    engine.check_model(model)
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise ValueError("under torchft thinwire so far exchanges only from CPUs: move the model there")
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
