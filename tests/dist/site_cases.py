@@ -5,7 +5,7 @@ import os
 import time
 from datetime import timedelta
 
-from torchft_cases import TIMEOUT, digest, serve_lighthouse
+from torchft_cases import TIMEOUT, digest, projected, serve_lighthouse
 
 from spawned import fork, free_port
 
@@ -21,8 +21,11 @@ def _model():
     return nn.Sequential(nn.Linear(WIDTH, 31), nn.Tanh(), nn.Linear(31, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def rank_of_site(site, rank, port, lighthouse, folder, options, dies):
-    """One rank's life, until the file ``end`` names the last round. ``dies``: the round before whose end it is gone."""
+def rank_of_site(site, rank, shards, port, lighthouse, folder, options, dies, patience):
+    """One rank's life, until the file ``end`` names the last round.
+
+    ``dies``: where it is gone, in the "step" that ends a round, at its "quorum" or its "vote"; and after which round.
+    """
     os.environ.setdefault("RUST_LOG", "error")
     import torch
     import torch.distributed as dist
@@ -38,18 +41,47 @@ def rank_of_site(site, rank, port, lighthouse, folder, options, dies):
     log = open(f"{folder}/{site}{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
     limit = timedelta(seconds=TIMEOUT)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore("site", store), rank=rank, world_size=SHARDS)
-    mesh = init_device_mesh("cpu", (SHARDS,), mesh_dim_names=("shard",))
+    dist.init_process_group("gloo", store=dist.PrefixStore("site", store), rank=rank, world_size=shards)
+    mesh = init_device_mesh("cpu", (shards,), mesh_dim_names=("shard",))
     model = _model()
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=limit), load_state_dict=None, state_dict=None, min_replica_size=1,
-        use_async_quorum=False, timeout=limit, quorum_timeout=timedelta(seconds=60), rank=rank, world_size=SHARDS,
+        use_async_quorum=False, timeout=limit, quorum_timeout=timedelta(seconds=patience), rank=rank, world_size=shards,
         store_addr="127.0.0.1", store_port=port, lighthouse_addr=lighthouse, replica_id=f"site{site}",
         hostname="127.0.0.1",
     )  # fmt: skip
+    start, ask, rounds = manager.start_quorum, manager.should_commit, []
+
+    def may_die(where):
+        if dies is not None and dies[0] == where and manager.current_step() >= dies[1]:
+            os._exit(9)
+
+    def asked():
+        may_die("vote")
+        return ask()
+
+    def held():
+        return {name: here(p).detach() for name, p in model.named_parameters()}
+
+    def started():
+        may_die("quorum")
+        start()
+        rounds[:] = [{"brought": projected(held()), "owed": projected(sync.residuals())}]
+
+    def made(*_, loss=None):
+        if not rounds:
+            return
+        note = {"pid": os.getpid(), "round": manager.current_step(), "size": sync.stats().world_size, "loss": loss}
+        note |= {**rounds.pop(), "outer": projected(held()), "owes": projected(sync.residuals())}
+        note |= {"weights": digest(held().values()), "adam": [float(x["step"]) for x in optimizer.state.values()]}
+        log.write(json.dumps(note) + "\n")
+        torch.save([x.clone() for x in held().values()], f"{folder}/{site}{rank}.pt")
+
+    manager.start_quorum, manager.should_commit = started, asked
+    model.register_forward_pre_hook(made, prepend=True)  # after attach's own: the first forward makes a round
     sync = attach(model, optimizer, manager=manager, **options)
     torch.manual_seed(10 * site + rank)
     steps = 0
@@ -57,18 +89,12 @@ def rank_of_site(site, rank, port, lighthouse, folder, options, dies):
         x = torch.randn(16, WIDTH)
         loss = (model(x) - torch.tanh(x[:, :4])).square().mean()
         loss.backward()
-        before = manager.current_step()
         steps += 1
-        if dies is not None and before >= dies and steps % options["sync_every"] == 0:
-            os._exit(9)  # the other rank's step ends a round
+        if steps % options["sync_every"] == 0:
+            may_die("step")
         optimizer.step()
         optimizer.zero_grad()
-        if (made := manager.current_step()) > before:
-            shards, stats = [here(p) for p in model.parameters()], sync.stats()
-            note = {"round": made, "size": stats.world_size, "loss": loss.item(), "weights": digest(shards)}
-            note["adam"] = [float(state["step"]) for state in optimizer.state.values()]
-            log.write(json.dumps({"pid": os.getpid(), **note}) + "\n")
-            torch.save([x.clone() for x in shards], f"{folder}/{site}{rank}.pt")
+        made(loss=loss.item())
         time.sleep(0.01)
     log.close()
     os._exit(0)  # torchft's threads take their time
@@ -85,8 +111,8 @@ def _ended(folder, round_):
 class Sites:
     """A lighthouse and sites, of which some are killed."""
 
-    def __init__(self, folder, count, options):
-        self.folder, self._options = folder, options
+    def __init__(self, folder, count, options, patience=60):
+        self.folder, self._options, self._patience = folder, options, patience
         self._pipe, theirs = fork.Pipe()
         self._lighthouse = fork.Process(target=serve_lighthouse, args=(theirs, 1), daemon=True)
         self._lighthouse.start()
@@ -95,11 +121,11 @@ class Sites:
         for site in range(count):
             self.start(site)
 
-    def start(self, site, dies=None):
-        """``dies``: the round in which the site's last rank ends itself."""
-        port = free_port()
-        for rank in range(SHARDS):
-            args = (site, rank, port, self._address, str(self.folder), self._options, dies if rank else None)
+    def start(self, site, dies=None, shards=SHARDS):
+        """``dies``: where and after which round the site's last rank ends itself."""
+        port, rest = free_port(), (str(self.folder), self._options)
+        for rank in range(shards):
+            args = (site, rank, shards, port, self._address, *rest, dies if rank else None, self._patience)
             self.running[site, rank] = fork.Process(target=rank_of_site, args=args, daemon=True)
             self.running[site, rank].start()
 

@@ -161,6 +161,7 @@ def test_a_manager_that_cannot_be_served_is_refused():
         ({}, "Manager(use_async_quorum=False)"),
         ({"use_async_quorum": False, "world_size": 2}, "the replica group has 2 processes"),
         ({"use_async_quorum": False, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}, "world_size_mode"),
+        ({"use_async_quorum": False}, "attach was called with this manager before"),
     ):
         common = {
             "pg": ProcessGroupGloo(timeout=timedelta(seconds=5)), "load_state_dict": None, "state_dict": None,
@@ -168,6 +169,8 @@ def test_a_manager_that_cannot_be_served_is_refused():
             "lighthouse_addr": lighthouse.address(), "replica_id": "replica0", "hostname": "127.0.0.1",
         }  # fmt: skip
         manager = Manager(**{**common, **options})
+        if "before" in sentence:
+            refused(manager=manager)
         with pytest.raises(ValueError, match=re.escape(sentence)):
             refused(manager=manager)
         manager.shutdown(wait=False)

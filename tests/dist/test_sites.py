@@ -210,12 +210,15 @@ def _refused(rank, size):
             lambda: attach(net, optimizer, "acp", sites=on["site"]),
             lambda: attach(net, optimizer, "local", sites=on["shard"]),
             lambda: attach(net, optimizer, "local", sites=on),
+            lambda: attach(net, optimizer, "local", sites="site"),
             lambda: attach(net, optimizer, "local", sites=on["site"], inside="ssgd", sync_every=4),
             lambda: attach(net, optimizer, "local", sites=on["site"], every=4),
             lambda: attach(net, None, "local", sites=on["site"]),
             lambda: attach(Net(), torch.optim.SGD(Net().parameters(), lr=0.05), "local", sites=on["site"]),
         )
     ]
+    with attach(net, optimizer, "local", sites=on["site"], sync_every=4):
+        found.append(cases.said(lambda: attach(net, optimizer, "local", sites=on["site"], sync_every=4)))
     dist.barrier()
     return found
 
@@ -231,10 +234,12 @@ def test_what_does_not_work_says_so():
             'weights by "local", "diloco"',
             "no other rank of its site",
             "sites= must be one dimension of a mesh",
+            'such as mesh["site"], not str',
             "leave out inside=",
             "has no option 'every'",
             "pass the optimizer",
             "the optimizer does not own",
+            "this model is attached already",
         ),
         strict=True,
     ):

@@ -1,6 +1,7 @@
 """Sites of two shards under torchft: one is killed and comes back, or loses a rank and ends; the other goes on."""
 
 import importlib.util
+import math
 import random
 import time
 
@@ -47,8 +48,38 @@ def check(sites):
         rounds = rounds & both if rank else both
         first, second = (torch.load(sites.folder / f"{site}{rank}.pt") for site in range(2))
         assert max(float((a - b).abs().max()) for a, b in zip(first, second) if a.numel()) <= 1e-6
-        assert all(torch.isfinite(torch.tensor(e["loss"])) for e in ours.values())
+        assert all(math.isfinite(e["loss"] or 0.0) for e in ours.values())
     return sorted(rounds)
+
+
+def check_outer(sites, momentum=0.0, lr=1.0):
+    """What the sites brought to each round, and what they had kept back before, is in the outer weights after it.
+
+    One site's own weights are its outer ones. A round that somebody who is gone has not written down is left out.
+    Return how many of two sites were checked.
+    """
+    checked = 0
+    for rank in range(SHARDS):
+        both = [{e["round"]: e for e in sites.events(site, rank, of_all=True)} for site in range(2)]
+        phi, velocity, before = None, 0.0, 1
+        for number in sorted(both[0].keys() | both[1].keys()):
+            rows = [events[number] for events in both if number in events]
+            size, outer = rows[0]["size"], rows[0]["outer"]
+            if before == 1:
+                phi = rows[0]["brought"]
+            if size == 2 and len(rows) == 2:
+                change = sum(phi - e["brought"] + e["owed"] - e["owes"] for e in rows) / 2
+                velocity = momentum * velocity + change
+                wanted = phi - lr * (change + momentum * velocity)
+                assert abs(outer - wanted) <= 1e-4, f"rank {rank}, round {number}: {outer}, not {wanted}: {rows}"
+                checked += 1
+            elif size == 2:  # what the other one brought follows from what came of it
+                change = ((phi - outer) / lr - momentum**2 * velocity) / (1 + momentum)
+                velocity = momentum * velocity + change
+            else:
+                assert outer == rows[0]["brought"]
+            phi, before = outer, size
+    return checked
 
 
 @pytest.mark.parametrize("method", [*OPTIONS])
@@ -63,16 +94,22 @@ def test_a_site_that_is_killed_comes_back_with_its_shards(tmp_path, method):
         together(sites)
         sites.finish(furthest(sites) + 4)
         rounds = check(sites)
-        losses = [e["loss"] for e in sites.events(0, 0)]
+        if method == "local":
+            assert check_outer(sites) >= 8
+        losses = [e["loss"] for e in sites.events(0, 0) if e["loss"] is not None]
         assert {e["size"] for e in sites.events(0, 0)} == {1, 2}
     assert [k for k in rounds if k <= died]
     assert len([k for k in rounds if k > alone]) >= 4
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_a_site_that_loses_a_rank_ends_with_a_sentence_and_starts_again(tmp_path):
-    with Sites(tmp_path, 1, OPTIONS["diloco"]) as sites:
-        sites.start(1, dies=4)
+@pytest.mark.parametrize("where", ["step", "quorum", "vote"])
+def test_a_site_that_loses_a_rank_ends_with_a_sentence_and_starts_again(tmp_path, where):
+    """In a quorum that lacks a rank its site, and the other with it, wait until the quorum is late."""
+    outer = {"momentum": 0.5, "lr": 0.7}
+    plain = {"method": "diloco", "sync_every": 4, "outer": tw.Nesterov(**outer), "codec": None}
+    with Sites(tmp_path, 1, plain, patience=8) as sites:
+        sites.start(1, dies=(where, 4))
         sites.wait(lambda: sites.running[1, 0].exitcode is not None)
         assert sites.running[1, 0].exitcode == 1
         assert "another rank of this site has stopped" in sites.said(1, 0)
@@ -82,6 +119,17 @@ def test_a_site_that_loses_a_rank_ends_with_a_sentence_and_starts_again(tmp_path
         together(sites)
         sites.finish(furthest(sites) + 3)
         assert [k for k in check(sites) if k > lost]
+        assert check_outer(sites, **outer) >= 8  # momentum too has come through all quorums
+
+
+def test_a_site_of_another_number_of_ranks_is_refused(tmp_path):
+    with Sites(tmp_path, 1, OPTIONS["local"]) as sites:
+        sites.wait(lambda: sites.round_of(0) >= 2)
+        sites.start(1, shards=1)
+        sites.wait(lambda: sites.running[1, 0].exitcode is not None)
+        assert "sharded differently, this one whole, that which it is to go on from 0of2" in sites.said(1, 0)
+        alone = furthest(sites)
+        sites.wait(lambda: sites.round_of(0) >= alone + 2)
 
 
 def _refused(rank, size):

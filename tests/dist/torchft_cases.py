@@ -58,7 +58,7 @@ def untrained_loss():
     return loss_of(_model())
 
 
-def _projected(tensors):
+def projected(tensors):
     """One number that is linear in the tensors, by name."""
     import torch
 
@@ -110,8 +110,8 @@ def _train_steps(model, inner, manager, batches, doubt, note, attached):
             note(
                 event="lost" if manager.current_step() == step else "step", step=step + 1, size=stats.world_size,
                 rank=stats.rank, quorum=sync.quorum.number, weights=digest(model.state_dict().values()),
-                before=digest(before.values()), after=digest(after.values()), gradient=_projected(own),
-                owed=_projected(before), applied=_projected(applied), owes=_projected(after),
+                before=digest(before.values()), after=digest(after.values()), gradient=projected(own),
+                owed=projected(before), applied=projected(applied), owes=projected(after),
                 lost_norm=stats.lost_residual_norm,
             )  # fmt: skip
 
@@ -126,9 +126,9 @@ def _train_rounds(model, inner, manager, batches, doubt, note, attached):
     def started():
         start()
         before = sync.residuals()
-        step, gradient = manager.current_step() + 1, _projected(weights())
+        step, gradient = manager.current_step() + 1, projected(weights())
         rounds.append(
-            {"step": step, "before": digest(before.values()), "owed": _projected(before), "gradient": gradient}
+            {"step": step, "before": digest(before.values()), "owed": projected(before), "gradient": gradient}
         )
 
     def asked():
@@ -146,7 +146,7 @@ def _train_rounds(model, inner, manager, batches, doubt, note, attached):
             note(
                 event="step", **rounds.pop(), size=stats.world_size, rank=stats.rank, quorum=sync.quorum.number,
                 weights=digest(model.state_dict().values()), after=digest(after.values()),
-                applied=_projected(weights()), owes=_projected(after),
+                applied=projected(weights()), owes=projected(after),
             )  # fmt: skip
 
     with attached(inner) as sync:

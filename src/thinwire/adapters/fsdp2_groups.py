@@ -183,8 +183,11 @@ def across(
     given: DeviceMesh | dist.ProcessGroup, inside: Sequence[dist.ProcessGroup], option: str, dimension: str
 ) -> dist.ProcessGroup:
     """Return the group of an option: the ranks that hold this one's shards elsewhere, and none of those ``inside``."""
+    what = f'{option}= must be one dimension of a mesh, such as mesh["{dimension}"], not '
+    if not isinstance(given, (DeviceMesh, dist.ProcessGroup)):
+        raise TypeError(f"{what}{type(given).__name__}")
     if isinstance(given, DeviceMesh) and given.ndim != 1:
-        raise ValueError(f'{option}= must be one dimension of a mesh, such as mesh["{dimension}"], not {given.ndim}')
+        raise ValueError(f"{what}{given.ndim}")
     group = given.get_group() if isinstance(given, DeviceMesh) else given
     ranks, me = set(dist.get_process_group_ranks(group)), dist.get_rank()
     if me not in ranks or any(ranks & set(dist.get_process_group_ranks(one)) != {me} for one in inside):

@@ -33,7 +33,7 @@ from thinwire.adapters.fsdp2_groups import across
 from thinwire.core.kernels.runs import here
 from thinwire.core.program import Topology
 from thinwire.core.program.state import extend
-from thinwire.engine.attach import attach_local
+from thinwire.engine.attach import attach_local, check_model
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync
@@ -222,6 +222,7 @@ def attach_sites(
     settings: AttachSettings,
 ) -> SiteSync:
     """Attach local steps between sites; all ranks of all sites must call it."""
+    check_model(model)
     managed, site = shards_of(model, optimizers, local, settings.keep_dense)
     group = across(sites, site.groups, "sites", "site")
     topology = Topology(dist.get_world_size(group))

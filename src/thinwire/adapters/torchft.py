@@ -34,7 +34,7 @@ from thinwire.core.program import Method, State, Topology
 from thinwire.engine import attach as engine
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local, named_local
-from thinwire.engine.local.site import Site
+from thinwire.engine.local.site import WHOLE, Site
 from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Alone, Communicator
@@ -82,6 +82,7 @@ def attach(
     for name in ("process_group", "topology", "timeout", "on_failure"):
         if name in options:
             raise ValueError(f"{name}= is handled by the manager here: leave it out")
+    engine.check_model(model)
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise ValueError("under torchft thinwire so far exchanges only from CPUs: move the model there")
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
@@ -97,7 +98,8 @@ def attach(
         shards = shards_of(model, inner, local, kept.keep_dense) if sharded else None
         quorums = Quorums(manager)
         check_group(manager, None if shards is None else shards[1].size)
-        return QuorumRounds(QuorumMember(model, inner, quorums), local, kept, shards)
+        place = WHOLE if shards is None else shards[1].place
+        return QuorumRounds(QuorumMember(model, inner, quorums, place), local, kept, shards)
     assert not isinstance(method, Local)  # handled by named_local
     if sharded:
         raise ValueError(
@@ -233,7 +235,7 @@ class QuorumExchange:
     ) -> None:
         topology, model, start = Topology(quorum.size), member.model, options.start_compression_step
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
-        agree, place = (None, "whole") if site is None else (site.agree, site.place)
+        agree = None if site is None else site.agree
         self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start, agree=agree)
         comm = None
         if quorum.size > 1:
@@ -246,7 +248,9 @@ class QuorumExchange:
             buffers = buffers_of(model) if options.broadcast_buffers else []
             moments = Moments({}, member.optimizers, weights.values())
             try:
-                comm.agree({"local steps": repr(local), "start": start, "shard": place} | model_facts(model, managed))
+                comm.agree(
+                    {"local steps": repr(local), "start": start, "shard": member.place} | model_facts(model, managed)
+                )
                 services = self.services
                 beside = Beside(buffers, [], services.gather)
                 channels = open_channels(services, self.rounds, beside, moments)
@@ -346,15 +350,37 @@ class QuorumRounds(QuorumHandle):
         self._on_all(True)  # a site that has lost a rank stops here, before its other ranks wait for it in a quorum
         counts = False
         while not counts:
-            manager.start_quorum()
+            self._start_quorum()
             self._settle(counts=False)
             self._try(member.quorums.latest)
-            counts = manager.should_commit()
+            try:
+                counts = manager.should_commit()
+            except (TimeoutError, RuntimeError):
+                self._on_all(True)  # says so if the vote of a rank that is gone was missing
+                raise
         assert self._exchange is not None
         assert member.attempt is not None
         self._exchange.merge()
         self._settle(counts=True)
         member.memory.counts(member.attempt)
+
+    def _start_quorum(self) -> None:
+        """Start a quorum on all ranks of this site, or raise on all.
+
+        Another site that has lost a rank after its check keeps all waiting, as its manager still answers. It ends when
+        the quorum is late, and this one asks again.
+        """
+        for last in (self._site is None, True):
+            found: Exception | None = None
+            try:
+                self._member.quorums.start()
+            except Exception as error:
+                found = error
+            if self._on_all(found is None):
+                return
+            late = self._on_all(found is None or isinstance(found, TimeoutError))
+            if last or not late:
+                raise found or RuntimeError("another rank of this site could not join the quorum: see what it says")
 
     def _on_all(self, flag: bool) -> bool:
         """Return whether a flag is true on all ranks of this site; a whole model has one."""

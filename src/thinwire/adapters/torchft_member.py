@@ -35,10 +35,15 @@ from thinwire.core.collectives.circle import Circle
 from thinwire.core.kernels.runs import here
 from thinwire.core.program import Plan
 from thinwire.engine.local.rounds import Rounds
+from thinwire.engine.local.site import WHOLE
 from thinwire.engine.services import Closing
 from thinwire.engine.stats import Stats
 
-_KNOWN = ("_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_id", "_replica_world_size_mode")
+_KNOWN = (
+    "_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_id", "_replica_world_size_mode",
+    "_user_state_dicts", "_quorum_future",
+)  # fmt: skip
+_KEY = "thinwire"  # of what the manager gives to joining replicas
 _RUNS = 100
 _EQUAL = ("shared", "outer", "step", "dropped", "commit", "runs")  # of a QuorumMemory, on all replicas
 Attempt = tuple[int, int]
@@ -71,6 +76,13 @@ class Quorums:
 
         group.configure = heard
 
+    def start(self) -> None:
+        """Start a quorum, also after one that was late."""
+        past = self.manager._quorum_future
+        if past is not None and past.done() and past.exception() is not None:
+            self.manager._quorum_future = None  # start_quorum would raise the same once more
+        self.manager.start_quorum()
+
     def fall_behind(self) -> None:
         """Let the next quorum heal this replica from one that is ahead, since its last step does not count."""
         state = self.manager.state_dict()
@@ -91,6 +103,8 @@ def _check(manager: Any) -> None:
         raise ValueError(
             "spare replicas send zeros, which thinwire does not do: leave out Manager(world_size_mode=...)"
         )
+    if _KEY in manager._user_state_dicts:
+        raise ValueError("attach was called with this manager before: create a manager for each call")
     if manager._quorum_id != -1:
         raise ValueError("the manager has already had a quorum: call attach before the first start_quorum")
 
@@ -198,8 +212,12 @@ class Losses:
 
 
 class QuorumMember:
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quorums: Quorums) -> None:
-        self.model, self.optimizers, self.quorums = model, list(optimizers), quorums
+    """``place``: which shards of the model this rank has, as of a ``Site``."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quorums: Quorums, place: str = WHOLE
+    ) -> None:
+        self.model, self.optimizers, self.quorums, self.place = model, list(optimizers), quorums, place
         self.memory, self.losses = QuorumMemory(), Losses()
         self.met: Quorum | None = None  # the last one to whose members it connected
         self.circle: Circle | None = None  # of its members
@@ -235,10 +253,11 @@ class QuorumMember:
     def give(self) -> dict[str, Any]:
         """Return the state that the manager gives to joining replicas; ``memory`` must be up to date."""
         own = {"model": _here_of(self.model.state_dict()), "optimizers": [_given(o) for o in self.optimizers]}
-        return own | self.memory.shared_part()
+        return own | {"place": self.place} | self.memory.shared_part()
 
     def take(self, saved: Mapping[str, Any]) -> None:
         """Load it after joining or falling behind. This replica's residuals are kept if its last step counts."""
+        self._check_alike(saved)
         theirs, memory = QuorumMemory.of_shared_part(saved), self.memory
         if memory.commit is not None and not theirs.counted(memory.commit):
             self.losses.forget(memory.own["residual"])
@@ -249,6 +268,18 @@ class QuorumMember:
         for optimizer, one in zip(self.optimizers, saved["optimizers"], strict=True):
             _load(optimizer, one)
         self.memory = theirs
+
+    def _check_alike(self, saved: Mapping[str, Any]) -> None:
+        if saved["place"] != self.place:
+            raise ValueError(
+                f"the replicas are sharded differently, this one {self.place}, that which it is to go on from "
+                f"{saved['place']}: start all sites with the same number of ranks"
+            )
+        own, theirs = _shapes(self.model.state_dict()), _shapes(saved["model"])
+        if differ := sorted(own.items() ^ theirs.items()):
+            raise ValueError(f"the model differs from that of the replica that it is to go on from: see {differ[0][0]}")
+        if len(saved["optimizers"]) != len(self.optimizers):
+            raise ValueError("the replica that this one is to go on from has another number of optimizers")
 
     def counted_without(self, saved: Mapping[str, Any]) -> bool:
         return self.attempt is not None and QuorumMemory.of_shared_part(saved).counted(self.attempt)
@@ -261,6 +292,10 @@ class QuorumMember:
 def _here_of(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of which each tensor is what this rank holds of it."""
     return {name: here(x) if isinstance(x, Tensor) else x for name, x in named.items()}
+
+
+def _shapes(named: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(here(x).shape) for name, x in named.items() if isinstance(x, Tensor)}
 
 
 def _as_in(own: Any, x: Any) -> Any:
@@ -290,7 +325,7 @@ class QuorumHandle(Closing):
             if module is member.model or any(True for _ in module.parameters(recurse=False)):
                 # before FSDP2's, which gathers what a round will change
                 self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-        member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
+        member.quorums.manager.register_state_dict_fn(_KEY, self._take, self._give)
 
     @abstractmethod
     def _enter(self, module: nn.Module, args: Any) -> None: ...  # a forward starts

@@ -149,7 +149,7 @@ def attach(
         ValueError: bad options, ranks that differ (the message says in what), an optimizer of another model.
         RuntimeError: the model is already attached, or a rank did not arrive within ``timeout`` (the message names it).
     """
-    _check_model(model)
+    check_model(model)
     if ignore is not None:
         ignore_in(model, ignore)
     optimizers = listed(optimizer)
@@ -300,7 +300,8 @@ def _attach_inside(
     return sync
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Refuse what is no eager module, and one that is attached or wrapped already."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):

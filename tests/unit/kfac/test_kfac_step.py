@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from kfac_with import kfac_with
-from thinwire.core.kernels.symmetric import unpack_upper
+from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
 from thinwire.systems.kfac import KFAC, Variant, inversion, stepped
 from thinwire.systems.kfac.capture import sampled_loss
 from thinwire.tools.bench.models.registry import build_model
@@ -55,6 +55,30 @@ def moment(x):
 
 def half_squares(out, y):
     return 0.5 * (out - y).square().sum() / len(y)
+
+
+@pytest.mark.parametrize("method", ["inverse", "eigen"])
+@pytest.mark.parametrize("value", [-0.1, torch.nan])  # -0.1 and the damping are zero: LAPACK refuses the whole batch
+def test_a_factor_that_cannot_be_inverted_spoils_no_other_of_its_shape(method, value):
+    found = []
+    for spoilt in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]).double()
+        kfac, optimizer = made(net, method=method, factor_update_steps=lambda step: 100)
+        for step in range(2):
+            net(regression(step)[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                before = kfac.state_dict()
+                if spoilt:
+                    before["factor/1/A"] = pack_upper(torch.eye(6).double() * value)
+                kfac.load_state_dict(before)
+        found.append((inverses(kfac), kfac.stats().levels))
+    (sound, none), (others, levels) = found
+    assert (none, levels.keys()) == ({}, {"1/A"} if method == "inverse" or value != value else set())
+    sound.pop("inverse/1/A"), others.pop("inverse/1/A")
+    torch.testing.assert_close(others, sound, rtol=1e-9, atol=1e-9)
 
 
 def test_one_step_of_linear_regression_is_least_squares(monkeypatch):

@@ -16,6 +16,9 @@ from torch import Tensor
 from thinwire.core.collectives.exchange import Lane
 from thinwire.engine.ranks.agreement import gather_bytes
 
+WHOLE = "whole"
+"""The place of a rank that has all of its model."""
+
 
 class Site:
     """``groups``: of this rank, one along each dimension of the mesh over which its site has sharded the model.
@@ -31,7 +34,7 @@ class Site:
     @property
     def place(self) -> str:
         """Return which of its site's shards this rank has, such as ``0of2``."""
-        return "x".join(f"{lane.rank}of{lane.size}" for lane in self._lanes) or "whole"
+        return "x".join(f"{lane.rank}of{lane.size}" for lane in self._lanes) or WHOLE
 
     @property
     def size(self) -> int:

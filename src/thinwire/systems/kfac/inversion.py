@@ -200,22 +200,20 @@ class Inverses:
         items = sorted(rows)
         if not items:
             return
-        levels = torch.stack([rows[item][-1].to(torch.float32) for item in items]).tolist()
-        found: dict[int, Tensor] = {}
-        for same in self._alike(items):
-            together, d = stacked([rows[item] for item in same])[:, :-1], self.plan.dim(same[0])
+        levels = dict(zip(items, torch.stack([rows[item][-1].to(torch.float32) for item in items]).tolist()))
+        for same in self._alike(items):  # the old ones go one batch at a time
+            together, d = stacked([rows.pop(item) for item in same])[:, :-1], self.plan.dim(same[0])
             if self.plan.method == "eigen":
                 inverses = torch.cat([together[:, : d * d].unflatten(1, (d, d)), together[:, d * d :, None]], 2)
             else:
                 inverses = unpack_upper(together, d)
-            found.update(zip(same, inverses))
-        for item, level in zip(items, levels):
-            name = self.plan.factor(item)
-            self.levels[name] = int(level)
-            if level >= FAILED:
-                self._warn(name, item)
-            else:
-                self.of[name] = found[item]
+            for item, inverse in zip(same, inverses):
+                name = self.plan.factor(item)
+                self.levels[name] = int(levels[item])
+                if levels[item] >= FAILED:
+                    self._warn(name, item)
+                else:
+                    self.of[name] = inverse
 
     def _warn(self, name: str, item: int) -> None:
         if name in self._warned:
