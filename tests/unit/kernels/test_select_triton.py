@@ -32,6 +32,7 @@ def test_kernels_equal_their_twins_in_the_interpreter():
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "cards", [["90"], pytest.param(["75", "80", "100", "gfx90a", "gfx942"], marks=pytest.mark.slow)], ids=len
 )
