@@ -5,7 +5,7 @@ import os
 import time
 from datetime import timedelta
 
-from torchft_cases import TIMEOUT, digest, projected, serve_lighthouse
+from torchft_cases import TIMEOUT, UnderLighthouse, digest, ended, projected
 
 from spawned import fork, free_port
 
@@ -85,7 +85,7 @@ def rank_of_site(site, rank, shards, port, lighthouse, folder, options, dies, pa
     sync = attach(model, optimizer, manager=manager, **options)
     torch.manual_seed(10 * site + rank)
     steps = 0
-    while not _ended(folder, manager.current_step()):
+    while not ended(folder, manager.current_step()):
         x = torch.randn(16, WIDTH)
         loss = (model(x) - torch.tanh(x[:, :4])).square().mean()
         loss.backward()
@@ -100,24 +100,12 @@ def rank_of_site(site, rank, shards, port, lighthouse, folder, options, dies, pa
     os._exit(0)  # torchft's threads take their time
 
 
-def _ended(folder, round_):
-    try:
-        with open(f"{folder}/end") as file:
-            return round_ >= int(file.read())
-    except FileNotFoundError:
-        return False
-
-
-class Sites:
-    """A lighthouse and sites, of which some are killed."""
+class Sites(UnderLighthouse):
+    """Sites of which some are killed."""
 
     def __init__(self, folder, count, options, patience=60):
-        self.folder, self._options, self._patience = folder, options, patience
-        self._pipe, theirs = fork.Pipe()
-        self._lighthouse = fork.Process(target=serve_lighthouse, args=(theirs, 1), daemon=True)
-        self._lighthouse.start()
-        self._address = self._pipe.recv()
-        self.running = {}
+        super().__init__(folder)
+        self._options, self._patience = options, patience
         for site in range(count):
             self.start(site)
 
@@ -125,7 +113,7 @@ class Sites:
         """``dies``: where and after which round the site's last rank ends itself."""
         port, rest = free_port(), (str(self.folder), self._options)
         for rank in range(shards):
-            args = (site, rank, shards, port, self._address, *rest, dies if rank else None, self._patience)
+            args = (site, rank, shards, port, self.address, *rest, dies if rank else None, self._patience)
             self.running[site, rank] = fork.Process(target=rank_of_site, args=args, daemon=True)
             self.running[site, rank].start()
 
@@ -158,18 +146,7 @@ class Sites:
             self.running[site, rank].join()
 
     def finish(self, round_):
-        new = self.folder / "end.new"
-        new.write_text(str(round_))
-        new.rename(self.folder / "end")
+        self.end_at(round_)
         for (site, rank), process in self.running.items():
             process.join(90)
             assert process.exitcode == 0, f"rank {rank} of site {site}: {process.exitcode}: {self.said(site, rank)}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in [*self.running.values(), self._lighthouse]:
-            if process.is_alive():
-                process.kill()
-            process.join()

@@ -70,7 +70,7 @@ def projected(tensors):
     return float(total)
 
 
-def _ended(folder, step):
+def ended(folder, step):
     try:
         with open(f"{folder}/end") as file:
             return step >= int(file.read())
@@ -193,7 +193,7 @@ def replica(number, lighthouse, folder, method, options, pause, doubts):
 
     def batches():
         step = 0
-        while not _ended(folder, manager.current_step()):
+        while not ended(folder, manager.current_step()):
             inner.param_groups[0]["lr"] = 0.05 / (1 + manager.current_step() / 300)  # less noise in the last loss
             in_round = 0 if train is _train_steps else step % options["sync_every"]
             yield _data(number, 10 * manager.current_step() + in_round)
@@ -211,17 +211,38 @@ def replica(number, lighthouse, folder, method, options, pause, doubts):
     os._exit(0)  # torchft's threads take their time
 
 
-class Cluster:
-    """A lighthouse and replicas, of which some are killed."""
+class UnderLighthouse:
+    """A lighthouse and processes that find each other by it, until the file ``end`` names their last step."""
 
-    def __init__(self, folder, size, method, options, *, pause=0.02, least=1, doubts=()):
-        self.folder, self.size = folder, size
-        self._call = (str(folder), method, options, pause, doubts)
+    def __init__(self, folder, least=1):
+        self.folder, self.running = folder, {}
         self._pipe, theirs = fork.Pipe()
         self._lighthouse = fork.Process(target=serve_lighthouse, args=(theirs, least), daemon=True)
         self._lighthouse.start()
-        self._address = self._pipe.recv()
-        self.running = {}
+        self.address = self._pipe.recv()
+
+    def end_at(self, step):
+        new = self.folder / "end.new"
+        new.write_text(str(step))
+        new.rename(self.folder / "end")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in [*self.running.values(), self._lighthouse]:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+class Cluster(UnderLighthouse):
+    """Replicas of which some are killed."""
+
+    def __init__(self, folder, size, method, options, *, pause=0.02, least=1, doubts=()):
+        super().__init__(folder, least)
+        self.size = size
+        self._call = (str(folder), method, options, pause, doubts)
         self._read = {}
         for number in range(size):
             self.start(number)
@@ -230,7 +251,7 @@ class Cluster:
         return str(self.folder / f"replica{number}.jsonl")
 
     def start(self, number):
-        args = (number, self._address, *self._call)
+        args = (number, self.address, *self._call)
         self.running[number] = fork.Process(target=replica, args=args, daemon=True)
         self.running[number].start()
 
@@ -263,23 +284,12 @@ class Cluster:
 
     def finish(self, step, seconds=90.0):
         """Let all end at this step, and wait for them. Returns the events of each."""
-        new = self.folder / "end.new"
-        new.write_text(str(step))
-        new.rename(self.folder / "end")
+        self.end_at(step)
         deadline = time.monotonic() + seconds
         for number, process in self.running.items():
             process.join(max(0.0, deadline - time.monotonic()))
             assert process.exitcode == 0, f"replica {number}: exit {process.exitcode} at step {self.step_of(number)}"
         return {number: self.events(number) for number in self.running}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in [*self.running.values(), self._lighthouse]:
-            if process.is_alive():
-                process.kill()
-            process.join()
 
 
 def check(events, *, conserves=True):

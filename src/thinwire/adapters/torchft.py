@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.adapters.fsdp2_sites import shards_of
-from thinwire.adapters.torchft_member import Quorum, QuorumHandle, QuorumMember, Quorums, added, check_group
+from thinwire.adapters.torchft_member import Quorum, QuorumHandle, QuorumMember, Quorums, added
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Method, State, Topology
 from thinwire.engine import attach as engine
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local, named_local
-from thinwire.engine.local.site import WHOLE, Site
+from thinwire.engine.local.site import Site
 from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Alone, Communicator
@@ -95,11 +95,14 @@ def attach(
             raise ValueError("local steps ask should_commit once a round: pass your own optimizer, not torchft's")
         check_settings(local)
         kept = RoundOptions(**of_rounds)
-        shards = shards_of(model, inner, local, kept.keep_dense) if sharded else None
-        quorums = Quorums(manager)
-        check_group(manager, None if shards is None else shards[1].size)
-        place = WHOLE if shards is None else shards[1].place
-        return QuorumRounds(QuorumMember(model, inner, quorums, place), local, kept, shards)
+        if sharded:
+            managed, site = shards_of(model, inner, local, kept.keep_dense)
+        else:
+            managed = managed_parameters(model, local.method, kept.keep_dense)
+            check_optimizers(managed, inner)
+            site = Site((), managed[0].device, lambda: None)
+        member = QuorumMember(model, inner, Quorums(manager, site.size if sharded else None), site.place)
+        return QuorumRounds(member, local, kept, managed, site)
     assert not isinstance(method, Local)  # handled by named_local
     if sharded:
         raise ValueError(
@@ -110,9 +113,7 @@ def attach(
     chosen = resolve(method, **{name: options.pop(name) for name in names})
     if chosen.decoupled:
         raise ValueError("a decoupled method updates weights after should_commit was called: leave out decoupled=True")
-    quorums = Quorums(manager)
-    check_group(manager, None)
-    return QuorumSync(QuorumMember(model, inner, quorums), chosen, options)
+    return QuorumSync(QuorumMember(model, inner, Quorums(manager)), chosen, options)
 
 
 class QuorumSync(QuorumHandle):
@@ -230,13 +231,12 @@ class QuorumExchange:
         quorum: Quorum,
         local: Local,
         managed: Sequence[Managed],
-        site: Site | None,
+        site: Site,
         options: RoundOptions,
     ) -> None:
         topology, model, start = Topology(quorum.size), member.model, options.start_compression_step
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
-        agree = None if site is None else site.agree
-        self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start, agree=agree)
+        self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start, agree=site.agree)
         comm = None
         if quorum.size > 1:
             assert member.circle is not None
@@ -309,19 +309,9 @@ class QuorumRounds(QuorumHandle):
     """One replica's local steps, across all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
 
     def __init__(
-        self,
-        member: QuorumMember,
-        local: Local,
-        options: RoundOptions,
-        shards: tuple[list[Managed], Site] | None = None,
+        self, member: QuorumMember, local: Local, options: RoundOptions, managed: Sequence[Managed], site: Site
     ) -> None:
-        self._local, self._options = local, options
-        self._site: Site | None = None  # None: the model is whole
-        if shards is not None:
-            self._managed, self._site = shards
-        else:
-            self._managed = managed_parameters(member.model, local.method, options.keep_dense)
-            check_optimizers(self._managed, member.optimizers)
+        self._local, self._options, self._managed, self._site = local, options, managed, site
         self._exchange: QuorumExchange | None = None  # None: the memory has everything that counts
         self._before: dict[str, Any] | None = None  # the codec's state before a round that may not count
         self._received = False
@@ -345,8 +335,7 @@ class QuorumRounds(QuorumHandle):
 
     def _round(self) -> None:
         member, manager = self._member, self._member.quorums.manager
-        if self._site is not None:
-            self._site.changed()
+        self._site.changed()
         self._on_all(True)  # a site that has lost a rank stops here, before its other ranks wait for it in a quorum
         counts = False
         while not counts:
@@ -370,7 +359,7 @@ class QuorumRounds(QuorumHandle):
         Another site that has lost a rank after its check keeps all waiting, as its manager still answers. It ends when
         the quorum is late, and this one asks again.
         """
-        for last in (self._site is None, True):
+        for last in (not self._site.groups, True):
             found: Exception | None = None
             try:
                 self._member.quorums.start()
@@ -384,7 +373,7 @@ class QuorumRounds(QuorumHandle):
 
     def _on_all(self, flag: bool) -> bool:
         """Return whether a flag is true on all ranks of this site; a whole model has one."""
-        return flag if self._site is None else bool(self._site.agree(torch.tensor(flag)))
+        return bool(self._site.agree(torch.tensor(flag)))
 
     def _try(self, quorum: Quorum | None) -> None:
         """Make the exchange with a quorum's members, or report that it has failed: on all ranks of the site alike."""

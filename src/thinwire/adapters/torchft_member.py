@@ -60,8 +60,10 @@ class Quorum:
 
 
 class Quorums:
-    def __init__(self, manager: Any) -> None:
-        _check(manager)
+    """The quorums of a manager. ``shards``: ranks that share a copy of the model; None: it is whole."""
+
+    def __init__(self, manager: Any, shards: int | None = None) -> None:
+        _check(manager, shards)
         self.manager = manager
         self.timeout: timedelta = manager._timeout
         self.latest: Quorum | None = None
@@ -89,7 +91,7 @@ class Quorums:
         self.manager.load_state_dict({**state, "step": max(0, state["step"] - 1)})
 
 
-def _check(manager: Any) -> None:
+def _check(manager: Any, shards: int | None) -> None:
     if not callable(getattr(manager, "start_quorum", None)):
         raise TypeError(f"manager must be a torchft.Manager, not {type(manager).__name__}")
     if missing := [name for name in _KNOWN if not hasattr(manager, name)]:
@@ -107,10 +109,6 @@ def _check(manager: Any) -> None:
         raise ValueError("attach was called with this manager before: create a manager for each call")
     if manager._quorum_id != -1:
         raise ValueError("the manager has already had a quorum: call attach before the first start_quorum")
-
-
-def check_group(manager: Any, shards: int | None) -> None:
-    """Refuse a replica group that is not one copy of the model. ``shards``: ranks that share it; None: it is whole."""
     count = manager._group_world_size
     if shards is None and count != 1:
         raise ValueError(

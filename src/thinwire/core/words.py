@@ -26,6 +26,11 @@ def milliseconds(seconds: float) -> str:
     return f"{in_milliseconds(seconds)} ms"
 
 
+def with_steps(seconds: float, factor: float) -> str:
+    """Format a step and how many of it one exact step is worth."""
+    return f"{milliseconds(seconds)} x {factor:.2f} steps"
+
+
 def in_milliseconds(seconds: float) -> str:
     """Return the figure alone, for a column whose head says the unit."""
     value = seconds * 1e3

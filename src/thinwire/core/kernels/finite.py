@@ -31,7 +31,7 @@ def finite_rows(x: Tensor) -> Tensor:
     if x.device.type == "cuda" and x.numel():
         largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=tuple(range(1, x.dim())))
         return largest < torch.inf
-    return torch.stack([all_finite(row) for row in x])
+    return each_finite(x.unbind())
 
 
 def every_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,8 @@ WHOLE = "whole"
 class Site:
     """``groups``: of this rank, one along each dimension of the mesh over which its site has sharded the model.
 
+    Without groups this rank is the site, and has the whole model.
+
     ``changed``: to be called after shards were changed outside a training step: whole weights are gathered anew.
     """
 

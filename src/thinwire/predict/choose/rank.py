@@ -15,7 +15,7 @@ from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.costs import KINDS, Costs, Provenance
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Scope, Topology
-from thinwire.core.words import milliseconds
+from thinwire.core.words import milliseconds, with_steps
 from thinwire.predict.choose.result import Entry, Ranking
 from thinwire.predict.choose.worth import Worth, WorthOf, resolved, shipped
 from thinwire.predict.timeline import Timeline, bound_by, simulate
@@ -348,7 +348,7 @@ def judge(
 
 
 def _told(point: SimulatedMethod) -> str:
-    return f"{milliseconds(point.seconds)} x {point.worth.middle:.2f} steps"
+    return with_steps(point.seconds, point.worth.middle)
 
 
 def _finite(value: float) -> float | None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
 from thinwire.core.records import plain
-from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds
+from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, with_steps
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
 from thinwire.predict.timeline import simulate, write_trace
 from thinwire.predict.timeline.local_steps import Periodic
@@ -118,7 +118,6 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
 
 
 def _cells(entry: Entry) -> list[str]:
-    digits = 2 - (entry.speedup is not None and (entry.speedup >= 2) + (entry.speedup >= 10))
     return [
         entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
         in_milliseconds(entry.step_seconds),
@@ -127,8 +126,15 @@ def _cells(entry: Entry) -> list[str]:
         megabytes(entry.bytes_sent),
         entry.bound_by.removeprefix("network "),
         "?" if entry.steps is None else f"{entry.steps:.2f}",
-        "?" if entry.speedup is None else f"{entry.speedup:.{digits}f}",
+        _times(entry.speedup),
     ]
+
+
+def _times(value: float | None) -> str:
+    """Format a speed-up with two digits, and three below 2, where small gains differ."""
+    if value is None:
+        return "?"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 2 else f"{value:.2f}"
 
 
 def first_answer(question: Question, ranking: Ranking) -> str:
@@ -136,10 +142,7 @@ def first_answer(question: Question, ranking: Ranking) -> str:
     if ranking.workers == 1:
         return "one worker: nothing is sent, so no method can help"
     best, exact = ranking.best, min(ranking.exact, key=lambda entry: entry.step_seconds)
-    kinds = {
-        "network": "measured" if question.network else "assumed",
-        question.device.name: question.profile.provenance,
-    }
+    kinds = {"network": question.network_provenance, question.device.name: question.profile.provenance}
     assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
     ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"
     use = f"use {best.label.replace(':', ' ')}"
@@ -155,9 +158,13 @@ def first_answer(question: Question, ranking: Ranking) -> str:
 def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
     best, profile = ranking.best, question.profile
     said = [ranking.sentence]
-    equal = [e for e in ranking.lossy if e.every == 1 and e.steps is not None and not e.dense]
-    if best.every > 1 and equal:
-        said.append(f"if weights must be equal after every step: {_with_steps(equal[0])}")
+    equal = [
+        f"if weights must be equal after every step: {e.label}, {with_steps(e.step_seconds, e.steps)}"
+        for e in ranking.lossy
+        if e.every == 1 and e.steps is not None and not e.dense
+    ]
+    if best.every > 1:
+        said += equal[:1]  # the soonest
     if not best.exact:
         exact = ranking.best_exact
         said.append(f"exact: {exact.label}, {milliseconds(exact.step_seconds)}")
@@ -169,22 +176,17 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
         else f"predicted: {label} falls below 80 % efficiency at {bend} workers"
         for label, bend in knees.items()
     ]
-    network = "measured" if question.network else "assumed"
     kinds = {curve.provenance for curve in question.costs().compute.values()}
     work = "measured" if kinds == {"measured here"} else f"assumed for {question.device.name}"
     said.append(
         f"measured here: {ranking.measured_share:.0%} of the predicted step; model {profile.provenance} "
-        f"({profile.source}), network {network}, methods' own work {work}"
+        f"({profile.source}), network {question.network_provenance}, methods' own work {work}"
     )
     if ranking.measured_share < 0.5:
         said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
     said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
     said.append(f"next: {attach_line(*split_options(best.label))}")
     return said
-
-
-def _with_steps(entry: Entry) -> str:
-    return f"{entry.label}, {milliseconds(entry.step_seconds)} x {entry.steps:.2f} steps"
 
 
 def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:

@@ -83,6 +83,10 @@ class Question:
             cpu_share=known.cpu_share if known else None,
         )
 
+    @property
+    def network_provenance(self) -> str:
+        return "measured" if self.network else "assumed"
+
     def describe_network(self) -> str:
         if self.network:
             return "network of --costs"
@@ -99,7 +103,7 @@ class Question:
             "ranks_per_node": self.ranks_per_node,
             "device": self.device.name,
             "backend": self.device.backend,
-            "network": "measured" if self.network else "assumed",
+            "network": self.network_provenance,
             "bits_per_second": None if self.network else self.bits_per_second,
             "latency_seconds": None if self.network else self.latency_seconds,
             "delay_seconds": None if self.network else self.delay_seconds,
