@@ -399,7 +399,8 @@ def sites(data: Any) -> Iterator[Row]:
     """Of every row: beside the same shards without another site."""
     apart, *rest = data["rows"]
     for row in rest:
-        what = f"{row['label']} / no other site, {data['link']}, step"
+        label = row["label"].replace(":", " ")  # may break on a narrow screen
+        what = f"{label} / no other site, {data['link']}, step"
         late = "delay=3" in row["label"]
         yield claim(
             what,
