@@ -50,7 +50,10 @@ from thinwire.core.methods.regions import regions
 
 HERE = Path(__file__).parent
 SOURCE = str(Path(thinwire.__file__).parent) + "/"
-_FOLDERS = ((SOURCE, ""), (str(Path(torch.optim.__file__).parent) + "/", "torch.optim/"), (f"{HERE}/", "test: "))
+_TORCH = Path(torch.__file__).parent
+_FOLDERS = (
+    (SOURCE, ""), (f"{_TORCH}/optim/", "torch.optim/"), (f"{_TORCH}/amp/", "torch.amp/"), (f"{HERE}/", "test: "),
+)  # fmt: skip
 _HARNESS = {str(HERE / "card.py"), str(HERE / "nccl.py")}
 aten = torch.ops.aten
 
@@ -367,7 +370,7 @@ class Card:
         return sum(memory.storage.nbytes() for memory in self._memories.values())
 
     def where(self) -> str:
-        """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file."""
+        """The innermost line that is of the package, of torch's optimizers or scaler, or of these tests."""
         frame = sys._getframe(1)
         while frame is not None:
             if (name := _place(frame.f_code.co_filename)) is not None:
@@ -488,7 +491,7 @@ class Card:
             self.find("WRONG-DEVICE", f"{name} is launched on cuda:{self.current}, its tensors are on another", where)
         stream = self._streams[device]
         stream.launched()
-        if not where.startswith(("test: ", "torch.optim/", "?")):
+        if not where.startswith(("test: ", "torch.", "?")):
             self.names[name] += 1
         return stream
 

@@ -8,6 +8,7 @@ from thinwire.core.methods.topk import TopK
 from thinwire.core.program import State, Topology
 from thinwire.engine.ranks.communicator import Alone
 from thinwire.engine.session import Session
+from thinwire.engine.state.scaler import SkippedSteps
 
 
 def _step_hook():
@@ -38,3 +39,19 @@ def test_the_search_keeps_nothing_of_the_loop_alive():
     assert _step_hook() is None
     del output
     assert gone() is None
+
+
+class Listener:
+    def hears(self, optimizer):
+        pass
+
+
+def test_a_listener_that_is_gone_leaves_torch_as_it_was():
+    before = torch.amp.GradScaler.step
+    listener = Listener()
+    heard = SkippedSteps(listener.hears)
+    assert torch.amp.GradScaler.step is not before or len(SkippedSteps._listeners) > 1
+    del listener
+    assert torch.amp.GradScaler.step is before
+    heard.remove()
+    assert torch.amp.GradScaler.step is before

@@ -72,7 +72,7 @@ class SkippedSteps:
     _original: ClassVar[Any] = None
 
     def __init__(self, listener: Callable[[torch.optim.Optimizer], None]) -> None:
-        cls, self._mine = SkippedSteps, weakref.WeakMethod(listener)
+        cls, self._mine = SkippedSteps, weakref.WeakMethod(listener, SkippedSteps._forget)
         cls._listeners.append(self._mine)
         if cls._original is None:
             cls._original = original = torch.amp.GradScaler.step
@@ -93,8 +93,13 @@ class SkippedSteps:
             torch.amp.GradScaler.step = step  # type: ignore[assignment]
 
     def remove(self) -> None:
+        SkippedSteps._forget(self._mine)
+
+    @staticmethod
+    def _forget(listener: Any) -> None:
+        """Also where its owner has gone without a word."""
         cls = SkippedSteps
-        cls._listeners[:] = [x for x in cls._listeners if x is not self._mine]
+        cls._listeners[:] = [x for x in cls._listeners if x is not listener]
         if not cls._listeners and cls._original is not None:
             torch.amp.GradScaler.step = cls._original  # type: ignore[method-assign]
             cls._original = None
