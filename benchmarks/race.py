@@ -25,6 +25,7 @@ from thinwire.tools.bench.race_losses import (
     StepsFactor,
     TrainingSetup,
     Trajectory,
+    WholeRun,
     steps_factors,
     trajectories,
     whole_factors,
@@ -85,8 +86,10 @@ def factors(
     return steps_factors(run, labels, "ddp", share, reach=2 * track.every, rates=rates, tuned_on=tuned_on)
 
 
-def whole(track: TrainingSetup, rows: tuple[Row, ...], seeds: int) -> dict[str, dict[str, Any]]:
-    """Rates, final losses and steps over DDP's of every row."""
+def whole(
+    track: TrainingSetup, rows: tuple[Row, ...], seeds: int, rates: list[float], known: dict[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """Rates, final losses and steps over DDP's of every row. ``known``: DDP, if it was trained before."""
     launch = functools.partial(lab.run, lab.Cluster.parse(track.workers, 1, None, None))
 
     def run(label: str, factor: float, seed: int, share: float) -> Trajectory:
@@ -95,9 +98,11 @@ def whole(track: TrainingSetup, rows: tuple[Row, ...], seeds: int) -> dict[str, 
         one = replace(track, steps=steps, every=max(1, steps // 8))
         return trajectories(one, [row for row in rows if row.label == label], factor, seed, launch)[label]
 
-    finals, power = whole_runs(run, [row.label for row in rows], seeds)
+    base = None if known is None else (WholeRun(known["rate"], tuple(known["finals"])), known["power"])
+    finals, power = whole_runs(run, [row.label for row in rows], seeds, rates=rates, known=base)
     worth = whole_factors(finals, power)
-    return {label: asdict(one) | {"factors": worth[label].factors, "power": power} for label, one in finals.items()}
+    trained = [row.label for row in rows]
+    return {label: asdict(finals[label]) | {"factors": worth[label].factors, "power": power} for label in trained}
 
 
 def ship(known: list[dict[str, Any]]) -> None:
@@ -127,7 +132,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--share", type=float, default=0.4, help="of DDP's run, at which its loss is the target")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--rates", type=float, nargs="+", help="factors on the rate; of whole runs, one is searched")
     parser.add_argument("--tune-on", type=int, nargs="+", default=[0, 1, 2], help="seeds whose median says which rate")
     parser.add_argument("--methods")
     parser.add_argument("--whole", type=int, help="steps of whole runs, instead of runs to a loss")
@@ -138,6 +143,7 @@ def main() -> None:
     told = parser.parse_args()
     model = SIZES[told.size] + (f":shares={told.workers}" if told.apart else "")
     track, share = TrainingSetup(model, told.workers, told.steps), told.share
+    rates = told.rates or ([] if told.whole else [0.5, 1.0, 2.0, 4.0])
     methods = told.methods or (WHOLE if told.whole else ROWS)
     if told.whole:
         other = ":optimizer=muon" if told.optimizer == "muon" else ""
@@ -149,22 +155,29 @@ def main() -> None:
             rate=None,
             schedule=True,
         )
-        finals, share = whole(track, parse_rows(methods), told.seeds), 1.0
+        share = 1.0
+    mine = {"size": told.size, "track": asdict(track), "share": share}
+
+    def trained() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+        return known, [one for one in known if {key: one[key] for key in mine} == mine]
+
+    if told.whole:
+        base = next((one["rows"]["ddp"] for one in trained()[1]), None) if "ddp" not in methods.split(",") else None
+        finals = whole(track, parse_rows(methods), told.seeds, rates, base)
         found = {label: StepsFactor(one["rate"], one["factors"]) for label, one in finals.items()}
     else:
-        finals, found = {}, factors(track, parse_rows(methods), share, told.rates, told.tune_on)
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    mine = {"size": told.size, "track": asdict(track), "share": share}
-    before = [one for one in known if {key: one[key] for key in mine} == mine]
+        finals, found = {}, factors(track, parse_rows(methods), share, rates, told.tune_on)
     text = {row.label: part for part in methods.split(",") for row in parse_rows(part)}
     rows = {
         label: {"methods": text[label], "rate": one.rate, "factors": one.factors} | finals.get(label, {})
         for label, one in found.items()
     }
+    known, before = trained()
     for one in before:  # its rows that are not trained now stay: DDP, which all are held against, trains as it did
         rows = one["rows"] | rows
         known.remove(one)
-    known.append(mine | {"elements": build_model(track.model).parameters, "rates": told.rates, "rows": rows})
+    known.append(mine | {"elements": build_model(track.model).parameters, "rates": rates, "rows": rows})
     RESULTS.write_text(json.dumps(known, indent=2) + "\n")
     ship(known)
     for label, one in sorted(found.items(), key=lambda pair: pair[1].median or float("inf")):

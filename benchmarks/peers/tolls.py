@@ -79,7 +79,7 @@ def clock(name: str, link: str) -> dict[str, Any]:
     workers = asked.workers
     rate, delay, loss = (*link.split(), None, None)[:3]
     spec = BenchSpec(asked.model, asked.timed(link), workers, rate, lab.parse_rate(rate), steps=TURN, rounds=TURNS,
-                     operation_seconds=120.0, timeout_seconds=3600.0)  # fmt: skip
+                     operation_seconds=300.0, timeout_seconds=3600.0)  # fmt: skip
     load = round(os.getloadavg()[0], 1)
     long = {"loss": loss, "congestion": "cubic"} if delay else {}  # what most systems run
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, rate, delay, **long)))

@@ -12,6 +12,7 @@ from thinwire.tools.bench.race_losses import (
     UPWARD,
     StepsFactor,
     Trajectory,
+    WholeRun,
     best_rate,
     power_of,
     whole_factors,
@@ -63,6 +64,20 @@ def test_a_final_loss_is_worth_the_steps_in_which_ddp_reaches_it():
     assert factors["local"].rate == pytest.approx(UPWARD)
     assert factors["local"].factors == pytest.approx((1.3, 1.3, 1.3))
     assert factors["alone"].median == pytest.approx(2.0)
+
+
+def test_rates_may_be_given_and_ddp_may_be_known():
+    asked = []
+
+    def run(label, rate, seed, share):
+        asked.append((label, rate))
+        return Trajectory((0, 1), (9.0, law(1000, 1 + 0.1 * valley(UPWARD)(rate))))
+
+    known = WholeRun(0.5, (law(1000),)), 0.15
+    found, power = whole_runs(run, ["late"], 1, rates=[1.0, UPWARD], known=known)
+    assert (found[BASE], power) == known
+    assert set(asked) == {("late", 1.0), ("late", UPWARD)}
+    assert whole_factors(found, power)["late"] == StepsFactor(UPWARD, (pytest.approx(1.0),))
 
 
 def test_a_run_that_fails_has_no_factor():

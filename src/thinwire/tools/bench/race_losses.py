@@ -354,19 +354,31 @@ Whole = Callable[[str, float, int, float], Trajectory]
 """(label, factor on the learning rate, seed, share of the steps) -> a run with a schedule of its own length."""
 
 
-def whole_runs(run: Whole, labels: Sequence[str], seeds: int) -> tuple[dict[str, WholeRun], float]:
+def whole_runs(
+    run: Whole,
+    labels: Sequence[str],
+    seeds: int,
+    *,
+    rates: Sequence[float] = (),
+    known: tuple[WholeRun, float] | None = None,
+) -> tuple[dict[str, WholeRun], float]:
     """Train rows, DDP first, over whole schedules; rates are tuned on seed 0. Return them, and the power of DDP's law.
 
     By that law, through DDP's finals at ``HORIZONS``, DDP's final loss falls as steps to the power of minus that.
+    ``rates``: the best of these factors is taken, instead of one that is searched. ``known``: DDP and its power, which
+    then is not trained.
     """
 
     def final(label: str, rate: float, seed: int = 0, share: float = 1.0) -> float:
         losses = run(label, rate, seed, share).losses
         return losses[-1] if losses and math.isfinite(losses[-1]) else math.inf
 
-    found, power = dict[str, WholeRun](), math.nan
+    found, power = ({}, math.nan) if known is None else ({BASE: known[0]}, known[1])
     for label in labels:
-        rate = best_rate(functools.partial(final, label))
+        if label in found:
+            continue
+        mine = functools.partial(final, label)
+        rate = min(rates, key=mine) if rates else best_rate(mine)
         found[label] = WholeRun(rate, tuple(final(label, rate, seed) for seed in range(seeds)))
         if label == BASE:
             marks = [(share, final(BASE, rate, 0, share)) for share in HORIZONS]
