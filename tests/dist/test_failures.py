@@ -38,6 +38,7 @@ def _disagree(rank, size):
     attempt(cases.model(), "acp", rank=2, seed=rank)
     attempt(cases.model(), detect_desync=bool(rank))
     attempt(cases.model(), "local", detect_desync=bool(rank))
+    attempt(cases.model(), scaler=torch.amp.GradScaler("cpu", enabled=bool(rank)))
     dtype = torch.float16 if rank else torch.bfloat16
     for what in ("buffer", "frozen"):
         net = cases.model()
@@ -53,6 +54,7 @@ def _disagree(rank, size):
 
 def test_ranks_that_differ_are_told_what_differs():
     words = ["0.bias", "float32", "parameters: ", "rank: 2 against 3", "method", "seed", *["detect_desync"] * 2]
+    words += ["enabled scaler: False against True"]
     words += [
         "mean [3] torch.bfloat16 against mean [3] torch.float16",
         "0.weight [24, 24] torch.bfloat16 against 0.weight",
@@ -63,6 +65,22 @@ def test_ranks_that_differ_are_told_what_differs():
         for message, word in zip(messages, words):
             assert word in message
             assert "rank 1 differs from rank 0" in message
+
+
+def _destroyed(rank, size):
+    os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"  # leaves all to Gloo: thinwire's own connections would go on
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    tw.attach(net, optimizer, "dear")
+    torch.distributed.destroy_process_group()
+    with pytest.raises(RuntimeError) as caught:
+        net(torch.ones(2, 24)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_group_that_was_destroyed_is_named():
+    for said in run(_destroyed, 2):
+        assert "destroy_process_group() was called" in said
 
 
 def _killed(rank, size, victim, step_of_death, how):

@@ -91,7 +91,8 @@ class Session:
     def facts(self) -> dict[str, Any]:
         options = {key: str(value) for key, value in self.method.options().items()}
         start = {"start_compression_step": self.state.start, "starts as": self.first.name}
-        return {"method": self.method.name, "options": options} | start
+        scaled = {"enabled scaler": self.scaler is not None and self.scaler.is_enabled()}
+        return {"method": self.method.name, "options": options} | start | scaled
 
     def method_of(self, dense: bool) -> Method:
         return self.dense if dense else self.first if self.starting else self.method

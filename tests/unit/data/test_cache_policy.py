@@ -13,7 +13,6 @@ from thinwire.systems.data import ResolutionSchedule, Stage, policy, resolution,
 def test_lru_formula(share):
     simulated = policy.simulate_lru(4000, int(4000 * share), 12, dropped=2)
     assert abs(simulated - policy.lru_hit_rate(share)) < 0.01
-    assert policy.fill_once_hit_rate(share) > simulated
 
 
 def test_figures_and_ends():
@@ -22,9 +21,8 @@ def test_figures_and_ends():
     assert policy.lru_hit_rate(1.0) == policy.lru_hit_rate(1.0, shuffled=False) == 1.0
     assert policy.simulate_lru(100, 99, 4, shuffled=False) == policy.lru_hit_rate(0.99, shuffled=False) == 0.0
     assert policy.simulate_lru(100, 100, 4, shuffled=False) == 1.0
-    for function in (policy.fill_once_hit_rate, policy.lru_hit_rate):
-        with pytest.raises(ValueError, match="share"):
-            function(1.5)
+    with pytest.raises(ValueError, match="share"):
+        policy.lru_hit_rate(1.5)
 
 
 def test_dawnbench_schedule():

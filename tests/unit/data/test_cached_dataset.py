@@ -14,7 +14,7 @@ from spawned import fork
 from thinwire.core.kernels.seeding import generator
 from thinwire.systems.data import CacheStats
 from thinwire.systems.data.keys import fingerprint_of
-from thinwire.systems.data.policy import fill_once_hit_rate, lru_hit_rate
+from thinwire.systems.data.policy import lru_hit_rate
 
 
 def plain(source, epoch, prefix=scale, seed=0):
@@ -81,7 +81,7 @@ def test_hit_rate_is_the_cached_share_and_the_budget_holds(tmp_path, kept):
         if epoch == 0:
             assert (seen.reads_source, seen.admitted, seen.refused) == (60, kept, 60 - kept)
         else:
-            assert seen.hit_rate == share == dataset.cached_share == fill_once_hit_rate(share)
+            assert seen.hit_rate == share == dataset.cached_share
             assert seen.refused == 60 - kept
             assert seen.hit_rate >= lru_hit_rate(share)
     (arena,) = tmp_path.glob("*.arena")

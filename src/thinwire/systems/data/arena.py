@@ -61,11 +61,6 @@ class CacheStats:
         """Fraction of the samples that came from the arena; 0 if none was requested."""
         return self.hits_memory / self.samples if self.samples else 0.0
 
-    @property
-    def decode_seconds(self) -> float:
-        """Seconds spent in the prefix, summed over processes."""
-        return self.decode_nanoseconds / 1e9
-
     def __sub__(self, other: CacheStats) -> CacheStats:
         return CacheStats(*(a - b for a, b in zip(astuple(self), astuple(other))))
 

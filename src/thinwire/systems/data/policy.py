@@ -11,11 +11,6 @@ from thinwire.core.checks import check_number
 from thinwire.core.kernels.seeding import generator
 
 
-def fill_once_hit_rate(cached: float) -> float:
-    """Return the hit rate of a cache filled once and never evicted: the cached fraction, from the second epoch on."""
-    return check_number("share", cached, least=0, most=1)
-
-
 def lru_hit_rate(cached: float, *, shuffled: bool = True) -> float:
     """Return the hit rate of least-recently-used, with one pass per epoch, in the limit of many samples.
 

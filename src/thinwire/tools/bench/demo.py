@@ -121,4 +121,5 @@ def advice(result: DemoResult) -> str:
             "plan --help"
         )
     row = next(row for row in ROWS if row.label == first.label)
-    return f"In your own script, before the loop:\n\nimport thinwire as tw\n{attach_line(row.kind, row.options)}"
+    line = f"In your own script, before the loop:\n\nimport thinwire as tw\n{attach_line(row.kind, row.options)}"
+    return f'{line}\n\nIn long runs "local" usually gains more. For your model and network: thinwire plan --help'
