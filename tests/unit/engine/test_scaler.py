@@ -50,7 +50,6 @@ def test_a_listener_that_is_gone_leaves_torch_as_it_was():
     before = torch.amp.GradScaler.step
     listener = Listener()
     heard = SkippedSteps(listener.hears)
-    assert torch.amp.GradScaler.step is not before or len(SkippedSteps._listeners) > 1
     del listener
     assert torch.amp.GradScaler.step is before
     heard.remove()
