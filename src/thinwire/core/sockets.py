@@ -14,6 +14,8 @@ MESH_RANKS = 16
 """With more, connections between all pairs are too many, and a ring's chunks are no smaller than theirs."""
 SOCKETS, WITH_BBR = 16, 2
 """To each rank on a long wire; BBR, which no loss slows down, needs no more than two."""
+TOKEN_BYTES = 16
+"""Random ones, by which a process shows that it is meant to open a connection."""
 
 _End = TypeVar("_End", bound="_HasDescriptor")
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # without a descriptor, unlike epoll

@@ -15,6 +15,7 @@ import torch
 
 from thinwire.core.collectives import bundle as bundle_module
 from thinwire.core.collectives.bundle import FRAME_BYTES, Bundle
+from thinwire.core.collectives.mesh import accepting, calling
 from thinwire.core.collectives.streams import CountdownWork, socket_loop
 
 HEADER = struct.Struct("<BHIQI")
@@ -31,8 +32,8 @@ def _sockets(count):
 
 def _bundles(count=4, timeout=20.0, active=4):
     lefts, rights = zip(*_sockets(count))
-    left = Bundle(lefts, "rank 1", timeout, socket_loop(), active=active)
-    return left, Bundle(rights, "rank 0", timeout, socket_loop(), accepted=True, active=active)
+    left = Bundle(lefts, "rank 1", timeout, socket_loop(), call=calling(), active=active)
+    return left, Bundle(rights, "rank 0", timeout, socket_loop(), accept=accepting((0,)), active=active)
 
 
 @pytest.fixture
@@ -211,6 +212,39 @@ def test_who_does_not_know_the_token_gets_no_socket(pair, monkeypatch):
         assert stranger.recv(1) == b""
 
 
+def test_who_asks_for_sockets_without_end_gets_few():
+    """As many as there are, which may all be lost without this side's knowledge."""
+    lefts, rights = zip(*_sockets(2))
+    called, go_on, before = [], threading.Event(), set(threading.enumerate())
+
+    def call(beside, port, token):
+        called.append((port, token))
+        go_on.wait(20)
+        raise ConnectionRefusedError
+
+    bundle, work, out = Bundle(lefts, "rank 1", 20.0, socket_loop(), call=call), CountdownWork(1), torch.zeros(1)
+    bundle.stream().receive(out, work)
+    for round in range(2):
+        for place in range(2, 202):
+            rights[1].sendall(HEADER.pack(4, place, 5, 0, 16) + bytes(16))
+        if not round:
+            rights[1].sendall(HEADER.pack(1, 0, 0, 0, 4) + bytes(4))
+            work.wait()
+            opening = [one for one in set(threading.enumerate()) - before if one.name == "thinwire-open"]
+            assert len(opening) == 2
+            go_on.set()
+            for thread in opening:
+                thread.join(20)
+            assert called == [(5, bytes(16))] * 2
+    deadline = time.monotonic() + 20
+    while len(called) == 2:  # afterwards it may ask again
+        assert time.monotonic() < deadline, "no second try"
+        time.sleep(0.01)
+    bundle.fail(RuntimeError("over"))
+    for right in rights:
+        right.close()
+
+
 _LEAVES = """
 import socket, sys, torch
 from thinwire.core.collectives.bundle import Bundle
@@ -226,7 +260,7 @@ def test_what_was_sent_arrives_although_the_process_ends_at_once():
     """It has not closed anything, as a script whose last step is over."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         process = subprocess.Popen([sys.executable, "-c", _LEAVES, str(server.getsockname()[1])])
-        bundle = Bundle([server.accept()[0] for _ in range(3)], "the process", 20.0, socket_loop(), accepted=True)
+        bundle = Bundle([server.accept()[0] for _ in range(3)], "the process", 20.0, socket_loop())
     for end in bundle.ends:  # a slow wire
         end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
     out, work = torch.zeros(1_500_000, dtype=torch.uint8), CountdownWork(1)
@@ -238,7 +272,7 @@ def test_what_was_sent_arrives_although_the_process_ends_at_once():
 
 
 def test_without_any_socket_all_fails():
-    lefts, rights = zip(*_sockets(4))  # neither side has accepted them, so no lost one is opened again
+    lefts, rights = zip(*_sockets(4))  # neither side says how a lost one is opened again
     pair = [Bundle(some, f"rank {n}", 20.0, socket_loop()) for n, some in ((1, lefts), (0, rights))]
     work = CountdownWork(1)
     pair[0].stream().receive(torch.zeros(10), work)

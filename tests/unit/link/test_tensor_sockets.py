@@ -7,14 +7,16 @@ import socket
 import struct
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from parameter_cluster import started
 
+from thinwire.core.collectives import bundle as bundle_module
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.systems.link.duplex import dial, end_of
-from thinwire.systems.link.hello import FRAMES, TENSORS, PeerIdentity, introduce
+from thinwire.systems.link.hello import AGAIN, FRAMES, TENSORS, PeerIdentity, introduce
 from thinwire.systems.link.listener import Listener, ListeningPort, connect
 from thinwire.systems.parameter_server.messages import CODEC, Ping, Weights
 
@@ -25,10 +27,13 @@ HEADER = struct.Struct("<BHIQI")
 
 
 class Between:
-    """A port that carries connections to another one, until it is told to hold them or to cut one."""
+    """A port that carries connections to another one, until it is told to hold them or to cut one.
+
+    ``alive``: the places of those that neither side nor ``cut`` has ended.
+    """
 
     def __init__(self, port):
-        self._port, self.pairs, self.going = port, [], threading.Event()
+        self._port, self.pairs, self.alive, self.going = port, [], set(), threading.Event()
         self.going.set()
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
@@ -39,28 +44,38 @@ class Between:
             while True:
                 near = self._server.accept()[0]
                 far = socket.create_connection(("127.0.0.1", self._port))
+                place = len(self.pairs)
                 self.pairs.append((near, far))
+                self.alive.add(place)
                 for ends in ((near, far), (far, near)):
-                    started(self._carry, len(self.pairs) > 1, *ends)
+                    started(self._carry, place, *ends)
 
-    def _carry(self, may_hold, source, target):
+    def _carry(self, place, source, target):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if may_hold:
+                if place:
                     self.going.wait()
                 target.sendall(data)
+        self.alive.discard(place)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)  # also after a reset
 
     def cut(self, place):
         """End one connection; what it has not carried yet is lost."""
+        self.alive.discard(place)
         for end in self.pairs[place]:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
+    def refuse(self):
+        """Take no further connection."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
     def close(self):
         self.going.set()
-        self._server.close()
+        self.refuse()
         for place, ends in enumerate(self.pairs):
             self.cut(place)
             for end in ends:
@@ -204,6 +219,59 @@ def test_a_socket_that_is_cut_costs_no_byte(several, meet, of, seed):
     assert cross(peers, (70_001,), seed)
 
 
+def wait_for(what):
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_lost_sockets_are_opened_again_under_traffic(several, meet, of, monkeypatch, encrypted):
+    """Twenty times at random moments, new ones in the middle of their hello too; at last none of the first is left."""
+    monkeypatch.setattr(bundle_module, "OPENING_SECONDS", 2.0)
+    draw, first = random.Random(encrypted), set(range(1, 1 + SOCKETS))
+    *peers, between = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
+    over, crossed = threading.Event(), []
+
+    def traffic():
+        while not over.is_set():
+            crossed.append(cross(peers, (400_000, 7, 100_001), len(crossed)))
+
+    crossing = started(traffic)
+    for _ in range(20):
+        time.sleep(draw.uniform(0, 0.05))
+        wait_for(lambda: len(between.alive) >= SOCKETS)  # frames', and one that still carries when another is cut
+        between.cut(draw.choice(sorted(between.alive & first or between.alive - {0})))
+    wait_for(lambda: len(between.alive) == 1 + SOCKETS)
+    over.set()
+    crossing.join(60)
+    assert crossed
+    assert all(crossed)
+    assert cross(peers, SIZES)
+    assert not between.alive & first
+
+
+@pytest.mark.parametrize("shut", ["listener", "way"])
+def test_where_no_socket_can_be_opened_again_the_others_carry_on(several, inn, monkeypatch, shut):
+    monkeypatch.setattr(bundle_module, "OPENING_SECONDS", 0.3)
+    before, there = set(threading.enumerate()), inn()
+    between = Between(there.port)
+    here = connect("127.0.0.1", between.port, b"1234", NODE)
+    other = there.came.get(timeout=20)
+    there.close() if shut == "listener" else between.refuse()
+    for place in (1, 3):
+        between.cut(place)
+    for seed in range(20):
+        assert cross((here, other), (70_001, 400_000), seed)
+        time.sleep(0.05)
+    assert between.alive == {0, 2, 4}
+    for one in (here, other, there, between):
+        one.close()
+    names = ("thinwire-accept", "thinwire-open")
+    wait_for(lambda: not any(one.name in names for one in set(threading.enumerate()) - before))
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_peer_without_any_socket_fails(several, meet, of, encrypted):
     here, other, between = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
@@ -282,18 +350,18 @@ def test_finish_delivers_what_was_posted(several, meet, of, encrypted):
 def call(listener, channel, token=b"t" * 16, identity=NODE):
     duplex, end = dial("127.0.0.1", listener.port, 20.0), end_of(20.0)
     try:
-        introduce(duplex, identity, channel, token, end)
+        introduce(duplex, identity, channel, token, end, "127.0.0.1")
     except PairError:
         duplex.close()
         raise
     return duplex
 
 
-def member(listener, count):
+def member(listener, count, identity=NODE):
     """A node that does by hand what it should, and then what it likes with its sockets."""
-    frames = call(listener, FRAMES)
+    frames = call(listener, FRAMES, identity=identity)
     frames.write(b"1234", end_of(20.0))
-    opened = {place: call(listener, TENSORS + place) for place in (*range(1, count), 0)}
+    opened = {place: call(listener, TENSORS + place, identity=identity) for place in (*range(1, count), 0)}
     return frames, [opened[place] for place in range(count)], listener.came.get(timeout=20)
 
 
@@ -303,7 +371,8 @@ def member(listener, count):
         ((), TENSORS + 1, {"token": b"u" * 16}),
         ((), TENSORS + 1, {"identity": PeerIdentity("node", 4, SECRET)}),
         ((), TENSORS + 1, {"identity": PeerIdentity("node", 3, b"f" * 16)}),
-        ((), TENSORS + 16, {}),
+        ((), AGAIN, {}),
+        ((), AGAIN + 1, {}),
         ((), 255, {}),
         ((1, 2), TENSORS + 2, {}),
         ((2,), TENSORS, {}),
@@ -343,6 +412,91 @@ def test_a_socket_that_comes_after_the_peer_is_whole_is_refused(several, inn):
         with pytest.raises(PairError):
             call(there, TENSORS + place)
     peer.close()
+
+
+def asked_for_another(duplex):
+    """Read what a peer says over one socket until it asks for another one; return the token for it."""
+    while True:
+        kind, *_, size = HEADER.unpack(duplex.read(HEADER.size, end_of(20.0)))
+        more = duplex.read(size, end_of(20.0))
+        if kind == 4:
+            return more
+
+
+@pytest.fixture
+def one_lost(several, inn, of, monkeypatch):
+    """Makes a node that has lost one of two sockets: the listener, what is left to it, its peer, the token it got."""
+    monkeypatch.setattr(bundle_module, "OPENING_SECONDS", 60.0)
+
+    def make(encrypted=False):
+        there = inn(of("server") if encrypted else SECRET, seconds=2.0)
+        own = PeerIdentity("node", 3, of("a") if encrypted else SECRET)
+        frames, (lost, kept), peer = member(there, 2, own)
+        lost.close()
+        return there, own, (frames, kept), peer, asked_for_another(kept)
+
+    return make
+
+
+def carries(duplex, peer, message):
+    duplex.write(HEADER.pack(1, 0, message, 0, 5) + b"hello", end_of(20.0))
+    return bytes(peer.receive_tensor(torch.zeros(5, dtype=torch.uint8), 20.0).tolist()) == b"hello"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own, token, other: (own, AGAIN, b"u" * 16),
+        lambda own, token, other: (own, AGAIN, b"t" * 16),  # of its first sockets
+        lambda own, token, other: (own, TENSORS, token),
+        lambda own, token, other: (own, TENSORS + 1, token),
+        lambda own, token, other: (replace(own, number=4), AGAIN, token),
+        lambda own, token, other: (replace(own, trust=other), AGAIN, token),
+        lambda own, token, other: (replace(own, number=4, trust=other), AGAIN, token),
+        lambda own, token, other: (replace(own, trust=None), AGAIN, token),
+    ],
+    ids=["token", "first token", "first place", "place", "number", "trust", "number and trust", "no trust"],
+)
+def test_a_socket_in_place_of_a_lost_one_can_only_be_its_peers(one_lost, of, change, encrypted):
+    """Nor does who tries keep the peer out; and what the peer has shown is good for one socket."""
+    there, own, left, peer, token = one_lost(encrypted)
+    identity, channel, shown = change(own, token, of("b") if encrypted else b"f" * 16)
+    with pytest.raises(PairError):
+        call(there, channel, shown, identity)
+    another = call(there, AGAIN, token, own)
+    assert carries(another, peer, 0)
+    with pytest.raises(PairError):
+        call(there, AGAIN, token, own)
+    assert carries(left[1], peer, 1)
+    assert carries(another, peer, 2)
+    for one in (*left, another, peer):
+        one.close()
+
+
+def test_half_a_hello_for_a_socket_is_ended_and_keeps_nobody_out(one_lost):
+    there, own, left, peer, token = one_lost()
+    knock = b"thinwire" + struct.pack("<HBBq16s", 1, AGAIN, 0, 3, token) + bytes(32)
+    with contextlib.ExitStack() as stack:
+        halves = [socket.create_connection(("127.0.0.1", there.port), 20.0) for _ in range(2)]
+        for stranger, words in zip(halves, (knock[:30], knock)):
+            stack.enter_context(stranger).sendall(words)
+        another = call(there, AGAIN, token, own)
+        assert carries(another, peer, 0)
+        assert halves[0].recv(1) == b""
+        assert halves[1].recv(43, socket.MSG_WAITALL)  # the challenge, and no verdict
+        assert halves[1].recv(1) == b""
+    for one in (*left, another, peer):
+        one.close()
+
+
+def test_when_the_peer_has_ended_no_socket_is_let_in(one_lost):
+    there, own, left, peer, token = one_lost()
+    peer.close()
+    with pytest.raises(PairError):
+        call(there, AGAIN, token, own)
+    for one in left:
+        one.close()
 
 
 def hostile(draw):

@@ -25,7 +25,6 @@ import logging
 import math
 import multiprocessing.util
 import os
-import secrets
 import select
 import socket
 import ssl
@@ -33,15 +32,17 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from thinwire.core.collectives.streams import CountdownWork, SocketLoop, memory_of
 from thinwire.core.collectives.wires import TcpInfo, Wire, congestion_control, use_congestion_control
-from thinwire.core.sockets import not_for_children, server_at
-from thinwire.core.tls import CipherSocket, Credentials
+from thinwire.core.errors import PairError
+from thinwire.core.sockets import TOKEN_BYTES, not_for_children
+from thinwire.core.tls import CipherSocket
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,7 @@ _AHEAD = 1 << 16  # messages that one side may send before the other has posted 
 _UNCONFIRMED = 1 << 10  # frames of a socket that may be kept for sending them again
 _TURN_BYTES = 8 * FRAME_BYTES  # received from a socket before others have their turn
 _NOTSENT_BYTES = FRAME_BYTES // 2  # that wait in a socket: what waits here can still go to another one
-_LINGER_SECONDS, _OPENING_SECONDS = 5.0, 10.0
-_TOKEN_BYTES = 16
+_LINGER_SECONDS, OPENING_SECONDS = 5.0, 10.0
 _CLOSED = "the other side has closed it"
 STUCK_SECONDS = 10.0  # in which a socket that has something to send moved nothing, while others did: its path is dead
 _KEEPALIVE_SECONDS = 30  # less than after which a router forgets a connection
@@ -67,6 +67,12 @@ _TCP_KEEPIDLE, _TCP_KEEPINTVL, _TCP_USER_TIMEOUT, _TCP_NOTSENT_LOWAT = 4, 5, 18,
 
 _Frame = tuple[int, int, int, int]
 """Of a stream's message: the bytes from an offset on."""
+Ask = Callable[[int, bytes], None]
+"""Tells the other side to open a socket at a port, and the token of ``TOKEN_BYTES`` that it is to show there."""
+Accept = Callable[[socket.socket, Ask, Callable[[], bool]], socket.socket | None]
+"""Asks for another socket beside one, and waits for it as long as the last argument says; None: it has not come."""
+Call = Callable[[socket.socket, int, bytes], socket.socket]
+"""Opens a socket beside one, as the other side has asked. ``OSError``, ``PairError``: that fails."""
 
 
 @dataclass(eq=False)
@@ -201,10 +207,9 @@ class BundleStream:
 class Bundle:
     """This rank's sockets to one other rank, which it owns.
 
-    After ``timeout`` seconds without a byte, whatever waits fails; errors name the ``peer``. ``accepted``: the other
-    side has opened the sockets, and will open those that replace lost ones, at one of ``ports``; without ports, lost
-    ones are not replaced. ``active``: so many of the sockets carry frames; by default as many as serves best. ``keys``:
-    the sockets are encrypted with them, and new ones will be.
+    After ``timeout`` seconds without a byte, whatever waits fails; errors name the ``peer``. One side has ``accept``
+    and the other ``call``, which open a socket in place of a lost one; both encrypt as the sockets do. ``active``: so
+    many of the sockets carry frames; by default as many as serves best.
     """
 
     def __init__(
@@ -214,14 +219,12 @@ class Bundle:
         timeout: float,
         loop: SocketLoop,
         *,
-        accepted: bool = False,
-        ports: Iterable[int] = (0,),
+        accept: Accept | None = None,
+        call: Call | None = None,
         active: int | None = None,
-        keys: Credentials | None = None,
     ) -> None:
         self._peer, self.timeout, self._loop, self._process = peer, timeout, loop, os.getpid()
-        self._ports = tuple(ports)
-        self._accepted, self._adapts, self._keys = accepted, active is None, keys
+        self._accept, self._call, self._adapts = accept, call, active is None
         self.lock = threading.RLock()
         self._error: RuntimeError | None = None
         self._inbox = _Inbox(peer, self.lock)
@@ -234,6 +237,7 @@ class Bundle:
         self.active = active or _BEGIN
         self._wanted, self._next_place = len(sockets), itertools.count(len(sockets))
         self._opening: threading.Thread | None = None
+        self._called = set[int]()  # the places of sockets that this side is opening
         self._over = threading.Event()
         self.by_place = {place: _End(self, place, connection, loop) for place, connection in enumerate(sockets)}
         self.ends = list(self.by_place.values())  # those that are not lost
@@ -381,7 +385,7 @@ class Bundle:
         """Return where the bytes go that follow a header; the lock must be held."""
         if kind == _DATA:
             return self._inbox.target(frame)
-        if frame[-1] != (_TOKEN_BYTES if kind == _OPEN else 0) or not _DATA < kind <= _BYE:
+        if frame[-1] != (TOKEN_BYTES if kind == _OPEN else 0) or not _DATA < kind <= _BYE:
             raise _NoFrame(self._peer)
         kept = bytearray(frame[-1])
         return memoryview(kept), kept
@@ -400,10 +404,11 @@ class Bundle:
         elif kind == _LOST:
             self._lost_there += [one for one in self.ends if one.place == place]
         elif kind == _OPEN:
-            if self._ports and place not in self.by_place and not self._accepted:
-                threading.Thread(
-                    target=self._open, args=(place, port, bytes(kept or b"")), name="thinwire-open", daemon=True
-                ).start()
+            known = self.by_place.keys() | self._called  # this side may not know yet which of them are lost
+            if self._call is not None and place not in known and len(known) < 2 * self._wanted:
+                self._called.add(place)
+                opens = partial(self._call, end.socket, port, bytes(kept or b""))
+                threading.Thread(target=self._open, args=(place, opens), name="thinwire-open", daemon=True).start()
         else:
             self._ends_told = True
 
@@ -442,50 +447,48 @@ class Bundle:
             self._send_more()
         else:
             logger.warning("thinwire: a socket to %s was lost (%s); %d others carry on", self._peer, why, others)
-            if self._ports and self._accepted:
-                self._replace()
+            if self._accept is not None:
+                self._replace(self._accept)
             self._say(_LOST, end.place)
 
-    def _replace(self) -> None:
+    def _replace(self, accept: Accept) -> None:
         with self.lock:
             if self._opening is None and self._error is None:
-                self._opening = threading.Thread(target=self._accept_more, name="thinwire-accept", daemon=True)
+                self._opening = threading.Thread(
+                    target=self._accept_more, args=(accept,), name="thinwire-accept", daemon=True
+                )
                 self._opening.start()
 
-    def _accept_more(self) -> None:
+    def _accept_more(self, accept: Accept) -> None:
         """Let the other side open sockets until there are as many as at first."""
         while True:
             with self.lock:
-                if self._error is not None or self._ends_told or len(self.ends) >= self._wanted:
+                if not self.ends or self._ends_told or len(self.ends) >= self._wanted:
                     self._opening = None
                     return
-                near, place, token = self.ends[0].socket, next(self._next_place), secrets.token_bytes(_TOKEN_BYTES)
-                server = server_at(near.getsockname()[0], self._ports)
-            if server is not None:
-                with server:
-                    self._say(_OPEN, place, server.getsockname()[1], token)
-                    if (connection := _accept(server, token, self._over)) is not None:
-                        self._add(place, connection)
-                        continue
-            self._over.wait(_OPENING_SECONDS)
+                beside, end = self.ends[0].socket, time.monotonic() + OPENING_SECONDS
+                place = next(n & 0xFFFF for n in self._next_place if n & 0xFFFF not in self.by_place)
+            connection = None
+            with contextlib.suppress(OSError):  # the one beside is lost just now
+                connection = accept(beside, partial(self._say, _OPEN, place), partial(self._before, end))
+            if connection is not None:
+                self._add(place, connection)
+            else:
+                self._over.wait(max(0.0, end - time.monotonic()))
 
-    def _open(self, place: int, port: int, token: bytes) -> None:
+    def _before(self, end: float) -> bool:
+        return time.monotonic() < end and not self._over.is_set()
+
+    def _open(self, place: int, opens: Callable[[], socket.socket]) -> None:
         """Open a socket that the other side has asked for."""
-        with contextlib.suppress(OSError, IndexError):
-            connection = socket.create_connection((self.ends[0].socket.getpeername()[0], port), _OPENING_SECONDS)
-            connection.sendall(token)
-            self._add(place, connection)
+        with contextlib.suppress(OSError, PairError):  # the other side will ask again
+            self._add(place, opens())
+        with self.lock:
+            self._called.discard(place)
 
     def _add(self, place: int, connection: socket.socket) -> None:
-        connection.settimeout(_OPENING_SECONDS)
-        if self._keys is not None:
-            try:
-                connection = self._keys.contexts[self._accepted].wrap_socket(connection, server_side=self._accepted)
-            except OSError:
-                connection.close()
-                return
         with self.lock:
-            if self._error is not None:
+            if not self.ends:  # all are lost, so it is over
                 connection.close()
                 return
             use_congestion_control(connection, congestion_control(self.ends[0].socket))
@@ -545,24 +548,6 @@ class Bundle:
             self._say(_BYE)
             self._flush(deadline)
         self.fail(RuntimeError(f"the connection to {self._peer} is closed"))
-
-
-def _accept(server: socket.socket, token: bytes, over: threading.Event) -> socket.socket | None:
-    """Return the connection of who knows the token; None: nobody has come."""
-    deadline = time.monotonic() + _OPENING_SECONDS
-    server.settimeout(0.25)
-    while time.monotonic() < deadline and not over.is_set():
-        with contextlib.suppress(OSError):
-            connection = server.accept()[0]
-            connection.settimeout(1.0)
-            shown = b""
-            with contextlib.suppress(OSError):
-                while len(shown) < _TOKEN_BYTES and (more := connection.recv(_TOKEN_BYTES - len(shown))):
-                    shown += more
-            if secrets.compare_digest(shown, token):
-                return connection
-            connection.close()
-    return None
 
 
 class _NoFrame(RuntimeError):

@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.bundle import Bundle, BundleStream
+from thinwire.core.collectives.bundle import OPENING_SECONDS, Accept, Ask, Bundle, BundleStream, Call
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.collectives.wires import Wire, active_sockets, congestion_control, wanted_sockets
 from thinwire.core.program.bucket import working_dtype
-from thinwire.core.sockets import MESH_RANKS, SOCKETS, readable, server_at, writable
+from thinwire.core.sockets import MESH_RANKS, SOCKETS, TOKEN_BYTES, readable, server_at, writable
 from thinwire.core.tls import Credentials, in_words
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ logger = logging.getLogger(__name__)
 MEETING_SECONDS = 10.0
 _MOST_UNKNOWN = 128
 _CHANNELS = 2
-_TOKEN_BYTES = 16
 _ENDPOINT_BYTES = 256
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHB")
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sHB")
 _SIOCGIFADDR, _LINK_LOCAL = 0x8915, "20"
 
 
@@ -94,7 +93,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MESH_RANKS or not on_gloo:
         return None
     encrypted = gloo_encrypts() and keys is None
-    server, token = None if encrypted else listen(SOCKETS * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
+    server, token = None if encrypted else listen(SOCKETS * len(ranks)), secrets.token_bytes(TOKEN_BYTES)
     endpoints = exchange_endpoints(endpoint_of(server, token), group, len(ranks))
     sockets = bundled = None
     with server or contextlib.nullcontext():
@@ -145,12 +144,53 @@ def _bundles(
                 f"rank {name}",
                 seconds,
                 socket_loop(),
-                accepted=peer > rank,
-                ports=_ports(),
+                accept=accepting(_ports(), keys) if peer > rank else None,
+                call=calling(keys) if peer < rank else None,
                 active=active,
-                keys=keys,
             )
     return made
+
+
+def accepting(ports: Iterable[int], keys: Credentials | None = None) -> Accept:
+    """Return how a rank lets another one open a socket in place of a lost one: at the first of ``ports`` to be free."""
+
+    def accept(beside: socket.socket, ask: Ask, going: Callable[[], bool]) -> socket.socket | None:
+        if (server := server_at(beside.getsockname()[0], ports)) is None:
+            return None
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with server:
+            server.settimeout(0.25)
+            ask(server.getsockname()[1], token)
+            while going():
+                with contextlib.suppress(OSError):
+                    connection = server.accept()[0]
+                    connection.settimeout(1.0)
+                    shown = b""
+                    with contextlib.suppress(OSError):
+                        while len(shown) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(shown))):
+                            shown += more
+                    if secrets.compare_digest(shown, token):
+                        return _secured(connection, keys, called=True)
+                    connection.close()
+        return None
+
+    return accept
+
+
+def calling(keys: Credentials | None = None) -> Call:
+    """Return how a rank opens such a socket."""
+
+    def call(beside: socket.socket, port: int, token: bytes) -> socket.socket:
+        connection = socket.create_connection((beside.getpeername()[0], port), OPENING_SECONDS)
+        connection.sendall(token)
+        return _secured(connection, keys, called=False)
+
+    return call
+
+
+def _secured(connection: socket.socket, keys: Credentials | None, *, called: bool) -> socket.socket:
+    connection.settimeout(OPENING_SECONDS)
+    return connection if keys is None else keys.contexts[called].wrap_socket(connection, server_side=called)
 
 
 @dataclass(frozen=True)
@@ -286,7 +326,7 @@ def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
         return b""
     host, port = server.getsockname()[:2]
     host = os.environ.get("THINWIRE_ADVERTISE") or host
-    if len(where := f"{host}:{port}".encode()) > _ENDPOINT_BYTES - _TOKEN_BYTES:
+    if len(where := f"{host}:{port}".encode()) > _ENDPOINT_BYTES - TOKEN_BYTES:
         raise ValueError(f"THINWIRE_ADVERTISE={host!r} is too long for a name or an address")
     return token + where
 
@@ -321,7 +361,7 @@ def meet(
     deadline = time.monotonic() + MEETING_SECONDS
     try:
         for peer in range(rank):
-            host, _, port = endpoints[peer][_TOKEN_BYTES:].rstrip(b"\0").decode().rpartition(":")
+            host, _, port = endpoints[peer][TOKEN_BYTES:].rstrip(b"\0").decode().rpartition(":")
             where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
             for channel in range(first, channels):
                 called[peer, channel] = connection = socket.socket(where[0])
@@ -330,7 +370,7 @@ def meet(
         for (peer, channel), connection in called.items():
             if not writable([connection], max(0.01, deadline - time.monotonic())):
                 raise TimeoutError
-            connection.sendall(_HELLO.pack(endpoints[peer][:_TOKEN_BYTES], rank, channel))  # or the call's error
+            connection.sendall(_HELLO.pack(endpoints[peer][:TOKEN_BYTES], rank, channel))  # or the call's error
             found[peer, channel] = connection
         server.setblocking(False)
         while len(found) < channels * (len(endpoints) - 1):

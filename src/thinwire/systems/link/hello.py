@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE
-from thinwire.core.sockets import SOCKETS
+from thinwire.core.sockets import SOCKETS, TOKEN_BYTES
 from thinwire.core.tls import Certificate, Credentials
 from thinwire.systems.link.duplex import Duplex
 
@@ -92,8 +92,9 @@ def check_host(host: str, trust: Trust, insecure: bool) -> None:
 VERSION = 1
 NOTES, FRAMES, TENSORS = 0, 1, 2
 """What a connection is for. On a long wire there are more for tensors: the number of the n-th is ``TENSORS + n``."""
+AGAIN = TENSORS + SOCKETS
+"""One for tensors in place of a lost one. Its token is new: the listener gives it to the peer, for one connection."""
 ROLES = ("node", "shard", "worker")
-TOKEN_BYTES = 16
 
 _MAGIC = b"thinwire"
 _FIRST = struct.Struct(f"<8sHBBq{TOKEN_BYTES}s32s")  # magic, version, channel, role, number, token, nonce
@@ -199,7 +200,7 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> In
     if not hmac.compare_digest(proof, _proof(secret, b"caller", first + second)):
         duplex.write(_VERDICT.pack(_WRONG_SECRET, bytes(32)), end)
         raise NotAdmitted("it does not know the secret")
-    if role >= len(ROLES) or ROLES[role] not in roles or channel >= TENSORS + SOCKETS:
+    if role >= len(ROLES) or ROLES[role] not in roles or channel > AGAIN:
         duplex.write(_VERDICT.pack(_WRONG_ROLE, bytes(32)), end)
         raise NotAdmitted("it connects in a role that is not accepted here")
     return Introduction(PeerIdentity(ROLES[role], number, shown=duplex.shown), channel, token, first + second)

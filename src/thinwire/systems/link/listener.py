@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
+from thinwire.core.collectives.bundle import Ask
 from thinwire.core.collectives.wires import ask_for_control
 from thinwire.core.errors import NotAdmitted, PairError
-from thinwire.core.sockets import not_for_children
-from thinwire.systems.link.duplex import Duplex, dial
+from thinwire.core.sockets import TOKEN_BYTES, not_for_children
+from thinwire.systems.link.duplex import Duplex, dial, end_of
 from thinwire.systems.link.hello import (
+    AGAIN,
     FRAMES,
     NOTES,
     TENSORS,
-    TOKEN_BYTES,
     Introduction,
     PeerIdentity,
     Trust,
@@ -38,7 +40,7 @@ from thinwire.systems.link.tensor_sockets import together
 HELLO_SECONDS = 10.0
 MOST_UNKNOWN = 128
 MOST_NUMBERS = 64  # of one certificate name
-_LINES_SECONDS = 1.0
+_LINES_SECONDS, _LOOK_SECONDS = 1.0, 0.25
 _MOST_NOTES = 1 << 24
 _NOTES_SIZE = struct.Struct("<I")
 
@@ -141,6 +143,15 @@ class _Half:
     whole: bool = False
 
 
+@dataclass(eq=False)
+class _Awaited:
+    """A socket that a peer has been asked for, as long as ``going`` says."""
+
+    identity: PeerIdentity
+    going: Callable[[], bool]
+    came: socket.socket | None = None
+
+
 class Listener:
     """Accepts callers with a certificate of its authority, or with its secret; a :class:`ListeningPort` bounds others.
 
@@ -164,6 +175,7 @@ class Listener:
         self._came: Callable[[Peer, bytes], None] | None = None
         self._hello_bytes = 0
         self._halves: dict[bytes, _Half] = {}
+        self._awaited: dict[bytes, _Awaited] = {}
         self._owners: dict[tuple[str, int], str] = {}
         self._changed = threading.Condition()
         self._said, self._unsaid = 0.0, 0
@@ -201,6 +213,8 @@ class Listener:
                 duplex.close()
             elif heard.channel == FRAMES:
                 self._hold(duplex, heard, end)
+            elif heard.channel == AGAIN:
+                self._replace(duplex, heard, end)
             else:
                 self._join(duplex, heard, end)
         except NotAdmitted as error:
@@ -265,7 +279,7 @@ class Listener:
             came = self._came
         assert came is not None
         try:
-            peer = Peer(half.duplex, together(tensors), half.identity)
+            peer = Peer(half.duplex, together(tensors, accept=partial(self._await, half.identity)), half.identity)
         except (OSError, PairError) as error:  # it has gone again
             for ours in (*tensors, half.duplex):
                 ours.close()
@@ -275,6 +289,31 @@ class Listener:
         except (ValueError, RuntimeError) as error:
             peer.close()
             self._say(f"turned away {duplex.host}: {error}")
+
+    def _await(
+        self, identity: PeerIdentity, _: socket.socket, ask: Ask, going: Callable[[], bool]
+    ) -> socket.socket | None:
+        """Ask a peer for a socket in place of a lost one, and return it; None: it does not come."""
+        token, awaited = secrets.token_bytes(TOKEN_BYTES), _Awaited(identity, going)
+        with self._changed:
+            self._awaited[token] = awaited
+        ask(self.port, token)
+        with self._changed:
+            while token in self._awaited and going() and not self._listening.closed:
+                self._changed.wait(_LOOK_SECONDS)
+            self._awaited.pop(token, None)
+        return awaited.came
+
+    def _replace(self, duplex: Duplex, heard: Introduction, end: float) -> None:
+        with self._changed:
+            awaited = self._awaited.get(heard.token)
+            if awaited is None or awaited.identity != heard.identity or not awaited.going():
+                raise NotAdmitted("nobody has asked it for another connection")
+            admit(duplex, heard, self._trust, end)
+            self._listening.forget(duplex)
+            awaited.came = duplex.release()
+            del self._awaited[heard.token]
+            self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], end: float) -> None:
         self._changed.wait_for(lambda: self._listening.closed or ready(), max(0.0, end - time.monotonic()))
@@ -352,6 +391,9 @@ def connect(
     def call(channel: int) -> None:
         opened[channel] = _call(host, port, identity, channel, token, end, source)
 
+    def again(_: socket.socket, __: int, token: bytes) -> socket.socket:
+        return _call(host, port, identity, AGAIN, token, end_of(seconds), source).release()
+
     try:
         call(FRAMES)
         opened[FRAMES].write(hello, end)
@@ -359,7 +401,7 @@ def connect(
         with ThreadPoolExecutor(count) as pool:  # without a thread, as long as there is nothing to do
             list(pool.map(call, range(TENSORS + 1, TENSORS + count)))
         call(TENSORS)
-        tensors = together([opened[TENSORS + place] for place in range(count)])
+        tensors = together([opened[TENSORS + place] for place in range(count)], call=again)
     except (OSError, RuntimeError, ValueError) as error:
         for duplex in opened.values():
             duplex.close()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from thinwire.core.collectives.bundle import FRAME_BYTES, Bundle
+from thinwire.core.collectives.bundle import FRAME_BYTES, Accept, Bundle, Call
 from thinwire.core.collectives.streams import CountdownWork, socket_loop
 from thinwire.core.collectives.wires import active_sockets
 from thinwire.core.errors import PairError, PairTimeout
@@ -18,12 +18,12 @@ _EARLY_FRAMES, _EARLY_TENSORS = 2048, 4  # that may come before this side reads 
 
 
 class TensorSockets:
-    """What :class:`Duplex` is to a peer's tensors. A lost socket is not replaced; all of them lost end it."""
+    """What :class:`Duplex` is to a peer's tensors. A lost socket is opened again; all of them lost end it."""
 
-    def __init__(self, connections: Sequence[Duplex]) -> None:
+    def __init__(self, connections: Sequence[Duplex], accept: Accept | None = None, call: Call | None = None) -> None:
         sockets, host = [one.release() for one in connections], connections[0].host
         active = active_sockets(sockets, len(sockets))
-        self._bundle = Bundle(sockets, host, _UNMOVED_SECONDS, socket_loop(), ports=(), active=active)
+        self._bundle = Bundle(sockets, host, _UNMOVED_SECONDS, socket_loop(), accept=accept, call=call, active=active)
         self._stream = self._bundle.stream()
         self._closed = ""
         self.bound(0)
@@ -64,6 +64,8 @@ class TensorSockets:
         self._bundle.close(0.0)
 
 
-def together(connections: Sequence[Duplex]) -> Duplex | TensorSockets:
+def together(
+    connections: Sequence[Duplex], accept: Accept | None = None, call: Call | None = None
+) -> Duplex | TensorSockets:
     """Return what carries a peer's tensors over these connections, which both sides give in the same order."""
-    return connections[0] if len(connections) == 1 else TensorSockets(connections)
+    return connections[0] if len(connections) == 1 else TensorSockets(connections, accept, call)
