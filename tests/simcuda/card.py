@@ -5,7 +5,8 @@ operation is *launched* on a stream and runs at once; what a real card is free t
 clocks. Each piece of memory knows by which streams, and when, it was written and read last. So it is found, in every
 run and not once in a thousand, that
 
-RACE            memory is used by a stream that does not come after the last use that it collides with;
+RACE            memory is used by a stream that does not come after the last use that it collides with, or pinned memory
+                by the host while a copy from or to it is under way;
 FREED-IN-USE    memory is let go while another stream than that of its making has a use of it queued, of which neither
                 the stream of its making nor the allocator (``record_stream``) knows, and a tensor that may be
                 given the same memory is used without waiting for it;
@@ -134,6 +135,8 @@ class Memory:
         else:
             self.read = [other for other in self.read if other.stream is not stream or not other.within(use)] + [use]
         self.used[stream] = now, where
+        if self.home is self.card.the_host:  # torch gives pinned memory to others only after the copies that it made
+            self.recorded.add(stream)
         before, self.before = self.before, []
         for left in before:
             if stream.clock.get(left.stream, 0) < left.time and left in self.home.free:
@@ -256,7 +259,8 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.card.waited("Stream.synchronize", self)
+        if not self.card.muted():
+            self.card.waited("Stream.synchronize", self)
 
 
 class Event:
@@ -343,6 +347,7 @@ class Card:
         mute: (file, first line, last line) of a call in the source that is to have no effect, for mutation tests.
         findings: but for those of the host, which are in ``waits``.
         names: launches by the package, by operation.
+        pinned: how often memory was pinned, by place.
     """
 
     current: int = 0
@@ -350,11 +355,14 @@ class Card:
     findings: list[Finding] = field(default_factory=list)
     waits: list[Finding] = field(default_factory=list)
     names: Counter[str] = field(default_factory=Counter)
+    pinned: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.host: dict[Stream, int] = {}
+        self.the_host = Stream(self, 0, "the host")
+        self.host = self.the_host.clock
         self.main = [Stream(self, index, f"the main stream of cuda:{index}") for index in range(2)]
         self._streams = list(self.main)  # the current one of each device
+        self._on_host: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._in_use: set[int] = set()
         self._made = 0
@@ -495,6 +503,29 @@ class Card:
             self.names[name] += 1
         return stream
 
+    def pin(self, x: torch.Tensor) -> torch.Tensor:
+        storage, where = x.untyped_storage(), self.where()
+        self.pinned[where] += 1
+        x.pinned = self._on_host[storage._cdata] = Memory(self, storage, self.the_host, where)
+        return x
+
+    def _memory(self, x: Any) -> Memory | None:
+        """Of what is on a card, or pinned."""
+        if isinstance(x, OnCard):
+            return x.memory
+        return self._on_host.get(x.untyped_storage()._cdata) if type(x) is torch.Tensor else None
+
+    def copied(self, x: torch.Tensor, stream: Stream, where: str, *, write: bool) -> None:
+        """A copy reads or writes what is on the host, which may be pinned."""
+        if (memory := self._memory(x)) is not None:
+            memory.use(stream, where, x, write=write)
+
+    def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """The host does an operation, at once."""
+        if self._on_host and not func.is_view and any(self._memory(x) for x in _tensors(args, kwargs)):
+            self.host[self.the_host] += 1
+            self._use(func, args, kwargs, self.the_host, self.where())
+
     def _use(self, func: Any, args: Any, kwargs: dict[str, Any], stream: Stream, where: str) -> None:
         schema = func._schema.arguments
         given = [*zip(schema, args), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
@@ -502,8 +533,8 @@ class Card:
             for argument, x in given:
                 if (argument.alias_info is not None and argument.alias_info.is_write) is write:
                     for one in x if isinstance(x, (list, tuple)) else (x,):
-                        if isinstance(one, OnCard):
-                            one.use(stream, where, write=write)
+                        if (memory := self._memory(one)) is not None:
+                            memory.use(stream, where, _inner(one), write=write)
 
     def _wrapped(
         self, result: Any, cards: list[OnCard], device: torch.device, stream: Stream, where: str, quiet: bool
@@ -529,7 +560,9 @@ class Card:
         blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if isinstance(source, OnCard):
             assert target is not None
-            return target.copy_(self.to_host(source, None, not blocking and _pinned(target)))
+            found = self.to_host(source, None, not blocking and _pinned(target))
+            self.copied(target, self._streams[source.get_device()], where, write=True)
+            return target.copy_(found)
         if target is None:
             device = asked if asked.index is not None else torch.device("cuda", self.index())
             inner = func(source, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False}).clone()
@@ -538,6 +571,7 @@ class Card:
             device, result = target.device, target
             target.inner.copy_(source)
         stream = self.kernel("copy from the host", device.index, where, device.index)
+        self.copied(source, stream, where, write=False)
         result.use(stream, where, write=True)
         if (source.dim() or not into) and (blocking or not _pinned(source)):  # else a kernel's argument
             self.waited("a copy from the host that waits" if blocking else "a copy from pageable memory", stream)
@@ -569,20 +603,16 @@ class Card:
                     isinstance(x, OnCard) for x in _tensors(args, kwargs)
                 ):
                     return card.launch(func, args, kwargs)
-                pinned = kwargs.get("pin_memory")
+                card.on_host(func, args, kwargs)
                 result = func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
-                if pinned:
-                    result.pinned = True
-                return result
+                return card.pin(result) if kwargs.get("pin_memory") else result
 
         def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
             made, device = build(data, **options), torch.get_default_device() if device is None else device
             return made if torch.device(device).type == "cpu" else made.to(device)
 
         def pin(x: torch.Tensor, *_: Any) -> torch.Tensor:
-            copy = x.clone()
-            copy.pinned = True
-            return copy
+            return card.pin(x.clone())
 
         class Numbers(generator):  # type: ignore[misc,valid-type]
             def __new__(cls, device: Any = "cpu") -> torch.Generator:

@@ -29,7 +29,10 @@ _low = {"rank": 2, "min_rate": 1.0}
 _costs = Costs.of_link(1e9, 50e-6, 4)  # what is not measured in the steps that are counted
 _kfac = {"factor_update_steps": 1, "inv_update_steps": 2, "costs": _costs}
 
-_local = {"sync_every": 2, "codec": "int8"}
+LOCAL = {"sync_every": 2, "codec": "int8"}
+DILOCO = {
+    "sync_every": 3, "codec": "int8", "fragments": 2, "fragment_sync_delay": 2, "start_compression_step": 0,
+}  # fmt: skip
 
 
 def _equal() -> nn.Module:
@@ -110,12 +113,13 @@ WAYS: dict[str, Case] = {
     "two cards, dear": partial(two_cards, "dear"),
     "two cards, topk": partial(two_cards, "topk", density=0.1, select="histogram"),
     "two cards, acp": partial(two_cards, "acp", **_low),
-    "local": partial(training, "local", **_local),
-    "local, late": partial(training, "local", **_local, fragments=2, fragment_sync_delay=1, look=0.5),
-    "local, in host memory": partial(training, "local", **_local, anchors="cpu", outer=Nesterov()),
+    "local": partial(training, "local", **LOCAL),
+    "local, late": partial(training, "local", **LOCAL, fragments=2, fragment_sync_delay=1, look=0.5),
+    "local, in host memory": partial(training, "local", **LOCAL, anchors="cpu", outer=Nesterov()),
     "local, late, in host memory": partial(
-        training, "local", **_local, fragments=2, fragment_sync_delay=1, look=0.5, anchors="cpu"
+        training, "local", **LOCAL, fragments=2, fragment_sync_delay=1, look=0.5, anchors="cpu"
     ),
+    "diloco, late, in host memory": partial(training, "diloco", **DILOCO, anchors="cpu"),
     "DDP": partial(ddp, "ssgd"),
     "DDP, topk": partial(ddp, "topk", density=0.1),
     "DDP, acp": partial(ddp, "acp", **_low),
@@ -128,5 +132,5 @@ WAYS: dict[str, Case] = {
 }
 
 CASES = {**METHODS, **WAYS}
-WAITING = [name for name in WAYS if name.startswith(("unused", "K-FAC", "cuda:1, K-FAC", "local"))]
+WAITING = [name for name in WAYS if name.startswith(("unused", "K-FAC", "cuda:1, K-FAC", "local", "diloco"))]
 """Those whose steps wait for the card: to learn what no rank has used, what cannot be inverted, if a round counts."""

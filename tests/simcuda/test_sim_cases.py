@@ -21,7 +21,7 @@ if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     sys.path[:0] = [str(here), str(here.parent), str(here.parent / "unit")]
 
-from sim_cases import CASES, STEPS, WAITING
+from sim_cases import CASES, DILOCO, LOCAL, STEPS, WAITING
 from training import training
 
 import thinwire as tw
@@ -95,14 +95,53 @@ def test_low_rank_waits_once_to_compare_its_bases(name):
         assert [one.where.split(":")[0] for one in run.card.waits] == ["core/methods/lowrank.py"]
 
 
-@pytest.mark.parametrize("options", [{"fragment_sync_delay": 1, "look": 0.5}, {"outer": tw.Nesterov()}], ids=str)
+@pytest.mark.parametrize("name", [name for name in WAITING if "in host memory" in name])
+def test_a_steady_step_waits_for_no_copy_and_pins_nothing(name):
+    with CASES[name]() as run:
+        for step in range(2 * STEPS):
+            if step == STEPS:
+                run.card.waits.clear()
+                run.card.pinned.clear()
+            run.step()
+        assert {one.where.split(":")[0] for one in run.card.waits} == {"core/program/state.py"}  # if a round counts
+        assert not [place for place in run.card.pinned if place.startswith("engine/local/")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**LOCAL, "fragment_sync_delay": 1, "look": 0.5},
+        {**LOCAL, "outer": tw.Nesterov()},
+        {**DILOCO, "outer": tw.Nesterov()},
+    ],
+    ids=str,
+)
 def test_local_steps_in_host_memory_have_the_same_bits(options):
     found = []
     for anchors in ("device", "cpu"):
-        with training("local", sync_every=2, codec="int8", anchors=anchors, **options) as run:
+        with training("local", anchors=anchors, **options) as run:
             for _ in range(STEPS):
                 run.step()
+            run.sync.finish()
             found.append([p.detach().inner.clone() for p in run.model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("first", [3, 4])  # between rounds of a fragment, and within one
+def test_host_memory_continues_bit_for_bit(first):
+    found = []
+    for again in (False, True):
+        with CASES["diloco, late, in host memory"]() as run:
+            for step in range(2 * STEPS):
+                if again and step == first:
+                    state = run.sync.state_dict()
+                    run.sync.load_state_dict(state)
+                    assert all(not x.is_cuda for f in run.sync._rounds.fragments if f.due is None for x in f.anchors)
+                run.step()
+            assert not run.card.findings
+            with run.sync.outer_weights():
+                found.append([p.detach().inner.clone() for p in run.model.parameters()])
     for one, other in zip(*found, strict=True):
         assert one.equal(other)
 
@@ -118,6 +157,7 @@ def _layers():
         {"codec": "int8", "outer": tw.Nesterov(), "anchors": "cpu"},
         {"codec": "int2", "look": 0.5},
         {"codec": "powersgd"},
+        {"codec": "powersgd", "anchors": "cpu"},
         {"codec": "none"},
     ],
     ids=str,
@@ -138,6 +178,25 @@ def test_the_memory_between_rounds_is_what_was_counted(options):
         counted = sum(row.device for kind, row in rows.items() if kind not in ("gradients", "under way, at most"))
         assert run.card.bytes == pytest.approx(counted, rel=0.01)
         assert sum(row.host for row in rows.values()) > 0 or "anchors" not in options
+
+
+def test_a_card_holds_no_more_than_what_is_under_way():
+    """The fragment that travels is there whole, and nothing of the others."""
+    with training(
+        "diloco", model=_layers, optimizer=torch.optim.AdamW, codec="int8", sync_every=8, fragments=4,
+        fragment_sync_delay=1, start_compression_step=0, anchors="cpu",
+    ) as run:  # fmt: skip
+        for _ in range(16):
+            run.step()
+        found = {True: [], False: []}
+        for _ in range(8):
+            run.step()
+            gc.collect()
+            found[bool(run.sync.pending)].append(run.card.bytes)
+        under_way = {row.kind: row.device for row in run.sync.memory()}["under way, at most"]
+        assert [len(x) for x in found.values()] == [4, 4]
+        assert max(found[False]) == min(found[False])
+        assert 0.8 * under_way < max(found[True]) - max(found[False]) <= under_way
 
 
 def test_the_file_has_no_other_cases():

@@ -43,10 +43,10 @@ def name_of(call):
 
 def ordering(call, path):
     """``record`` and ``wait`` are also words of the ledger, of threads and of Gloo."""
-    name = name_of(call)
+    name, whole = name_of(call), ast.unparse(call.func)
     event = name == "record" and not call.args
-    of_nccl = path.name == "exchange.py" and ast.unparse(call.func) == "work.wait"
-    return name in ORDERING or event or of_nccl
+    of_nccl = path.name == "exchange.py" and whole == "work.wait"
+    return name in ORDERING or event or of_nccl or whole == "self._stream.synchronize"
 
 
 class _Sums:
@@ -100,6 +100,23 @@ def read(card):
         yield _Read()
 
 
+class _Saved:
+    """The host reads and writes what is in pinned memory."""
+
+    def __init__(self, run):
+        self._run = run
+
+    def step(self):
+        self._run.step()
+        self._run.sync.load_state_dict(self._run.sync.state_dict())
+
+
+@contextmanager
+def saved(card):
+    with CASES["diloco, late, in host memory"](card=card) as run:
+        yield _Saved(run)
+
+
 FOUND_BY = {
     "adapters/fsdp2_replicas.py _reduce read_here 0": CASES["FSDP2"],
     "core/collectives/exchange.py block wait 0": CASES["ssgd"],
@@ -111,6 +128,11 @@ FOUND_BY = {
     "engine/executors/streams.py resume record_event 0": read,
     "engine/executors/streams.py resume record_event 1": CASES["dear"],
     "engine/executors/streams.py wait wait_event 0": CASES["dear"],
+    "engine/local/host.py before wait_stream 0": CASES["local, in host memory"],
+    "engine/local/host.py beside wait_stream 0": CASES["local, in host memory"],
+    "engine/local/host.py fetch wait_stream 0": CASES["local, late, in host memory"],
+    "engine/local/host.py put_away read_here 0": CASES["local, in host memory"],
+    "engine/local/host.py settle synchronize 0": saved,
     "systems/kfac/factors.py statistic read_here 0": sums,
 }
 SITES = sites()
@@ -132,7 +154,7 @@ def test_without_it_a_fault_is_found(site):
     assert findings(FOUND_BY[site], Card(mute=SITES[site]))
 
 
-@pytest.mark.parametrize("case", [sums, read])
+@pytest.mark.parametrize("case", [sums, read, saved])
 def test_cases_as_they_are(case):
     """Those that no other test runs."""
     assert not findings(case, Card())

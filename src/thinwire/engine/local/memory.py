@@ -34,20 +34,21 @@ def held(rounds: Rounds, weights: Sequence[Tensor], optimizer_bytes: int) -> lis
     """
     away, own = rounds.settings.anchors == "cpu", sum(x.nbytes for x in weights)
 
-    def kept(kind: str, count: int) -> Held:
-        return Held(kind, 0, count) if away else Held(kind, count)
+    def kept(kind: str, count: int, beside: int = 0) -> Held:
+        return Held(kind, beside, count) if away else Held(kind, count + beside)
 
     fragments = rounds.fragments
-    residuals = {fragment.index: _residuals(fragment, rounds) for fragment in fragments}
+    codecs = {fragment.index: _codec_state(fragment, rounds) for fragment in fragments}
+    residuals, factors = (sum(one[i] for one in codecs.values()) for i in range(2))
     parts = [(f.anchors, f.momenta, f.slow) for f in fragments]
     outer, momenta, slow = (sum(x.nbytes for part in parts for x in part[i]) for i in range(3))
     travelling = sorted(fragments, key=lambda f: f.elements, reverse=True)[: rounds.most_travelling()]
     under_way = 0
-    for place, f in enumerate(travelling):
+    for f in travelling:
         under_way += 3 * sum(x.nbytes for x in f.anchors)  # as sent, their change, the mean of the changes
-        under_way += residuals[f.index] * (2 if away else 1)  # the one in force, and the one to come
-        if away and place == 0:  # one at a time is merged
-            under_way += sum(x.nbytes for some in (f.anchors, f.momenta, f.slow) for x in some)
+        under_way += sum(codecs[f.index])  # to come, beside those in force
+        if away:
+            under_way += sum(x.nbytes for some in (f.anchors, f.momenta, f.slow) for x in some) + codecs[f.index][0]
     rows = [
         Held("weights", own),
         Held("gradients", own),
@@ -55,7 +56,7 @@ def held(rounds: Rounds, weights: Sequence[Tensor], optimizer_bytes: int) -> lis
         kept("outer weights", outer),
         kept("outer momentum", momenta),
         kept("slow means", slow),
-        kept("residuals", sum(residuals.values())),
+        kept("residuals", residuals, factors),
         Held("under way, at most", under_way),
     ]
     return [row for row in rows if row.device or row.host]
@@ -84,11 +85,11 @@ def held_by(
     return held(rounds, weights, ADAM * sum(x.nbytes for x in weights))
 
 
-def _residuals(fragment: Fragment, rounds: Rounds) -> int:
-    """Return the bytes that the codec keeps of a fragment."""
-    found = 0
+def _codec_state(fragment: Fragment, rounds: Rounds) -> tuple[int, int]:
+    """Return the bytes of a fragment's residuals, and of what else the codec keeps of it."""
+    residuals = others = 0
     for shapes, dtype in fragment.coded():
         state = memory(rounds.settings.method, shapes, fragment.state.topology, rank=0, dtype=working_dtype(dtype))
-        kept = (*state.residuals.values(), *state.locals.values(), *state.fields.values())
-        found += sum(x.nbytes for x in kept)
-    return found
+        residuals += sum(x.nbytes for x in state.residuals.values())
+        others += sum(x.nbytes for x in (*state.locals.values(), *state.fields.values()))
+    return residuals, others

@@ -41,6 +41,7 @@ from thinwire.core.program import (
 )
 from thinwire.core.program.ops import Collective
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
+from thinwire.engine.local.host import HostMemory
 from thinwire.engine.local.settings import QSR, Local
 
 KEPT = 0.5
@@ -115,14 +116,14 @@ class Rounds:
         named = list(parameters.items())
         sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
         self.trial = False  # the calendar is only being tried
+        self.host = HostMemory(next(iter(parameters.values())).device, away=settings.anchors == "cpu")
         if settings.schedule == "dream" and isinstance(every, int):
             parts = layers(list(parameters), sizes, every)
         else:
             parts = list(cut(sizes, settings.fragments))
+        shared = self.host, first, start, agree
         self.fragments = [
-            Fragment(
-                settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), first, start, agree
-            )
+            Fragment(settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), *shared)
             for i, at in enumerate(parts)
         ]
         self.calendar = self._first_calendar()
@@ -223,7 +224,7 @@ class Rounds:
     @property
     def drifted(self) -> bool:
         """Whether this rank's weights differ from the outer weights."""
-        pairs = (pair for f in self.fragments for pair in zip(f.weights, f.anchors))
+        pairs = (pair for f in self.fragments for pair in zip(f.weights, self.host.fetch(f.anchors)))
         return any(not torch.equal(x.to(anchor), anchor) for x, anchor in pairs)
 
     @contextmanager
@@ -276,6 +277,7 @@ class Fragment:
         parameters: Mapping[str, Tensor],
         dense: Container[str],
         state: State,
+        host: HostMemory,
         first: bool | None = None,
         start: int | None = None,
         agree: Callable[[Tensor], Tensor] | None = None,
@@ -283,12 +285,10 @@ class Fragment:
         self.elements = sum(x.numel() for x in parameters.values())  # of whole parameters
         self.parameters = {name: x for name, x in parameters.items() if agree is None or here(x).numel()}
         self.index, self.state, self._agree = index, state, agree
-        self._settings, self._leads = settings, first
+        self._settings, self._leads, self._host = settings, first, host
         self._averages, self._codecs = settings.averages, settings.codecs
-        self._away = settings.anchors == "cpu"  # what is kept between rounds is in host memory
-        self.anchors = [self._put_away(x.to(self._dtype(x.dtype), copy=True)) for x in self.weights]  # outer weights
-        momentum = settings.outer is not None
-        self.momenta = [self._put_away(torch.zeros_like(x)) for x in self.anchors] if momentum else []
+        self.anchors = [x.to(self._dtype(x.dtype), copy=True) for x in self.weights]  # outer weights
+        self.momenta = [torch.zeros_like(x) for x in self.anchors] if settings.outer is not None else []
         look = settings.look is not None
         self.slow = [torch.zeros_like(x) for x in self.anchors] if look else []  # mean change of a step, to look ahead
         self._followed = 0  # the optimizer step after which it was last brought up to date
@@ -303,39 +303,20 @@ class Fragment:
         self._exact = exact_method(settings.method)
         self._ending = start_method(settings.method, state.topology, start)
         state.start = settings.method.start_steps if start is None else start
+        self._put_away()
 
-    def _put_away(self, x: Tensor) -> Tensor:
-        """Return a tensor where it is kept between rounds; on a GPU the copy is in the order of its stream."""
-        if not self._away or x.device.type != "cuda":
-            return x
-        kept = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        return kept.copy_(x, non_blocking=True)
+    def _move(self, to: Callable[[str, Sequence[Tensor]], list[Tensor]]) -> None:
+        """Move what is kept between rounds; on a GPU it is in host memory but for while the fragment is under way."""
+        for kind in ("anchors", "momenta", "slow"):
+            setattr(self, kind, to(kind, getattr(self, kind)))
+        kept = self.state.residuals
+        kept.update(zip(list(kept), to("residuals", list(kept.values()))))
 
-    def _fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return these on the weights' device; the same, if they are there."""
-        if not self._away:
-            return list(tensors)
-        return [x.to(w.device, non_blocking=True) for x, w in zip(tensors, self.weights)]
+    def _bring(self) -> None:
+        self._move(lambda _, tensors: self._host.fetch(tensors))
 
-    def _residuals(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Move the residuals of this fragment, if they are kept in host memory."""
-        if self._away:
-            self.state.residuals.update({name: place(x) for name, x in self.state.residuals.items()})
-
-    @contextmanager
-    def _at_hand(self) -> Iterator[None]:
-        """Have outer weights, momenta and slow means on the weights' device, and keep what has become of them."""
-        if not self._away:
-            yield
-            return
-        names = ("anchors", "momenta", "slow")
-        for name in names:
-            setattr(self, name, self._fetch(getattr(self, name)))
-        try:
-            yield
-        finally:
-            for name in names:
-                setattr(self, name, [self._put_away(x) for x in getattr(self, name)])
+    def _put_away(self) -> None:
+        self._move(lambda kind, tensors: self._host.put_away((self.index, kind), tensors))
 
     @property
     def weights(self) -> list[Tensor]:
@@ -387,24 +368,25 @@ class Fragment:
         self.received, self._last = False, last
         if not self.parameters:
             return []
-        weights, anchors = self.weights, self._fetch(self.anchors)
-        self._sent = [x.to(anchor.dtype, copy=True) for x, anchor in zip(weights, anchors)]
-        self._residuals(lambda x: x.to(weights[0].device, non_blocking=True))
-        changes = _clones(self._sent) if self._averages else list(torch._foreach_sub(anchors, self._sent))
-        self._kept = self._share_kept(delay)
-        if self._kept:
-            torch._foreach_lerp_(self._sent, anchors, self._kept)
-            self._add_residuals(self._kept)
-        given = dict(zip(self.parameters, changes))
-        for name in self.state.residuals if last else ():
-            given[name].add_(self.state.extended(name, given[name].shape))
+        self._sent = [x.to(self._dtype(x.dtype), copy=True) for x in self.weights]
+        with self._host.beside():  # the programs wait for what is brought, training does not
+            self._bring()
+            changes = _clones(self._sent) if self._averages else list(torch._foreach_sub(self.anchors, self._sent))
+            self._kept = self._share_kept(delay)
+            if self._kept:
+                torch._foreach_lerp_(self._sent, self.anchors, self._kept)
+                self._add_residuals(self._kept)
+            given = dict(zip(self.parameters, changes))
+            for name in self.state.residuals if last else ():
+                given[name].add_(self.state.extended(name, given[name].shape))
         programs = []
         for dense, bucket in self._buckets:
             for slot in bucket.slots:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
             program = self._method(dense, code).reduce(bucket, self.state)
-            programs.append(program if self._leads is None else by_first_ranks(program, bucket, first=self._leads))
+            program = program if self._leads is None else by_first_ranks(program, bucket, first=self._leads)
+            programs.append(self._host.before(program))
         return programs
 
     def _method(self, dense: bool, code: int) -> Method:
@@ -426,7 +408,6 @@ class Fragment:
         if accepted and self._last:
             self.state.residuals.clear()
             self.state.offsets.clear()
-        self._residuals(self._put_away)
         self.rejected += not accepted
         return accepted
 
@@ -443,24 +424,20 @@ class Fragment:
     @torch.no_grad()
     def merge(self, count: int) -> bool:
         """Make the outer step, and merge. Return False if the weights that this rank sent were not finite."""
-        self.due = None
-        weights = self.weights
+        self.due, finite = None, True
         if self._mean is None:
             finite = self.sent_finite
             if not finite:
                 self.return_to_outer_weights()
-            self._sent = []
-            return finite
-        mean, self._mean = self._mean, None
-        if weights:
-            with self._at_hand():
-                self._merge(weights, mean, count)
+        elif self.parameters:
+            self._merge(self.weights, self._mean, count)
         for _, bucket in self._buckets:
             for slot in bucket.slots:
                 slot.value = slot.result = None
             bucket.renew(None)
-        self._sent = []
-        return True
+        self._sent, self._mean = [], None
+        self._put_away()
+        return finite
 
     def _merge(self, weights: list[Tensor], mean: list[Tensor], count: int) -> None:
         """Make the outer step with the mean change, or the mean of the weights, and bring it to the weights here."""
@@ -488,7 +465,7 @@ class Fragment:
 
     def look(self) -> None:
         """Move weights ahead, except frozen ones."""
-        given = zip(self.parameters.values(), self.weights, self._fetch(self.slow))
+        given = zip(self.parameters.values(), self.weights, self._host.fetch(self.slow))
         pairs = [(x, s) for p, x, s in given if p.requires_grad or not isinstance(p, torch.nn.Parameter)]
         if pairs:
             self._settings.look.ahead(*zip(*pairs))  # type: ignore[union-attr]
@@ -503,10 +480,11 @@ class Fragment:
     @torch.no_grad()
     def alone(self, count: int) -> None:
         if self.slow:
-            with self._at_hand():
-                before = _clones(self.anchors)
-                _copy(self.anchors, self.weights)
-                self._follow(before, count)
+            self._bring()
+            before = _clones(self.anchors)
+            _copy(self.anchors, self.weights)
+            self._follow(before, count)
+            self._put_away()
 
     @torch.no_grad()
     def recover(self) -> None:
@@ -515,7 +493,7 @@ class Fragment:
             return
         self.return_to_outer_weights()
         if self.due is not None and self.sent_finite:
-            _copy(self._sent, self.anchors)
+            _copy(self._sent, self.anchors)  # brought when it was sent
             self._kept = 0.0
 
     def _share_kept(self, delay: int) -> float:
@@ -540,8 +518,7 @@ class Fragment:
         return step
 
     def snapshot(self) -> dict[str, Any]:
-        if self._away and self.weights and self.weights[0].is_cuda:
-            torch.cuda.synchronize(self.weights[0].device)  # what was put away must have arrived
+        self._host.settle()
         own = [x.to(anchor.dtype, copy=True) for x, anchor in zip(self.weights, self.anchors)]
         return {
             "codec": self.state.snapshot(),
@@ -559,10 +536,11 @@ class Fragment:
 
     @torch.no_grad()
     def return_to_outer_weights(self) -> None:
-        _copy(self.weights, self.anchors)
+        _copy(self.weights, self._host.fetch(self.anchors))
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any]) -> None:
+        self._host.settle()
         self.state.restore(saved["codec"])
         self.rejected, self.left, self.due = saved["rejected"], saved["left"], saved["due"]
         self.received, self._last = self.due is not None, False
@@ -572,10 +550,13 @@ class Fragment:
         self._followed = saved.get("followed", 0)
         sent = saved["sent"] or ([] if self.due is None else self.anchors)  # begun again, it needs none of its own
         self._sent = [x.to(w.device, copy=True) for x, w in zip(sent, self.weights)]
-        self._residuals(self._put_away)
         self._kept = saved["kept"]
         mean = saved["mean"]
         self._mean = None if mean is None else [x.to(w.device, copy=True) for x, w in zip(mean, self.weights)]
+        if self.due is None:
+            self._put_away()
+        else:
+            self._bring()
 
 
 def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -113,7 +113,7 @@ class Local:
             independently, and each counts once. None: every rank trains independently.
         look: a slow look-ahead along the way that the outer weights have gone, or its ``beta``; None: none.
         anchors: "device": what is kept between rounds (outer weights, momenta, slow means, residuals) is with the
-            weights; "cpu": it is in host memory, pinned, and comes to the GPU fragment by fragment.
+            weights; "cpu": it is in host memory, pinned, and on the GPU only while its fragment is under way.
 
     Raises:
         ValueError: an option is out of range.
