@@ -220,31 +220,41 @@ def test_a_socket_that_is_cut_costs_no_byte(several, meet, of, seed):
 
 
 def wait_for(what):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not what():
         assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_lost_sockets_are_opened_again_under_traffic(several, meet, of, monkeypatch, encrypted):
-    """Twenty times at random moments, new ones in the middle of their hello too; at last none of the first is left."""
-    monkeypatch.setattr(bundle_module, "OPENING_SECONDS", 2.0)
+def none_opens(before):
+    """Whether no side opens a socket now; ``before``: other threads."""
+    names = ("thinwire-accept", "thinwire-open")
+    return not any(one.name in names for one in set(threading.enumerate()) - before)
+
+
+@pytest.mark.parametrize("encrypted,cuts", [(False, 20), (True, 10)])
+def test_lost_sockets_are_opened_again_under_traffic(several, meet, of, monkeypatch, encrypted, cuts):
+    """At random moments, one in six in the middle of its hello; at last none of the first is left."""
+    monkeypatch.setattr(bundle_module, "OPENING_SECONDS", 3.0)
     draw, first = random.Random(encrypted), set(range(1, 1 + SOCKETS))
     *peers, between = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
-    over, crossed = threading.Event(), []
+    over, crossed, before = threading.Event(), [], set(threading.enumerate())
 
     def traffic():
-        while not over.is_set():
+        while not over.is_set() and all(crossed):
             crossed.append(cross(peers, (400_000, 7, 100_001), len(crossed)))
 
     crossing = started(traffic)
-    for _ in range(20):
-        time.sleep(draw.uniform(0, 0.05))
-        wait_for(lambda: len(between.alive) >= SOCKETS)  # frames', and one that still carries when another is cut
-        between.cut(draw.choice(sorted(between.alive & first or between.alive - {0})))
-    wait_for(lambda: len(between.alive) == 1 + SOCKETS)
-    over.set()
+    try:
+        for number in range(cuts):
+            time.sleep(draw.uniform(0, 0.05))
+            between.cut(draw.choice(sorted(between.alive & first or between.alive - {0})))
+            if number % 6 == 5:
+                wait_for(lambda: len(between.alive) == 1 + SOCKETS)
+                between.cut(max(between.alive))
+            wait_for(lambda: len(between.alive) == 1 + SOCKETS and none_opens(before))
+    finally:
+        over.set()
     crossing.join(60)
     assert crossed
     assert all(crossed)
@@ -268,8 +278,7 @@ def test_where_no_socket_can_be_opened_again_the_others_carry_on(several, inn, m
     assert between.alive == {0, 2, 4}
     for one in (here, other, there, between):
         one.close()
-    names = ("thinwire-accept", "thinwire-open")
-    wait_for(lambda: not any(one.name in names for one in set(threading.enumerate()) - before))
+    wait_for(lambda: none_opens(before))
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
