@@ -9,15 +9,16 @@ from thinwire.engine.local.host import HostMemory
 from thinwire.engine.local.travel import LocalRanks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-CYCLES = 50_000_000  # tens of milliseconds
 SHAPES = {"a": (512, 1024), "b": (1024,), "c": (1024, 256), "d": (256,)}
 
 
 def test_what_is_put_away_early_comes_back_whole():
     device = torch.device("cuda", torch.cuda.current_device())
     host = HostMemory(device, away=True)
+    busy = torch.zeros(4096, 4096, device=device)
     for turn in range(8):
-        torch.cuda._sleep(CYCLES)  # the copy is asked for before there is something to copy
+        for _ in range(20):  # tens of milliseconds: the copy is asked for before there is something to copy
+            busy = busy @ busy
         kept = host.put_away("x", [torch.full((1 << 20,), float(turn), device=device)])
         torch.full((1 << 20,), -1.0, device=device)  # would be given the same memory
         (back,) = host.fetch(kept)
