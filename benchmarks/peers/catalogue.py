@@ -228,8 +228,8 @@ TOLLS = {
         _SMALL, 4, (0.35, 0.5, 0.7), ("100mbit", "1gbit", *LONG),
         left_out=("local sync_every=16 codec=int8", "Accelerate LocalSGD, every 8", *_LATE),
         # On 1 Gb/s a round in 8 bits is so short that 2 bits gain nothing; on the long wires a step of DDP takes half a
-        # minute and more, and on the slower one weights that are averaged exactly after 16 steps take twice as long
-        # as after 32.
+        # minute and more. On the slower one weights are not averaged exactly after 16 steps, which on the faster one
+        # takes nearly twice as long as after 32.
         not_timed={
             "1gbit": _SHORT_IN_2_BITS,
             LONG[0]: ("ddp", *_NEAR),

@@ -365,7 +365,7 @@ class Alone(Communicator):
 
 def _cause(error: BaseException, who: str) -> tuple[str, str]:
     if not dist.is_initialized():
-        return type(error).__name__, "destroy_process_group() was called, so there is no group to exchange over."
+        who = "since destroy_process_group() was called, there is no group to exchange over"
     first = str(error).split("\n")[0].split(". ")[0]  # Gloo appends advice, and a greeting
     text = re.sub(r"^\[[^\]]*\]\s*", "", first)[:200].rstrip(". ")
     return type(error).__name__, f"{text}. {who[0].upper()}{who[1:]}."
