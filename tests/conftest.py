@@ -1,6 +1,7 @@
 """Makes the helpers in tests/ importable and keeps torch to one thread."""
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -27,6 +28,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: wh
 
 def pytest_collection_finish(session):
     gc.freeze()  # torch and thousands of tests stay to the end: a full collection of them takes 0.3 s, again and again
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        _end_processes_of(item.nodeid)
+    return report
+
+
+def _end_processes_of(test):
+    """A launcher killed at a time limit leaves ranks behind, which would slow all tests after it."""
+    marks = (f"PYTEST_CURRENT_TEST={test} (".encode(), os.environ.get("PYTEST_XDIST_TESTRUNUID", "").encode())
+    for path in Path("/proc").glob("[1-9]*/environ"):
+        with contextlib.suppress(OSError):
+            inherited, command = path.read_bytes(), path.with_name("cmdline").read_bytes()
+            # What multiprocessing started is spawned.py's, which keeps its ranks for later tests.
+            if all(mark in inherited for mark in marks) and b"multiprocessing" not in command:
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 @pytest.hookimpl(optionalhook=True)

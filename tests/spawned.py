@@ -54,6 +54,9 @@ def _serve(pipe):
     import torch
 
     torch.set_num_threads(1)
+    # Plain DDP dropped right after its last backward can hang in torch 2.13: under the GIL its group waits for Gloo's
+    # thread, and that thread for the GIL, to let go of the contextvars that backward keeps for compiled code alone.
+    torch._C._stash_obj_in_tls = lambda *_: None
     while True:
         try:
             call = pipe.recv()
