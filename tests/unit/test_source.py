@@ -76,6 +76,7 @@ def test_a_handle_shows_its_users_few_names(handle):
 LIBRARIES = {
     "os and sys": {"_exit", "_getframe"},
     "torch, its modules and extension": {"_C", "_dynamo", "_nn", "_parse_to", "_disabled_torch_function_impl"},
+    "torch's autograd, whose state hangs a rank": {"_stash_obj_in_tls"},
     "torch's tensors and operators, for the simulated card": {
         "_make_wrapper_subclass", "_cdata", "_schema", "_lazy_init",
         "_local_scalar_dense", "_unique2", "_linalg_eigh", "_linalg_svd", "_to_copy",
