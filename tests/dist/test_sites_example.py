@@ -21,12 +21,13 @@ def _train(folder, steps):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run(
         [*launch, str(EXAMPLE / "train.py"), "--steps", str(steps)],
-        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
+@pytest.mark.timeout(1300)
 def test_the_pages_training_and_its_continuation(tmp_path):
     said = _train(tmp_path, 32)
     first, second = (float(loss) for loss in re.findall(r"loss ([0-9.]+)", said))

@@ -123,10 +123,10 @@ def test_explain():
 
 def test_map(monkeypatch):
     monkeypatch.setattr("thinwire.predict.choose.grid.WORKERS", (2, 16))
-    text = run("resnet50", "--map", "--methods", "powersgd:rank=4")
+    text = run("resnet50", "--map", "--methods", "cast:dtype=int4")
     assert_fits(text)
     assert "100gbit" in text
-    assert "powersgd 4" in text
+    assert "cast int4" in text
     found = as_json("resnet50", "--map", "--methods", "acp:rank=4", "--workers", "8", "--ranks-per-node", "8")
     again = Map.from_json(json.dumps(found["map"]))
     assert again.workers == (16, 128)
@@ -230,4 +230,4 @@ def test_the_first_line_is_the_answer_with_its_range_and_its_ground():
 
 def test_what_keeps_equal_weights_is_named_beside_local_steps():
     text = " ".join(run("resnet50", "--link", "1gbit", "--workers", "4").split())
-    assert re.search(r"if weights must be equal after every step: powersgd:rank=4, [\d.]+ ms x [\d.]+ steps", text)
+    assert re.search(r"if weights must be equal after every step: acp:rank=32, [\d.]+ ms x [\d.]+ steps", text)

@@ -17,15 +17,8 @@ def test_the_pages_sentences_are_those_of_its_tables():
         factors = sorted(found[kind]["rows"][methods]["factors"])
         return round(100 * (factors[len(factors) // 2] - 1))
 
-    every4, bit = (
-        "local sync_every=4 codec=int2",
-        "local sync_every=4 codec=int1 look=0.5",
-    )
-    assert [percent("", row) for row in (every4, "alone", "accumulate every=4")] == [
-        2,
-        87,
-        56,
-    ]
+    every4, bit = "local sync_every=4 codec=int2", "local sync_every=4 codec=int1 look=0.5"
+    assert [percent("", row) for row in (every4, "alone", "accumulate every=4")] == [2, 87, 56]
     assert percent("larger", every4) == 5
     assert [round(100 * (factor - 1)) for factor in found["larger"]["rows"][bit]["factors"]] == [-2, 6]
     assert [percent("short", row) for row in ("local sync_every=16 codec=int2",)] == [13]

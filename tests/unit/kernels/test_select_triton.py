@@ -27,6 +27,7 @@ def _said(script, *arguments, **variables):
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 def test_kernels_equal_their_twins_in_the_interpreter():
     assert _said("triton_cases.py", TRITON_INTERPRET="1") == "equal"
 
