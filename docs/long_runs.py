@@ -165,10 +165,10 @@ def picture(one: dict[str, Any]) -> Picture:
             continue
         family, every = name, ""
         if found := re.fullmatch(
-            r"local, every (\d+)(.*?)( merged \d+ late)?(, look.*)?", name
+            r"local, every (\d+)(.*?)(?: merged (\d+) late)?(, look.*)?", name
         ):
-            every, late = found[1], ", merged late" if found[3] else ""
-            late = ", merged 1 late" if found[3] == " merged 1 late" else late
+            every = found[1]
+            late = {None: "", "1": ", merged 1 late"}.get(found[3], ", merged late")
             family = f"local{found[2].rstrip(',')}{late}{found[4] or ''}"
         at = sent(row["methods"], one["track"]["model"]) * exact
         families.setdefault(family, []).append((at, loss, every))

@@ -19,12 +19,14 @@ def test_the_pages_sentences_are_those_of_its_tables():
 
     every4, bit = "local sync_every=4 codec=int2", "local sync_every=4 codec=int1 look=0.5"
     assert [percent("", row) for row in (every4, "alone", "accumulate every=4")] == [2, 87, 56]
-    assert percent("larger", every4) == 5
+    every16, late = "local sync_every=16 codec=int2", "local sync_every=8 codec=int2 fragment_sync_delay=3"
+    every8 = "local sync_every=8 codec=int2"
+    assert [percent("larger", row) for row in (every4, every8, every16, late)] == [5, 5, 19, 21]
     assert [round(100 * (factor - 1)) for factor in found["larger"]["rows"][bit]["factors"]] == [-2, 6]
     assert [percent("short", row) for row in ("local sync_every=16 codec=int2",)] == [13]
-    assert percent("", "local sync_every=16 codec=int2") == 29
+    assert [percent("", row) for row in (every16, late)] == [29, 31]
     assert [percent("workers", row) for row in (every4, "powersgd rank=4")] == [23, 70]
-    for bits, looking in (("4 codec=int4", 3), ("2 codec=int2", 4)):
+    for bits, looking in (("4 codec=int4", 3), ("2 codec=int2", 4), ("4 codec=int2", 12)):
         assert percent("workers", f"local sync_every={bits} look=0.5") == looking
     assert percent("workers", "local sync_every=4 codec=int4") == 17
     assert percent("muon", every4) == -2
