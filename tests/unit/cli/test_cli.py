@@ -7,6 +7,7 @@ import pytest
 from typer.main import get_command
 
 from thinwire.tools.bench.session import Point, RowRecord, RunRecord
+from thinwire.tools.cli import console
 from thinwire.tools.cli.main import app
 from verbs import call
 
@@ -86,6 +87,7 @@ def test_control_c_is_130(monkeypatch):
 def test_no_help_and_no_version_imports_torch():
     code = """import sys
 from thinwire.tools.bench.session import Point, RowRecord, RunRecord
+from thinwire.tools.cli import console
 from thinwire.tools.cli.main import app
 for words in sys.argv[1:]:
     try:
@@ -142,3 +144,13 @@ def test_the_demo_says_what_its_ranks_have_measured(ours, said, here, monkeypatc
     assert (here / "results" / "demo.png").stat().st_size > 10_000
     for words in said:
         assert words in shown
+
+
+def test_a_bar_never_counts_more_than_all(capsys, monkeypatch):
+    """The period of "local" as it comes is the ranks' to find, so more steps may be run than were foreseen."""
+    monkeypatch.setattr(console, "EVERY_SECONDS", -1.0)
+    with console.progress("timing", 2) as bar:
+        for _ in range(3):
+            console.moving(bar)({"step": 1, "row": "local", "loss": 1.0})
+    said = [line.rpartition("  ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["... timing", "1 of 2", "2 of 2", "3 of 3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import tempfile
 import time
@@ -62,6 +63,8 @@ class Bar:
     def __call__(
         self, completed: float | None = None, total: float | None = None, description: str | None = None
     ) -> None:
+        if completed is not None and total is None and completed > (self.shown.tasks[0].total or math.inf):
+            total = completed  # more than was foreseen: a period that only the ranks know
         self.shown.update(self.task, completed=completed, total=total, description=description)
         if self.shown.disable and time.monotonic() - self.told > EVERY_SECONDS:
             task, self.told = self.shown.tasks[0], time.monotonic()
