@@ -225,6 +225,29 @@ def test_it_is_said_when_weights_are_loaded_after_attach():
         assert rows == [(True, 0), (True, 1), (True, 1), (True, 0)]
 
 
+def _thawed(rank, size):
+    """A layer is trained from some step on; and what is said is done."""
+    net = cases.model()
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+        _train(net, optimizer, rank, 3)
+        net[0].requires_grad_(True)
+        words = cases.said(lambda: _train(net, optimizer, rank, 1))
+        sync.finish()
+    with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+        _train(net, optimizer, rank, 3, first=3)
+        sync.finish()
+    return words, cases.weights(net)
+
+
+def test_a_layer_that_is_trained_later_is_refused_and_what_to_do_is_said():
+    (words, first), (_, second) = run(_thawed, 2)
+    assert "0.weight, 0.bias: trainable now" in words
+    assert "Call finish() and close(), and attach again" in words
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def _uncounted(rank, size):
     """Of two optimizers one never steps; another one makes the steps of both; and each fifth step is the second's."""
     said = []

@@ -63,7 +63,8 @@ class LocalSync(Handle):
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(here(m.parameter).nbytes for m in managed)
-        self._late, self._steps, self._lent = LateParameters(model), _Steps(optimizers), False
+        self._late = LateParameters(model, "Call finish() and close(), and attach again, after such a change")
+        self._steps, self._lent = _Steps(optimizers), False
         self.services = Services(model, optimizers, managed[0].device, session, apart=True)
         self.services.site = site
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
