@@ -248,6 +248,27 @@ def test_a_layer_that_is_trained_later_is_refused_and_what_to_do_is_said():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def _then_exact(rank, size):
+    """After local steps another method, with the same optimizer, with a new one, and with one that has no state."""
+    told = []
+    for momentum, new in ((0.9, False), (0.9, True), (0.0, False)):
+        net, lines = cases.model(), cases.logged()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)
+        with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+            _train(net, optimizer, rank, 4)
+            sync.finish()
+        if new:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)
+        with tw.attach(net, optimizer, "ssgd"):
+            _train(net, optimizer, rank, 2, first=4)
+        told.append(sum("its state differs between ranks" in line for line in lines))
+    return told
+
+
+def test_it_is_said_that_an_optimizer_of_local_steps_moves_equal_weights_apart():
+    assert run(_then_exact, 2) == [[1, 0, 0]] * 2
+
+
 def _uncounted(rank, size):
     """Of two optimizers one never steps; another one makes the steps of both; and each fifth step is the second's."""
     said = []

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,17 @@ from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
 
 logger = logging.getLogger("thinwire")
+_apart: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have made local steps, on several ranks
 _UNCOUNTED = 100  # consecutive optimizer steps that did not count, after which to warn: a critic makes fewer
+
+
+def tell_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn if equal gradients would not keep weights equal, because local steps have left different states."""
+    if any(optimizer in _apart and optimizer.state for optimizer in optimizers):
+        logger.warning(
+            "thinwire: the optimizer has made local steps, so its state differs between ranks, and with it their "
+            "weights will: make a new optimizer before you attach another method"
+        )
 
 
 class LocalSync(Handle):
@@ -442,6 +453,8 @@ class LocalSync(Handle):
         self._handles.clear()
         if self._forward is not None:
             self._forward.close()
+        if self._travel is not None and self._inner is None and self._rounds.count:
+            _apart.update(self.services.optimizers)
         session, travel, error = self._session, self._travel, sys.exc_info()[1]
         travelling = self._rounds.travelling() if travel is not None and session.broken is None else []
         try:
