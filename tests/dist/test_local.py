@@ -671,3 +671,20 @@ def _fewer_steps(rank, size, delay):
 def test_who_finishes_after_fewer_steps_is_told_with_detect_desync(delay):
     for said in run(_fewer_steps, 2, delay, seconds=20):
         assert "optimizer steps: 12 against 10" in said
+
+
+def _rounds_apart(rank, size, delay):
+    """Rank 0 is in a round of its own when rank 1 has finished: in other bits, whose bytes mean nothing there."""
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    options = {"sync_every": 4, "codec": "int2", "fragment_sync_delay": delay, "timeout": 10}
+    with contextlib.suppress(RuntimeError), tw.attach(net, optimizer, "local", **options) as sync:
+        _train(net, optimizer, rank, 10 if rank else 13)
+        return cases.said(sync.finish)
+    return "a round failed"
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_nobody_finishes_while_another_rank_is_in_a_round(delay):
+    for said in run(_rounds_apart, 2, delay, seconds=60, fresh=True):
+        assert said

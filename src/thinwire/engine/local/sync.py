@@ -75,7 +75,7 @@ class LocalSync(Handle):
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(here(m.parameter).nbytes for m in managed)
         self._late = LateParameters(model, "Call finish() and close(), and attach again, after such a change")
-        self._steps, self._lent = _Steps(optimizers), False
+        self._steps, self._lent, self._compares = _Steps(optimizers), False, settings.detect_desync
         self.services = Services(model, optimizers, managed[0].device, session, apart=True)
         self.services.site = site
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
@@ -99,7 +99,7 @@ class LocalSync(Handle):
             buffers = buffers_of(model) if settings.broadcast_buffers else []
             beside = Beside(buffers, frozen_of(model, weights), self.services.gather)
             moments = Moments(dict(local.moments), optimizers, weights.values())
-            before = self._compare if settings.detect_desync else lambda: None
+            before = self._compare if self._compares else lambda: None
             services = self.services
             try:
                 channels = open_channels(services, self._rounds, beside, moments)
@@ -245,12 +245,14 @@ class LocalSync(Handle):
 
         Raises:
             RuntimeError: on all ranks, if some rank's weights are not finite.
-            ValueError: under ``detect_desync``, if some rank has made more steps.
+            ValueError: some rank has made more rounds, or under ``detect_desync`` more steps.
         """
         if self._travel is not None:
             self._session.check_usable()
             self._check_own("finish()")
             with own_modes():
+                if not self._compares:  # else it does so itself: its messages must not meet a round's in other bits
+                    self.services.agree_on({"rounds begun": self._rounds.sent}, "finish()")
                 for _ in self._travel.finish():
                     pass
             self._changed()
