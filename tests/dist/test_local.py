@@ -225,6 +225,50 @@ def test_it_is_said_when_weights_are_loaded_after_attach():
         assert rows == [(True, 0), (True, 1), (True, 1), (True, 0)]
 
 
+def _thawed(rank, size):
+    """A layer is trained from some step on; and what is said is done."""
+    net = cases.model()
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+        _train(net, optimizer, rank, 3)
+        net[0].requires_grad_(True)
+        words = cases.said(lambda: _train(net, optimizer, rank, 1))
+        sync.finish()
+    with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+        _train(net, optimizer, rank, 3, first=3)
+        sync.finish()
+    return words, cases.weights(net)
+
+
+def test_a_layer_that_is_trained_later_is_refused_and_what_to_do_is_said():
+    (words, first), (_, second) = run(_thawed, 2)
+    assert "0.weight, 0.bias: trainable now" in words
+    assert "Call finish() and close(), and attach again" in words
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _then_exact(rank, size):
+    """After local steps another method, with the same optimizer, with a new one, and with one that has no state."""
+    told = []
+    for momentum, new in ((0.9, False), (0.9, True), (0.0, False)):
+        net, lines = cases.model(), cases.logged()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)
+        with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+            _train(net, optimizer, rank, 4)
+            sync.finish()
+        if new:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)
+        with tw.attach(net, optimizer, "ssgd"):
+            _train(net, optimizer, rank, 2, first=4)
+        told.append(sum("its state differs between ranks" in line for line in lines))
+    return told
+
+
+def test_it_is_said_that_an_optimizer_of_local_steps_moves_equal_weights_apart():
+    assert run(_then_exact, 2) == [[1, 0, 0]] * 2
+
+
 def _uncounted(rank, size):
     """Of two optimizers one never steps; another one makes the steps of both; and each fifth step is the second's."""
     said = []
@@ -627,3 +671,20 @@ def _fewer_steps(rank, size, delay):
 def test_who_finishes_after_fewer_steps_is_told_with_detect_desync(delay):
     for said in run(_fewer_steps, 2, delay, seconds=20):
         assert "optimizer steps: 12 against 10" in said
+
+
+def _rounds_apart(rank, size, delay):
+    """Rank 0 is in a round of its own when rank 1 has finished: in other bits, whose bytes mean nothing there."""
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    options = {"sync_every": 4, "codec": "int2", "fragment_sync_delay": delay, "timeout": 10}
+    with contextlib.suppress(RuntimeError), tw.attach(net, optimizer, "local", **options) as sync:
+        _train(net, optimizer, rank, 10 if rank else 13)
+        return cases.said(sync.finish)
+    return "a round failed"
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_nobody_finishes_while_another_rank_is_in_a_round(delay):
+    for said in run(_rounds_apart, 2, delay, seconds=60, fresh=True):
+        assert said

@@ -148,6 +148,26 @@ def test_synchronize_after_a_dropped_backward_owes_nothing_of_it():
         assert not all(torch.equal(a, b) for a, b in zip(never, kept))
 
 
+def _without_a_batch(rank, size):
+    """Rank 1 has no batch for some of the steps, and looks ahead by the same way as the others."""
+    net = cases.model()
+    optimizer = _sgd(net)
+    with tw.attach(net, optimizer, "ssgd", look=0.5) as sync:
+        for step in range(6):
+            if rank == 0 or step % 2:
+                with sync.no_sync():
+                    cases.loss_of(net, rank, step).backward()
+            sync.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+    return cases.weights(net)
+
+
+def test_a_rank_without_a_batch_looks_ahead_too():
+    first, second = run(_without_a_batch, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def _never_stepped(rank, size):
     """An optimizer is named, but the script updates weights by itself."""
     lines = cases.logged()

@@ -27,7 +27,7 @@ from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.local.site import Site
-from thinwire.engine.local.sync import LocalSync
+from thinwire.engine.local.sync import LocalSync, tell_apart
 from thinwire.engine.look import Look, LookAhead, as_look
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator, meeting_in_attach
@@ -218,6 +218,8 @@ def attach(
     check_optimizers(managed, optimizers)
     if local is not None:
         return attach_local(model, optimizers, local, managed, process_group, topology, settings, LocalSync)
+    if world > 1:
+        tell_apart(optimizers)
     for o in optimizers:
         chosen.check_optimizer(o)
     pinned, device = settings.pinned, managed[0].parameter.device

@@ -1,6 +1,6 @@
 """Slow look-ahead: gradients are taken a little further along the way that all ranks' weights have gone together.
 
-x <- x + beta s                                                  before the first training forward after a step
+x <- x + beta s                                                  before a step's first training forward
 s <- gamma^h s + (1 - gamma^h) (the common weights' change) / h  h steps after the last time; looks are in the change
 
 The common weights are those that are equal on all ranks, so s is too, and nothing is sent for it. With local steps they
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thinwire.core.checks import check_number
 from thinwire.core.program import working_dtype
@@ -101,7 +101,8 @@ class BeforeForward:
 class LookAhead:
     """The look of a model whose ranks make equal steps. A companion of its handle, with which its mean is saved.
 
-    With several optimizers, each one's parameters look ahead once for each of its own steps.
+    With several optimizers, each one's parameters look ahead once for each of its own steps. A rank that has made no
+    forward for a step, for want of data, looks ahead just before it: else its weights would differ from then on.
     """
 
     def __init__(self, look: Look, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -109,22 +110,32 @@ class LookAhead:
         self._slow = {n: torch.zeros_like(p, dtype=working_dtype(p.dtype)) for n, p in parameters.items()}
         self._begun = {n: p.detach().clone() for n, p in parameters.items()}  # before their last look
         self._names, self._due = {id(p): n for n, p in parameters.items()}, set(parameters)
-        self._forward = BeforeForward(model, self._ahead)
-        stepped = weakref.WeakMethod(self._stepped)
-        self._handle = register_optimizer_step_post_hook(lambda optimizer, *_: _told(stepped, optimizer))
+        self._forward = BeforeForward(model, lambda: self._ahead(list(self._parameters)))
+        begins, ended = weakref.WeakMethod(self._step_begins), weakref.WeakMethod(self._stepped)
+        self._handles = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: _told(begins, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: _told(ended, optimizer)),
+        ]
+
+    def _own(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        names = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+        return [n for n in names if n is not None]
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._ahead(self._own(optimizer))
 
     @torch.no_grad()
-    def _ahead(self) -> None:
-        names = [n for n, p in self._parameters.items() if n in self._due and p.requires_grad]
-        weights = [self._parameters[n] for n in names]
-        torch._foreach_copy_([self._begun[n] for n in names], [x.detach() for x in weights])
-        self._look.ahead(weights, [self._slow[n] for n in names])
-        self._due.difference_update(names)
+    def _ahead(self, candidates: Sequence[str]) -> None:
+        names = [n for n in candidates if n in self._due and self._parameters[n].requires_grad]
+        if names:
+            weights = [self._parameters[n].detach() for n in names]
+            torch._foreach_copy_([self._begun[n] for n in names], weights)
+            self._look.ahead(weights, [self._slow[n] for n in names])
+            self._due.difference_update(names)
 
     @torch.no_grad()
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        own = [self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-        names = [n for n in own if n is not None and n not in self._due]  # a step inside another one has taken the rest
+        names = [n for n in self._own(optimizer) if n not in self._due]  # a step inside another one has taken the rest
         if names:
             change = [(self._parameters[n].detach() - self._begun[n]).to(self._slow[n].dtype) for n in names]
             self._look.follow([self._slow[n] for n in names], change, 1)
@@ -141,7 +152,8 @@ class LookAhead:
         self._due, self._forward.due = set(self._parameters), True
 
     def close(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._forward.close()
 
 

@@ -191,9 +191,9 @@ class Services:
         """Return whether any rank raises the flag; equal on all ranks."""
         return any(row[0] for row in self.gather(bytes([flag])))
 
-    def agree_on(self, facts: dict[str, Any]) -> None:
+    def agree_on(self, facts: dict[str, Any], doing: str = "agreeing on the plan") -> None:
         """Raise ``ValueError`` on all ranks, naming the difference, unless all have the same facts (plain data)."""
-        self.session.comm.agree(facts)
+        self.session.comm.agree(facts, doing)
 
     def close(self) -> None:
         """Remove the handles, and close the companions and channels; the session is the owner's to close."""

@@ -77,16 +77,24 @@ def _count(*_: Any) -> None:
     _registered += 1
 
 
-class LateParameters:
-    """Finds parameters made trainable after ``attach``, which nothing averages, before a step if something is new."""
+_ATTACH_AGAIN = (
+    "Call close() and attach again after such a change; state_dict() and load_state_dict() carry residuals over"
+)
 
-    def __init__(self, model: nn.Module) -> None:
+
+class LateParameters:
+    """Finds parameters made trainable after ``attach``, which nothing averages, before a step if something is new.
+
+    ``way``: how a script goes on after such a change.
+    """
+
+    def __init__(self, model: nn.Module, way: str) -> None:
         global _counting
         if not _counting:
             _counting = True
             register_module_module_registration_hook(_count)
             register_module_parameter_registration_hook(_count)
-        self._model, self._looked = model, _registered
+        self._model, self._way, self._looked = model, way, _registered
         self._foreign: dict[int, weakref.ref[Tensor]] = {}
 
     def check(self, optimizer: torch.optim.Optimizer, known: Container[int]) -> bool:
@@ -111,8 +119,7 @@ class LateParameters:
             more = f" and {len(late) - 3} more" if len(late) > 3 else ""
             raise RuntimeError(
                 f"{', '.join(late[:3])}{more}: trainable now, but not when the model was attached (frozen then, added "
-                "or replaced since), so what they learn is not averaged. Call close() and attach again after such a "
-                "change; state_dict() and load_state_dict() carry residuals over"
+                f"or replaced since), so what they learn is not averaged. {self._way}"
             )
 
 
@@ -154,7 +161,7 @@ class GradientSource:
         self._settings, self._handle = settings, handle
         self.enabled = True  # False inside ``no_sync``
         self.expected: frozenset[int] | None = None  # what the next backward can reach; None: all
-        self._end, self._late = BackwardEnd(self.finish), LateParameters(model)
+        self._end, self._late = BackwardEnd(self.finish), LateParameters(model, _ATTACH_AGAIN)
         follow = settings.broadcast_buffers and buckets.session.state.size > 1
         self.buffers = Buffers(model, buckets.session.comm) if follow else None
         self._hooks: list[Any] = []

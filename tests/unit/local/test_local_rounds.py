@@ -319,6 +319,8 @@ def test_outer_weights_are_lent_to_the_model():
         ({"sync_every": QSR(0.1), "fragment_sync_delay": "auto"}, 'works with a fixed period, or "auto"'),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"moments": {"exp_avg": 0}}, "moments: exp_avg=0"),
+        ({"moments": ["exp_avg"]}, "moments=.'exp_avg'. must be rounds by name"),
+        ({"outer": 0.7}, "outer=0.7 must be a thinwire.Nesterov"),
         ({"moments": {"exp_avg": 3}, "fragment_sync_delay": 2}, "moments would lose the steps"),
         ({"fragments": 0}, "fragments=0"),
         ({"fragment_update_alpha": 1.5}, "at least 0 and at most 1"),

@@ -113,6 +113,7 @@ class Rounds:
         self._measures, self._delays = settings.measures(None), dict[Any, int]()
         self.code = settings.first_code
         self.period = 0  # the first period begins with the first step
+        self.sent = 0  # fragments so far
         named = list(parameters.items())
         sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
         self.trial = False  # the calendar is only being tried
@@ -213,6 +214,7 @@ class Rounds:
         if known not in self._delays:
             self._delays[known] = self.settings.delay_in(*known)
         delay = 0 if last or self.waited else self._delays[known]
+        self.sent += 1
         return fragment.send(self.count, delay, self.code, last=last)
 
     def merge(self, fragment: Fragment) -> None:

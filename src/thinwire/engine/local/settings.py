@@ -159,6 +159,12 @@ class Local:
         else:
             check_count("fragment_sync_delay", self.fragment_sync_delay, 0)
             self._check_delay(self.fragment_sync_delay)
+        if not (self.outer is None or isinstance(self.outer, Nesterov)):
+            raise ValueError(
+                f"outer={self.outer!r} must be a thinwire.Nesterov, such as thinwire.Nesterov(lr=0.7), or None"
+            )
+        if not isinstance(self.moments, Mapping):
+            raise ValueError(f'moments={self.moments!r} must be rounds by name, such as {{"exp_avg": 3}}')
         object.__setattr__(self, "moments", dict(self.moments))
         for name, rounds in self.moments.items():
             check_count(f"moments: {name}", rounds, least=1)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,17 @@ from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
 
 logger = logging.getLogger("thinwire")
+_apart: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have made local steps, on several ranks
 _UNCOUNTED = 100  # consecutive optimizer steps that did not count, after which to warn: a critic makes fewer
+
+
+def tell_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn if equal gradients would not keep weights equal, because local steps have left different states."""
+    if any(optimizer in _apart and optimizer.state for optimizer in optimizers):
+        logger.warning(
+            "thinwire: the optimizer has made local steps, so its state differs between ranks, and with it their "
+            "weights will: make a new optimizer before you attach another method"
+        )
 
 
 class LocalSync(Handle):
@@ -63,7 +74,8 @@ class LocalSync(Handle):
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(here(m.parameter).nbytes for m in managed)
-        self._late, self._steps, self._lent = LateParameters(model), _Steps(optimizers), False
+        self._late = LateParameters(model, "Call finish() and close(), and attach again, after such a change")
+        self._steps, self._lent, self._compares = _Steps(optimizers), False, settings.detect_desync
         self.services = Services(model, optimizers, managed[0].device, session, apart=True)
         self.services.site = site
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
@@ -87,7 +99,7 @@ class LocalSync(Handle):
             buffers = buffers_of(model) if settings.broadcast_buffers else []
             beside = Beside(buffers, frozen_of(model, weights), self.services.gather)
             moments = Moments(dict(local.moments), optimizers, weights.values())
-            before = self._compare if settings.detect_desync else lambda: None
+            before = self._compare if self._compares else lambda: None
             services = self.services
             try:
                 channels = open_channels(services, self._rounds, beside, moments)
@@ -233,12 +245,14 @@ class LocalSync(Handle):
 
         Raises:
             RuntimeError: on all ranks, if some rank's weights are not finite.
-            ValueError: under ``detect_desync``, if some rank has made more steps.
+            ValueError: some rank has made more rounds, or under ``detect_desync`` more steps.
         """
         if self._travel is not None:
             self._session.check_usable()
             self._check_own("finish()")
             with own_modes():
+                if not self._compares:  # else it does so itself: its messages must not meet a round's in other bits
+                    self.services.agree_on({"rounds begun": self._rounds.sent}, "finish()")
                 for _ in self._travel.finish():
                     pass
             self._changed()
@@ -441,6 +455,8 @@ class LocalSync(Handle):
         self._handles.clear()
         if self._forward is not None:
             self._forward.close()
+        if self._travel is not None and self._inner is None and self._rounds.count:
+            _apart.update(self.services.optimizers)
         session, travel, error = self._session, self._travel, sys.exc_info()[1]
         travelling = self._rounds.travelling() if travel is not None and session.broken is None else []
         try:

@@ -135,11 +135,11 @@ class Communicator:
         with self.meeting("connecting"):
             return self._lanes.get("inside", Scope.NODE, 0).group
 
-    def agree(self, facts: dict[str, Any]) -> None:
+    def agree(self, facts: dict[str, Any], doing: str = "agreeing on the plan") -> None:
         """Raise ``ValueError``, naming the difference, unless all ranks have the same facts and versions."""
         versions: dict[str, Any] = {"thinwire": thinwire.__version__, "torch": torch.__version__.partition("+")[0]}
         versions["THINWIRE_KEYS"] = self._encrypts()
-        with self.meeting("agreeing on the plan"):
+        with self.meeting(doing):
             self._come()
             agree(versions | facts, self.control, self.device)
 
@@ -329,7 +329,7 @@ class Alone(Communicator):
         self.attaching, self._late, self._beside = False, NobodyAsks(), True
         self.executor = AloneExecutor()
 
-    def agree(self, facts: dict[str, Any]) -> None: ...
+    def agree(self, facts: dict[str, Any], doing: str = "") -> None: ...
 
     def fit(self, method: Method) -> Method:
         return method
