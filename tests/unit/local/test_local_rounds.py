@@ -17,6 +17,7 @@ from thinwire.core.methods.topk import TopK
 from thinwire.core.program import Topology
 from thinwire.engine.local import QSR, Local, Nesterov
 from thinwire.engine.local.rounds import KEPT
+from thinwire.engine.local.settings import local_settings
 
 CODECS = [
     SSGD(),
@@ -332,6 +333,11 @@ def test_outer_weights_are_lent_to_the_model():
 def test_bad_settings(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         Local(**options)
+
+
+def test_an_unknown_codec_is_told_all_that_there_are():
+    with pytest.raises(ValueError, match=r"codec: unknown method: 'int3'; known: ssgd.* auto, none, fp16.* int8, int4"):
+        local_settings("local", {"codec": "int3"})
 
 
 @pytest.mark.parametrize(("options", "words"), [({"alpha": 0}, "alpha=0"), ({"alpha": 0.1, "least": 0}, "least=0"),

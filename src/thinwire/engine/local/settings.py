@@ -307,7 +307,10 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
     if chosen.get("sync_every") != "auto" and "codec" not in options and chosen.get("codec") == "auto":
         chosen["codec"] = "int8"
     if isinstance(codec := chosen.get("codec"), str) and codec != "auto":
-        chosen["codec"] = None if codec == "none" else Cast(codec) if codec in _DTYPES else resolve(codec)
+        try:
+            chosen["codec"] = None if codec == "none" else Cast(codec) if codec in _DTYPES else resolve(codec)
+        except ValueError as error:
+            raise ValueError(f"codec: {error}; and here auto, none, {', '.join(_DTYPES)}") from None
     if isinstance(inside := chosen.get("inside"), str):
         chosen["inside"] = resolve(inside)
     return Local(**chosen)
