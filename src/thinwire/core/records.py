@@ -33,7 +33,7 @@ class Record:
         """Read what :meth:`to_json` wrote; ``ValueError`` for any other text."""
         try:
             data = json.loads(text)
-            if not cls.alone:
+            if not cls.alone and isinstance(data, Mapping):
                 own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
                 data = {name: value for name, value in data.items() if name in own}
             return made(cls, data)

@@ -18,7 +18,7 @@ from thinwire.tools.bench.race_answer import line_to_write, race_data, sentences
 from thinwire.tools.bench.race_losses import own_digest
 from thinwire.tools.bench.rows import Row, parse_rows
 from thinwire.tools.bench.session import BenchError, Point, RowRecord, RunRecord
-from thinwire.tools.cli.race import race_table
+from thinwire.tools.cli.race import basis, race_table
 from thinwire.tools.report.inputs import read_bench
 
 COMPUTE = 0.1
@@ -392,6 +392,9 @@ def test_whole_runs_are_compared_by_their_final_losses_each_at_its_best_rate(rac
     assert any(re.match(r"whole runs of 4 methods, 1000 steps each: about \d+ minutes", text) for text in said)
     assert sentences(found)[2].endswith(" over whole schedules")
     assert "a short race" not in sentences(found)[2]
+    assert any(line.endswith("alone, 0, to DDP, 1; its steps see half the data") for line in basis(found))
+    of_four = dataclasses.replace(found, asked=dataclasses.replace(found.asked, workers=4))
+    assert any(line.endswith("0, to DDP, 1; its steps see 1/4 of the data") for line in basis(of_four))
 
     data = race_data(found)
     assert data["race"]["finals"][local]["way"] == found.way(local)

@@ -5,7 +5,7 @@ import pytest
 
 from thinwire.adapters.ddp_buckets import bucket_arguments, has_bucket_list
 from thinwire.core.pricing.costs import Costs, Linear
-from thinwire.core.pricing.profiles import builtin
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime, builtin
 from thinwire.core.program import Plan
 from thinwire.predict.choose import Map
 from thinwire.tools.cli.plan_answer import ddp_sentence
@@ -231,3 +231,38 @@ def test_the_first_line_is_the_answer_with_its_range_and_its_ground():
 def test_what_keeps_equal_weights_is_named_beside_local_steps():
     text = " ".join(run("resnet50", "--link", "1gbit", "--workers", "4").split())
     assert re.search(r"if weights must be equal after every step: acp:rank=32, [\d.]+ ms x [\d.]+ steps", text)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A profile of 0.1 million parameters, which compute for 2 ms."""
+    tensors = tuple(TensorTime(f"{i}.weight", (256, 128), 4e-4) for i in range(3))
+    (tmp_path / "small.json").write_text(ModelProfile("small", tensors, 8e-4).to_json())
+    return "small.json"
+
+
+def test_where_one_worker_alone_is_sooner_than_all_methods_the_answer_says_so(small):
+    words = (small, "--link", "1mbit", "--workers", "4", "--methods", "local:codec=int2,powersgd:rank=4")
+    text, found = " ".join(run(*words).split()), as_json(*words)
+    times = {entry["label"]: entry["speedup"] for entry in found["ranking"]["entries"]}
+    assert max(times, key=times.get) == "alone"
+    assert re.match(r"use one worker alone: about \d+ to \d+ times sooner at the same loss than DDP, ", text), text
+    assert found["answer"].startswith("use one worker alone: ")
+    assert "next: train on one machine; nothing has to be attached" in text
+    assert "tw.attach" not in text  # what takes a thousand times as long
+    assert "or with DDP" not in text
+    exact = " ".join(run(*words, "--no-lossy").split())
+    assert exact.startswith("use ssgd, ")
+
+
+def test_one_worker_alone_does_not_keep_weights_equal(small):
+    words = (small, "--link", "100mbit", "--workers", "4", "--methods", "local:codec=int2,powersgd:rank=4")
+    text = " ".join(run(*words).split())
+    assert text.startswith("use local codec=int2: ")
+    assert "if weights must be equal after every step: powersgd:rank=4, " in text
+
+
+def test_a_question_mark_is_explained_below_the_table():
+    said = "?: how many steps it needs is not known, so it is not recommended"
+    assert said in " ".join(run("resnet50", "--methods", "topk:density=0.01").split())
+    assert said not in " ".join(run("resnet50", "--methods", "cast:dtype=int8").split())

@@ -164,6 +164,7 @@ plan resnet50 --worth bad.json -> bad.json holds no table of steps to a loss as 
 plan nowhere.json -> nowhere.json cannot be read: No such file
 plan bad.json -> not a thinwire profile
 plan binary.json -> not a text file
+plan list.json -> list.json: this is not a thinwire profile: [] is not the fields of a ModelProfile
 plan huge.json -> huge.json: this is not a thinwire profile
 plan no_tensors.json -> no_tensors.json: the profile contains no gradients
 plan odd.json -> of 1 bytes
@@ -179,6 +180,9 @@ plan resnet50 --device-flops 0 -> device_flops
 plan resnet50 --batch-size 0 -> batch_size
 plan resnet50 --trace nowhere/trace.json -> --trace nowhere/trace.json
 plan resnet50 --out . -> --out .
+plan resnet50 --memory --out a.json -> --memory only counts: leave out --out
+plan resnet50 --memory --link 1gbit --map -> --memory only counts: leave out --link, --map
+plan resnet50 --shards 4 --dtype bf16 -> --shards, --dtype: these belong to --memory
 plan chargpt:layers=abc -> layers='abc' must be a whole number of at least 1
 plan chargpt:fused=3 -> fused=3 must be true or false
 plan chargpt:lr=nan -> lr='nan' must be a number above 0
@@ -228,6 +232,10 @@ lab run --kill 1:1s --restart 4s --stop 1:3s:1s -- true -> killed from 1 s until
 lab run --cut 1:1s:1s -- true -> --cut needs emulated links
 kfac plan -> give a model
 kfac plan resnet50 --schedules fast -> schedule='fast' is unknown
+kfac plan resnet50 --schedules '' -> --schedules '': give schedules separated by commas
+kfac plan resnet50 --schedules kaisa:1/0 -> schedule='kaisa:1/0' is unknown
+kfac calibrate --costs binary.json -> binary.json cannot be read: not a text file
+kfac calibrate --costs bad.json -> bad.json: this is not a file of thinwire costs
 kfac plan resnet50 --planner best -> planner='best' is unknown
 kfac plan resnet50 --factor-update-steps 0 -> --factor-update-steps 0 must be at least 1
 kfac plan resnet50 --workers 6 --schedules kaisa:1/4 -> use kaisa:1/6, kaisa:2/6
@@ -302,7 +310,7 @@ ps node --server 127.0.0.1:1 --slowdown nan -> --slowdown=nan must be
 ps node --server 127.0.0.1:1 --node -1 -> '--node'
 ps shard somewhere --index 0 -> host:port
 ps shard 127.0.0.1:1 --index -1 -> --index=-1 must be a whole number of at least 0
-ps replay nothing.jsonl -> does not exist
+ps replay nothing.jsonl -> nothing.jsonl is not a file
 """
 UNWRITABLE = """
 demo --quick
@@ -337,6 +345,7 @@ def files(tmp_path_factory):
         "own_raises.py": "1 / 0\n",
         "deep.json": "[" * 100_000,
         "bad.json": "{}",
+        "list.json": "[]",
         "huge.json": profile.to_json().replace('"dtype_bytes": 4', '"dtype_bytes": 1e999'),
         "no_tensors.json": ModelProfile("none", (), 1.0).to_json(),
         "odd.json": ModelProfile("odd", profile.tensors, 1.0, dtype_bytes=1).to_json(),

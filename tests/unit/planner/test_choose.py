@@ -250,6 +250,9 @@ def test_the_table_that_is_shipped(tmp_path):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="holds no table of steps to a loss as written by thinwire race"):
             read_worth(tmp_path / "bad.json")
+    (tmp_path / "short.json").write_text(json.dumps({"rows": [], "race": {"model": "mine:build"}}))
+    with pytest.raises(ValueError, match="tells the steps of no method: the race trained none, so race for"):
+        read_worth(tmp_path / "short.json")
     with pytest.raises(ValueError, match="cannot be read"):
         read_worth(tmp_path / "none.json")
 

@@ -177,11 +177,14 @@ def read_worth(path: Path) -> WorthOf:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         by = f"your race of {data['race']['model']}" if "race" in data else "your race"
-        return worth_from(_rows(data), by)
+        rows = _rows(data)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
         raise ValueError(f"{path} holds no table of steps to a loss as written by thinwire race") from error
+    if not rows:
+        raise ValueError(f"{path} tells the steps of no method: the race trained none, so race for more --minutes")
+    return worth_from(rows, by)
 
 
 def _rows(data: Any) -> tuple[MeasuredWorth, ...]:

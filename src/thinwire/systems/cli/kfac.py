@@ -138,18 +138,14 @@ def calibrate(
     from thinwire.core.pricing.costs import Costs
     from thinwire.predict.measure.kernels import KINDS, curve, inversion_points, sides
     from thinwire.tools.bench.device import check_device
+    from thinwire.tools.cli.plan_inputs import read_record
 
     check_output("--out", out)
     if not seconds > 0:
         raise ValueError(f"--seconds must be positive, not {seconds:g}")
     check_device(device)
     chosen = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    known = Costs({})
-    if costs is not None:
-        try:
-            known = Costs.from_json(costs.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{costs} cannot be read: {error.strerror}") from error
+    known = Costs({}) if costs is None else read_record(costs, Costs)
     name = torch.cuda.get_device_name(chosen) if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found = {}
     with (
@@ -176,7 +172,9 @@ def calibrate(
 def _schedules(text: str | None, world: int) -> list[str]:
     """Return the requested schedules; else all that fit and compute the same. (DP-KFAC is another algorithm.)"""
     if text is not None:
-        return [name.strip() for name in text.split(",") if name.strip()]
+        if not (named := [name.strip() for name in text.split(",") if name.strip()]):
+            raise ValueError(f"--schedules {text!r}: give schedules separated by commas, such as dkfac,spd")
+        return named
     return ["dkfac", "mpd", "spd", *(["kaisa:1/2"] if world > 2 and world % 2 == 0 else [])]
 
 

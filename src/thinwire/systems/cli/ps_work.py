@@ -221,7 +221,7 @@ def run_node(
 def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
     """Repeat a recorded run of a bench model. ``ValueError``: it is not a journal, or one of another program."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the file that --journal wrote")
+        raise ValueError(f"{path} is not a file: give the one that --journal wrote")
     journal = Journal.read(path)
     facts = journal.facts
     if "model" not in facts:

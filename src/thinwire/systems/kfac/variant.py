@@ -17,7 +17,7 @@ Number = TypeVar("Number", int, float)
 METHODS = ("inverse", "inverse_pi", "eigen")
 _COMMS = ("auto", *TRANSPORTS)
 _WORDS = {
-    "schedule": (r"dkfac|mpd|spd|dp|kaisa:(1(\.0*)?|0?\.\d+|1/\d+)", "dkfac, mpd, spd, kaisa:<fraction>, dp"),
+    "schedule": (r"dkfac|mpd|spd|dp|kaisa:(1(\.0*)?|0?\.\d+|1/[1-9]\d*)", "dkfac, mpd, spd, kaisa:<fraction>, dp"),
     "planner": (r"optimal|spd|layer|one|fixed:\d+(\.\d+)?MB", "optimal, spd, fixed:<MiB>MB, layer, one"),
     "inverse_rule": (r"cost|all|none|threshold:\d+", "cost, threshold:<side>, all, none"),
     "inverse_weight": ("cost|d|d2|d3", "cost, d, d2, d3"),

@@ -76,6 +76,13 @@ def plan(
     if model is None and profile is None:
         raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
     console = Console(quiet=json)
+    network = {"--link": link, "--delay": delay, "--costs": costs, "--workers": workers, "--worth": worth}
+    ignored = {**network, "--profile": profile, "--trace": trace, "--out": out, "--map": map, "--explain": explain}
+    if memory and (given := [option for option, value in ignored.items() if value]):
+        raise ValueError(f"--memory only counts: leave out {', '.join(given)}")
+    counting = {"--shards": shards != 1, "--sites": sites != 2, "--dtype": dtype != "fp32"}
+    if not memory and (given := [option for option, value in counting.items() if value]):
+        raise ValueError(f"{', '.join(given)}: these belong to --memory")
     if memory:
         from thinwire.tools.cli.plan_memory import show
 

@@ -17,7 +17,7 @@ from thinwire.core.records import plain
 from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, with_steps
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
 from thinwire.predict.timeline import simulate, write_trace
-from thinwire.predict.timeline.local_steps import Periodic
+from thinwire.predict.timeline.local_steps import PLAIN, Periodic
 from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.bench.words import arguments, attach_line, split_options
 from thinwire.tools.cli.console import plain_table, progress
@@ -25,6 +25,11 @@ from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
 
 _SHOWN = 12  # sizes of DDP's buckets in one line
+_WITHOUT_A_METHOD = {
+    "alone": ("one worker alone", "train on one machine; nothing has to be attached"),
+    "accumulate:every=4": ("DDP that accumulates 4 steps", "keep DDP, with no_sync() around three of four backwards"),
+}
+"""What to use and what to do next, by the labels of ``PLAIN``."""
 
 
 def answer_of(question: Question, console: Console, *, lossy: bool, buckets: bool, map: bool, trace: Path | None,
@@ -112,8 +117,11 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
             table.add_section()
             table.add_row(f"[dim]{name}[/dim]")
         for entry in entries:
-            mark = "bold" if entry == ranking.best else None
+            mark = "bold" if entry == answered(ranking) else None
             table.add_row(*_cells(entry), style=mark)
+    if any(entry.steps is None for entry in ranking.entries):
+        table.caption = "?: how many steps it needs is not known, so it is not recommended"
+        table.caption_justify = "left"
     return table
 
 
@@ -137,15 +145,23 @@ def _times(value: float | None) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 2 else f"{value:.2f}"
 
 
+def answered(ranking: Ranking) -> Entry:
+    """Return the recommendation; else what needs no method, if even at worst it is sooner at the loss."""
+    best = ranking.best
+    worst = {e.label: e.step_seconds * (e.most_steps or math.inf) for e in ranking.lossy if e.label in PLAIN}
+    first = min(worst, key=lambda label: worst[label], default=best.label)
+    return ranking.entry(first) if worst.get(first, math.inf) < best.step_seconds * (best.steps or 1.0) else best
+
+
 def first_answer(question: Question, ranking: Ranking) -> str:
     """One line: what to use, and how many times sooner: from the cautious ends of both bands to the middles."""
     if ranking.workers == 1:
         return "one worker: nothing is sent, so no method can help"
-    best, exact = ranking.best, min(ranking.exact, key=lambda entry: entry.step_seconds)
+    best, exact = answered(ranking), min(ranking.exact, key=lambda entry: entry.step_seconds)
     kinds = {"network": question.network_provenance, question.device.name: question.profile.provenance}
     assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
     ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"
-    use = f"use {best.label.replace(':', ' ')}"
+    use = f"use {_WITHOUT_A_METHOD[best.label][0] if best.label in PLAIN else best.label.replace(':', ' ')}"
     if best.exact or best.speedup is None:
         return f"{use}, {ground}"
     least = exact.low_seconds / (best.high_seconds * (best.most_steps or best.steps or 1.0))
@@ -156,12 +172,12 @@ def first_answer(question: Question, ranking: Ranking) -> str:
 
 
 def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
-    best, profile = ranking.best, question.profile
+    best, profile = answered(ranking), question.profile
     said = [ranking.sentence]
     equal = [
         f"if weights must be equal after every step: {e.label}, {with_steps(e.step_seconds, e.steps)}"
         for e in ranking.lossy
-        if e.every == 1 and e.steps is not None and not e.dense
+        if e.every == 1 and e.steps is not None and not e.dense and e.label not in PLAIN
     ]
     if best.every > 1:
         said += equal[:1]  # the soonest
@@ -179,13 +195,14 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     kinds = {curve.provenance for curve in question.costs().compute.values()}
     work = "measured" if kinds == {"measured here"} else f"assumed for {question.device.name}"
     said.append(
-        f"measured here: {ranking.measured_share:.0%} of the predicted step; model {profile.provenance} "
+        f"measured here: {best.measured_share:.0%} of the predicted step; model {profile.provenance} "
         f"({profile.source}), network {question.network_provenance}, methods' own work {work}"
     )
-    if ranking.measured_share < 0.5:
+    if best.measured_share < 0.5:
         said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
     said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
-    said.append(f"next: {attach_line(*split_options(best.label))}")
+    plain = _WITHOUT_A_METHOD.get(best.label)
+    said.append(f"next: {plain[1] if plain else attach_line(*split_options(best.label))}")
     return said
 
 
@@ -231,8 +248,8 @@ def _short(label: str) -> str:
 
 def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
     """Return ``{"label": ..., "arguments": ...}`` of the recommendation, or ``"why_not"`` instead; None: one rank."""
-    label = ranking.best.label
-    method, profile = dict(question.candidates).get(label), question.profile
+    label = answered(ranking).label
+    method, profile = dict(question.candidates).get(label), question.profile  # no method: one worker alone
     if method is None or ranking.workers == 1:
         return None
     if isinstance(method, Periodic):

@@ -133,7 +133,7 @@ def read_question(
     seconds = _START_SECONDS if delay is None else parse_delay(delay)
     lost, far = parse_loss(loss), max(0.0, seconds - _START_SECONDS)
     check_choice("--congestion", congestion, ("cubic", "bbr"))
-    measured = None if costs is None else _read(costs, Costs)
+    measured = None if costs is None else read_record(costs, Costs)
     worth_of = None if worth is None else read_worth(worth)
     network = measured is not None and link is None
     if network and (delay is not None or lost):
@@ -208,13 +208,13 @@ def read_model(
         if value is not None:
             raise ValueError(f"{option} is for the built-in models; a measured model has its own times")
     if profile is not None:
-        found = _read(profile, ModelProfile)
+        found = read_record(profile, ModelProfile)
         if model is not None and found.name not in (model, model.partition(":")[0]):
             raise ValueError(f"{profile} is the profile of {found.name!r}, not of {model!r}: leave one of them out")
         return found, None
     assert model is not None
     if model.endswith(".json") or (Path(model).is_file() and not model.endswith(".py")):
-        return _read(Path(model), ModelProfile), None
+        return read_record(Path(model), ModelProfile), None
     return _measure(model)
 
 
@@ -240,7 +240,7 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
     return found, load.record
 
 
-def _read(path: Path, kind: type[_Readable]) -> _Readable:
+def read_record(path: Path, kind: type[_Readable]) -> _Readable:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

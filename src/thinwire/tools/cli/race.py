@@ -126,7 +126,7 @@ def race(
     if json:
         typer.echo(json_module.dumps(data, indent=2))
     console.print(race_table(found))
-    for line in _basis(found):
+    for line in basis(found):
         console.print(line, style="dim", markup=False, highlight=False)
     next_line = f"next: {data['race']['next']}"
     for line in (*data["race"]["sentences"], next_line, f"written: {', '.join(map(str, written))}"):
@@ -139,7 +139,7 @@ def _title(found: RaceResult) -> str:
     return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers, {link}"
 
 
-def _basis(found: RaceResult) -> list[str]:
+def basis(found: RaceResult) -> list[str]:
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
     if not found.needed:
@@ -147,7 +147,8 @@ def _basis(found: RaceResult) -> list[str]:
             "steps: to the loss, relative to DDP, and from least to most over seeds; x DDP: times faster to it than DDP"
         )
     if found.finals:
-        said.append("loss: held out, at the end; way: from one worker alone, 0, to DDP, 1; its steps see half the data")
+        share = "half the data" if found.asked.workers == 2 else f"1/{found.asked.workers} of the data"
+        said.append(f"loss: held out, at the end; way: from one worker alone, 0, to DDP, 1; its steps see {share}")
     if found.known and not found.trained:
         said.append(f"all {found.known} runs were known from an earlier race, and none was trained again")
     elif found.known:
