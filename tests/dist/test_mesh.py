@@ -339,7 +339,7 @@ def _refused(rank, size):
     [
         (("ours/a", "other/x"), "cannot be trusted: another authority signed it"),
         (("ours/a", None), "THINWIRE_KEYS"),
-        (("ours/a", "ours"), "is not a file; thinwire keys new makes"),
+        (("ours/a", "ours"), "cannot be read (No such file or directory); thinwire keys new makes"),
     ],
 )
 def test_who_has_no_keys_of_this_authority_is_not_let_in(keys, names, words):
