@@ -83,6 +83,38 @@ def test_a_group_that_was_destroyed_is_named():
         assert "destroy_process_group() was called" in said
 
 
+def _closed_late(rank, size, before):
+    def attached():
+        net = cases.model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return net, optimizer, tw.attach(net, optimizer, "ssgd", timeout=30)
+
+    def step(net, optimizer, _):
+        net(torch.full((2, 24), rank + 1.0)).sum().backward()
+        optimizer.step()
+        return [p.detach().clone() for p in net.parameters()]
+
+    old, store = attached(), torch.distributed.distributed_c10d._get_default_store()
+    torch.distributed.destroy_process_group()
+    again = torch.distributed.PrefixStore("again", store)
+    torch.distributed.init_process_group("gloo", store=again, rank=rank, world_size=size)
+    handles = [] if before else [attached()]
+    old[-1].close()
+    handles += [attached() for _ in range(2)]  # one would have its groups from the second, if not from the old handle
+    found = [step(*handle) for handle in handles]
+    for *_, sync in handles:
+        sync.close()
+    return found
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("sockets", ["1", "2"])
+def test_a_handle_that_is_closed_after_its_groups_were_destroyed_spoils_no_later_one(before, sockets, monkeypatch):
+    monkeypatch.setenv("THINWIRE_SOCKETS", sockets)
+    first, second = run(_closed_late, 2, before, fresh=True)
+    assert all(torch.equal(x, y) for mine, theirs in zip(first, second) for x, y in zip(mine, theirs))
+
+
 def _killed(rank, size, victim, step_of_death, how):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

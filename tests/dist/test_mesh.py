@@ -140,7 +140,7 @@ def _asks(rank, size):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("wish", ["0", "17", "many"])
+@pytest.mark.parametrize("wish", ["0", "17", "many", "²"])
 def test_a_number_of_sockets_that_cannot_be_is_refused(wish):
     assert run(_with_sockets, 2, wish, _asks) == [f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to 16"] * 2
 
@@ -315,7 +315,9 @@ def test_addresses_of_version_six():
     [
         ("THINWIRE_PORTS", "9-3", "must be two ports such as 30000-30100"),
         ("THINWIRE_PORTS", "1-x", "must be two ports such as 30000-30100"),
-        ("THINWIRE_ADVERTISE", "x" * 300, "is too long for a name or an address"),
+        ("THINWIRE_PORTS", "²-³", "must be two ports such as 30000-30100"),
+        ("THINWIRE_ADVERTISE", 30 * "name.of.mine", "is too long for a name or an address"),
+        ("THINWIRE_ADVERTISE", "no..name", "is neither a name nor an address"),
     ],
 )
 def test_wishes_that_cannot_be_are_refused_in_one_sentence(name, value, words, monkeypatch):
@@ -337,7 +339,7 @@ def _refused(rank, size):
     [
         (("ours/a", "other/x"), "cannot be trusted: another authority signed it"),
         (("ours/a", None), "THINWIRE_KEYS"),
-        (("ours/a", "ours"), "is not a file; thinwire keys new makes"),
+        (("ours/a", "ours"), "cannot be read (No such file or directory); thinwire keys new makes"),
     ],
 )
 def test_who_has_no_keys_of_this_authority_is_not_let_in(keys, names, words):

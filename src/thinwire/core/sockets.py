@@ -44,6 +44,14 @@ def _ready(ends: Iterable[_End], seconds: float, events: int) -> list[_End]:
         return [key.data for key, _ in selector.select(seconds)]
 
 
+def check_name(host: str, what: str = "host ") -> None:
+    """Raise ``ValueError`` for what Python cannot look up, with an error about its encoding; ``what`` it is."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"{what}{host!r} is neither a name nor an address") from None
+
+
 def server_at(address: str, ports: Iterable[int], backlog: int | None = None) -> socket.socket | None:
     """Return a server at the first of the ports that is free, 0 being any; None: none is."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

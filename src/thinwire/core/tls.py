@@ -45,8 +45,13 @@ class Credentials:
         for name in ("certificate", "key", "ca"):
             path = Path(getattr(self, name))
             object.__setattr__(self, name, path)
-            if not path.is_file():
-                raise ValueError(f"{name}: {path} is not a file; thinwire keys new makes a directory for each machine")
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise ValueError(
+                    f"{name}: {path} cannot be read ({error.strerror}); thinwire keys new makes a directory for each "
+                    "machine, with a key that only its owner can read"
+                ) from error
         if self.fingerprint is not None:
             object.__setattr__(self, "fingerprint", self.fingerprint.replace(":", "").strip().lower())
         if self.fingerprint is not None and len(self.fingerprint) != 64:

@@ -268,6 +268,25 @@ def test_before_it_serves_a_listener_tells_its_notes_and_lets_others_wait():
     there.listener.close()
 
 
+def test_a_listener_at_an_address_of_version_six_is_found(inn):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    there = inn(host="::1")
+    for host in ("::1", "[::1]"):
+        caller = Caller(f"{host}:{there.listener.port}", NODE)
+        assert (caller.note("a"), caller.found_at) == ("b", "::1")
+
+
+@pytest.mark.parametrize("host", ["no..name", "x" * 64])
+def test_what_can_be_no_name_is_refused_as_such(host):
+    with pytest.raises(ValueError, match=f"host '{host}' is neither a name nor an address"):
+        ListeningPort(0, host, lambda *_: None)
+    with pytest.raises(ValueError, match=f"host '{host}' is neither a name nor an address"):
+        Caller(f"{host}:29400", NODE)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "a.example.org", ""])
 def test_no_other_address_without_a_secret(host):
     with pytest.raises(ValueError, match=r"--secret-file FILE, THINWIRE_SECRET_FILE or secret=.*--insecure"):

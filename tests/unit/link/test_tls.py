@@ -1,6 +1,8 @@
 """TLS between two processes: who is let in by certificates, what each is told, and what crosses the socket."""
 
+import os
 import queue
+import shutil
 import socket
 import ssl
 from dataclasses import replace
@@ -192,7 +194,19 @@ def test_keys_or_a_secret(keys):
     check_host("0.0.0.0", credentials, False)
     with pytest.raises(ValueError, match="not both"):
         find_trust(SECRET, keys / "ours" / "a")
-    with pytest.raises(ValueError, match=r"certificate: .*identity.crt is not a file; thinwire keys new"):
+    with pytest.raises(ValueError, match=r"certificate: .*identity.crt cannot be read \(No such .*thinwire keys new"):
         find_trust(keys=keys / "ours")
     with pytest.raises(ValueError, match="64 hex digits"):
         credentials.pinned("ab")
+
+
+def test_keys_of_another_user_are_named_as_such(keys, tmp_path):
+    folder = shutil.copytree(keys / "ours" / "a", tmp_path / "a")
+    (folder / "identity.key").chmod(0)
+    if os.geteuid() == 0:  # who may read everything
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ValueError, match=r"identity\.... cannot be read \(Permission denied\)"):
+            Credentials.of(folder)
+    finally:
+        os.seteuid(os.getuid())

@@ -157,6 +157,8 @@ class Lanes:
         self._leases: list[tuple[tuple[Any, ...], dist.ProcessGroup]] = []
         self._leased_meshes: list[tuple[tuple[Any, ...], Mesh]] = []
         self._first: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        _fresh_pool()
+        self._owner = _pool_owner
 
     def get(
         self, purpose: str, scope: Scope, round_: int, *, bidirectional: bool = False, mesh_only: bool = False
@@ -237,12 +239,17 @@ class Lanes:
         return dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend, use_local_synchronization=True)
 
     def release(self, *, broken: bool = False) -> None:
-        """Give the groups back to the pool; ``broken`` ones (an error may have left ops in flight) are dropped."""
+        """Give the groups back to the pool; drop those that were destroyed, and ``broken`` ones.
+
+        An error may have left ops of these in flight.
+        """
         _fresh_pool()
+        broken = broken or self._owner is not _pool_owner
         for key, mesh in self._leased_meshes:
             if broken:
                 mesh.close()
-                if bundled.pop(key, None) is not None:
+                if key in bundled and bundled[key].bundles is mesh.bundles:
+                    del bundled[key]
                     meshes.pop(key, None)  # they were over the same sockets
             else:
                 meshes.setdefault(key, []).append(mesh)

@@ -37,7 +37,7 @@ from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
 from thinwire.core.collectives.wires import Wire, active_sockets, congestion_control, wanted_sockets
 from thinwire.core.program.bucket import working_dtype
-from thinwire.core.sockets import MESH_RANKS, SOCKETS, TOKEN_BYTES, readable, server_at, writable
+from thinwire.core.sockets import MESH_RANKS, SOCKETS, TOKEN_BYTES, check_name, readable, server_at, writable
 from thinwire.core.tls import Credentials, in_words
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _ports() -> Iterable[int]:
     if not (named := os.environ.get("THINWIRE_PORTS")):
         return (0,)
     first, _, last = named.partition("-")
-    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last) < 65536):
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536):
         raise ValueError(f"THINWIRE_PORTS={named!r} must be two ports such as 30000-30100")
     return range(int(first), int(last) + 1)
 
@@ -326,6 +326,7 @@ def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
         return b""
     host, port = server.getsockname()[:2]
     host = os.environ.get("THINWIRE_ADVERTISE") or host
+    check_name(host, "THINWIRE_ADVERTISE=")  # the others would not know whose it is
     if len(where := f"{host}:{port}".encode()) > _ENDPOINT_BYTES - TOKEN_BYTES:
         raise ValueError(f"THINWIRE_ADVERTISE={host!r} is too long for a name or an address")
     return token + where

@@ -94,7 +94,7 @@ def is_long(connections: Collection[socket.socket]) -> bool:
 def wanted_sockets(connections: Collection[socket.socket]) -> int:
     """Return how many sockets to another process a wire like these wants: 1, unless it is long or the user asks."""
     wish = os.environ.get("THINWIRE_SOCKETS")
-    if wish and (not wish.isdigit() or not 1 <= int(wish) <= SOCKETS):
+    if wish and (not wish.isdecimal() or not 1 <= int(wish) <= SOCKETS):
         raise ValueError(f"THINWIRE_SOCKETS={wish!r} must be a whole number from 1 to {SOCKETS}")
     if not hasattr(select, "epoll") or not (wish or is_long(connections)):
         return 1

@@ -51,6 +51,8 @@ Executor = ThreadExecutor | StreamExecutor | AloneExecutor
 Names = Sequence[Sequence[str]]
 """For each bucket of a step, the names of what it contains."""
 logger = logging.getLogger("thinwire")
+_PLACE = re.compile(r"^\[[^\]]*\]\s*((?<=\] )\S+ [!=<>]+ \S+\. \S+ vs \S+\. )?")
+"""Where in its source Gloo has failed, and by which comparison; the system's words follow."""
 _numbers: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -366,8 +368,8 @@ class Alone(Communicator):
 def _cause(error: BaseException, who: str) -> tuple[str, str]:
     if not dist.is_initialized():
         who = "since destroy_process_group() was called, there is no group to exchange over"
-    first = str(error).split("\n")[0].split(". ")[0]  # Gloo appends advice, and a greeting
-    text = re.sub(r"^\[[^\]]*\]\s*", "", first)[:200].rstrip(". ")
+    first = _PLACE.sub("", str(error).split("\n")[0])
+    text = first.split(". ")[0][:200].rstrip(". ")  # Gloo appends advice, and a greeting
     return type(error).__name__, f"{text}. {who[0].upper()}{who[1:]}."
 
 

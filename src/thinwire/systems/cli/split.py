@@ -150,12 +150,13 @@ def cloud(
     json: Json = False,
 ) -> None:
     """Be the cloud: wait for an edge, train this half with it, and end when it says goodbye."""
+    from thinwire.systems.link.listener import split_address
     from thinwire.systems.split import split_finetune
     from thinwire.systems.split.surgery import half_file, read_facts
 
     check_output("--out", out)
     facts = read_facts(half_file(half, "cloud"), "cloud")
-    address, recipe = read_address(listen), recipe_of(facts["notes"])
+    address, recipe = split_address(listen), recipe_of(facts["notes"])
     trust = read_keys(keys, fingerprint, address[0], insecure)
     with _steps(f"the cloud's half of {facts['class']}") as on_step:
         report = split_finetune(
@@ -184,6 +185,7 @@ def edge(
     json: Json = False,
 ) -> None:
     """Be the edge: read the data, lead the training, evaluate the result."""
+    from thinwire.systems.link.listener import split_address
     from thinwire.systems.split import SplitPlan, split_finetune
     from thinwire.systems.split.surgery import half_file, read_facts
 
@@ -191,7 +193,7 @@ def edge(
     facts = read_facts(half_file(half, "edge"), "edge")
     leaves = SplitPlan.from_json(facts["plan"]).leaves
     recipe = recipe_of(facts["notes"])
-    address, (place, count) = read_address(cloud), read_share(share)
+    address, (place, count) = split_address(cloud), read_share(share)
     trust = read_keys(keys, fingerprint, address[0], insecure)
     task = task_of(facts["notes"], data, tokenizer)
     if count > len(task.train):
@@ -417,13 +419,6 @@ def read_link(up: str, down: str | None, latency: str) -> Link:
     from thinwire.tools.lab import parse_delay, parse_rate
 
     return Link(parse_rate(up), parse_rate(down or up), parse_delay(latency))
-
-
-def read_address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"address {text!r} is not host:port: use for example cloud.example.org:7443")
-    return host.strip("[]"), int(port)
 
 
 def read_keys(directory: Path | None, fingerprint: str | None, host: str, insecure: bool) -> Credentials | None:

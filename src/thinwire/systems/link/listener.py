@@ -18,7 +18,7 @@ from functools import partial
 from thinwire.core.collectives.bundle import Ask
 from thinwire.core.collectives.wires import ask_for_control
 from thinwire.core.errors import NotAdmitted, PairError
-from thinwire.core.sockets import TOKEN_BYTES, not_for_children
+from thinwire.core.sockets import TOKEN_BYTES, check_name, not_for_children
 from thinwire.systems.link.duplex import Duplex, dial, end_of
 from thinwire.systems.link.hello import (
     AGAIN,
@@ -59,13 +59,15 @@ class ListeningPort:
         most: int = MOST_UNKNOWN,
     ) -> None:
         check_port(port)
+        check_name(host)
         with socket.socket() as probe:
             ask_for_control([probe])  # refuse now what no connection could use
         self._hear, self._seconds, self._most = hear, seconds, most
         self._unknown: dict[Duplex, None] = {}  # the oldest first
         self._lock = threading.Lock()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            server = socket.create_server((host, port), backlog=MOST_UNKNOWN)
+            server = socket.create_server((host, port), family=family, backlog=MOST_UNKNOWN)
         except OSError as error:
             advice = "choose another or end the program using it" if port else "is that an address of this machine?"
             raise PairError(f"port {port} of {host} cannot be used ({error.strerror}): {advice}") from error
@@ -425,8 +427,10 @@ def _call(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split ``host:port`` into its two values. ``ValueError``: the text has another form."""
+    """Split ``host:port`` into its two values; ``[::1]:port`` too. ``ValueError``: the text has another form."""
     host, colon, port = address.rpartition(":")
+    host = host.strip("[]")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(f"address {address!r} is not a host:port, such as 10.0.0.1:29400")
+    check_name(host)
     return host, int(port)
