@@ -314,7 +314,7 @@ def _silent(rank, size):
 def test_a_silent_rank_is_named():
     message, _ = run(_silent, 2)
     assert "the exchange failed at step 3" in message
-    assert "Rank 1 did not report: dead or late" in message
+    assert "Rank 1 did not report: dead, late or done already" in message
 
 
 KEPT = [("acp", {"rank": 2}), ("topk", {"density": 0.1}), ("dgc", {"density": 0.1}), ("hitopk", {"density": 0.1}),

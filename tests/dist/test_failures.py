@@ -187,7 +187,7 @@ def _gone_before_an_answer(rank, size):
 def test_who_does_not_answer_is_named_wherever_it_is_asked():
     said = run(_gone_before_an_answer, 2, expect_exit={1: -signal.SIGKILL})[0]
     assert said.startswith("rank 0: gathering failed: RuntimeError: ")
-    assert said.endswith("Rank 1 did not report: dead or late.")
+    assert said.endswith("Rank 1 did not report: dead, late or done already.")
     assert said.count(". ") == 1  # what happened, and who
 
 
@@ -210,7 +210,7 @@ def _absent(rank, size):
 def test_a_rank_that_does_not_come_to_attach_is_named():
     for rank, message in enumerate(run(_absent, 3, fresh=True)[:2]):
         assert message.startswith(f"rank {rank}: connecting failed: ")
-        assert message.endswith("Rank 2 did not report: dead or late.")
+        assert message.endswith("Rank 2 did not report: dead, late or done already.")
         assert "\n" not in message
 
 

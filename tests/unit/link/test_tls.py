@@ -204,7 +204,10 @@ def test_keys_of_another_user_are_named_as_such(keys, tmp_path):
     folder = shutil.copytree(keys / "ours" / "a", tmp_path / "a")
     (folder / "identity.key").chmod(0)
     if os.geteuid() == 0:  # who may read everything
-        os.seteuid(65534)
+        try:
+            os.seteuid(65534)
+        except OSError:
+            pytest.skip("no other user in this namespace")
     try:
         with pytest.raises(ValueError, match=r"identity\.... cannot be read \(Permission denied\)"):
             Credentials.of(folder)

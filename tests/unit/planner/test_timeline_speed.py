@@ -1,5 +1,7 @@
+"""Planning stays quick for models of a thousand tensors: counted in calls of Python, which no busy machine changes."""
+
 import random
-import time
+import sys
 
 import pytest
 
@@ -20,20 +22,27 @@ def profile_of(shapes):
     return ModelProfile("thousand", tensors, 0.05)
 
 
-def seconds_of(chosen, profile, workers=WORKERS):
-    first = method("acp", compress="matrices")  # torch loads its rules of shapes: seconds, once per process
-    simulate(first, profile_of([(64, 64), (65, 64)]), Topology(2), Costs.of_link(1e9, 1e-4, 2))
-    begin = time.process_time()  # not what other processes take
-    simulate(chosen, profile, Topology(workers), Costs.of_link(1e9, 1e-4, workers))
-    return time.process_time() - begin
+def calls_of(chosen, profile, workers=WORKERS):
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        simulate(chosen, profile, Topology(workers), Costs.of_link(1e9, 1e-4, workers))
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 @pytest.mark.parametrize("fusion", ["auto", "none"])
 def test_a_thousand_different_tensors(fusion):
     draw = random.Random(0)
-    took = seconds_of(SSGD(fusion=fusion), profile_of([(draw.randint(64, 1024), 512) for _ in range(1000)]))
-    print(f"ssgd, fusion={fusion}: {took:.2f} s")
-    assert took < 1
+    calls = calls_of(SSGD(fusion=fusion), profile_of([(draw.randint(64, 1024), 512) for _ in range(1000)]))
+    print(f"ssgd, fusion={fusion}: {calls} calls")
+    assert calls < 300_000
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -41,6 +50,6 @@ def test_a_thousand_tensors_of_a_few_shapes(name):
     shapes = [(64 * (1 + i % 12), 512) for i in range(1000)]
     sparse = name.endswith("topk") or name == "omgs"
     chosen = method(name, fusion="none", **({"density": 0.001} if sparse else {}))
-    took = seconds_of(chosen, profile_of(shapes), 127 if name == "terngrad" else WORKERS)  # int8 sums
-    print(f"{name}: {took:.2f} s")
-    assert took < (2 if name == "gtopk" else 1)  # 15 exchanges a bucket
+    calls = calls_of(chosen, profile_of(shapes), 127 if name == "terngrad" else WORKERS)  # int8 sums
+    print(f"{name}: {calls} calls")
+    assert calls < (2_000_000 if name == "gtopk" else 500_000)  # 15 exchanges a bucket

@@ -145,7 +145,7 @@ class LateRanks:
         if missing:
             named = ", ".join(f"rank {self._ranks[place]}" for place in missing[:_MOST_NAMED])
             more = f" and {len(missing) - _MOST_NAMED} others" if len(missing) > _MOST_NAMED else ""
-            left.append(f"{named}{more} did not report: dead or late")
+            left.append(f"{named}{more} did not report: dead, late or done already")
         if left:
             return "; ".join(left)
         places: dict[str, list[int]] = {}
