@@ -29,15 +29,15 @@ def _train(folder, steps):
 
 @pytest.mark.timeout(1300)
 def test_the_pages_training_and_its_continuation(tmp_path):
-    said = _train(tmp_path, 32)
-    first, second = (float(loss) for loss in re.findall(r"loss ([0-9.]+)", said))
-    assert 1.5 < second < first + 0.1 < 3.0  # 5.5 at the first step: the logarithm of 256 bytes
+    said = _train(tmp_path, 16)
+    (first,) = (float(loss) for loss in re.findall(r"loss ([0-9.]+)", said))
+    assert 1.5 < first < 3.0  # 5.5 at the first step: the logarithm of 256 bytes
     sent, every = map(float, re.search(r"site: ([0-9.]+) MB; after every step it would be ([0-9]+) MB", said).groups())
-    assert every / sent > 50
+    assert every / sent > 40
+    said = _train(tmp_path, 32)
+    assert "continued from step 16" in said
+    assert float(re.search(r"step 32: loss ([0-9.]+)", said)[1]) < first + 0.1
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000016", "step-000032"]
-    said = _train(tmp_path, 48)
-    assert "continued from step 32" in said
-    assert float(re.search(r"step 48: loss ([0-9.]+)", said)[1]) < 2.6
 
 
 def test_the_pages_count_of_memory(monkeypatch):
