@@ -52,12 +52,15 @@ def check_name(host: str, what: str = "host ") -> None:
         raise ValueError(f"{what}{host!r} is neither a name nor an address") from None
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def server_at(address: str, ports: Iterable[int], backlog: int | None = None) -> socket.socket | None:
     """Return a server at the first of the ports that is free, 0 being any; None: none is."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
         with suppress(OSError):
-            return socket.create_server((address, port), family=family, backlog=backlog)
+            return socket.create_server((address, port), family=family_of(address), backlog=backlog)
     return None
 
 

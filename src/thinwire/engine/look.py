@@ -14,7 +14,7 @@ gradients) and files that are saved between steps hold weights that have not bee
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ class LookAhead:
         self._slow = {n: torch.zeros_like(p, dtype=working_dtype(p.dtype)) for n, p in parameters.items()}
         self._begun = {n: p.detach().clone() for n, p in parameters.items()}  # before their last look
         self._names, self._due = {id(p): n for n, p in parameters.items()}, set(parameters)
-        self._forward = BeforeForward(model, lambda: self._ahead(list(self._parameters)))
+        self._forward = BeforeForward(model, lambda: self._ahead(self._parameters))
         begins, ended = weakref.WeakMethod(self._step_begins), weakref.WeakMethod(self._stepped)
         self._handles = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: _told(begins, optimizer)),
@@ -122,10 +122,11 @@ class LookAhead:
         return [n for n in names if n is not None]
 
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._ahead(self._own(optimizer))
+        if self._due:  # not after a forward
+            self._ahead(self._own(optimizer))
 
     @torch.no_grad()
-    def _ahead(self, candidates: Sequence[str]) -> None:
+    def _ahead(self, candidates: Iterable[str]) -> None:
         names = [n for n in candidates if n in self._due and self._parameters[n].requires_grad]
         if names:
             weights = [self._parameters[n].detach() for n in names]

@@ -18,7 +18,7 @@ from functools import partial
 from thinwire.core.collectives.bundle import Ask
 from thinwire.core.collectives.wires import ask_for_control
 from thinwire.core.errors import NotAdmitted, PairError
-from thinwire.core.sockets import TOKEN_BYTES, check_name, not_for_children
+from thinwire.core.sockets import TOKEN_BYTES, check_name, family_of, not_for_children
 from thinwire.systems.link.duplex import Duplex, dial, end_of
 from thinwire.systems.link.hello import (
     AGAIN,
@@ -65,9 +65,8 @@ class ListeningPort:
         self._hear, self._seconds, self._most = hear, seconds, most
         self._unknown: dict[Duplex, None] = {}  # the oldest first
         self._lock = threading.Lock()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            server = socket.create_server((host, port), family=family, backlog=MOST_UNKNOWN)
+            server = socket.create_server((host, port), family=family_of(host), backlog=MOST_UNKNOWN)
         except OSError as error:
             advice = "choose another or end the program using it" if port else "is that an address of this machine?"
             raise PairError(f"port {port} of {host} cannot be used ({error.strerror}): {advice}") from error

@@ -111,13 +111,13 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
         title += f", {question.ranks_per_node} per machine"
     columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "x")
     title = f"{title}, {question.describe_network()}\nx: times faster to a loss than exact averaging"
-    table = plain_table(title, columns, ("bound by",), close=True)
+    table, best = plain_table(title, columns, ("bound by",), close=True), answered(ranking)
     for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
         if entries:
             table.add_section()
             table.add_row(f"[dim]{name}[/dim]")
         for entry in entries:
-            mark = "bold" if entry == answered(ranking) else None
+            mark = "bold" if entry == best else None
             table.add_row(*_cells(entry), style=mark)
     if any(entry.steps is None for entry in ranking.entries):
         table.caption = "?: how many steps it needs is not known, so it is not recommended"
