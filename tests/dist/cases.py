@@ -60,6 +60,16 @@ def said(call):
     return ""
 
 
+def spread(net):
+    """How far the ranks' weights are from rank 0's, at most."""
+    mine = torch.cat([x.detach().reshape(-1) for x in net.parameters()])
+    first = mine.clone()
+    torch.distributed.broadcast(first, 0)
+    most = (mine - first).abs().max()
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return float(most)
+
+
 def train(rank, steps, method, options=None, attach=None, net=None, lr=0.05, momentum=0.9):
     """Train through attach. Returns (model, sync)."""
     net = model() if net is None else net

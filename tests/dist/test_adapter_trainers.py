@@ -242,7 +242,44 @@ class InLightning:
             "twice": self.fitted_twice(),
             "checkpoint": (sorted({key.split("/")[1] for key in saved if key.startswith("residual/")}), saved["step"]),
             "dropped": self.dropped(),
+            "averaged": [self.averaged(Path(folder, f"ema {first}"), first) for first in (True, False)],
+            "their own average": self.of_their_own(),
         }
+
+    def averaged(self, at, first):
+        """Local steps beside Lightning's EMA: it is one of the outer weights, and a resume goes on with it."""
+        from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+        from thinwire.adapters.lightning import ThinwireCallback
+
+        def stepped(module, outputs, batch, index):
+            if module.trainer.global_step == 1 + len(by_hand):
+                with callback.sync.outer_weights():
+                    outer, last = _clones(module), by_hand[-1] if by_hand else None
+                by_hand.append(outer if last is None else [0.9 * a + 0.1 * b for a, b in zip(last, outer)])
+
+        def validation_step(module, batch, index):
+            if by_hand and index == 0:
+                seen.append(max(float((a - b).abs().max()) for a, b in zip(_clones(module), by_hand[-1])))
+
+        ends = []
+        for path in (None, at / "epoch=0.ckpt"):
+            by_hand, seen = [], []
+            callback, ema = ThinwireCallback("local", sync_every=3, codec="int8"), EMAWeightAveraging(decay=0.9)
+            keep = ModelCheckpoint(at, filename="{epoch}", save_top_k=-1)
+            net = self.make(validation_step=validation_step, on_train_batch_end=stepped)
+            trainer = self.trainer([callback, ema, keep] if first else [ema, callback, keep], 2)
+            trainer.fit(net, _loader(), _loader(), ckpt_path=path)
+            ends.append((torch.cat([x.reshape(-1) for x in _clones(net)]).numpy(), seen))
+        return ends
+
+    def of_their_own(self):
+        from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+        from thinwire.adapters.lightning import ThinwireCallback
+
+        trainer = self.trainer([ThinwireCallback("local", sync_every=3), StochasticWeightAveraging(0.01)], 1)
+        return sentence(lambda: trainer.fit(self.make(), _loader()))
 
     def manually(self):
         """Under manual optimization Lightning switches DDP's averaging on for every backward."""
@@ -631,6 +668,12 @@ def test_lightning(two):
         assert steps == 2 * STEPS
         assert after_exception == {}
         assert result["checkpoint"] == (["0", "1"], STEPS)
+        for place, ((end, seen), (resumed, _)) in enumerate(result["averaged"]):
+            assert len(seen) == 2
+            assert max(seen) < 1e-6
+            assert (end == resumed).all()
+            assert (end == results[0]["averaged"][place][0][0]).all()
+        assert "use lightning.pytorch.callbacks.WeightAveraging" in result["their own average"]
         assert result["dropped"].startswith("ValueError: the strategy was given ddp_comm_hook=, which it drops on cpu")
 
 

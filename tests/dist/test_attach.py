@@ -3,6 +3,7 @@
 import cases
 import pytest
 import torch
+import torch.distributed as dist
 
 import thinwire as tw
 from spawned import run
@@ -87,3 +88,20 @@ def test_every_method_equals_local_world():
         for rank, residuals in enumerate(world.residuals()):
             for n, value in residuals.items():
                 torch.testing.assert_close(results[rank][index][2][n], value, **near)
+
+
+def _in_more_groups(rank, size):
+    """A rank may be in groups of its own, as for logging."""
+    for _ in range(2 * rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    pair = dist.new_group([0, 2])
+    found = [cases.weights(cases.train(rank, 3, "ssgd", attach={"timeout": 20})[0])]
+    if rank != 1:
+        found.append(cases.weights(cases.train(rank, 3, "topk", {"density": 0.1}, attach={"timeout": 20, "process_group": pair})[0]))
+    return found
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_meet():
+    zero, one, two = run(_in_more_groups, 3)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(zero[0], one[0], two[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(zero[1], two[1], strict=True))

@@ -288,6 +288,53 @@ def test_one_rank_sends_nothing():
     assert "acp runs as ssgd" in note
 
 
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.always, self.sometimes = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x, use):
+        y = self.always(x)
+        return (y + self.sometimes(x) if use else y).square().mean()
+
+
+def _owed(state, size):
+    """What ranks owe to the layer that is used sometimes, as a mean."""
+    owed = state.state.residuals["sometimes.weight"].double().clone()
+    torch.distributed.all_reduce(owed)
+    return owed / size
+
+
+def _unused(rank, size, to_none):
+    """The layer is used by both ranks, by one, or by none."""
+    net = Sometimes()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    state, hook = tw.ddp_hook("topk", density=0.1, start_compression_step=0)
+    state.learn_names(net)
+    ddp.register_comm_hook(state, hook)
+    worst = []
+    for step in range(9):
+        use, before = (step % 3 == 0 or (step % 3 == 1 and rank == 0)), _owed(state, size) if step else 0.0
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        own = torch.autograd.grad(net(x, True), net.sometimes.weight)[0].double() if use else torch.zeros(8, 8).double()
+        torch.distributed.all_reduce(own)
+        ddp(x, use).backward()
+        grad = net.sometimes.weight.grad
+        applied = 0.0 if grad is None else grad.double().clone()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        worst.append(float((before + own / size - applied - _owed(state, size)).abs().max()))
+    return max(worst)
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_what_is_owed_to_a_parameter_that_no_rank_uses_stays_owed(to_none):
+    for lost in run(_unused, 2, to_none):
+        assert lost < 1e-7
+
+
 def _silent(rank, size):
     net = cases.model()
     ddp = DistributedDataParallel(net, bucket_cap_mb=SMALL)

@@ -187,7 +187,7 @@ def _gone_before_an_answer(rank, size):
 def test_who_does_not_answer_is_named_wherever_it_is_asked():
     said = run(_gone_before_an_answer, 2, expect_exit={1: -signal.SIGKILL})[0]
     assert said.startswith("rank 0: gathering failed: RuntimeError: ")
-    assert said.endswith("Rank 1 did not report: dead, late or done already.")
+    assert said.endswith(SILENT.format(1))
     assert said.count(". ") == 1  # what happened, and who
 
 
@@ -210,7 +210,7 @@ def _absent(rank, size):
 def test_a_rank_that_does_not_come_to_attach_is_named():
     for rank, message in enumerate(run(_absent, 3, fresh=True)[:2]):
         assert message.startswith(f"rank {rank}: connecting failed: ")
-        assert message.endswith("Rank 2 did not report: dead, late or done already.")
+        assert message.endswith(SILENT.format(2))
         assert "\n" not in message
 
 
@@ -330,6 +330,17 @@ def test_world_size_one_compresses_nothing_and_says_so():
         assert sync.stats().bytes_sent == 0
 
 
+@pytest.mark.parametrize("method", ["ssgd", "local"])
+def test_a_group_that_was_forgotten_under_a_launcher_is_asked_for(method, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert "WORLD_SIZE is 2, but there is no process group" in cases.said(lambda: tw.attach(net, optimizer, method))
+    with tw.attach(net, optimizer, method, topology=tw.Topology(1)) as sync:
+        assert sync.stats().world_size == 1
+
+
+SILENT = "Rank {} did not report: dead, late or done already (all ranks need as many batches, and the same calls)."
 LOSSY = (("powersgd", {"rank": 1}), ("acp", {"rank": 1}), ("topk", {"density": 0.05}))
 
 

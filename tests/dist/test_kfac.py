@@ -245,9 +245,10 @@ def _micro(rank, size):
     return found
 
 
-def test_micro_batches_are_one_batch():
+@pytest.mark.parametrize("size", [1, 2])
+def test_micro_batches_are_one_batch(size):
     _, _, off = joint(steps=4, factor_update_steps=1, inv_update_steps=1)
-    for (whole, factors), (parts, others) in run(_micro, 2):
+    for (whole, factors), (parts, others) in run(_micro, size):
         torch.testing.assert_close(parts, whole, rtol=0, atol=off["weights"])
         for name in factors:
             torch.testing.assert_close(others[name], factors[name], rtol=0, atol=off[name])

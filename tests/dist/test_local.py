@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import gc
+import pickle
 import threading
+import weakref
 
 import cases
 import pytest
@@ -16,6 +19,7 @@ import thinwire as tw
 from spawned import run
 from thinwire.engine.local import Local, Nesterov
 from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.services import attached_to
 
 pytestmark = pytest.mark.dist
 
@@ -678,13 +682,119 @@ def _rounds_apart(rank, size, delay):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     options = {"sync_every": 4, "codec": "int2", "fragment_sync_delay": delay, "timeout": 10}
+    said = "a round failed"
     with contextlib.suppress(RuntimeError), tw.attach(net, optimizer, "local", **options) as sync:
         _train(net, optimizer, rank, 10 if rank else 13)
-        return cases.said(sync.finish)
-    return "a round failed"
+        said = cases.said(sync.finish)
+    return said
 
 
 @pytest.mark.parametrize("delay", [0, 3])
 def test_nobody_finishes_while_another_rank_is_in_a_round(delay):
     for said in run(_rounds_apart, 2, delay, seconds=60, fresh=True):
         assert said
+        if delay:
+            assert said == (
+                "ValueError: rank 0 has made 13 steps and rank 1 10, so a round of one waits for the other: give all "
+                "ranks as many batches (DistributedSampler, drop_last=True)"
+            )
+
+
+def _forgotten(rank, size):
+    """The handle is a temporary: model and optimizer hold it, and what holds it ends with close() or with them."""
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    tw.attach(net, optimizer, "local", sync_every=2)
+    gc.collect()
+    _train(net, optimizer, rank, 4)
+    copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.deepcopy(optimizer)]
+    handle = weakref.ref(attached_to(net))
+    apart = cases.spread(net)
+    free = [attached_to(one) is None for one in copies[:2]]
+    del net, optimizer
+    gc.collect()
+    return apart, free, handle() is None
+
+
+def test_a_handle_that_nobody_keeps_lives_as_long_as_its_model():
+    assert run(_forgotten, 2) == [(0.0, [True, True], True)] * 2
+
+
+class OwnRate(torch.optim.SGD):
+    """A rate of its own, as Adafactor's: ``lr`` is None, or missing."""
+
+    def __init__(self, parameters, **given):
+        super().__init__(parameters, lr=0.0)
+        for group in self.param_groups:
+            del group["lr"]
+            group.update(given)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=0.05)
+
+
+def _without_rate(rank, size):
+    found = []
+    for given in ({"lr": None}, {}):
+        net = cases.model()
+        optimizer = OwnRate(net.parameters(), **given)
+        with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+            _train(net, optimizer, rank, 4)
+            sync.finish()
+            found.append(cases.spread(net))
+        with tw.attach(net, optimizer, "local", sync_every=tw.QSR(0.1)):
+            found.append(cases.said(lambda: _train(net, optimizer, rank, 1)))  # noqa: B023
+    return found
+
+
+def test_a_learning_rate_is_asked_for_only_where_the_period_follows_it():
+    for first, refused, second, refused_too in run(_without_rate, 2):
+        assert first == second == 0.0
+        assert refused == refused_too
+        assert refused == "ValueError: sync_every=QSR needs the learning rate, and OwnRate has no lr"
+
+
+class InTwoParts(torch.optim.SGD):
+    """As schedule-free ones: the weights are x = w + z in ``eval()``, w in ``train()``; z is in the state."""
+
+    def eval(self):
+        self._move(1.0, False)
+
+    def train(self):
+        self._move(-1.0, True)
+
+    def _move(self, sign, mode):
+        for group in self.param_groups:
+            if group.get("train_mode", True) is not mode:
+                group["train_mode"] = mode
+                for p in group["params"]:
+                    p.data.add_(self.state[p].setdefault("z", torch.randn_like(p)), alpha=sign)
+
+
+def _in_two_parts(rank, size):
+    torch.manual_seed(rank)
+    net = cases.model()
+    optimizer = InTwoParts(net.parameters(), lr=0.05)
+    optimizer.param_groups[0]["train_mode"] = True
+    with tw.attach(net, optimizer, "local", sync_every=2) as sync:
+        _train(net, optimizer, rank, 3)
+        refused = [cases.said(sync.finish), cases.said(lambda: sync.outer_weights().__enter__())]
+        optimizer.eval()
+        sync.finish()
+    optimizer.eval()
+    return refused, cases.spread(net)
+
+
+def test_an_optimizer_that_keeps_a_part_of_the_weights_is_asked_for_it_before_the_last_average():
+    for refused, apart in run(_in_two_parts, 2):
+        assert all("InTwoParts is in training mode" in said and "call optimizer.eval()" in said for said in refused)
+        assert apart == 0.0
+
+
+def test_one_rank_does_not_train_what_is_lent():
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, Local(2)) as sync, sync.outer_weights():
+        assert "inside outer_weights()" in cases.said(optimizer.step)

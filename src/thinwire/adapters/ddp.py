@@ -148,6 +148,8 @@ class DDPSync(Closing):
         self._step = _Step(False)
         self._layouts: list[Layout] = []
         self._lock = threading.Lock()
+        self._watched: dict[int, Any] = {}  # hooks that tell which parameters this rank uses in a backward
+        self._used: set[int] = set()
 
     @property
     def session(self) -> Session:
@@ -210,6 +212,7 @@ class DDPSync(Closing):
             comm = self._connect(buffer.device)
             if bucket.index() == 0:
                 self.session.begin()
+                self.session.watch.idle = set()
                 self._step = _Step(has_joined)
                 self.session.open(self._step.names, self._step.programs.__getitem__, self._failed)
             return self._submit(comm, bucket, buffer)
@@ -226,6 +229,7 @@ class DDPSync(Closing):
         parameters, last, step = bucket.parameters(), bucket.is_last(), self._step
         names = self._ordinals.of(parameters, last, self.state)
         views = gradient_views(buffer, parameters)
+        self._watch(names, parameters, last)
         job = _Job(buffer, promise_on(buffer.device))
         session = self.session
         plain = session.starting and session.first == session.dense
@@ -250,6 +254,17 @@ class DDPSync(Closing):
         if failure is not None and self.session.broken is None and comm.backend == "nccl":
             self._failed()
         return result
+
+    def _watch(self, names: Sequence[str], parameters: Sequence[Tensor], last: bool) -> None:
+        """Find this rank's unused parameters: if no rank uses one, DDP drops its average; what is owed must stay."""
+        for name, p in zip(names, parameters):
+            if id(p) not in self._watched:
+                hook = p.register_post_accumulate_grad_hook(lambda used: self._used.add(id(used)))
+                self._watched[id(p)] = hook
+            elif id(p) not in self._used:
+                self.session.watch.idle.add(name)
+        if last:
+            self._used.clear()
 
     def _add(self, comm: Communicator, job: _Job, slots: Sequence[Slot], dense: bool) -> None:
         session, step = self.session, self._step
@@ -396,6 +411,8 @@ class DDPSync(Closing):
 
     def close(self) -> None:
         """End the communicator thread and return the process groups; the hook cannot be used afterwards."""
+        for hook in self._watched.values():
+            hook.remove()
         if self._session is not None and self._connected:
             self._session.close()
 

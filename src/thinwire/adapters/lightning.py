@@ -10,8 +10,9 @@ import importlib
 import logging
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from thinwire.adapters.ddp import DDPSync
@@ -37,6 +38,11 @@ def _callback_class() -> Any:
 
 
 _Callback = _callback_class()
+
+
+def _of_outer(local: LocalRank, update: Callable[[Any], None], model: Any) -> None:
+    with local.outer():
+        update(model)
 
 
 class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
@@ -96,6 +102,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         if isinstance(self._method, Local):  # saved state is loaded when training starts: optimizers come later
             self._local = attach_local(strategy.model, trainer.optimizers, self._method, **self._given)
             self.sync = self._local.sync
+            self._meet(trainer)
             return
         same = self._model is not None and self._model() is pl_module
         if self._saved is None and same and self.sync is not None:
@@ -107,6 +114,27 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         elif trainer.ckpt_path and self._method.has_residual:
             log.warning("thinwire: %s holds no state of ThinwireCallback: residuals begin at zero", trainer.ckpt_path)
         self._saved, self._model = None, weakref.ref(pl_module)
+
+    def _meet(self, trainer: Any) -> None:
+        """With local steps, let Lightning's averages follow the outer weights, and finish after all who write weights.
+
+        Raises:
+            ValueError: a callback averages this rank's own weights in a way of its own.
+        """
+        callbacks = sys.modules[_Callback.__module__.rpartition(".")[0]]
+        assert self._local is not None
+        for one in trainer.callbacks:
+            if isinstance(one, callbacks.StochasticWeightAveraging):
+                raise ValueError(
+                    "StochasticWeightAveraging averages each rank's own weights, which local steps do not keep equal: "
+                    "use lightning.pytorch.callbacks.WeightAveraging, which then averages the outer weights"
+                )
+            if (averaging := getattr(callbacks, "WeightAveraging", None)) and isinstance(one, averaging):
+                average: Any = one._average_model
+                average.update_parameters = partial(_of_outer, self._local, average.update_parameters)
+        others = [one for one in trainer.callbacks if one is not self]
+        place = sum(not isinstance(one, callbacks.Checkpoint) for one in others)  # Lightning puts these last
+        trainer.callbacks = [*others[:place], self, *others[place:]]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """With local steps, load this rank's part of a checkpoint: Lightning has given all ranks rank 0's."""
@@ -132,7 +160,8 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         if self._local is not None and self._running and not self._failed:
             with self._local.outer():
                 outer = trainer.strategy.lightning_module_state_dict()
-                checkpoint["state_dict"] = {key: value.clone() for key, value in outer.items()}
+                place = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
+                checkpoint[place] = {key: value.clone() for key, value in outer.items()}
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End the communicator thread; the state is kept, for another ``fit`` or ``save_checkpoint``."""

@@ -252,7 +252,7 @@ class QuorumExchange:
                     {"local steps": repr(local), "start": start, "shard": member.place} | model_facts(model, managed)
                 )
                 services = self.services
-                beside = Beside(buffers, [], services.gather)
+                beside = Beside(buffers, [], services.gather, local.average_buffers)
                 channels = open_channels(services, self.rounds, beside, moments)
                 self._travel = Travel(self.rounds, channels, beside, moments)
             except Exception as error:
@@ -329,7 +329,7 @@ class QuorumRounds(QuorumHandle):
         self._waiting = (self._waiting or everyone) - {id(optimizer)}
         if self._waiting or self._exchange is None:
             return
-        self._exchange.stepped(float(self._member.optimizers[0].param_groups[0]["lr"]))
+        self._exchange.stepped(self._local.rate(self._member.optimizers[0]))
         if self._exchange.rounds.ends:
             self._round()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -43,6 +43,13 @@ def check_number(
         *([f"below {below:g}"] if below < math.inf else []),
     ]
     raise ValueError(f"{name}={value!r} must be {' and '.join(['a finite number', *limits])}")
+
+
+def learning_rate(optimizer: Any, group: Mapping[str, Any], reader: str) -> Any:
+    """Return the rate of a group of an optimizer; ``ValueError`` if it has none, which ``reader`` needs."""
+    if group.get("lr") is None:
+        raise ValueError(f"{reader} needs the learning rate, and {type(optimizer).__name__} has no lr")
+    return group["lr"]
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -114,7 +115,8 @@ def attach(
             gradients arrive, or by the method's fusion rule from measured times. "adaptive": made from measured times,
             and made again if steps take 15 % more or less than predicted.
         process_group: None: the default group. Without any group, or with one rank, nothing is exchanged.
-        topology: which rank is on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
+        topology: which rank is on which machine; None: from torchrun's LOCAL_WORLD_SIZE. Without a process
+            group, ``Topology(1)`` says that a rank of several is to train alone.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too. None:
             it is found at its first ``scaler.step(optimizer)``.
         keep_dense: "auto" (the method decides what it does not compress), "none", or (name, parameter) -> bool.
@@ -147,7 +149,8 @@ def attach(
 
     Raises:
         ValueError: bad options, ranks that differ (the message says in what), an optimizer of another model.
-        RuntimeError: the model is already attached, or a rank did not arrive within ``timeout`` (the message names it).
+        RuntimeError: the model is already attached, a rank did not arrive within ``timeout`` (the message names it), or
+            a launcher has started several ranks and there is no process group.
     """
     check_model(model)
     if ignore is not None:
@@ -202,6 +205,12 @@ def attach(
         look=ahead,
     )
     joined = process_group is not None or (dist.is_available() and dist.is_initialized())
+    if not joined and topology != Topology(1) and (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
+        raise RuntimeError(
+            f"WORLD_SIZE is {ranks}, but there is no process group, so each rank would train alone: call "
+            'torch.distributed.init_process_group("gloo") before attach, or attach(..., topology=thinwire.Topology(1)) '
+            "if that is meant"
+        )
     world = dist.get_world_size(process_group) if joined else 1
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")

@@ -75,6 +75,11 @@ class Named:
         path, _, self.key = name.rpartition(".")
         self.name, self.module, self.tensor = name, model.get_submodule(path), here(tensor)
 
+    @property
+    def statistic(self) -> bool:
+        """Whether this is a running statistic, whose mean over ranks is one, too."""
+        return isinstance(self.module, _NormBase) or self.key.startswith("running_")
+
     def now(self) -> torch.Tensor:
         """Return what the module has, or the last that fitted; an inference tensor is replaced by a copy there."""
         found = getattr(self.module, self.key, None)

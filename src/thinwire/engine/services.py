@@ -14,6 +14,7 @@ from torch import nn
 from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.program import Method, Program, Scope, State, Topology
 from thinwire.engine.controller.pilot import Controller
+from thinwire.engine.hooks import ModuleHook, WithoutHooks
 from thinwire.engine.session import Channel, Session
 from thinwire.engine.source import GradientSource
 
@@ -78,6 +79,10 @@ def fitting(handle: Handle, state: Mapping[str, Any]) -> Fitting:
 _attached: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
 
+def _held(handle: Handle, *_: Any) -> None:
+    """Do nothing: a hook that holds a handle, and costs a step nothing."""
+
+
 def attached_to(model: nn.Module) -> Handle | None:
     """Return the model's open ``attach`` handle, or None. A copy of the model has none."""
     return _attached.get(id(model))
@@ -110,7 +115,11 @@ class Services:
         self._channels: list[Channel] = []
 
     def remember(self, handle: Handle) -> None:
+        """Let model and optimizers hold the handle until it is closed: a script may keep no reference to it."""
         _attached[id(self.model)] = handle
+        hold = ModuleHook(_held, handle)
+        self.handles += [WithoutHooks(self.model), self.model.register_load_state_dict_post_hook(hold)]
+        self.handles += [optimizer.register_load_state_dict_post_hook(hold) for optimizer in self.optimizers]
 
     @property
     def method(self) -> Method:

@@ -251,6 +251,7 @@ class StepWatch:
         self._used: set[str] = set()
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None  # whose step may call a closure
         self.dropped = 0  # backwards
+        self.idle: set[str] = set()  # used by this rank not at all: if ``.grad`` stays zero, by no rank
         self._handles = [
             register_optimizer_step_pre_hook(_weakly(self._step_begins)),
             register_optimizer_step_post_hook(_weakly(self._step_ended)),
@@ -312,8 +313,9 @@ class StepWatch:
 
     def _with_gradient(self, optimizer: torch.optim.Optimizer) -> set[str]:
         names = self.names
-        owned = (p for group in optimizer.param_groups for p in group["params"] if id(p) in names)
-        return {names[id(p)] for p in owned if p.requires_grad and p.grad is not None}
+        held = (p for group in optimizer.param_groups for p in group["params"] if id(p) in names)
+        used = ((names[id(p)], p.grad) for p in held if p.requires_grad and p.grad is not None)
+        return {name for name, grad in used if name not in self.idle or bool(grad.any())}
 
     def close(self) -> None:
         for handle in self._handles:

@@ -146,7 +146,7 @@ class AttachSettings:
 
 
 class GradientSource:
-    """The gradient source of one attached model; ``handle``: what ``attach`` returned, which the hooks keep alive."""
+    """The gradient source of one attached model."""
 
     def __init__(
         self,
@@ -155,10 +155,9 @@ class GradientSource:
         schedule: Coupled,
         controller: Controller,
         settings: AttachSettings,
-        handle: object,
     ) -> None:
         self._model, self._buckets, self._schedule, self._controller = model, buckets, schedule, controller
-        self._settings, self._handle = settings, handle
+        self._settings = settings
         self.enabled = True  # False inside ``no_sync``
         self.expected: frozenset[int] | None = None  # what the next backward can reach; None: all
         self._end, self._late = BackwardEnd(self.finish), LateParameters(model, _ATTACH_AGAIN)

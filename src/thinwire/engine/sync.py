@@ -90,12 +90,11 @@ class GradientSync(Handle):
             self._schedule = Coupled(buckets, find_unused=find_unused)
         else:
             self._schedule = Decoupled(model, buckets, optimizers, options, find_unused=find_unused)
-        self._source = GradientSource(model, buckets, self._schedule, controller, settings, self)
+        self._source = GradientSource(model, buckets, self._schedule, controller, settings)
         if self._exchanges:
             controller.bind(buckets, self._schedule)
             self._source.install()
-        source = self._source if self._exchanges else None
-        self.services = Services(model, optimizers, managed[0].device, session, source, controller)
+        self.services = Services(model, optimizers, managed[0].device, session, self._source, controller)
         self.services.remember(self)
 
     def _start(self, model: nn.Module, plan: Plan) -> None:
@@ -127,7 +126,7 @@ class GradientSync(Handle):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally: backwards in this context exchange nothing."""
-        before, self._source.enabled = self._source.enabled, not self._exchanges
+        before, self._source.enabled = self._source.enabled, False
         try:
             yield
         finally:

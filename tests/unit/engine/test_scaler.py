@@ -54,3 +54,37 @@ def test_a_listener_that_is_gone_leaves_torch_as_it_was():
     assert torch.amp.GradScaler.step is before
     heard.remove()
     assert torch.amp.GradScaler.step is before
+
+
+class Wrapped:
+    """An optimizer of no torch class, which a scaler takes."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, *args, **kwargs):
+        return self.inner.step()
+
+
+class Heard:
+    def __init__(self):
+        self.skipped = []
+
+    def hears(self, optimizer):
+        self.skipped.append(optimizer)
+
+
+def test_an_optimizer_of_no_torch_class_steps_beside_a_listener_and_its_skipped_steps_are_heard():
+    heard = Heard()
+    listener, scaler = SkippedSteps(heard.hears), torch.amp.GradScaler("cpu")
+    weight = torch.nn.Parameter(torch.ones(2))
+    wrapped = Wrapped(torch.optim.SGD([weight], 0.5))
+    for gradient in (1.0, torch.inf):
+        scaler.scale(weight.sum()).backward()
+        weight.grad.mul_(gradient)
+        scaler.step(wrapped)
+        scaler.update()
+        weight.grad = None
+    assert weight.tolist() == [0.5, 0.5]
+    assert heard.skipped == [wrapped]
+    listener.remove()

@@ -1,8 +1,9 @@
-"""Process groups of ranks that have met at a store, beside torch's default group or without one.
+"""Process groups under names of our own: among a job's ranks, or among ranks that have met at a store.
 
-torch makes groups from the ranks of the default group only, and ends them all with it. Where ranks come and go while
-others train on, the exchange needs groups that do not depend on it: the default one may be that of a site's shards.
-Only this file uses torch's private interface for that.
+torch's ``new_group`` names a group of some ranks by how many groups this rank is in, so ranks that are in different
+numbers of them never meet. And it makes groups from the ranks of the default group only, and ends them all with it.
+Where ranks come and go while others train on, the exchange needs groups that do not depend on it: the default one may
+be that of a site's shards. Only this file uses torch's private interface for that.
 """
 
 from __future__ import annotations
@@ -31,13 +32,9 @@ class Circle:
     def group(self, ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
         """Make a group of some of the ranks, of which this is one."""
         name, places = f"{self._name}/{len(self._groups)}", {rank: place for place, rank in enumerate(ranks)}
-        made: dist.ProcessGroup
-        made, _ = c10d._new_process_group_helper(
-            len(ranks), places[self._rank], [], "gloo", self._store, name,  # type: ignore[arg-type,unused-ignore]
-            timeout=timeout or c10d.default_pg_timeout,
-        )  # fmt: skip
+        made = _made(places, self._rank, [], "gloo", self._store, name, timeout)
         mine = dist.get_rank() if dist.is_initialized() else self._rank  # torch looks it up to log an error
-        c10d._world.pg_group_ranks[made] = {**places, mine: places.get(mine, places[self._rank])}
+        c10d._world.pg_group_ranks[made].setdefault(mine, places[self._rank])
         self._groups.append(made)
         return made
 
@@ -49,6 +46,36 @@ class Circle:
             if group in c10d._world.pg_map:  # not if the default group was destroyed meanwhile
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def group_named(
+    name: str, ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a group of some of the default group's ranks, ascending; they alone call it. ``backend``: None: as that."""
+    default = dist.distributed_c10d._get_default_group()
+    known, store = c10d._world.pg_map[default]
+    places = {rank: place for place, rank in enumerate(ranks)}
+    return _made(places, default.rank(), list(ranks), backend or known, store, name, timeout)
+
+
+def _made(
+    places: dict[int, int],
+    rank: int,
+    of_default: list[int],
+    backend: str,
+    store: Store,
+    name: str,
+    timeout: timedelta | None,
+) -> dist.ProcessGroup:
+    """``of_default``: the ranks by the default group's numbers; empty: the group does not depend on it."""
+    device = dist.distributed_c10d._get_default_group().bound_device_id if of_default else None
+    made: dist.ProcessGroup
+    made, _ = c10d._new_process_group_helper(
+        len(places), places[rank], of_default, c10d.Backend(backend), store, name,  # type: ignore[arg-type,unused-ignore]
+        timeout=timeout or c10d._get_default_timeout(c10d.Backend(backend)), device_id=device,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[made] = dict(places)
+    return made
 
 
 _circles: weakref.WeakKeyDictionary[dist.ProcessGroup, Circle] = weakref.WeakKeyDictionary()

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.collectives.circle import circle_of
+from thinwire.core.collectives.circle import circle_of, group_named
 from thinwire.core.collectives.groups import backend_of_new, backends_of, bounded, seconds_of
 from thinwire.core.collectives.mesh import (
     Mesh,
@@ -66,6 +66,7 @@ meshes: dict[tuple[Any, ...], list[Mesh]] = {}
 bundled: dict[tuple[Any, ...], Mesh] = {}  # meshes whose sockets others of the same ranks share
 unreachable: set[tuple[Any, ...]] = set()  # ranks that cannot connect directly: tried once, not once per lane
 _pool_owner: weakref.ref[Any] | None = None
+_tried: Counter[tuple[int, ...]] = Counter()  # how many groups of the same ranks this process has tried to make
 
 
 def _fresh_pool() -> None:
@@ -85,6 +86,7 @@ def _fresh_pool() -> None:
             unreachable.discard(key)
     if changed:
         _pool_owner = weakref.ref(world) if world is not None else None
+        _tried.clear()
 
 
 def long_wire(ranks: tuple[int, ...]) -> Wire | None:
@@ -236,7 +238,9 @@ class Lanes:
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
         if self._circle is not None:
             return self._circle.group(ranks, self._timeout)
-        return dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend, use_local_synchronization=True)
+        _tried[ranks] += 1
+        name = f"thinwire/{'-'.join(map(str, ranks))}/{_tried[ranks]}"
+        return group_named(name, ranks, self._timeout, self._backend)
 
     def release(self, *, broken: bool = False) -> None:
         """Give the groups back to the pool; drop those that were destroyed, and ``broken`` ones.

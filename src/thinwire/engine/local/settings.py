@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.checks import check_choice, check_count, check_number, learning_rate
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import method as of_registry
 from thinwire.core.methods.registry import resolve
@@ -17,6 +17,8 @@ from thinwire.core.program import Method
 from thinwire.engine.look import Look, as_look
 
 if TYPE_CHECKING:
+    import torch
+
     from thinwire.core.program import Topology
     from thinwire.predict.timeline.local_steps import Periodic
 
@@ -112,6 +114,8 @@ class Local:
         inside: the method by which the ranks of a machine average gradients at every step; only machines then train
             independently, and each counts once. None: every rank trains independently.
         look: a slow look-ahead along the way that the outer weights have gone, or its ``beta``; None: none.
+        average_buffers: names of buffers that become the mean over the ranks, besides running statistics (BatchNorm's);
+            others become rank 0's.
         anchors: "device": what is kept between rounds (outer weights, momenta, slow means, residuals) is with the
             weights; "cpu": it is in host memory, pinned, and on the GPU only while its fragment is under way.
 
@@ -131,6 +135,7 @@ class Local:
     moments: Mapping[str, int] = field(default_factory=dict)
     inside: Method | None = None
     look: Look | None = None
+    average_buffers: Sequence[str] = field(default=(), repr=False)
     anchors: str = field(default="device", repr=False)
 
     def __post_init__(self) -> None:
@@ -241,6 +246,12 @@ class Local:
     def measures(self, measured: tuple[int, int] | None) -> bool:
         """Whether times are still to be measured, from which the period, delay or calendar is chosen."""
         return measured is None and ("auto" in (self.sync_every, self.fragment_sync_delay) or self.schedule == "dream")
+
+    def rate(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return the learning rate if the period follows it, else 0."""
+        if not isinstance(self.sync_every, QSR):
+            return 0.0
+        return float(learning_rate(optimizer, optimizer.param_groups[0], "sync_every=QSR"))
 
     def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
         """Return the steps of the period that begins after ``count`` optimizer steps.

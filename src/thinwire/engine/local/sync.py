@@ -84,6 +84,7 @@ class LocalSync(Handle):
             options = {"start_compression_step": start, "local steps": repr(local)}
             shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
             shared["detect_desync"] = settings.detect_desync
+            shared["average_buffers"] = list(local.average_buffers)
             comm.agree(options | shared | model_facts(model, managed))
             comm.broadcast(sent_at_start(model))
         rank, workers, first = state.rank, topology, None
@@ -97,7 +98,8 @@ class LocalSync(Handle):
         self._travel: Travel | None = None  # None: there is one rank
         if several:
             buffers = buffers_of(model) if settings.broadcast_buffers else []
-            beside = Beside(buffers, frozen_of(model, weights), self.services.gather)
+            beside = Beside(buffers, frozen_of(model, weights), self.services.gather,
+                            averaged=local.average_buffers)  # fmt: skip
             moments = Moments(dict(local.moments), optimizers, weights.values())
             before = self._compare if self._compares else lambda: None
             services = self.services
@@ -141,13 +143,13 @@ class LocalSync(Handle):
         if not owned(optimizer, self._parameters):
             return
         whole = self._steps.begins(optimizer, several=self._travel is not None)
-        if not whole or self._travel is None:
-            return
-        self._session.check_usable()
-        if self._lent:
+        if whole and self._lent:
             raise RuntimeError(
                 "optimizer.step() inside outer_weights() would train weights that are only lent: call it outside"
             )
+        if not whole or self._travel is None:
+            return
+        self._session.check_usable()
         self._late.check(optimizer, self._parameters)
         self._tell_loaded()
 
@@ -219,15 +221,14 @@ class LocalSync(Handle):
 
         Afterwards the model has this rank's own weights again, and training continues from these.
         """
-        if self._travel is None:
-            yield
-            return
+        self._check_whole()
         lent, self._lent = self._lent, True
         if self._forward is not None:
             due, self._forward.due = self._forward.due, False
         try:
             # Before the first step the outer weights are the model's, even if they were loaded after attach.
-            with self._rounds.outer_weights() if self._rounds.count else contextlib.nullcontext():
+            begun = self._travel is not None and self._rounds.count
+            with self._rounds.outer_weights() if begun else contextlib.nullcontext():
                 self._changed()
                 yield
         finally:
@@ -250,9 +251,10 @@ class LocalSync(Handle):
         if self._travel is not None:
             self._session.check_usable()
             self._check_own("finish()")
+            self._check_whole()
             with own_modes():
                 if not self._compares:  # else it does so itself: its messages must not meet a round's in other bits
-                    self.services.agree_on({"rounds begun": self._rounds.sent}, "finish()")
+                    self._check_together()
                 for _ in self._travel.finish():
                     pass
             self._changed()
@@ -260,6 +262,22 @@ class LocalSync(Handle):
     def _check_own(self, call: str) -> None:
         if self._lent:
             raise RuntimeError(f"{call} inside outer_weights() would miss this rank's own weights: call it outside")
+
+    def _check_together(self) -> None:
+        rows = [row.split() for row in self.services.gather(b"%d %d" % (self._rounds.sent, self._rounds.count))]
+        if other := next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), 0):
+            raise ValueError(
+                f"rank 0 has made {int(rows[0][1])} steps and rank {other} {int(rows[other][1])}, so a round of one "
+                "waits for the other: give all ranks as many batches (DistributedSampler, drop_last=True)"
+            )
+
+    def _check_whole(self) -> None:
+        for optimizer in self.services.optimizers:
+            if callable(getattr(optimizer, "eval", None)) and any(g.get("train_mode") for g in optimizer.param_groups):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} is in training mode, where a part of the weights is in its state, "
+                    "which is each rank's own: call optimizer.eval() before finish() and outer_weights()"
+                )
 
     @property
     def period(self) -> int:
@@ -274,7 +292,7 @@ class LocalSync(Handle):
 
     @property
     def _lr(self) -> float:
-        return float(self.services.optimizers[0].param_groups[0]["lr"])
+        return self._settings.rate(self.services.optimizers[0])
 
     def memory(self) -> list[Held]:
         """Return the bytes that training holds on this rank, by kind; see :func:`thinwire.engine.local.memory.held`.

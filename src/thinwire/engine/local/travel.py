@@ -1,8 +1,8 @@
 """The engine of rounds: which fragments are under way, and what travels with them.
 
-Besides parameters, a round averages buffers, and moments of the inner optimizer. Floating-point tensors (BatchNorm's
-statistics) become the mean over the ranks where they are finite. Other tensors become rank 0's; to integers, what this
-rank counted during the exchange is added.
+Besides parameters, a round carries buffers, and moments of the inner optimizer. Moments and running statistics
+(BatchNorm's) become the mean over the ranks where they are finite. Other buffers become rank 0's, as under DDP: the
+mean of two keys, or of two unit vectors, is none. To integers, what this rank counted during the exchange is added.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from thinwire.engine.services import Services
 from thinwire.engine.session import Channel
 
 logger = logging.getLogger("thinwire")
+_LOOKS = 8  # rounds from one look for frozen parameters that a script has changed to the next
 _IN_VAIN = 3  # consecutive dropped rounds of a fragment after which to warn: more than an accident of one step
 
 
@@ -44,72 +45,86 @@ class RoundChannel(Protocol):
     def wait(self) -> float: ...
 
 
-class Averages:
-    def __init__(self) -> None:
-        self._received = dict[torch.dtype, Tensor]()
-        self._counted = dict[torch.dtype, Tensor]()  # signed integers, as they were sent
-        self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
+Kind = tuple[torch.dtype, bool]
+"""Tensors that travel together: their dtype, and whether they become the mean."""
 
-    def send(self, tensors: Iterable[Tensor]) -> Program:
+
+class Averages:
+    """One rank's tensors beside weights, each with whether it becomes the mean over the ranks, or else rank 0's."""
+
+    def __init__(self) -> None:
+        self._received = dict[Kind, Tensor]()
+        self._sent = dict[Kind, Tensor]()  # of what becomes rank 0's
+        self._by_kind: dict[Kind, list[Tensor]] = {}
+
+    def send(self, tensors: Iterable[tuple[Tensor, bool]]) -> Program:
         """Return a round's program. The tensors, in equal order on all ranks, may change while it runs."""
         self._aim(tensors)
-        sent = {dtype: _flat(some) for dtype, some in self._by_dtype.items()}
-        self._counted = {dtype: sent[dtype].clone() for dtype in self._whole_numbers()}
+        sent = {kind: _flat(some) for kind, some in self._by_kind.items()}
+        self._sent = {kind: sent[kind].clone() for kind in self._of_rank_0()}
         return self._exchange(sent)
 
-    def _aim(self, tensors: Iterable[Tensor]) -> None:
-        self._by_dtype.clear()
-        for x in tensors:
+    def _aim(self, tensors: Iterable[tuple[Tensor, bool]]) -> None:
+        self._by_kind.clear()
+        for x, mean in tensors:
             if x.numel():
-                self._by_dtype.setdefault(x.dtype, []).append(x)
+                self._by_kind.setdefault((x.dtype, mean and x.is_floating_point()), []).append(x)
 
-    def _whole_numbers(self) -> list[torch.dtype]:
-        return [x for x in self._by_dtype if x.is_signed and not x.is_floating_point and not x.is_complex]
+    def _of_rank_0(self) -> list[Kind]:
+        return [kind for kind in self._by_kind if not kind[1]]
 
-    def _exchange(self, sent: dict[torch.dtype, Tensor]) -> Program:
-        for dtype, x in sent.items():
-            if dtype.is_floating_point:
-                sizes = [one.numel() for one in self._by_dtype[dtype]]
+    def _exchange(self, sent: dict[Kind, Tensor]) -> Program:
+        for kind, x in sent.items():
+            dtype, mean = kind
+            if mean:
+                sizes = [one.numel() for one in self._by_kind[kind]]
                 own = x.to(working_dtype(dtype)).split(sizes)
                 finite = [all_finite(one) for one in own]
                 given = [torch.where(ok, one, torch.zeros_like(one)) for ok, one in zip(finite, own)]
                 total = yield AllReduce(torch.cat([*given, torch.stack(finite).to(own[0].dtype)]))
                 *sums, ranks = total.split([*sizes, len(sizes)])
-                self._received[dtype] = torch.cat([one / count for one, count in zip(sums, ranks)])
+                self._received[kind] = torch.cat([one / count for one, count in zip(sums, ranks)])
             else:
-                self._received[dtype] = (yield Broadcast(x.view(torch.uint8))).view(dtype)  # Gloo lacks some dtypes
+                self._received[kind] = (yield Broadcast(x.view(torch.uint8))).view(dtype)  # Gloo lacks some dtypes
 
     @torch.no_grad()
-    def merge(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Take over what has arrived, into ``tensors`` or what was sent, except what was finite on no rank: a mask."""
+    def merge(self, tensors: Iterable[tuple[Tensor, bool]] | None = None) -> None:
+        """Take over what has arrived, into ``tensors`` or what was sent.
+
+        A mean that was finite on no rank (a mask's) is left out, and so is what is rank 0's where it was sent alike.
+        """
         if self._received and tensors is not None:
             self._aim(tensors)
-        for dtype, received in self._received.items():
-            some = self._by_dtype[dtype]
-            if dtype in self._counted:
-                received = received + _flat(some) - self._counted[dtype]
-            for x, part in zip(some, received.split([x.numel() for x in some])):
-                mean = part.view(x.shape)
-                if dtype.is_floating_point:
-                    mean = torch.where(all_finite(part), mean, x.to(mean.dtype))
+        for kind, received in self._received.items():
+            some = self._by_kind[kind]
+            sizes = [x.numel() for x in some]
+            sent = self._sent[kind].split(sizes) if kind in self._sent else [None] * len(some)
+            for x, part, was in zip(some, received.split(sizes), sent):
+                new = part.view(x.shape)
+                if was is None:
+                    new = torch.where(all_finite(part), new, x.to(new.dtype)).to(x.dtype)
+                elif torch.equal(part, was):
+                    continue
+                elif x.dtype.is_signed and not (x.is_floating_point() or x.is_complex()):
+                    new = new + x - was.view(x.shape)
                 if shares_memory(x):
-                    x.data = mean.to(dtype)
+                    x.data = new.clone()
                 else:
-                    x.copy_(mean)
+                    x.copy_(new)
         self._received.clear()
-        self._counted.clear()
+        self._sent.clear()
 
     def snapshot(self) -> list[Tensor]:
-        return [x.clone() for x in (*self._received.values(), *self._counted.values())]
+        return [x.clone() for x in (*self._received.values(), *self._sent.values())]
 
-    def restore(self, saved: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    def restore(self, saved: Iterable[Tensor], tensors: Iterable[tuple[Tensor, bool]]) -> None:
         self._aim(tensors)
         values = iter(saved)
-        received, counted = (
-            {dtype: x.to(self._by_dtype[dtype][0].device, copy=True) for dtype, x in zip(dtypes, values)}
-            for dtypes in (list(self._by_dtype), self._whole_numbers())
+        received, sent = (
+            {kind: x.to(self._by_kind[kind][0].device, copy=True) for kind, x in zip(kinds, values)}
+            for kinds in (list(self._by_kind), self._of_rank_0())
         )
-        self._received, self._counted = received, counted
+        self._received, self._sent = received, sent
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -141,36 +156,67 @@ class Moments:
 
 
 class Beside:
-    """What travels with the last fragment: buffers, and frozen parameters that a script changes, as targets do."""
+    """What travels with the last fragment: buffers, and frozen parameters that a script changes, as targets do.
+
+    Running statistics, buffers ``averaged`` by name, and frozen parameters become the mean.
+    """
 
     def __init__(
-        self, buffers: Sequence[Named], frozen: Sequence[Named], gather: Callable[[bytes], list[bytes]]
+        self,
+        buffers: Sequence[Named],
+        frozen: Sequence[Named],
+        gather: Callable[[bytes], list[bytes]],
+        averaged: Sequence[str] = (),
     ) -> None:
-        self._buffers, self._frozen, self._gather = buffers, frozen, gather
-        self._seen = [_sample(one.tensor) for one in frozen]
-        self.names: set[str] = set()  # of the frozen ones that some rank's script was seen to change
-        self._left: list[Named | Tensor] = []
+        self._frozen, self._gather = frozen, gather
+        self._buffers = [(one, one.statistic or one.name in averaged) for one in buffers]
+        self._seen: list[Tensor | None] = [_sample(one.tensor) for one in frozen]  # None: counts as changed
+        self.names: set[str] = set()  # of the frozen ones that some rank's script has changed between two looks
+        self._told = False
+        own = [one for one, mean in self._buffers if not mean and one.tensor.is_floating_point()]
+        self._own = [(one, _sample(one.tensor)) for one in own]  # until it is known which of them change
+        self._left: list[tuple[Named | Tensor, bool]] = []
 
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        return {one.tensor.dtype for one in (*self._buffers, *self._frozen)}
+    def kinds(self, moments: Iterable[torch.dtype]) -> set[Kind]:
+        means = {*moments, *(one.tensor.dtype for one in self._frozen)}
+        of_buffers = {(one.tensor.dtype, mean and one.tensor.is_floating_point()) for one, mean in self._buffers}
+        return of_buffers | {(dtype, dtype.is_floating_point) for dtype in means}
 
-    def look(self) -> None:
-        if self._frozen:
-            mine = bytes(not torch.equal(_sample(one.now()), seen) for one, seen in zip(self._frozen, self._seen))
-            rows = self._gather(mine)
-            self.names |= {one.name for k, one in enumerate(self._frozen) if any(row[k] for row in rows)}
+    def look(self, round_: int = 0) -> None:
+        """Find out, before some rounds, which frozen parameters a script has changed since the last look."""
+        if not self._frozen or round_ % _LOOKS:
+            return
+        now = [_sample(one.now()) for one in self._frozen]
+        rows = self._gather(bytes(was is None or not torch.equal(x, was) for x, was in zip(now, self._seen)))
+        self._seen = [*now]
+        moved = [one for k, one in enumerate(self._frozen) if any(row[k] for row in rows)]
+        self.names = {one.name for one in moved}
+        if moved and not self._told:
+            self._told = True
+            logger.warning(
+                "thinwire: the script changes frozen parameters, so rounds average them, too, as long as they change: "
+                "%s and %d more, %d bytes", moved[0].name, len(moved) - 1, sum(one.tensor.nbytes for one in moved),
+            )  # fmt: skip
 
     def leave(self, moments: Sequence[Tensor]) -> None:
         """Let what is known by now travel, and these moments."""
-        self._left = [*self._buffers, *(one for one in self._frozen if one.name in self.names), *moments]
+        changed = [one.name for one, was in self._own if not torch.equal(_sample(one.now()), was)]
+        self._own.clear()
+        if changed:
+            logger.warning(
+                "thinwire: rounds give all ranks rank 0's of buffers that are no running statistics, here %s; if the "
+                "mean of one means something, name it in average_buffers=", ", ".join(changed[:4]),
+            )  # fmt: skip
+        moving = [(one, True) for one in self._frozen if one.name in self.names]
+        self._left = [*self._buffers, *moving, *((x, True) for x in moments)]
 
-    def left(self) -> list[Tensor]:
-        return [one if isinstance(one, Tensor) else one.now() for one in self._left]
+    def left(self) -> list[tuple[Tensor, bool]]:
+        return [(one if isinstance(one, Tensor) else one.now(), mean) for one, mean in self._left]
 
     def follow(self, names: Sequence[str]) -> bool:
         here = {one.name for one in self._frozen}
         self.names |= here.intersection(names)
+        self._seen = [None if one.name in self.names else was for one, was in zip(self._frozen, self._seen)]
         return here.issuperset(names)
 
 
@@ -183,7 +229,7 @@ def _sample(x: Tensor) -> Tensor:
 def open_channels(services: Services, rounds: Rounds, beside: Beside, moments: Moments) -> list[Channel]:
     """Return a channel for each round that can be under way at once. All ranks must call it."""
     depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
-    depth |= Counter({Scope.WORLD: len(beside.dtypes | moments.dtypes)})
+    depth |= Counter({Scope.WORLD: len(beside.kinds(moments.dtypes))})
     wanted = deepest_of_all(depth, services.gather)
     return [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
 
@@ -262,8 +308,7 @@ class Travel:
             names += fragment.names()
         end = self._rounds.fragments[-1]
         if end in fragments:
-            if not end.state.step:
-                self.beside.look()
+            self.beside.look(end.state.step)
             self.beside.leave([] if last else self._moments.due(end.state.step + 1))
         if end in fragments and (beside := self.beside.left()):
             programs.append(self._averages.send(beside))

@@ -233,7 +233,7 @@ class Communicator:
         if self.backend == "nccl":
             deepest = dict.fromkeys(deepest, 1)
         if self.topology.two_levels:
-            # A leader's program has more exchanges, but torch names groups by how many a rank has made.
+            # A leader's program has more exchanges, but all ranks come to make each lane.
             deepest = deepest_of_all(deepest, self.gather)
         with self.meeting("connecting"):
             for scope in sorted(deepest, key=lambda s: s.value):
@@ -283,7 +283,7 @@ class Communicator:
             yield
         except (RuntimeError, TimeoutError) as error:
             kind, words = _cause(error, self._late.report(0, "none", doing))
-            raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from error
+            raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from None
 
     def run(self, program: Program, purpose: str) -> Any:
         rounds: dict[Scope, int] = {}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thinwire.core.program import State
 
@@ -80,7 +81,7 @@ class SkippedSteps:
             @functools.wraps(original)
             def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
                 made: list[bool] = []
-                hook = optimizer.register_step_post_hook(lambda *_: made.append(True))
+                hook = register_optimizer_step_post_hook(lambda *_: made.append(True))  # a wrapper's inner one's, too
                 try:
                     result = original(scaler, optimizer, *args, **kwargs)
                 finally:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.checks import check_choice, check_count, check_number, learning_rate
 from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
 from thinwire.core.methods.decoupling import deferring
 from thinwire.core.program import State
@@ -252,9 +252,9 @@ class KFAC:
         found, waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
         clip = self._tally.clip = None
         if self._kl_clip is not None and found:
-            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-            rate = {id(p): group.get("lr", 0.0) for group in groups for p in group["params"]}
-            rates = [rate.get(id(layer.weight), 0.0) for layer in self._layers]
+            group = {id(p): (o, g) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+            owners = [group.get(id(layer.weight)) for layer in self._layers]
+            rates = [0.0 if owner is None else learning_rate(*owner, "kl_clip") for owner in owners]
             clip = self._tally.clip = clip_factor(found, gradients, rates, self._kl_clip)
         for dtype in {v.dtype for v in found.values()}:
             layers = {i: v for i, v in found.items() if v.dtype == dtype}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_count, check_number
+from thinwire.core.checks import check_count, check_number, learning_rate
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server.compress import ServerEnd
 from thinwire.systems.parameter_server.effects import Apply, Contribution
@@ -154,13 +154,14 @@ class FlatWeights:
             total = x if total is None else total + x
         assert total is not None
         gradient = total if divisor == 1.0 else total / divisor
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, rates):
+        groups = self.optimizer.param_groups if factor != 1.0 else []
+        rates = [learning_rate(self.optimizer, group, "lr_scale") for group in groups]
+        for group, rate in zip(groups, rates):
             group["lr"] = rate * factor
         self.theta.grad = gradient.to(self.theta.dtype)
         self.optimizer.step()
         self.theta.grad = None
-        for group, rate in zip(self.optimizer.param_groups, rates):
+        for group, rate in zip(groups, rates):
             group["lr"] = rate
         self.snapshot = self.theta.clone()
 
