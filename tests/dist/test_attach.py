@@ -97,7 +97,11 @@ def _in_more_groups(rank, size):
     pair = dist.new_group([0, 2])
     found = [cases.weights(cases.train(rank, 3, "ssgd", attach={"timeout": 20})[0])]
     if rank != 1:
-        found.append(cases.weights(cases.train(rank, 3, "topk", {"density": 0.1}, attach={"timeout": 20, "process_group": pair})[0]))
+        found.append(
+            cases.weights(
+                cases.train(rank, 3, "topk", {"density": 0.1}, attach={"timeout": 20, "process_group": pair})[0]
+            )
+        )
     return found
 
 
@@ -105,3 +109,27 @@ def test_ranks_that_are_in_different_numbers_of_groups_meet():
     zero, one, two = run(_in_more_groups, 3)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(zero[0], one[0], two[0], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(zero[1], two[1], strict=True))
+
+
+def _elsewhere(rank, size, method, options):
+    """Torch makes new tensors on another device by itself, here on one without memory."""
+    found = []
+    for device in ("cpu", "meta"):
+        net, batches = cases.model(), [cases.batch(rank, step) for step in range(4)]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        torch.set_default_device(device)
+        try:
+            with tw.attach(net, optimizer, method, **options) as sync:
+                for x, y in batches:
+                    cases.down((net(x) - y).square().mean(), optimizer)
+                sync.synchronize() if method != "local" else sync.finish()
+        finally:
+            torch.set_default_device(None)
+        found.append(cases.weights(net))
+    return found
+
+
+@pytest.mark.parametrize("method, options", [("powersgd", {"rank": 2}), ("local", {"sync_every": 2}), ("dear", {})])
+def test_a_default_device_makes_no_difference(method, options):
+    for first, second in run(_elsewhere, 2, method, options):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

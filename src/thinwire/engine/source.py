@@ -233,7 +233,8 @@ class GradientSource:
         if not again and any(bool(grad.any()) for grad in found):  # zeros are of before a closure is called
             raise RuntimeError(
                 "optimizer.step() would use gradients that no backward has made (torch.autograd.grad, torch.func, or "
-                ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first"
+                ".grad set by the script), so they are not averaged: call synchronize() of attach's handle first. If "
+                "load_state_dict has put other parameters in place (swap_module_params_on_conversion), attach after it"
             )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -92,6 +92,7 @@ bench --methods ddp-bset -> did you mean 'ddp-best'
 bench --methods ddp:rank=3 -> no option 'rank'
 bench --methods acp:rank -> unknown method
 bench --methods acp:rank=4:8 -> '8' is not an option
+plan gpt2 --link 1gbit --methods acp:rank=1:rank=2 -> names rank twice
 bench --methods local:sync_every=0 -> sync_every=0
 bench --methods local:schedule=dream -> use sync_every=8
 bench --methods local:sync_every=8:schedule=dream:fragments=2 -> leave out fragments=

@@ -103,15 +103,19 @@ _DEVICES = ("cpu", "cuda")
 
 def own_modes() -> AbstractContextManager[Any]:
     """Return a context without autocast (which would make products in 16 bits), without inference mode (whose tensors
-    no later step may change), and outside the transforms of torch.func and export (whose tensors have no memory). Grad
-    mode stays, except that it is on where inference mode was.
+    no later step may change), without a default device (CPU tensors are made as they are), and outside the transforms
+    of torch.func and export (whose tensors have no memory). Grad mode stays, except that it is on where inference mode
+    was.
     """
     casts = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     traced = fake or torch._C._functorch.peek_interpreter_stack() is not None
-    if not casts and not torch.is_inference_mode_enabled() and not traced:
+    elsewhere = torch._C._len_torch_function_stack() > 0
+    if not casts and not torch.is_inference_mode_enabled() and not traced and not elsewhere:
         return _nothing
     stack = ExitStack()
+    if elsewhere:
+        stack.enter_context(torch.device("cpu"))
     if traced:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes() if fake else _nothing)

@@ -74,7 +74,11 @@ class LocalSync(Handle):
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(here(m.parameter).nbytes for m in managed)
-        self._late = LateParameters(model, "Call finish() and close(), and attach again, after such a change")
+        self._late = LateParameters(
+            model,
+            "Call finish() and close(), and attach again, after such a change (in a framework: end the training, and "
+            "begin another)",
+        )
         self._steps, self._lent, self._compares = _Steps(optimizers), False, settings.detect_desync
         self.services = Services(model, optimizers, managed[0].device, session, apart=True)
         self.services.site = site

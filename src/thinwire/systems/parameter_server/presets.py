@@ -92,6 +92,8 @@ def preset(text: str) -> Settings:
         key, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"preset {text!r}: {word!r} is not an option; use for example inhad:max_staleness=2")
+        if key in options:
+            raise ValueError(f"preset {text!r} names {key} twice")
         options[key] = _value(value)
     known = {*inspect.signature(PRESETS[name]).parameters, *(field.name for field in fields(Settings))} - {"options"}
     for key in options:

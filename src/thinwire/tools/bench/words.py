@@ -49,6 +49,8 @@ def split_options(text: str) -> tuple[str, dict[str, Value]]:
         key, found, given = (text.strip() for text in part.partition("="))
         if not found or not key or not given:
             raise ValueError(f"{text!r}: {part!r} is not an option; use name:option=value, such as acp:rank=4")
+        if key in options:
+            raise ValueError(f"{text!r} names {key} twice")
         options[key] = value(given)
     return name.strip(), options
 
