@@ -75,6 +75,21 @@ def test_shared_out_it_is_the_same_bit_for_bit(name, size, layout):
         assert auto.full_seconds == results[0][3][1].full_seconds  # of the slowest rank, so equal
 
 
+def _without_one(rank, size):
+    """One rank's script takes a gradient away, another's another one of equal size."""
+    net = cases.model()
+    optimizer = LARS(net.parameters(), 0.1, parallel="world")
+    with tw.attach(net, optimizer, "ssgd"):
+        cases.loss_of(net, rank, 0).backward()
+        net[2 * rank].weight.grad = None
+        return cases.said(optimizer.step)
+
+
+def test_ranks_that_have_gradients_of_different_layers_are_told():
+    for said in run(_without_one, 2):
+        assert said.startswith("RuntimeError: ranks share the norms of layers, but have gradients of different")
+
+
 def _refusals(rank, size):
     for make in (lambda p: LARS(p, 0.1, parallel="auto"), lambda p: LAMB(p, parallel=None)):
         net = cases.model()

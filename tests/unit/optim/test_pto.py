@@ -67,10 +67,10 @@ def test_shared_inside_unequal_machines():
     assert sent[3] == sent[4] == 0
 
 
-def test_bytes_are_one_number_per_layer():
+def test_bytes_are_one_number_per_layer_and_one_of_which_there_are():
     blocks = [Layers([torch.ones(4, 4)] * 12, [torch.ones(4, 4)] * 12)]
     _, sent = together(blocks, 4, WORLD, Topology(4), "cost")
-    assert sent == [3 * 3 * 4] * 4  # three layers of four bytes to three others
+    assert sent == [3 * 4 * 4] * 4  # three layers and one more number, of four bytes, to three others
 
 
 def test_nobody_reads_what_another_rank_owns():
@@ -84,13 +84,13 @@ def test_nobody_reads_what_another_rank_owns():
     message = program.reduce([poisoned], 1).send(None).tensor
     expected = trust_ratios(blocks[0].part(placement.items(1)))
     assert torch.equal(message[: len(expected)], expected)
-    assert not message[len(expected) :].any()
+    assert not message[len(expected) : -1].any()
 
 
 def test_shapes_alone():
     meta = [Layers([torch.empty(3, 4, device="meta")] * 5, [torch.empty(3, 4, device="meta")] * 5)]
     program = TrustRatios(split([12] * 5, 2), 2, WORLD, torch.device("meta"))
-    assert program.reduce(meta, 0).send(None).tensor.shape == (3,)
+    assert program.reduce(meta, 0).send(None).tensor.shape == (4,)  # and which layers there are
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 5))

@@ -96,7 +96,8 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         """Update all parameters that have a gradient; with ``parallel`` all ranks must call it.
 
         Raises:
-            RuntimeError: the gradients still contain a loss scale, or are sparse.
+            RuntimeError: the gradients still contain a loss scale, or are sparse; or, with ``parallel`` on CPUs, ranks
+                have gradients of different parameters.
         """
         loss = None
         if closure is not None:
@@ -105,7 +106,8 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         with torch.no_grad():
             works = [work for work in map(self._work, self.param_groups) if work.parameters]
             layers = self.prepare(works)
-            ratios = iter(self._sharing.ratios([some for some in layers if len(some)]))
+            held = bytes(p.grad is not None for group in self.param_groups for p in group["params"])
+            ratios = iter(self._sharing.ratios([some for some in layers if len(some)], held))
             for work, some in zip(works, layers):
                 self.update(work, next(ratios) if len(some) else None)
                 if copies := [(p, w) for p, w in zip(work.parameters, work.weights) if p is not w]:

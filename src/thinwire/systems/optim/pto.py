@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,13 +95,14 @@ class TrustRatios:
         index = [0] * len(placement.owner)
         for member, items in enumerate(self.own):
             for position, layer in enumerate(items):
-                index[layer] = member * self.longest + position
+                index[layer] = member * (self.longest + 1) + position
         self._index = torch.tensor(index, dtype=torch.int64, device=device)
 
-    def reduce(self, blocks: Sequence[Layers], place: int) -> Program:
-        """Do one all-gather of as many numbers as the busiest member has layers. Return the ratios of each block.
+    def reduce(self, blocks: Sequence[Layers], place: int, held: bytes = b"") -> Program:
+        """Do one all-gather of one number more than the busiest member has layers. Return the ratios of each block.
 
-        ``place``: this rank's, in the group; ``blocks``: all layers, on every rank.
+        ``place``: this rank's, in the group; ``blocks``: all layers, on every rank; ``held``: which parameters have a
+        gradient.
         """
         found, start = [], 0
         for block in blocks:
@@ -108,11 +110,18 @@ class TrustRatios:
             if own:
                 found.append(trust_ratios(block.part(own)))
             start += len(block)
-        message = blocks[0].weights[0].new_zeros(self.longest)
+        message = blocks[0].weights[0].new_zeros(self.longest + 1)
+        message[-1] = zlib.crc32(held) >> 8  # fp32 has 24 bits
         if found:
             mine = torch.cat(found)
             message[: mine.numel()] = mine
         table = yield AllGather(message, group=self.group)
+        told = table.reshape(-1, self.longest + 1)[:, -1]
+        if table.device.type == "cpu" and bool((told != told[0]).any()):  # on CUDA the host would wait for it
+            raise RuntimeError(
+                "ranks share the norms of layers, but have gradients of different parameters: leave .grad as backward "
+                "has made it, or give parallel=None"
+            )
         return list(table.reshape(-1)[self._index].split([len(block) for block in blocks]))
 
 
@@ -157,7 +166,7 @@ class NormSharding:
         elif asked in self._scopes:
             self.stats = ParallelStats(self.parallel, asked, "as asked for")
 
-    def ratios(self, blocks: list[Layers]) -> list[Tensor]:
+    def ratios(self, blocks: list[Layers], held: bytes = b"") -> list[Tensor]:
         """Return the ratios of each block. Ranks that share must all call it, with the same layers."""
         if self._sync is None:
             if self.parallel is not None and not self._told:
@@ -174,7 +183,8 @@ class NormSharding:
         if running == "measuring":
             return self._measure(blocks, self._sync)
         place = self._members(running, self._sync).index(self._sync.services.rank)
-        found: list[Tensor] = self._sync.services.run(self._program(running, blocks, self._sync).reduce(blocks, place))
+        program = self._program(running, blocks, self._sync)
+        found: list[Tensor] = self._sync.services.run(program.reduce(blocks, place, held))
         return found
 
     def _members(self, scope: str, sync: GradientSync) -> tuple[int, ...]:
