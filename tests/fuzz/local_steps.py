@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from fuzz.player import Mismatch, Player, close, difference, optimizers_of, scaler_of, tensors_of
+from fuzz.player import Mismatch, Player, close, digest, optimizers_of, scaler_of, tensors_of
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import Topology, working_dtype
 from thinwire.core.program.local_world import run_lockstep
@@ -14,23 +14,35 @@ from thinwire.engine.parameters import managed_parameters
 
 
 class Statistics:
-    """Buffers of both twins, and frozen parameters that the script changes: the mean where they are finite.
+    """Running statistics of both twins, named buffers, and frozen parameters while the script changes them: the mean.
 
-    What is no floating-point number becomes rank 0's, and keeps what was counted meanwhile.
+    Other buffers become rank 0's, and keep what was counted meanwhile. Every eighth round looks for what has changed.
     """
 
-    def __init__(self, nets, buffers, managed):
-        self.nets, self.sent, self.names, self.managed, self.changing = nets, [], list(buffers), managed, set()
-        self.attached()
+    def __init__(self, nets, buffers, frozen, averaged):
+        self.nets, self.sent, self.names, self.frozen, self.changing = nets, [], list(buffers), frozen, set()
+        self.averaged = averaged
+        self.seen = [{name: dict(nets[0].named_parameters())[name].detach().clone() for name in frozen}] * 2
 
     def attached(self):
-        frozen = {name: p for name, p in self.nets[0].named_parameters() if name not in self.managed}
-        self.seen = {name: p.detach().clone() for name, p in frozen.items()}
+        """By another handle, to which all looks changed; what has rested is equal on both ranks, and stays so."""
+        self.seen = [dict.fromkeys(self.frozen)] * 2
 
-    def look(self):
-        for net in self.nets:
-            now = dict(net.named_parameters())
-            self.changing |= {name for name, was in self.seen.items() if difference(now[name], was) is not None}
+    def look(self, round_=0):
+        if round_ % 8:
+            return
+        rows = [{name: dict(net.named_parameters())[name].detach().clone() for name in self.frozen} for net in self.nets]
+        pairs = [*zip(rows, self.seen)]
+        self.changing = {
+            name for now, was in pairs for name in now if was[name] is None or digest([now[name]]) != digest([was[name]])
+        }
+        self.seen = rows
+
+    def _mean(self, name, x):
+        key = name.rpartition(".")[2]
+        return x.is_floating_point() and (
+            not name.startswith("buffer ") or key.startswith("running_") or name.removeprefix("buffer ") in self.averaged
+        )
 
     def send(self):
         rows = [tensors_of(net) for net in self.nets]
@@ -42,11 +54,13 @@ class Statistics:
         for name, sent in self.sent:
             for net, before in zip(self.nets, sent):
                 x = tensors_of(net)[name]
-                if x.is_floating_point():
+                if self._mean(name, x):
                     kind = working_dtype(x.dtype)
                     some = [s.to(kind) for s in sent if bool(all_finite(s.to(kind)))]
                     new = sum(some) / len(some) if some else x
-                elif x.is_signed() and x.dtype is not torch.bool:
+                elif digest([sent[0]]) == digest([before]):
+                    new = x
+                elif x.is_signed() and not x.is_floating_point() and x.dtype is not torch.bool:
                     new = sent[0] + (x - before)
                 else:
                     new = sent[0]
@@ -57,11 +71,14 @@ class Statistics:
 class Lockstep:
     """Both ranks' rounds, driven as the engine drives them."""
 
-    def __init__(self, settings, nets, dense, topology, *, start, buffers):
-        names = [name for name, p in nets[0].named_parameters() if p.requires_grad]
+    def __init__(self, settings, nets, dense, topology, *, start, buffers, private):
+        named = [(name, p) for name, p in nets[0].named_parameters() if name not in private]
+        names = [name for name, p in named if p.requires_grad]
         weights = [{name: dict(net.named_parameters())[name] for name in names} for net in nets]
         self.rounds = [Rounds(settings, own, dense, r, topology, start=start) for r, own in enumerate(weights)]
-        self.topology, self.statistics = topology, Statistics(nets, buffers, names)
+        self.topology = topology
+        frozen = [name for name, p in named if not p.requires_grad]
+        self.statistics = Statistics(nets, buffers, frozen, settings.average_buffers)
 
     def stepped(self, rate):
         for rounds in self.rounds:
@@ -80,8 +97,8 @@ class Lockstep:
 
     def _send(self, groups, *, last=False):
         for group in zip(*groups, strict=True):
-            if self._ends(group) and not group[0].state.step:
-                self.statistics.look()
+            if self._ends(group) and not last:
+                self.statistics.look(group[0].state.step)
             programs = [rounds.send(f, last=last) for rounds, f in zip(self.rounds, group)]
             for one in zip(*programs, strict=True):
                 run_lockstep(one, self.topology)
@@ -127,7 +144,7 @@ class LocalSteps(Player):
 
     def attach(self, **options):
         super().attach(**{k: v for k, v in options.items() if k != "scaler"})
-        self.trainable = {name for name, p in self.net.named_parameters() if p.requires_grad}
+        self.trainable = {n for n, p in self.net.named_parameters() if p.requires_grad and n not in self.ignored()}
         if self.lockstep is None:
             self._anew()
 
@@ -137,7 +154,7 @@ class LocalSteps(Player):
         dense = [m.name for m in managed_parameters(self.net, self.settings.method, self.keep_dense) if m.dense]
         self.lockstep = Lockstep(
             self.settings, self.twins, dense, Topology(2, 1 if attach.get("apart") else 2),
-            start=attach.get("start_compression_step"), buffers=self._averaged(),
+            start=attach.get("start_compression_step"), buffers=self._averaged(), private=self.ignored(),
         )  # fmt: skip
 
     def _averaged(self):
@@ -221,8 +238,9 @@ class LocalSteps(Player):
         self.lockstep.finish()
         self.look()
         rows = {True: [], False: []}
-        for p in self.net.parameters():
-            rows[p.requires_grad].append(p)
+        for name, p in self.net.named_parameters():
+            if name not in self.ignored():
+                rows[p.requires_grad].append(p)
         self.mark("weights after finish()", rows[True])
         self.mark("frozen parameters after finish()", rows[False])
         self.mark("buffers after finish()", [dict(self.net.named_buffers())[name] for name in self._averaged()])
@@ -234,6 +252,28 @@ class LocalSteps(Player):
             self.check("the outer weights", name, values[name], x.to(values[name].dtype))
         self.mark("outer weights", values.values())
         self.look()
+
+    def turns(self, event):
+        """Many turns, for what is looked at only now and then."""
+        for count in range(event["times"]):
+            if count in event["targets"]:
+                self.target(event)
+            self.turn(event["turn"])
+
+    def uneven(self, event):
+        """One rank makes some more steps, but begins no further round."""
+        rounds, rank = self.lockstep.rounds[event["who"]], event["who"]
+        for _ in range(self.settings.sync_every - 1 - rounds.count % self.settings.sync_every):
+            self.number += 1
+            for net, owner in self.everyone():
+                if owner != rank or (net is self.net and owner != self.rank):
+                    continue
+                optimizers = self.optimizers if net is self.net else self.twin_steps[rank]
+                self.passed(net, rank, event, self.number)
+                for o in optimizers:
+                    o.step()
+                self.zero("none", net, optimizers)
+            rounds.stepped(0.0)
 
     def end(self):
         self.finish({})
@@ -249,7 +289,7 @@ class LocalSteps(Player):
         if kept:
             self.lockstep.statistics.attached()
             return
-        own = {name: x.clone() for name, x in self.twins[1].named_buffers() if name in self.ignored()}
+        own = {name: x.clone() for name, x in self.twins[1].state_dict().items() if name in self.ignored()}
         self.twins[1].load_state_dict(self.twins[0].state_dict() | own)
         self._anew()
 

@@ -103,7 +103,7 @@ class Averages:
                 new = part.view(x.shape)
                 if was is None:
                     new = torch.where(all_finite(part), new, x.to(new.dtype)).to(x.dtype)
-                elif torch.equal(part, was):
+                elif torch.equal(part.view(torch.uint8), was.view(torch.uint8)):  # float8 knows no comparison
                     continue
                 elif x.dtype.is_signed and not (x.is_floating_point() or x.is_complex()):
                     new = new + x - was.view(x.shape)
@@ -221,9 +221,9 @@ class Beside:
 
 
 def _sample(x: Tensor) -> Tensor:
-    """Return a thousand elements of a tensor; who averages or replaces a parameter changes nearly all."""
+    """Return the bytes of a thousand elements of a tensor; who averages or replaces one changes nearly all."""
     flat = x.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // 1000)].clone()
+    return flat[:: max(1, flat.numel() // 1000)].clone().view(torch.uint8)
 
 
 def open_channels(services: Services, rounds: Rounds, beside: Beside, moments: Moments) -> list[Channel]:
@@ -308,7 +308,8 @@ class Travel:
             names += fragment.names()
         end = self._rounds.fragments[-1]
         if end in fragments:
-            self.beside.look(end.state.step)
+            if not last:  # ``finish`` has looked
+                self.beside.look(end.state.step)
             self.beside.leave([] if last else self._moments.due(end.state.step + 1))
         if end in fragments and (beside := self.beside.left()):
             programs.append(self._averages.send(beside))
