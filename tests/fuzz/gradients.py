@@ -86,11 +86,12 @@ class Gradients(Player):
 
     def begin_twins(self):
         self.twin_steps, _ = optimizers_of(self.case, self.twins[0])
+        self.own_steps, _ = optimizers_of(self.case, self.twins[1])  # of what each rank keeps to itself
         self.twin_scaler = scaler_of(self.case)
         self.world = None
 
     def twin_optimizers(self):
-        return self.twin_steps
+        return [*self.twin_steps, *self.own_steps]
 
     def attach(self, **options):
         self.chosen = tw.method(self.case["method"], **self.options)
@@ -138,7 +139,7 @@ class Gradients(Player):
 
     def turn(self, event):
         """Passes, an exchange, and what the script makes of the averages."""
-        self.rate(event, [*self.optimizers, *self.twin_steps])
+        self.rate(event, [*self.optimizers, *self.twin_optimizers()])
         self.exchange(event)
         if event["end"] == "sam":
             self._climb(event)
@@ -149,14 +150,33 @@ class Gradients(Player):
         else:
             self._unscale_and_clip(event)
             self._step(event)
+        if self.ignored():
+            self._own_steps(event)
         self.zero(event["zero"], self.net, self.optimizers)
         late = self.decoupled and not self.options.get("update_in_step")  # no .grad is left for zero_grad
         self.zero("none" if late else event["zero"], self.twins[0], self.twin_steps)
         self._level()
-        for p, q in zip(*(net.parameters() for net in self.twins)):
+        for p, q in self._shared():
             q.grad = None if p.grad is None else p.grad.clone()
         if event.get("look", True):
             self.look()
+
+    def _shared(self):
+        """Pairs of both twins' parameters, but for those that each rank keeps to itself."""
+        rows = zip(self.twins[0].named_parameters(), self.twins[1].parameters())
+        return [(p, q) for (name, p), q in rows if name not in self.ignored()]
+
+    def _own_steps(self, event):
+        """The other twin's steps, of what each rank keeps to itself; it has no others' gradients."""
+        grads = [(q, q.grad) for _, q in self._shared()]
+        for q, _ in grads:
+            q.grad = None
+        if event["end"] != "drop":
+            for o in self.own_steps:
+                o.step()
+        self.zero(event["zero"], self.twins[1], self.own_steps)
+        for q, grad in grads:
+            q.grad = grad
 
     def exchange(self, event):
         """All passes of a turn, until the averages are there."""
@@ -349,7 +369,7 @@ class Gradients(Player):
 
     @torch.no_grad()
     def _level(self):
-        for p, q in zip(*(net.parameters() for net in self.twins)):
+        for p, q in self._shared():
             q.copy_(p)
 
     # --- comparisons -----------------------------------------------------------------------------------------------
@@ -377,12 +397,12 @@ class Gradients(Player):
         self.settle()
         twins = [tensors_of(net) for net in self.twins]
         for name, x in tensors_of(self.net).items():
-            wanted = twins[self.rank if name.startswith("buffer ") else 0][name]
+            wanted = twins[self.rank if name.startswith("buffer ") or name in self.ignored() else 0][name]
             self.check("the value", name, x, wanted, (1e-4 if x.dtype.itemsize > 2 else 0.02) if self.loose else 0.0)
             if self.loose and not name.startswith("buffer "):
                 for net in twins:
                     net[name].copy_(x)
-        self.mark("weights", self.net.parameters())
+        self.mark("weights", [p for name, p in self.net.named_parameters() if name not in self.ignored()])
         if self.case.get("attach", {}).get("broadcast_buffers", True) and self.followed is not None:
             buffers = dict(self.net.named_buffers())
             self.mark("buffers", [buffers[name] for name in sorted(self.followed)])
@@ -403,10 +423,14 @@ class Gradients(Player):
     # --- another process -------------------------------------------------------------------------------------------
 
     def pack(self):
-        return {key: getattr(self, key) for key in ("twins", "twin_steps", "twin_scaler", "world", "loose")}
+        return {
+            key: getattr(self, key) for key in ("twins", "twin_steps", "own_steps", "twin_scaler", "world", "loose")
+        }
 
     def unpack(self, saved):
         super().unpack(saved)
-        for x, y in zip(*(net.buffers() for net in self.twins)):
-            put(y, x)  # model.pt is rank 0's
+        for (name, x), y in zip(self.twins[0].named_buffers(), self.twins[1].buffers()):
+            if name not in self.ignored() and self.case.get("attach", {}).get("broadcast_buffers", True):
+                put(y, x)  # model.pt is rank 0's
         self.twin_steps = self.through_a_file(self.twin_steps, self.twins[0])
+        self.own_steps = self.through_a_file(self.own_steps, self.twins[1])

@@ -31,17 +31,24 @@ class Statistics:
     def look(self, round_=0):
         if round_ % 8:
             return
-        rows = [{name: dict(net.named_parameters())[name].detach().clone() for name in self.frozen} for net in self.nets]
+        rows = [
+            {name: dict(net.named_parameters())[name].detach().clone() for name in self.frozen} for net in self.nets
+        ]
         pairs = [*zip(rows, self.seen)]
         self.changing = {
-            name for now, was in pairs for name in now if was[name] is None or digest([now[name]]) != digest([was[name]])
+            name
+            for now, was in pairs
+            for name in now
+            if was[name] is None or digest([now[name]]) != digest([was[name]])
         }
         self.seen = rows
 
     def _mean(self, name, x):
         key = name.rpartition(".")[2]
         return x.is_floating_point() and (
-            not name.startswith("buffer ") or key.startswith("running_") or name.removeprefix("buffer ") in self.averaged
+            not name.startswith("buffer ")
+            or key.startswith("running_")
+            or name.removeprefix("buffer ") in self.averaged
         )
 
     def send(self):
@@ -151,7 +158,8 @@ class LocalSteps(Player):
     def _anew(self):
         attach = self.case.get("attach", {})
         self.settings = local_settings(self.case["method"], self.extra())
-        dense = [m.name for m in managed_parameters(self.net, self.settings.method, self.keep_dense) if m.dense]
+        managed = managed_parameters(self.net, self.settings.method, self.keep_dense, sharded="family" in self.case)
+        dense = [m.name for m in managed if m.dense]
         self.lockstep = Lockstep(
             self.settings, self.twins, dense, Topology(2, 1 if attach.get("apart") else 2),
             start=attach.get("start_compression_step"), buffers=self._averaged(), private=self.ignored(),
@@ -160,6 +168,9 @@ class LocalSteps(Player):
     def _averaged(self):
         averages = self.case.get("attach", {}).get("broadcast_buffers", True)
         return [n for n, _ in self.net.named_buffers() if averages and n not in self.ignored()]
+
+    def owed(self):
+        return {}  # ``finish`` has sent it
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +258,8 @@ class LocalSteps(Player):
 
     def outer(self, event):
         with self.sync.outer_weights():
-            values = {name: p.detach().clone() for name, p in self.net.named_parameters() if name in self.trainable}
+            now = tensors_of(self.net)
+            values = {name: now[name].detach().clone() for name in now if name in self.trainable}
         for name, x in self.lockstep.outer().items():
             self.check("the outer weights", name, values[name], x.to(values[name].dtype))
         self.mark("outer weights", values.values())

@@ -55,10 +55,13 @@ def _rank(pipe, rank, store, mutate):
 
 def _one(case, rank, place, folder):
     from fuzz.gradients import Gradients
+    from fuzz.joint import Joint
     from fuzz.local_steps import LocalSteps
     from fuzz.player import LOCAL, Mismatch
+    from fuzz.sites import Sites
 
-    player = (LocalSteps if case["method"] in LOCAL else Gradients)(case, rank, folder)
+    family = LocalSteps if case["method"] in LOCAL else Gradients
+    player = {"joint": Joint, "sites": Sites}.get(case.get("family"), family)(case, rank, folder)
     player.place = "attach"
     try:
         if place is None:

@@ -5,6 +5,8 @@ Every rank computes both ranks' passes with the twins, so what an exchange must 
 
 import contextlib
 import copy
+import functools
+import gc
 import hashlib
 import io
 import warnings
@@ -14,10 +16,12 @@ import numpy as np
 import thinwire.checkpoint
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from fuzz.models import Buffers, Cast, Failure, Raises, build, loss_of
+from thinwire.engine.services import attached_to
 
 LOCAL = ("local", "diloco")
 CODECS = {
@@ -25,6 +29,21 @@ CODECS = {
     "powersgd": tw.PowerSGD(rank=2, min_rate=1.0),
     "acp": tw.ACP(rank=2, min_rate=1.0),
 }
+
+
+def _decay(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data.mul_(0.99)
+
+
+def _replace(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data = p.data.clamp(-0.5, 0.5)
+
+
+FOREIGN = {"decay": _decay, "replace": _replace}  # hooks of others that write weights after a step
 
 
 class Mismatch(AssertionError):
@@ -40,12 +59,20 @@ class TwoStep(torch.optim.Optimizer):
         self.param_groups = base.param_groups
 
 
+@functools.cache
+def alone_group():
+    """A process group of this rank alone, once a process."""
+    return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+
+
 def optimizers_of(case, net):
     """The script's optimizers: what it steps, and what it gives to ``attach``."""
     made, parameters = [], list(net.parameters())
     for spec in case["optimizers"]:
         some = {"all": parameters, "even": parameters[::2], "odd": parameters[1::2]}[spec["part"]]
         made.append(getattr(torch.optim, spec["kind"])(some, **spec["options"]))
+        if "foreign" in case:
+            made[-1].register_step_post_hook(FOREIGN[case["foreign"]])
     given = [TwoStep(list(net.parameters()), made[0])] if case.get("two-step") else made
     return made, given if len(given) > 1 else given[0]
 
@@ -55,8 +82,16 @@ def scaler_of(case):
 
 
 def tensors_of(net):
-    """All parameters and buffers by name, as they are."""
-    return dict(net.named_parameters()) | {f"buffer {name}": b for name, b in net.named_buffers()}
+    """All parameters and buffers by name, as they are; of sharded ones this rank's part."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    here = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in net.named_parameters()}
+    return here | {f"buffer {name}": b for name, b in net.named_buffers()}
+
+
+def tensor_of(net, name):
+    return dict(net.named_buffers()).get(name, dict(net.named_parameters()).get(name))
 
 
 def digest(tensors):
@@ -124,9 +159,10 @@ class Player:
     def begin(self):
         self.make(self.case["seed"] + 1000 * self.rank)  # the ranks begin apart: rank 0's weights are to be taken
         self.twins = [build(self.case["model"], self.case["seed"]) for _ in range(2)]
-        theirs = dict(build(self.case["model"], self.case["seed"] + 1000).named_buffers())
+        other = build(self.case["model"], self.case["seed"] + 1000)
+        theirs = dict(other.named_buffers()) | dict(other.named_parameters())
         for name in self.ignored():
-            put(dict(self.twins[1].named_buffers())[name], theirs[name])
+            put(tensor_of(self.twins[1], name), theirs[name])
         self.begin_twins()
         self.attach()
         self.look()
@@ -145,15 +181,32 @@ class Player:
         elif rule == "all":
             attach["keep_dense"] = lambda name, p: True
         if attach.pop("apart", False):
-            attach["topology"] = tw.Topology(2, 1)
-        if attach.pop("ignore", False):
+            attach.setdefault("topology", tw.Topology(2, 1))
+        if attach.pop("ignore", False) or "private" in self.case:
             attach["ignore"] = self.ignored()
         self.keep_dense = attach.get("keep_dense", "auto")
         given = None if self.case.get("no optimizer") else self.given
-        self.sync = tw.attach(self.net, given, self.method(), timeout=20, **self.extra(), **attach)
+        self.sync = self.attached(given, timeout=20, **attach)
+        if "unkept" in self.case:
+            self.sync = None
+            gc.collect()
+            self.sync = attached_to(self.net)
+            if self.sync is None:
+                raise Mismatch("the handle of attach is gone, because the script does not keep it")
+
+    def attached(self, given, **options):
+        return tw.attach(self.net, given, self.method(), **self.extra(), **options)
+
+    def save(self, folder, place):
+        tw.checkpoint.save(folder, self.net, self.step_of(), self.sync, place)
+
+    def load(self, folder, place):
+        return tw.checkpoint.load(folder, self.net, self.step_of(), self.sync)
 
     def ignored(self):
-        """Names of the buffers that are each rank's own."""
+        """Names of the buffers, or of a layer's parameters, that are each rank's own."""
+        if "private" in self.case:
+            return [f"last.{key}" for key, _ in self.net.last.named_parameters()]
         modules = self.net.named_modules() if self.case.get("attach", {}).get("ignore") else ()
         return [f"{name}.{key}" for name, m in modules if isinstance(m, Buffers) for key, _ in m.named_buffers()]
 
@@ -161,7 +214,10 @@ class Player:
         return self.case["method"]
 
     def extra(self):
-        return {k: CODECS.get(v, v) if k == "codec" else v for k, v in self.options.items()}
+        found = {k: CODECS.get(v, v) if k == "codec" else v for k, v in self.options.items()}
+        if "averaged" in self.case:
+            found["average_buffers"] = [n for n, b in self.net.named_buffers() if b.is_floating_point()]
+        return found
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -371,7 +427,7 @@ class Player:
         if "freeze" in event:
             self._toggle(event["freeze"], False)
         self.rate(event, [*self.optimizers, *self.twin_optimizers()])
-        tw.checkpoint.save(self.folder, self.net, self.step_of(), self.sync, self.place)
+        self.save(self.folder, self.place)
         mine = {"twin": self.pack(), "number": self.number, "scaler": self.scaler and self.scaler.state_dict()}
         mine["frozen"] = [name for name, p in self.net.named_parameters() if not p.requires_grad]
         torch.save(mine, self.folder / f"twin-{self.place}-{self.rank}")
@@ -381,6 +437,46 @@ class Player:
         """The same in this process."""
         self.restart(event)
         self.resume(self.place)
+
+    def elsewhere(self, event):
+        """At the end: one rank goes on from what two have saved, and two from what one has saved."""
+        self.settle()
+        if self.case["method"] in LOCAL:
+            self.finish({})
+        folder, alone = self.folder / "elsewhere", alone_group()
+        tw.checkpoint.save(folder, self.net, self.step_of(), self.sync, 1)
+        before, owed = {n: x.detach().clone() for n, x in tensors_of(self.net).items()}, self.owed()
+        self.sync.close()
+        self.make(self.case["seed"] + 99)
+        self.attach(process_group=alone, topology=tw.Topology(1))
+        tw.checkpoint.load(folder, self.net, self.step_of(), self.sync)
+        self._same_elsewhere(before, "one rank")
+        again = self.folder / f"again {self.rank}"
+        tw.checkpoint.save(again, self.net, self.step_of(), self.sync, 2)
+        self.sync.close()
+        self.make(self.case["seed"] + 98 + self.rank)
+        self.attach()
+        tw.checkpoint.load(self.folder / "again 0", self.net, self.step_of(), self.sync)
+        self._same_elsewhere(before, "two ranks again")
+        for name, x in self.owed().items():
+            if name in owed and (text := close(x, owed[name], 1e-5)) is not None:
+                raise Mismatch(f"what is owed to {name} after one rank, and two: {text}")
+
+    def owed(self):
+        """The mean of the residuals over both ranks, by name."""
+        saved, found = self.sync.state_dict(), {}
+        for key in sorted(saved):
+            if key.startswith(f"residual/{self.rank}/") and f"offset{key.removeprefix('residual')}" not in saved:
+                x = saved[key].double().clone()
+                torch.distributed.all_reduce(x)
+                found[key.split("/", 2)[2]] = x / 2
+        return found
+
+    def _same_elsewhere(self, before, where):
+        for name, x in tensors_of(self.net).items():
+            own = name.startswith("buffer ") and not self.case.get("attach", {}).get("broadcast_buffers", True)
+            if not own:
+                self.check(f"on {where} the value", name, x, before[name])
 
     def step_of(self):
         return self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
@@ -396,7 +492,7 @@ class Player:
         if self.scaler is not None:
             self.scaler.load_state_dict(saved["scaler"])
         self.attach(**({"scaler": True} if self.scaler is not None else {}))
-        found = tw.checkpoint.load(self.folder, self.net, self.step_of(), self.sync)
+        found = self.load(self.folder, place)
         if found != place:
             raise Mismatch(f"the checkpoint of {place} was loaded as {found}")
         self.attached_again(True)

@@ -33,6 +33,9 @@ OPTIMIZERS = [
 
 def make(seed):
     """The script of a seed, as plain data."""
+    family = random.Random(f"family {seed}")
+    if (chance := family.random()) < 0.12:
+        return (_sites if chance < 0.06 else _joint)(seed, family)
     draw = random.Random(seed)
     local = draw.random() < 0.25
     case = {"seed": seed, "model": _model(draw)}
@@ -69,8 +72,84 @@ def make(seed):
         "decoupled": decoupled,
     }
     case["events"] = _events(draw, case, modes)
+    _around(random.Random(f"around {seed}"), case, modes)
     _spare(case, local)
     return case
+
+
+def _sites(seed, draw):
+    """Local steps of two sites whose models are sharded."""
+    plain = [{"kind": "linear", "bias": True}, {"kind": "frozen"}, {"kind": "norm"}, {"kind": "layernorm"},
+             *({"kind": "rarely", "when": when} for when in ("none", "rank 1", "odd"))]  # fmt: skip
+    case = {"seed": seed, "family": "sites", "model": {"blocks": draw.choices(plain, k=draw.choice([1, 2, 3]))}}
+    case["method"], case["options"] = _local(draw)
+    case["attach"] = {"broadcast_buffers": False} if draw.random() < 0.2 else {}
+    case["optimizers"] = [dict(zip(("kind", "options"), draw.choice(SHARDED)), part="all")]
+    case |= {"unkept": True} if draw.random() < 0.2 else {}
+    turn = {"do": "turn", "end": "step", "last": "backward", "zero": "none"}
+    some = [
+        *({"do": kind} for kind in ("target", "restart", "reload", "finish", "outer", "write")),
+        {"do": "evaluation", "mode": "no_grad", "who": [0, 1]},
+    ]
+    events = [draw.choice([turn | {"micro": draw.choice([0, 0, 1])}] * 7 + some) for _ in range(draw.choice([3, 6, 9]))]
+    case["events"] = [*({"do": "reload"} for _ in range(draw.random() < 0.2)), turn, *events, turn]
+    return case
+
+
+def _joint(seed, draw):
+    """Two ranks, and one with both batches."""
+    blocks = draw.choices(
+        [{"kind": "linear", "bias": True}, {"kind": "linear", "bias": False}], k=draw.choice([1, 2, 3])
+    )
+    case = {"seed": seed, "family": "joint", "model": {"blocks": blocks, "dtype": "float64"}, "kfac": None}
+    case["method"], case["options"] = draw.choice([("ssgd", {}), ("ssgd", {"fusion": "none"}), ("dear", {})])
+    whole = [("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {"lr": 0.01})]
+    layered = [("LARS", {"lr": 0.1, "skip_lr_scale": 0.01}), ("LAMB", {"lr": 0.01, "max_grad_norm": None})]
+    case["optimizer"] = dict(zip(("kind", "options"), draw.choice(whole + layered)))
+    if case["method"] != "dear" and draw.random() < 0.6:
+        steps = draw.choice([(1, 1), (1, 2), (2, 4)])
+        case["kfac"] = {"damping": 0.1, "kl_clip": draw.choice([None, 0.001]), "factor_update_steps": steps[0],
+                        "inv_update_steps": steps[1], "method": draw.choice(["inverse", "eigen"])}  # fmt: skip
+    ends = ["backward"] * 4 + ["synchronize"] * (case["kfac"] is None and case["method"] == "ssgd")
+    case["events"] = [
+        {"do": "turn", "micro": draw.choice([0, 0, 1, 2]), "zero": draw.choice(["none", "zeros"]),
+         "last": draw.choice(ends), "clip": draw.choice([None, None, 0.1])}
+        for _ in range(draw.choice([3, 5, 8]))
+    ]  # fmt: skip
+    return case
+
+
+SHARDED = [("SGD", {"lr": 0.05, "momentum": 0.9}), ("SGD", {"lr": 0.1}), ("AdamW", {"lr": 0.01})]
+
+
+def _around(draw, case, modes):
+    """What is around a training: who keeps the handle, other people's hooks, private parameters, what comes after."""
+    local, decoupled, plain = modes["local"], modes["decoupled"], "no optimizer" not in case
+    events, attach = case["events"], case["attach"]
+    if draw.random() < 0.1:
+        case["unkept"] = True
+    if draw.random() < 0.15 and plain and not decoupled and "two-step" not in case:
+        case["foreign"] = draw.choice(["decay", "replace"])
+    if local and draw.random() < 0.2:
+        case["averaged"] = True
+    quiet = "scaler" not in case and not modes["closure"] and not any(e.get("end") == "sam" for e in events)
+    more = any(b["kind"] in ("linear", "noted") for b in case["model"]["blocks"])
+    if draw.random() < 0.15 and plain and more and not decoupled and quiet and "two-step" not in case:
+        case["private"] = True
+        attach.pop("ignore", None)
+        case.pop("plan", None)
+    options, inside = case["options"], any(e["do"] in ("freeze", "thaw") for e in events)
+    if local and draw.random() < 0.1 and not inside:
+        turn = _turn(draw, case, modes) | {"end": "step", "last": "backward"}
+        turn.pop("inf", None)
+        times = draw.choice([9, 18, 27])
+        targets = draw.choice([[], [3], [times - 4, times - 3], [*range(times)]])
+        events.insert(-1, {"do": "turns", "times": times, "turn": turn, "targets": targets})
+    waits = local and not options.get("fragment_sync_delay") and "fragments" not in options
+    if waits and draw.random() < 0.15 and "scaler" not in case and options["sync_every"] > 1:
+        events.append({"do": "uneven", "who": draw.choice([0, 1])})
+    if plain and draw.random() < 0.15 and "private" not in case and "ignore" not in attach:
+        events.append({"do": "elsewhere"})
 
 
 def _spare(case, local):
@@ -79,7 +158,7 @@ def _spare(case, local):
         for event in case["events"]:
             event |= {"zero": "none"} if event.get("zero") == "keep" else {}
     again = {"restart", "reload", *(["reattach", "raises"] if local else [])}
-    if any(event["do"] in again for event in case["events"]):
+    if any(event["do"] in {*again, "elsewhere"} for event in case["events"]):
         spared = "expanded", "bool in place", "bool rebind"  # cannot be loaded; may look as it did before it was loaded
         for block in case["model"]["blocks"]:
             if "kinds" in block:
@@ -266,7 +345,7 @@ PLAIN = {"end": "step", "zero": "none", "last": "backward", "micro": 0, "kind": 
 NEEDED = {
     "seed", "model", "method", "options", "attach", "optimizers", "events", "blocks", "part", "lr", "density", "rank",
     "min_rate", "sync_every", "codec", "do", "mode", "who", "which", "how", "where", "state", "what", "kinds",
-    "inference", "shapes", "when", "init_scale", "growth_interval",
+    "inference", "shapes", "when", "init_scale", "growth_interval", "times", "turn", "targets",
 }  # fmt: skip
 
 
@@ -304,6 +383,8 @@ def smaller(case):
     yield from itertools.starmap(
         without, sorted(spots(case), key=lambda spot: (len(spot[0]) > 3, order.get(spot[0][0], 2)))
     )
+    if case.get("family") == "joint":
+        return
     if case["optimizers"] != [plain := {"kind": "SGD", "options": {"lr": 0.1}, "part": "all"}]:
         yield case | {"optimizers": [plain]}
     if case["method"] not in ("ssgd", "local", "diloco"):
