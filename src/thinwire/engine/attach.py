@@ -23,6 +23,7 @@ from thinwire.core.methods.start import measuring_method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.plans import needs_measurement, rule_of
 from thinwire.core.program import Method, Plan, Scope, Topology
+from thinwire.core.program.ops import in_own_modes, own_modes
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
 from thinwire.engine.local.settings import Local, named_local
@@ -47,7 +48,7 @@ def _telling_others(attach: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(attach)
     def attached(*args: P.args, **options: P.kwargs) -> R:
         group: Any = options.get("process_group")
-        with meeting_in_attach(group):
+        with meeting_in_attach(group), own_modes():
             return attach(*args, **options)
 
     return attached
@@ -252,6 +253,7 @@ def attach(
     return sync
 
 
+@in_own_modes
 def attach_local(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],

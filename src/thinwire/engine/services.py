@@ -13,7 +13,9 @@ from torch import nn
 
 from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.program import Method, Program, Scope, State, Topology
+from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.controller.pilot import Controller
+from thinwire.engine.parameters import private_names
 from thinwire.engine.session import Channel, Session
 from thinwire.engine.source import GradientSource
 
@@ -65,14 +67,15 @@ class Handle(Closing):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over this rank's ``state_dict``; on another number of ranks, the union of all ranks'."""
-        found = self._fitting(state)
+        found = fitting(self, state)
         found.restore()
         found.adopt()
 
 
 def fitting(handle: Handle, state: Mapping[str, Any]) -> Fitting:
     """Return what a handle would take over of a state. Changes nothing; ``ValueError`` if it does not fit."""
-    return handle._fitting(state)
+    found = in_own_modes(handle._fitting)(state)
+    return Fitting(in_own_modes(found.restore), in_own_modes(found.adopt))
 
 
 _attached: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -88,7 +91,10 @@ def handles() -> list[Handle]:
 
 
 class Services:
-    """The services of one handle. ``apart``: each rank has weights and optimizer states of its own."""
+    """The services of one handle.
+
+    ``apart``: each rank has weights and optimizer states of its own; ``own_buffers``: buffers, at least.
+    """
 
     def __init__(
         self,
@@ -100,8 +106,9 @@ class Services:
         controller: Controller | None = None,
         *,
         apart: bool = False,
+        own_buffers: bool = False,
     ) -> None:
-        self.apart = apart
+        self.apart, self._own_buffers = apart, own_buffers
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
         self.session, self.source, self.controller = session, source, controller
         self.companions: dict[str, Stateful] = {}  # saved and loaded with the handle, by name
@@ -131,6 +138,11 @@ class Services:
     @property
     def scaler(self) -> Any:
         return self.session.scaler
+
+    @property
+    def private(self) -> set[str]:
+        """Names of the parameters and buffers that no exchange makes equal."""
+        return private_names(self.model, buffers=self._own_buffers)
 
     @property
     def synchronizing(self) -> bool:

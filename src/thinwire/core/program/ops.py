@@ -14,12 +14,18 @@ import enum
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Scope(enum.Enum):
@@ -103,22 +109,37 @@ _DEVICES = ("cpu", "cuda")
 
 def own_modes() -> AbstractContextManager[Any]:
     """Return a context without autocast (which would make products in 16 bits), without inference mode (whose tensors
-    no later step may change), and outside the transforms of torch.func and export (whose tensors have no memory). Grad
-    mode stays, except that it is on where inference mode was.
+    no later step may change), without a default device but the CPU, and outside the transforms of torch.func and export
+    (whose tensors have no memory). Grad mode stays, except that it is on where inference mode was.
     """
     casts = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     traced = fake or torch._C._functorch.peek_interpreter_stack() is not None
-    if not casts and not torch.is_inference_mode_enabled() and not traced:
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    placed = any(isinstance(mode, DeviceContext) for mode in modes)  # by set_default_device
+    if not casts and not torch.is_inference_mode_enabled() and not traced and not placed:
         return _nothing
     stack = ExitStack()
     if traced:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes() if fake else _nothing)
     stack.enter_context(torch.inference_mode(False))
+    if placed:
+        stack.enter_context(torch.device("cpu"))
     for device in casts:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack
+
+
+def in_own_modes(call: Callable[P, R]) -> Callable[P, R]:
+    """Make a call run in ``own_modes``, whatever the caller's are: for what makes state that outlives them."""
+
+    @wraps(call)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with own_modes():
+            return call(*args, **kwargs)
+
+    return inside
 
 
 @dataclass(frozen=True, eq=False)

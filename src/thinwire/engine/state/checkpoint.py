@@ -3,8 +3,9 @@
 A checkpoint is a directory ``step-<n>``. It contains ``model.pt`` (model, optimizer, step; from rank 0, equal on all),
 ``rank-<r>.pt`` with each rank's residuals, and ``files.json`` with the checksums of these files. Under local steps each
 rank has its own model and optimizer: its file contains both, and ``model.pt`` contains the outer weights with rank 0's
-optimizer. A checkpoint is written under another name, flushed to disk, and renamed when all ranks have finished, so a
-directory called ``step-<n>`` is always complete. Files are read with ``weights_only=True``.
+optimizer. If only some parameters or buffers are each rank's own (``private``), its file contains these, and with
+parameters the whole optimizer. A checkpoint is written under another name, flushed to disk, and renamed when all ranks
+have finished, so a directory called ``step-<n>`` is always complete. Files are read with ``weights_only=True``.
 
 An error on one rank is reported to all ranks: they leave ``save`` and ``load`` together, with or without an exception.
 """
@@ -16,6 +17,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import operator
 import os
 import platform
@@ -31,10 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
+from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.services import Fitting, Handle, fitting
 
 _MODEL, _SUMS = "model.pt", "files.json"
-_OWN = ("model", "optimizer")  # each rank's own, under local steps
 _QUOTED = 3  # the most ranks to quote
 _BUSY = (errno.EACCES, errno.EAGAIN)
 _MOST = 4096  # largest note in a lock, in bytes
@@ -88,23 +90,33 @@ def save(
     with _Together(sync, directory, step) as written:
         name = _rank_name(sync.services.rank)
         mine: dict[str, Any] = sync.state_dict()
+        weights, private = model.state_dict(), sync.services.private
+        mine["private"] = sorted(private & weights.keys())
         if sync.services.apart:
-            mine |= {"model": model.state_dict(), "optimizer": _states(optimizers)}
+            mine |= {"model": weights, "optimizer": _states(optimizers)}
+        elif mine["private"]:
+            mine["model"] = {name: weights[name] for name in mine["private"]}
+            if not private.isdisjoint(name for name, _ in model.named_parameters()):
+                mine["optimizer"] = _states(optimizers)
         sums[name] = write_file(partial / name, mine)
         if sync.services.rank == 0:
             with getattr(sync, "outer_weights", contextlib.nullcontext)():
                 content = {"model": model.state_dict(), "optimizer": _states(optimizers), "step": step}
+                content["private"] = mine["private"]
                 sums[_MODEL] = write_file(partial / _MODEL, content)
         written.mine = sums
     with _Together(sync, directory, step):
         if sync.services.rank == 0:
             for theirs in written.everyones:
                 sums |= theirs
-            write_file(partial / _SUMS, json.dumps({"world_size": len(written.everyones), "blake2b": sums}))
+            before = [order for order in map(_order, _found(directory).values()) if order < math.inf]
+            about = {"world_size": len(written.everyones), "order": 1 + max(before, default=0), "blake2b": sums}
+            write_file(partial / _SUMS, json.dumps(about))
             directory.finish(step)
     return directory.path(step)
 
 
+@in_own_modes
 def load(
     checkpoint_dir: str | Path,
     model: nn.Module,
@@ -112,15 +124,19 @@ def load(
     sync: Handle,
     step: int | None = None,
 ) -> int | None:
-    """Load the newest complete checkpoint, or that of ``step``. All ranks must call it.
+    """Load the complete checkpoint that was written last, or that of ``step``. All ranks must call it.
+
+    That is the newest step, unless training has gone on from an older one since: then the log ``thinwire`` says so.
 
     On the number of ranks it was saved from, training continues bit for bit. On another number, every rank gets the
     mean of the old residuals, which keeps the update still owed to the model. A single rank keeps it without applying
     it, until there are several ranks again: see ``GradientSync.load_state_dict``. Under local steps, another number of
-    ranks starts from the outer weights, with rank 0's optimizer: see ``LocalSync.load_state_dict``.
+    ranks starts from the outer weights, with rank 0's optimizer: see ``LocalSync.load_state_dict``. What each rank
+    keeps to itself (``ignore=``, buffers under ``broadcast_buffers=False``) is each rank's own again, so it needs the
+    same number of ranks.
 
-    If the newest is damaged (a file is missing, truncated, or has changed since), all ranks go back to the last
-    complete one, and the log ``thinwire`` gets a warning that says what is wrong.
+    If it is damaged (a file is missing, truncated, or has changed since), all ranks go back to the one
+    before it, and the log ``thinwire`` gets a warning that says what is wrong.
 
     Returns:
         The step it was saved at; None if there is none.
@@ -135,7 +151,7 @@ def load(
     optimizers = _listed(optimizer)
     if step is not None:
         step = _count("step", step)
-    wanted = _agreed(Path(checkpoint_dir), sync, step)
+    wanted = _agreed(_directory(checkpoint_dir), sync, step)
     damaged: list[str] = []
     for path in reversed(wanted):
         content: dict[str, Any] = {}
@@ -146,6 +162,11 @@ def load(
             bad = _words(error)
         else:
             try:
+                if names := ", ".join(content.get("differ", ())[:_QUOTED]):
+                    raise ValueError(
+                        f"{path} has of each rank its own {names}, which another number of ranks cannot share out: "
+                        f"load it on {state['world_size']} ranks"
+                    )
                 found = fitting(sync, state)
             except Exception as error:
                 misfit = _words(error)
@@ -166,12 +187,12 @@ def load(
 
 
 def complete(checkpoint_dir: str | Path) -> list[Path]:
-    """Return the complete checkpoints in a directory, oldest first.
+    """Return the complete checkpoints in a directory, in the order in which they were written.
 
     Raises:
         NotADirectoryError: it is not a directory.
     """
-    return list(_found(_directory(checkpoint_dir)).values())
+    return sorted(_found(_directory(checkpoint_dir)).values(), key=_order)
 
 
 def _check_handle(sync: Any) -> None:
@@ -201,6 +222,14 @@ def _found(directory: CheckpointDirectory) -> dict[int, Path]:
     if directory.folder.exists() and not directory.folder.is_dir():
         raise NotADirectoryError(f"{directory.folder} is not a directory: checkpoints are kept in one")
     return directory.found()
+
+
+def _order(path: Path) -> float:
+    """Return a number that is greater than those of the checkpoints that were there before."""
+    try:
+        return float(json.loads((path / _SUMS).read_bytes()).get("order", 0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return math.inf  # whatever it was, reading it says that it is damaged
 
 
 class _Together:
@@ -258,11 +287,14 @@ def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _agreed(root: Path, sync: Handle, step: int | None) -> list[Path]:
-    """Return the checkpoints that rank 0 sees, oldest first; only that of ``step``, if given."""
-    problem, names = "", []
+def _agreed(directory: CheckpointDirectory, sync: Handle, step: int | None) -> list[Path]:
+    """Return the checkpoints that rank 0 sees, that written last at the end; only that of ``step``, if given."""
+    problem, names, root = "", [], directory.folder
     try:
-        names = [path.name for number, path in _found(_directory(root)).items() if step in (None, number)]
+        found = {number: path for number, path in _found(directory).items() if step in (None, number)}
+        names = [found[number].name for number in sorted(found, key=lambda number: _order(found[number]))]
+        if names and names[-1] != found[max(found)].name and sync.services.rank == 0:
+            log.warning("thinwire: %s counts, which was written last, and not the later %s", names[-1], max(found))
     except OSError as error:
         problem = _words(error)
     rows = _tell(sync, [problem, names])
@@ -282,7 +314,10 @@ def _agreed(root: Path, sync: Handle, step: int | None) -> list[Path]:
 
 
 def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all."""
+    """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all.
+
+    There, ``differ`` in the model's part names what each rank had kept to itself.
+    """
     sums = _sums(path)
     content = _checked(path / _MODEL, sums)
     own = path / _rank_name(sync.services.rank)
@@ -291,12 +326,22 @@ def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
     size = int(state["world_size"])
     if size == sync.services.topology.world_size:
         mine = state if first == own else _checked(own, sums)  # the second raises: the file is missing
-        return content | {key: mine[key] for key in _OWN if key in mine}, mine
+        own_names, apart, weights = sync.services.private, sync.services.apart, content["model"]
+        for name in {*content.get("private", ())}.difference(mine.get("private", ())):
+            del weights[name]  # only rank 0 has it
+        weights.update({name: x for name, x in mine.get("model", {}).items() if apart or name in own_names})
+        if "optimizer" in mine and (apart or own_names):
+            content["optimizer"] = mine["optimizer"]
+        return content, mine
+    parts = []
     for rank in range(size):
         other = path / _rank_name(rank)
-        if other != first:
-            state = {**_checked(other, sums), **state}
-    return content, state
+        one = state if other == first else _checked(other, sums)
+        parts.append({name: one["model"][name] for name in one.get("private", ())})
+        state = {**one, **state}
+    blank = torch.empty(0)
+    pairs = [(n, one.get(n, blank), parts[0].get(n, blank)) for one in parts for n in {*one, *parts[0]}]
+    return content | {"differ": sorted({name for name, x, y in pairs if not torch.equal(x, y)})}, state
 
 
 def _sums(path: Path) -> dict[str, str]:
