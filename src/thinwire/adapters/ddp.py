@@ -366,7 +366,7 @@ class DDPSync(Closing):
         flat = to_flat(self.session, blanks, shapes)
         return flat | {"names": self._ordinals.source, "residuals": len(state.residuals)}
 
-    @in_own_modes
+    @in_own_modes()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
 

@@ -108,7 +108,7 @@ def attach(
     return attach_sites(model, listed(optimizer), local, sites, AttachSettings(**of_settings))
 
 
-@in_own_modes
+@in_own_modes()
 def _attach_replicas(
     model: nn.Module,
     method: Method | str = "ssgd",

@@ -210,7 +210,7 @@ class ReplicaSync(Closing):
     def _shared_here(self) -> str:
         return f"shared/{dist.get_rank(self.shards)}of{dist.get_world_size(self.shards)}/"
 
-    @in_own_modes
+    @in_own_modes()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``, as DCP has filled it: bit for bit on the same mesh.
 

@@ -175,7 +175,7 @@ class LocalRank:
         for optimizer, one in zip(services.optimizers, own["optimizers"], strict=True):
             optimizer.load_state_dict(one)
 
-    @in_own_modes
+    @in_own_modes()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load this rank's state, or the union of all ranks'; on another number of ranks, begin again."""
         state, rank = dict(saved), self.state.rank

@@ -104,7 +104,4 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError(
             f"{path} is an address, and files are kept in folders: mount the storage, or give a folder of a file system"
         )
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{path}: that user has no home directory; give the folder without ~") from error
+    return Path(path).expanduser()

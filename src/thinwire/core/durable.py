@@ -29,6 +29,7 @@ _PIECE = 1 << 20
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 log = logging.getLogger("thinwire")
+_warn_once = cache(log.warning)
 
 
 class _Watched:
@@ -285,14 +286,6 @@ def flush(path: Path) -> None:
     except OSError as error:
         if error.errno not in _REFUSALS or not path.is_dir():
             raise
-        _tell_unflushed(str(error.strerror))
+        _warn_once("thinwire: this file system flushes no directories (%s), only files", error.strerror)
     finally:
         os.close(handle)
-
-
-@cache
-def _tell_unflushed(why: str) -> None:
-    log.warning(
-        "thinwire: the file system does not flush directories (%s): files are flushed, but after a loss of power their "
-        "names may be those of before", why,
-    )  # fmt: skip

@@ -253,7 +253,7 @@ def attach(
     return sync
 
 
-@in_own_modes
+@in_own_modes()
 def attach_local(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],

@@ -74,8 +74,8 @@ class Handle(Closing):
 
 def fitting(handle: Handle, state: Mapping[str, Any]) -> Fitting:
     """Return what a handle would take over of a state. Changes nothing; ``ValueError`` if it does not fit."""
-    found = in_own_modes(handle._fitting)(state)
-    return Fitting(in_own_modes(found.restore), in_own_modes(found.adopt))
+    found = in_own_modes()(handle._fitting)(state)
+    return Fitting(in_own_modes()(found.restore), in_own_modes()(found.adopt))
 
 
 _attached: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -93,7 +93,7 @@ def handles() -> list[Handle]:
 class Services:
     """The services of one handle.
 
-    ``apart``: each rank has weights and optimizer states of its own; ``own_buffers``: buffers, at least.
+    ``apart``: each rank has weights and optimizer states of its own; ``own_buffers``: buffers that nobody sends.
     """
 
     def __init__(
@@ -106,9 +106,8 @@ class Services:
         controller: Controller | None = None,
         *,
         apart: bool = False,
-        own_buffers: bool = False,
     ) -> None:
-        self.apart, self._own_buffers = apart, own_buffers
+        self.apart, self.own_buffers = apart, False
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
         self.session, self.source, self.controller = session, source, controller
         self.companions: dict[str, Stateful] = {}  # saved and loaded with the handle, by name
@@ -142,7 +141,7 @@ class Services:
     @property
     def private(self) -> set[str]:
         """Names of the parameters and buffers that no exchange makes equal."""
-        return private_names(self.model, buffers=self._own_buffers)
+        return private_names(self.model, buffers=self.own_buffers)
 
     @property
     def synchronizing(self) -> bool:
@@ -195,7 +194,7 @@ class Services:
         return self.session.comm.gather(message)
 
     def gather_everywhere(self, message: bytes) -> list[bytes]:
-        """Return the messages, equal in size, of these ranks; of sharded models those of all sites' ranks."""
+        """Return the messages of these ranks; of sharded models those of all sites' ranks."""
         rows = self.gather(message)
         return rows if self.site is None else self.site.gather(rows)
 

@@ -95,10 +95,8 @@ class GradientSync(Handle):
             controller.bind(buckets, self._schedule)
             self._source.install()
         source = self._source if self._exchanges else None
-        self.services = Services(
-            model, optimizers, managed[0].device, session, source, controller,
-            own_buffers=not settings.broadcast_buffers,
-        )  # fmt: skip
+        self.services = Services(model, optimizers, managed[0].device, session, source, controller)
+        self.services.own_buffers = not settings.broadcast_buffers
         self.services.remember(self)
 
     def _start(self, model: nn.Module, plan: Plan) -> None:

@@ -11,11 +11,10 @@ and its gathered message W-1 times. A broadcast is counted as its mean over the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Scope(enum.Enum):
@@ -131,15 +127,11 @@ def own_modes() -> AbstractContextManager[Any]:
     return stack
 
 
-def in_own_modes(call: Callable[P, R]) -> Callable[P, R]:
-    """Make a call run in ``own_modes``, whatever the caller's are: for what makes state that outlives them."""
-
-    @wraps(call)
-    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        with own_modes():
-            return call(*args, **kwargs)
-
-    return inside
+@contextmanager
+def in_own_modes() -> Iterator[None]:
+    """Do as ``own_modes``; it also decorates functions, which then make state that outlives the caller's modes."""
+    with own_modes():
+        yield
 
 
 @dataclass(frozen=True, eq=False)

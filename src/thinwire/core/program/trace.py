@@ -165,7 +165,7 @@ def memory(
     return state
 
 
-@in_own_modes
+@in_own_modes()
 def _run(
     method: Method, shapes: Sequence[tuple[str, Sequence[int]]], state: State, dtype: torch.dtype, kept: int = 0
 ) -> list[TracedExchange]:

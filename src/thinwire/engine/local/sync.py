@@ -76,8 +76,8 @@ class LocalSync(Handle):
         self._nbytes = sum(here(m.parameter).nbytes for m in managed)
         self._late = LateParameters(model, "Call finish() and close(), and attach again, after such a change")
         self._steps, self._lent, self._compares = _Steps(optimizers), False, settings.detect_desync
-        own_buffers = not settings.broadcast_buffers
-        self.services = Services(model, optimizers, managed[0].device, session, apart=True, own_buffers=own_buffers)
+        self.services = Services(model, optimizers, managed[0].device, session, apart=True)
+        self.services.own_buffers = not settings.broadcast_buffers
         self.services.site = site
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         several, start = len(comm.ranks) > 1, settings.start_compression_step

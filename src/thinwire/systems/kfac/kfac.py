@@ -60,7 +60,7 @@ class KFAC:
         ValueError: an option, a layer or a plan is invalid or does not match; the message names it.
     """
 
-    @in_own_modes
+    @in_own_modes()
     def __init__(
         self,
         model: nn.Module,
@@ -311,7 +311,7 @@ class KFAC:
         """Return the options that must match when a state is loaded; a state holds no others, nor the damping."""
         return {"scaling": self._variant.scaling, "tokens": self._variant.positions}
 
-    @in_own_modes
+    @in_own_modes()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``: bit for bit with the same plan; with another number of ranks only factors are kept.
 

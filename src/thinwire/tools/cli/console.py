@@ -123,7 +123,7 @@ def check_output(option: str, path: Path | None) -> None:
     """Raise ``ValueError`` for a path at which no file can be written."""
     if path is None:
         return
-    _check_place(option, path)
+    local_path(path)
     try:
         if path.exists():
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
@@ -137,7 +137,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 def check_folder(out: Path, option: str = "--out") -> None:
     """Create the folder of an option; raise ``ValueError`` if no files can be written into it."""
-    _check_place(option, out)
+    local_path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()  # some folders refuse even root
@@ -145,11 +145,6 @@ def check_folder(out: Path, option: str = "--out") -> None:
         raise ValueError(
             f"{option} {out} is not a folder that can be written ({error.strerror}): give another"
         ) from error
-
-
-def _check_place(option: str, path: Path) -> None:
-    if local_path(path) != path:
-        raise ValueError(f"{option} {path}: a shell replaces ~ only at the beginning of a word: write the whole path")
 
 
 def check_plot(path: Path | None) -> None:
