@@ -24,7 +24,6 @@ from thinwire.core.collectives.groups import backend_for, topology_of
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Bucket, Method, Program, Slot, State, Topology, working_dtype
-from thinwire.core.program.ops import in_own_modes
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 from thinwire.engine.attach import check_scaler, check_topology, checked_timeout
 from thinwire.engine.local.settings import Local, named_local
@@ -366,7 +365,6 @@ class DDPSync(Closing):
         flat = to_flat(self.session, blanks, shapes)
         return flat | {"names": self._ordinals.source, "residuals": len(state.residuals)}
 
-    @in_own_modes()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
 

@@ -56,6 +56,7 @@ def attach(
 ) -> SiteSync: ...
 
 
+@in_own_modes()
 def attach(
     model: nn.Module, /, *given: Any, sites: DeviceMesh | dist.ProcessGroup | None = None, **options: Any
 ) -> Any:
@@ -108,7 +109,6 @@ def attach(
     return attach_sites(model, listed(optimizer), local, sites, AttachSettings(**of_settings))
 
 
-@in_own_modes()
 def _attach_replicas(
     model: nn.Module,
     method: Method | str = "ssgd",

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from thinwire.adapters.ddp import into_values, joined, traced
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.core.program import Bucket, Method, Slot, State, Topology
-from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.executors.streams import read_here
 from thinwire.engine.parameters import buffers_of
@@ -210,7 +209,6 @@ class ReplicaSync(Closing):
     def _shared_here(self) -> str:
         return f"shared/{dist.get_rank(self.shards)}of{dist.get_world_size(self.shards)}/"
 
-    @in_own_modes()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``, as DCP has filled it: bit for bit on the same mesh.
 

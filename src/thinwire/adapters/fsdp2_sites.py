@@ -137,9 +137,8 @@ class SiteSync(LocalSync):
             content = self._content(saved, mine, place)
             found = fitting(self, self._flat(facts, saved, mine))
         take_over(place, content, services.model, services.optimizers, self, found)
-        with torch.no_grad():
-            for name, x in services.model.named_buffers():
-                x.copy_(saved.get(f"{mine}/{self._at}/buffer/{name}", x))
+        for name, x in services.model.named_buffers():
+            x.copy_(saved.get(f"{mine}/{self._at}/buffer/{name}", x))
 
     def _rooms(self, known: dict[str, Any], mine: str, place: Path) -> dict[str, Any]:
         """Return room for all that is to be read. ``ValueError``, if the checkpoint lacks something or has too much."""
@@ -147,9 +146,8 @@ class SiteSync(LocalSync):
         needed = {f"{mine}/weights/{name}" for name in model} | {f"outer/anchors/{name}" for name in parameters}
         wrong = (needed | {f"{mine}/groups"}) - known.keys()
         wrong |= {key for key in known.keys() - needed if key.startswith(f"{mine}/weights/")}
-        for key, x in own.items():
-            if isinstance(x, Tensor) and getattr(known.get(f"{mine}/{key}"), "size", x.shape) != x.shape:
-                wrong.add(f"{mine}/{key}")
+        there = {key: getattr(known.get(f"{mine}/{key}"), "size", None) for key in own}
+        wrong |= {f"{mine}/{key}" for key, x in own.items() if there[key] not in (None, getattr(x, "shape", None))}
         if wrong:
             raise ValueError(f"{place} was saved from another model or optimizer: they differ in {min(wrong)}")
         frozen, left, rooms = frozen_since(self.services.model, {m.name for m in self._parameters.values()}), set(), {}

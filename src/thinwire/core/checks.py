@@ -101,7 +101,5 @@ def check_seconds(seconds: Sequence[float], count: int, name: str = "backward_se
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return where a user's path leads, ``~`` too; ``ValueError`` for an address, such as ``s3://bucket/run``."""
     if _ADDRESS.match(os.fspath(path)):
-        raise ValueError(
-            f"{path} is an address, and files are kept in folders: mount the storage, or give a folder of a file system"
-        )
+        raise ValueError(f"{path} is an address, and files are kept in folders: mount that storage, or give a folder")
     return Path(path).expanduser()

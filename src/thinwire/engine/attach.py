@@ -23,7 +23,7 @@ from thinwire.core.methods.start import measuring_method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.plans import needs_measurement, rule_of
 from thinwire.core.program import Method, Plan, Scope, Topology
-from thinwire.core.program.ops import in_own_modes, own_modes
+from thinwire.core.program.ops import own_modes
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
 from thinwire.engine.local.settings import Local, named_local
@@ -253,7 +253,6 @@ def attach(
     return sync
 
 
-@in_own_modes()
 def attach_local(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],

@@ -15,7 +15,6 @@ from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.program import Method, Program, Scope, State, Topology
 from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.controller.pilot import Controller
-from thinwire.engine.parameters import private_names
 from thinwire.engine.session import Channel, Session
 from thinwire.engine.source import GradientSource
 
@@ -137,11 +136,6 @@ class Services:
     @property
     def scaler(self) -> Any:
         return self.session.scaler
-
-    @property
-    def private(self) -> set[str]:
-        """Names of the parameters and buffers that no exchange makes equal."""
-        return private_names(self.model, buffers=self.own_buffers)
 
     @property
     def synchronizing(self) -> bool:

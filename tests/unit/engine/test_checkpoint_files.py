@@ -312,6 +312,19 @@ def test_a_companion_that_does_not_fit_changes_nothing(tmp_path):
     assert kfac.passes == passes
 
 
+def test_what_is_saved_of_something_that_is_not_here_is_named(tmp_path, caplog):
+    net, optimizer, sync = _job()
+    KFAC(net, sync)
+    _train(net, optimizer, 2)
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    sync.close()
+    net, optimizer, sync = _job()
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert tw.checkpoint.load(tmp_path, net, optimizer, sync) == 2
+    assert "the state holds that of kfac, which is not here: it is left out" in caplog.text
+    sync.close()
+
+
 def test_a_restarted_job_that_has_loaded_a_state_is_not_told_that_it_has_not(caplog, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     method, state = tw.method("acp", rank=2), State(0, tw.Topology(2))

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
 from thinwire.core.program.ops import in_own_modes
+from thinwire.engine.parameters import private_names
 from thinwire.engine.services import Fitting, Handle, fitting
 
 _MODEL, _SUMS = "model.pt", "files.json"
@@ -95,7 +96,7 @@ def save(
     with together(sync, refuse) as sums:
         name = _rank_name(sync.services.rank)
         mine: dict[str, Any] = sync.state_dict()
-        weights, private = model.state_dict(), sync.services.private
+        weights, private = model.state_dict(), private_names(model, buffers=sync.services.own_buffers)
         mine["private"] = sorted(private & weights.keys())
         if sync.services.apart:
             mine |= {"model": weights, "optimizer": _states(optimizers)}
@@ -242,9 +243,8 @@ def together(
 
 def tell(sync: Handle, mine: Any) -> list[Any]:
     """Return the plain data of each rank, by rank; of sharded models, of all ranks of all sites."""
-    services = sync.services
-    number = services.rank if services.site is None else dist.get_rank()
-    rows = [json.loads(row) for row in services.gather_everywhere(json.dumps([number, mine]).encode())]
+    number = sync.services.rank if sync.services.site is None else dist.get_rank()
+    rows = [json.loads(row) for row in sync.services.gather_everywhere(json.dumps([number, mine]).encode())]
     return [theirs for _, theirs in sorted(rows, key=operator.itemgetter(0))]
 
 
@@ -277,7 +277,6 @@ def _rank_name(rank: int) -> str:
 
 def _agreed(directory: CheckpointDirectory, sync: Handle, step: int | None) -> list[Path]:
     """Return the checkpoints that rank 0 sees, that written last at the end; only that of ``step``, if given."""
-    root = directory.folder
     with together(sync, lambda problem, _: NotADirectoryError(problem)) as rows:
         found = {number: path for number, path in _found(directory).items() if step in (None, number)}
         rows += [found[number].name for number in sorted(found, key=lambda number: _order(found[number]))]
@@ -288,12 +287,12 @@ def _agreed(directory: CheckpointDirectory, sync: Handle, step: int | None) -> l
         others = [(rank, row[-1]) for rank, row in enumerate(rows) if row]
         if others:
             raise ValueError(
-                f"rank {others[0][0]} finds {others[0][1]} in {root}, but rank 0 does not: checkpoints belong in a "
-                "directory that all ranks share"
+                f"rank {others[0][0]} finds {others[0][1]} in {directory.folder}, but rank 0 does not: checkpoints "
+                "belong in a directory that all ranks share"
             )
         if step is not None:
-            raise FileNotFoundError(f"{root} holds no complete checkpoint of step {step}")
-    return [root / name for name in names]
+            raise FileNotFoundError(f"{directory.folder} holds no complete checkpoint of step {step}")
+    return [directory.folder / name for name in names]
 
 
 def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -309,7 +308,8 @@ def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any], str
     size = int(state["world_size"])
     if size == sync.services.topology.world_size:
         mine = state if first == own else _checked(own, sums)  # the second raises: the file is missing
-        private, apart, weights = sync.services.private, sync.services.apart, content["model"]
+        services, weights = sync.services, content["model"]
+        private, apart = private_names(services.model, buffers=services.own_buffers), services.apart
         for name in {*content.get("private", ())}.difference(mine.get("private", ())):
             del weights[name]  # only rank 0 has it
         weights.update({name: x for name, x in mine.get("model", {}).items() if apart or name in private})
