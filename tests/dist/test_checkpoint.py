@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit at the same size, the mean of residuals at another, whole or not there."""
 
+import contextlib
 import os
 import pathlib
 import resource
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import thinwire as tw
 from spawned import run
+from thinwire.systems.kfac import KFAC
 
 pytestmark = pytest.mark.dist
 
@@ -383,6 +385,139 @@ def _does_not_fit_on_one(rank, size, folder):
 
 def test_what_does_not_fit_on_one_rank_is_taken_over_by_none(tmp_path):
     run(_does_not_fit_on_one, 2, str(tmp_path))
+
+
+class Experts(torch.nn.Module):
+    """A body for all, and of each rank an expert and statistics of its own; the last rank has one expert more."""
+
+    def __init__(self, rank, size, rows):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.body, self.norm, self.mine = torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, rows)
+        self.more = torch.nn.Linear(6, 2) if rank == size - 1 else None
+
+    def forward(self, x):
+        x = self.norm(self.body(x)).tanh()
+        more = 0.0 if self.more is None else self.more(x).square().mean()
+        return self.mine(x).square().mean() + more
+
+
+def _private(rank, size, method, rows=4, **attach):
+    net = Experts(rank, size, rows)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    own = [name for name, _ in net.named_parameters() if name.startswith(("mine", "more"))]
+    return net, optimizer, tw.attach(net, optimizer, method, **{"ignore": own, "broadcast_buffers": False} | attach)
+
+
+def _own_walk(net, optimizer, rank, first, last):
+    for step in range(first, last):
+        cases.down(net(cases.batch(rank, step, 8)[0]), optimizer)
+
+
+def _keeps_its_own(rank, size, folder):
+    found = []
+    for method, rows in (("ssgd", 4), ("powersgd", 4), ("ssgd", 4 + rank)):
+        net, optimizer, sync = _private(rank, size, method, rows)
+        _own_walk(net, optimizer, rank, 0, 3)
+        tw.checkpoint.save(f"{folder}/{method}", net, optimizer, sync, 3)
+        _own_walk(net, optimizer, rank, 3, 6)
+        wanted = list(net.state_dict().values())
+        sync.close()
+        net, optimizer, sync = _private(rank, size, method, rows)
+        assert tw.checkpoint.load(f"{folder}/{method}", net, optimizer, sync) == 3
+        _own_walk(net, optimizer, rank, 3, 6)
+        found.append(all(torch.equal(a, b) for a, b in zip(wanted, net.state_dict().values(), strict=True)))
+        sync.close()
+    return found
+
+
+def _on_another_number(rank, size, folder, method):
+    net, optimizer, sync = _private(rank, size, method)
+    before = [x.clone() for x in net.state_dict().values()]
+    said = cases.said(lambda: tw.checkpoint.load(folder, net, optimizer, sync))
+    same = all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
+    sync.close()
+    return said, same and not optimizer.state
+
+
+def test_what_each_rank_keeps_to_itself_is_its_own_again(tmp_path):
+    assert run(_keeps_its_own, 2, str(tmp_path)) == [[True] * 3] * 2
+    for said, same in run(_on_another_number, 3, str(tmp_path / "powersgd"), "powersgd"):
+        assert "has of each of 2 ranks its own mine.bias, mine.weight, more.bias: load it on as many ranks" in said
+        assert same
+
+
+def _equal_after_all(rank, size, folder, method):
+    """Buffers that nobody sends but that are equal, which any number of ranks can have; experts of local steps."""
+    net = torch.nn.Sequential(cases.model(), torch.nn.Linear(5, 5))
+    net.register_buffer("mask", torch.ones(3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    own = {"ignore": ["1.weight"]} if method == "local" else {"broadcast_buffers": False}
+    sync = tw.attach(net, optimizer, method, **own)
+    if size == 2:
+        cases.walk(net, optimizer, rank, 0, 2)
+        tw.checkpoint.save(folder, net, optimizer, sync, 2)
+    said = cases.said(lambda: tw.checkpoint.load(folder, net, optimizer, sync))
+    sync.close()
+    return said
+
+
+@pytest.mark.parametrize("method", ["ssgd", "local"])
+def test_only_what_differs_is_in_the_way_of_another_number_of_ranks(tmp_path, method):
+    assert run(_equal_after_all, 2, str(tmp_path), method) == ["", ""]
+    for said in run(_equal_after_all, 3, str(tmp_path), method):
+        assert ("has of each of 2 ranks its own 1.weight" in said) if method == "local" else not said
+
+
+IN_MODES = [
+    ("local", {"sync_every": 2, "fragments": 2, "fragment_sync_delay": 1, "codec": "int8"}),
+    ("topk", {"density": 0.2, "look": 0.5}),
+    ("signsgd", {}),
+    ("ssgd", {"kfac": True}),
+]
+
+
+@contextlib.contextmanager
+def _modes():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _in_modes(rank, size, folder, inside):
+    """Weights of runs whose handles, states and checkpoints are made inside of modes, and which train outside."""
+    modes, found = _modes if inside else contextlib.nullcontext, []
+    for number, (method, given) in enumerate(IN_MODES):
+        options, at = dict(given), f"{folder}/{number}"
+        kfac = options.pop("kfac", False)
+        for first in (0, 4):
+            net = cases.model(width=6)
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+            with modes():
+                sync = tw.attach(net, optimizer, method, **options)
+                if kfac:
+                    KFAC(net, sync)
+                if first:
+                    assert tw.checkpoint.load(at, net, optimizer, sync) == first
+            for step in range(first, 7):
+                cases.down(cases.loss_of(net, rank, step, 6), optimizer)
+                if step in (2, 3) and not first:
+                    with modes():
+                        sync.load_state_dict(sync.state_dict())
+                        tw.checkpoint.save(at, net, optimizer, sync, step + 1)
+            found += cases.weights(net)
+            sync.close()
+    return found
+
+
+def test_what_lives_on_is_made_outside_of_the_users_modes(tmp_path):
+    wanted, found = (run(_in_modes, 2, str(tmp_path / str(inside)), inside) for inside in (False, True))
+    for some, others in zip(wanted, found):
+        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def _refused(rank, size, folder):

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_cases import WIDTH, Net, rows, sharded, whole
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import thinwire as tw
@@ -335,3 +336,141 @@ def test_other_numbers_of_shards_and_sites_continue_from_the_outer_weights(tmp_p
         assert all(equal for equal, *_ in found)
         assert all((apart == 0) == (sites != SITES) for _, apart, _ in found)  # as many sites have their own weights
         assert len({str(ended) for *_, ended in found}) == 1
+
+
+class Expert(Net):
+    """With an expert that some sites use."""
+
+    def __init__(self, seed=1):
+        super().__init__(seed)
+        self.expert, self.used = torch.nn.Linear(16, 16), True
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        x = x + self.expert(x).tanh() if self.used else x
+        return self.last(self.second(x)) * self.scale
+
+
+def _with_expert(on, seed=1, kind=torch.optim.AdamW, used=True, frozen=False, more=False, **options):
+    net = Expert(seed).double()
+    fully_shard(net.expert, mesh=on["shard"])
+    net.used = used
+    net.expert.requires_grad_(not frozen)
+    options = {"sync_every": 3, "codec": "int8", "start_compression_step": 0} | options
+    net, optimizer, sync = attached(on, net, optimizer=lambda net: kind(net.parameters(), lr=0.01), **options)
+    if more:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    return net, optimizer, sync
+
+
+def _steps(net, optimizer, rank, first, last):
+    for step in range(first, last):
+        step_of(net, optimizer, rank, step)
+
+
+def _resumed(rank, size, folder):
+    """What differs from uninterrupted runs, by how the expert was used: never, at one site, and after a warm-up."""
+    on, found = mesh(), {}
+    for name, used, warm in (("never", False, False), ("one site", place()[0] == 0, False), ("warm", True, True)):
+        net, optimizer, sync = _with_expert(on, used=used)
+        _steps(net, optimizer, rank, 0, 4)
+        sync.save(f"{folder}/{name}")
+        _steps(net, optimizer, rank, 4, 8)
+        wanted, had = _weights(net), len(optimizer.state)
+        sync.close()
+        net, optimizer, sync = _with_expert(on, 9, used=used)
+        if warm:
+            cases.loss_of(net, rank, 0, WIDTH, torch.float64).backward()
+        sync.load(f"{folder}/{name}")
+        optimizer.zero_grad()
+        _steps(net, optimizer, rank, 4, 8)
+        found[name] = torch.equal(wanted, _weights(net)), len(optimizer.state) == had
+        sync.close()
+    return found
+
+
+def test_states_of_parameters_that_nobody_or_one_site_has_used_and_after_a_warm_up(tmp_path):
+    for found in run(_resumed, SITES * SHARDS, str(tmp_path)):
+        assert set(found.values()) == {(True, True)}, found
+
+
+def _saved_at_once(rank, size, folder):
+    """Whether saving before the first step changes nothing, and what was saved then can be loaded."""
+    on, found = mesh(), []
+    for saves, loads in ((False, False), (True, False), (False, True)):
+        net, optimizer, sync = _with_expert(on)
+        if saves:
+            sync.save(folder)
+            assert not optimizer.state
+        if loads:
+            sync.load(folder)
+        _steps(net, optimizer, rank, 0, 4)
+        found.append(_weights(net))
+        sync.close()
+    return [torch.equal(found[0], one) for one in found]
+
+
+def test_saving_before_the_first_step_changes_nothing(tmp_path):
+    assert run(_saved_at_once, SITES * SHARDS, str(tmp_path)) == [[True] * 3] * 4
+
+
+def _unfit(rank, size, folder):
+    """What ranks say of a checkpoint that does not fit on all of them, or on the last; whether nothing has changed."""
+    on, found = mesh(), []
+    net, optimizer, sync = _with_expert(on)
+    _steps(net, optimizer, rank, 0, 4)
+    sync.save(folder)
+    sync.close()
+    sgd = torch.optim.SGD
+    others = {
+        "optimizer": lambda: _with_expert(on, 9, kind=sgd),
+        "on one rank": lambda: _with_expert(on, 9, kind=sgd if rank == size - 1 else torch.optim.AdamW),
+        "groups on one rank": lambda: _with_expert(on, 9, more=rank == size - 1),
+        "model": lambda: attached(on, sync_every=3, codec="int8", start_compression_step=0),
+    }
+    for name, make in others.items():
+        net, optimizer, sync = make()
+        _steps(net, optimizer, rank, 0, 2)
+        before = _weights(net)
+        said = cases.said(lambda: sync.load(folder))  # noqa: B023
+        found.append((name, said, torch.equal(before, _weights(net))))
+        _steps(net, optimizer, rank, 2, 7)  # all are still together
+        sync.close()
+    return found
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path):
+    words = {
+        "optimizer": "was saved from another optimizer, which had no dampening",
+        "on one rank": "rank 3: ",
+        "groups on one rank": "does not fit: rank 3: ",
+        "model": "was saved from another model or optimizer: they differ in site",
+    }
+    ranks = run(_unfit, SITES * SHARDS, str(tmp_path))
+    for found in ranks:
+        for name, said, same in found:
+            assert said.startswith("ValueError: "), said
+            assert words[name] in said
+            assert same
+
+
+def _frozen_since(rank, size, folder):
+    on = mesh()
+    net, optimizer, sync = _with_expert(on)
+    _steps(net, optimizer, rank, 0, 4)
+    sync.save(folder)
+    moments = len(optimizer.state)
+    sync.close()
+    net, optimizer, sync = _with_expert(on, 9, frozen=True)
+    lines = cases.logged()
+    sync.load(folder)
+    kept = len(optimizer.state) == moments
+    sync.close()
+    return [line for line in lines if "left out" in line], kept
+
+
+def test_what_was_trained_when_saved_and_is_frozen_now_is_named(tmp_path):
+    for lines, kept in run(_frozen_since, SITES * SHARDS, str(tmp_path)):
+        (line,) = lines
+        assert "expert.bias, expert.weight: frozen now" in line
+        assert kept

@@ -1,10 +1,13 @@
 """Files that are whole or not there, whoever uses them: a file that cannot be written, a kill at any moment."""
 
 import collections
+import errno
+import logging
 import os
 import pathlib
 import resource
 import shutil
+import stat
 import sys
 from collections import OrderedDict
 from contextlib import contextmanager
@@ -13,10 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+from thinwire.core.checks import local_path
 from thinwire.core.durable import CheckpointDirectory, read_file, user_cache, write_file, write_whole
 from thinwire.engine.controller import network as prices
+from thinwire.systems.federated.state import ClientStateStore
+from thinwire.systems.parameter_server import checkpoint as served
 from thinwire.systems.split.ends import Checkpoints
 from thinwire.systems.split.errors import SessionError
+from thinwire.tools.cli.console import check_folder, check_output
 
 
 @contextmanager
@@ -52,6 +59,64 @@ def test_what_is_written_takes_the_place_of_what_was_there(tmp_path, content):
         else:
             assert path.read_text() == (content if isinstance(content, str) else content.decode())
         assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+PLACES = {
+    "checkpoints": lambda folder: CheckpointDirectory(folder, "step").folder,
+    "split": lambda folder: Checkpoints(folder, "pair").save(
+        1, torch.nn.Linear(1, 1), torch.optim.Adam([torch.ones(1)])
+    ),
+    "parameter server": served.prepare,
+    "federated": lambda folder: ClientStateStore(3, folder).folder,
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_an_address_is_no_folder_and_the_home_directory_is_one(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for address in ("s3://bucket/run", "gs://bucket", pathlib.Path("hdfs://host/run")):
+        with pytest.raises(ValueError, match="is an address, and files are kept in folders"):
+            place(address)
+    place("~/run")
+    assert not {p.name for p in tmp_path.iterdir()} - {"home"}
+
+
+def test_paths_that_are_no_addresses_stay_as_they_are(tmp_path):
+    for path in ("run", "a:b/c", "C:/run", "/x/y://z", str(tmp_path)):
+        assert local_path(path) == pathlib.Path(path)
+
+
+def test_a_command_refuses_an_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for check in (lambda path: check_output("--out", path), check_folder):
+        with pytest.raises(ValueError, match="is an address"):
+            check(pathlib.Path("s3://bucket/run"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EIO])
+def test_a_file_system_that_does_not_flush_directories_is_told_of_once(tmp_path, monkeypatch, caplog, error):
+    real = os.fsync
+
+    def fsync(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(error, os.strerror(error))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    kept = CheckpointDirectory(tmp_path, "step")
+    if error == errno.EIO:  # the disk is broken
+        with pytest.raises(OSError, match="Input/output"), kept.write(1):
+            pass
+        return
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        for number in (1, 2):
+            with kept.write(number):
+                pass
+    assert list(kept.found()) == [1, 2]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "flushes no directories (Function not implemented)" in said
 
 
 KINDS = {

@@ -25,6 +25,7 @@ from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import classes, resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Method, ReduceScatter, Topology, working_dtype
+from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.attach import checked_timeout, listed
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.local.settings import Local, named_local
@@ -55,6 +56,7 @@ def attach(
 ) -> SiteSync: ...
 
 
+@in_own_modes()
 def attach(
     model: nn.Module, /, *given: Any, sites: DeviceMesh | dist.ProcessGroup | None = None, **options: Any
 ) -> Any:

@@ -8,30 +8,30 @@ decided from values or times, a site's ranks decide together.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint._storage_utils import _storage_setup
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_together
 from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from thinwire.adapters.fsdp2_groups import across
+from thinwire.core.checks import local_path
+from thinwire.core.durable import readable
 from thinwire.core.kernels.runs import here
 from thinwire.core.program import Topology
+from thinwire.core.program.ops import in_own_modes
 from thinwire.core.program.state import extend
 from thinwire.engine.attach import attach_local, check_model
 from thinwire.engine.local.settings import Local
@@ -40,22 +40,20 @@ from thinwire.engine.local.sync import LocalSync
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters
 from thinwire.engine.services import fitting
 from thinwire.engine.source import AttachSettings
-from thinwire.engine.state.persistence import name_of
+from thinwire.engine.state.checkpoint import take_over, together
+from thinwire.engine.state.persistence import frozen_since, name_of, split, warn_left_out
 
 _FACTS = "facts"
 _PARTS = ("anchors", "momenta", "slow", "mean")  # of a fragment's state, equal at all sites
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class SiteSync(LocalSync):
     """The handle of ``thinwire.adapters.fsdp2.attach(..., sites=)``: a ``LocalSync`` of this rank's shards.
 
     It is saved by :meth:`save`, whose files have these keys, all by parameter: ``outer/<part>``, equal at all sites;
-    ``site<k>/weights``, ``optimizer``, ``residual`` and ``sent``, of each; and below them ``<i>of<n>``, what belongs
-    to one shard and cannot be cut otherwise.
+    ``site<k>/weights``, ``optimizer/<field>``, ``residual`` and ``sent``, of each, and ``groups``, the settings of its
+    optimizers; and below them ``<i>of<n>``, what belongs to one shard and cannot be cut otherwise.
     """
-
-    _quiet = False
 
     @property
     def _at(self) -> str:
@@ -63,30 +61,15 @@ class SiteSync(LocalSync):
         assert self.services.site is not None
         return self.services.site.place
 
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """A fresh optimizer makes a step without gradients where its state is asked for, which does not count."""
-        self._quiet = True
-        try:
-            yield
-        finally:
-            self._quiet = False
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._quiet:
-            super()._watch(optimizer)
-
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._quiet:
-            super()._stepped(optimizer)
-
     def _own(self) -> dict[str, Any]:
         """Return this site's weights and the states of its optimizers, not copied, and of this rank its buffers."""
         model = self.services.model
-        with self._unwatched():
-            states = get_optimizer_state_dict(model, self.services.optimizers, options=_FLAT)
-        found: dict[str, Any] = {f"optimizer/{key}": value for key, value in states.items()}
-        found |= {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
+        found: dict[str, Any] = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in model.named_parameters()}
+        for p, state in (pair for optimizer in self.services.optimizers for pair in optimizer.state.items()):
+            if id(p) not in names:
+                raise ValueError("an optimizer owns a parameter that the model does not have, so its state has no name")
+            found |= {f"optimizer/{key}/{names[id(p)]}": x for key, x in state.items()}
         return found | {f"{self._at}/buffer/{name}": x for name, x in model.named_buffers()}
 
     def save(self, directory: str | Path) -> None:
@@ -117,10 +100,14 @@ class SiteSync(LocalSync):
                 saved[f"{owner}/{self._at}/{kind}/{rest.removeprefix(f'{rank}/')}"] = value
             elif kind not in ("offset", "rank"):
                 facts[key] = value
+        groups = [optimizer.state_dict()["param_groups"] for optimizer in self.services.optimizers]
+        torch.save(tree_map_only(Tensor, Tensor.cpu, readable(groups, "param_groups")), file := io.BytesIO())
+        saved[f"{site}/groups"] = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         facts["outer"] = outer | {"fragments": told}
         saved[_FACTS] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
-        save_together(saved, checkpoint_id=directory)
+        save_together(saved, checkpoint_id=_place(directory))
 
+    @in_own_modes()
     def load(self, directory: str | Path) -> None:
         """Continue from what :meth:`save` has written: on as many sites and shards, bit for bit.
 
@@ -129,39 +116,71 @@ class SiteSync(LocalSync):
         outer weights, the first site's optimizer states and the mean of the residuals.
 
         Raises:
-            ValueError: it was saved with other settings or from another model; nothing has changed.
+            ValueError: on all ranks, if it does not fit one of them, because it was saved with other settings or from
+                another model or optimizer. Nothing has changed.
         """
         self._check_own("load()")
-        reader = FileSystemReader(directory)
-        known: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        if _FACTS not in known:
-            raise ValueError(f"{directory} holds no checkpoint of SiteSync.save")
+        place, services = _place(directory), self.services
+        with together(self):
+            reader: Any = _storage_setup(None, place, reader=True)
+            known: dict[str, Any] = reader.read_metadata().state_dict_metadata
+            if _FACTS not in known:
+                raise ValueError(f"{place} holds no checkpoint of SiteSync.save")
         told = {_FACTS: torch.empty(known[_FACTS].size, dtype=torch.uint8)}
         load_together(told, storage_reader=reader)
-        facts = json.loads(bytes(told[_FACTS].tolist()))
-        facts["rank"] = rank = self.services.rank
-        same = self._check_fits(facts)
-        own, parameters, mine = self._own(), self._here(), f"site{rank if same else 0}"
-        for key, value in own.items():
-            about = known.get(f"{mine}/{key}")
-            if key.startswith("weights/") and (about is None or about.size != value.shape):
-                raise ValueError(f"{directory} was saved from another model: its {key.partition('/')[2]} differs")
-        wanted: dict[str, Any] = {}
+        with together(self):
+            facts = json.loads(bytes(told[_FACTS].tolist())) | {"rank": services.rank}
+            mine = f"site{services.rank if self._check_fits(facts) else 0}"
+            saved = self._rooms(known, mine, place)
+        load_together(saved, storage_reader=reader)
+        with together(self):
+            content = self._content(saved, mine, place)
+            found = fitting(self, self._flat(facts, saved, mine))
+        take_over(place, content, services.model, services.optimizers, self, found)
+        for name, x in services.model.named_buffers():
+            x.copy_(saved.get(f"{mine}/{self._at}/buffer/{name}", x))
+
+    def _rooms(self, known: dict[str, Any], mine: str, place: Path) -> dict[str, Any]:
+        """Return room for all that is to be read. ``ValueError``, if the checkpoint lacks something or has too much."""
+        own, parameters, model = self._own(), self._here(), dict(self.services.model.named_parameters())
+        needed = {f"{mine}/weights/{name}" for name in model} | {f"outer/anchors/{name}" for name in parameters}
+        wrong = (needed | {f"{mine}/groups"}) - known.keys()
+        wrong |= {key for key in known.keys() - needed if key.startswith(f"{mine}/weights/")}
+        there = {key: getattr(known.get(f"{mine}/{key}"), "size", None) for key in own}
+        wrong |= {f"{mine}/{key}" for key, x in own.items() if there[key] not in (None, getattr(x, "shape", None))}
+        if wrong:
+            raise ValueError(f"{place} was saved from another model or optimizer: they differ in {min(wrong)}")
+        frozen, left, rooms = frozen_since(self.services.model, {m.name for m in self._parameters.values()}), set(), {}
         for key, about in known.items():
             owner, _, rest = key.partition("/")
             kind, _, name = rest.partition("/")
-            if owner == mine and rest in own:
-                wanted[key] = own[rest]
-            elif kind == self._at and owner in ("outer", mine):
-                wanted[key] = torch.empty(about.size, dtype=about.properties.dtype)
-            elif name in parameters and (owner in ("outer", mine) or kind == "residual"):
-                p = parameters[name]
-                room = torch.zeros(here(p).shape, dtype=about.properties.dtype, device=p.device)
-                wanted[key] = sharded_as(p, room)
-        load_together(wanted, storage_reader=reader)
-        self._take(facts, wanted, mine)
+            p = model.get(name.partition("/")[2] if kind == "optimizer" else name)
+            ours = rest in own or kind in ("groups", "optimizer", self._at) or name in parameters
+            if (ours and owner in ("outer", mine)) or (kind == "residual" and name in parameters):
+                rooms[key] = _room(about, own.get(rest), p)
+            elif name in frozen and kind in ("anchors", "residual"):
+                left.add(name)
+        warn_left_out(left)
+        return rooms
 
-    def _take(self, facts: dict[str, Any], saved: dict[str, Any], mine: str) -> None:
+    def _content(self, saved: dict[str, Any], mine: str, place: Path) -> dict[str, Any]:
+        """Return model and optimizers as a checkpoint has them; what had no state when it was saved has none."""
+        model, states, packed = self.services.model, split(saved, f"{mine}/optimizer/"), []
+        names = {id(p): name for name, p in model.named_parameters()}
+        told = torch.load(io.BytesIO(bytes(saved[f"{mine}/groups"].tolist())), map_location="cpu", weights_only=True)
+        for optimizer, groups in zip(self.services.optimizers, told):
+            if lacking := sorted(optimizer.defaults.keys() - groups[0].keys()):
+                raise ValueError(f"{place} was saved from another optimizer, which had no {lacking[0]}")
+            own = [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+            pairs = zip((number for group in groups for number in group["params"]), own)
+            found = {number: {key: of[name] for key, of in states.items() if name in of} for number, name in pairs}
+            found = {number: state for number, state in found.items() if state}
+            packed.append(optimizer.state_dict() | {"param_groups": groups, "state": found})
+        weights = {name: saved[f"{mine}/weights/{name}"] for name in names.values()}
+        return {"model": model.state_dict() | weights, "optimizer": packed}
+
+    def _flat(self, facts: dict[str, Any], saved: dict[str, Any], mine: str) -> dict[str, Any]:
+        """Return the state of local steps as ``state_dict`` has it."""
         rank, outer, flat = self.services.rank, dict(facts["outer"]), {k: v for k, v in facts.items() if k != "outer"}
         flat["outer"], sent = outer, []
         outer["measured"] = None if outer["measured"] is None else tuple(outer["measured"])
@@ -177,8 +196,8 @@ class SiteSync(LocalSync):
                 parts["mean"] = None
             sent.append(tensors(f"{mine}/sent", names))
             fragments.append({**one, **parts, "names": names})
-        under_way = [(key, x) for key, x in saved.items() if key.startswith(f"{mine}/{self._at}/under way/")]
-        outer |= {"fragments": fragments, "buffers": [x for _, x in sorted(under_way, key=_number)]}
+        under_way = (f"{mine}/{self._at}/under way/{i}" for i in range(len(saved)))
+        outer |= {"fragments": fragments, "buffers": [saved[key] for key in under_way if key in saved]}
         for key, value in saved.items():
             owner, _, rest = key.partition("/")
             kind, _, name = rest.partition("/")
@@ -189,20 +208,24 @@ class SiteSync(LocalSync):
             elif kind == self._at and name.startswith("local/"):
                 flat[name.replace("local", f"local/{rank}", 1)] = value
         flat[f"sent/{rank}"] = sent
-        found = fitting(self, flat)
-        states = {k.partition("/optimizer/")[2]: value for k, value in saved.items() if f"{mine}/optimizer/" in k}
-        with self._unwatched():
-            set_optimizer_state_dict(self.services.model, self.services.optimizers, states, options=_FLAT)
-        found.restore()
-        found.adopt()
+        return flat
 
     def _here(self) -> dict[str, Tensor]:
         """Return the parameters of which this rank has a part."""
         return {name: p for fragment in self._rounds.fragments for name, p in fragment.parameters.items()}
 
 
-def _number(one: tuple[str, Any]) -> int:
-    return int(one[0].rpartition("/")[2])
+def _place(directory: str | Path) -> Any:
+    """Return where a checkpoint is: torch takes addresses, such as ``s3://bucket/run``, to fsspec."""
+    return directory if isinstance(directory, str) and "://" in directory else local_path(directory)
+
+
+def _room(about: Any, *likes: Any) -> Tensor | None:
+    """Return room for a value: like the first of these that has its shape. None: it is no tensor."""
+    if not isinstance(about, TensorStorageMetadata):
+        return None
+    like = next((x for x in likes if isinstance(x, Tensor) and x.shape == about.size), torch.empty(about.size))
+    return torch.empty_like(like, dtype=about.properties.dtype, requires_grad=False)
 
 
 def sharded_as(parameter: Tensor, x: Tensor) -> DTensor:

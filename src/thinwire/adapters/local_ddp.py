@@ -22,6 +22,7 @@ from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
 from thinwire.adapters.fsdp2 import attach as attach_shards
 from thinwire.core.durable import readable
 from thinwire.core.program import State, Topology
+from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.attach import attach
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.sync import LocalSync
@@ -174,6 +175,7 @@ class LocalRank:
         for optimizer, one in zip(services.optimizers, own["optimizers"], strict=True):
             optimizer.load_state_dict(one)
 
+    @in_own_modes()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load this rank's state, or the union of all ranks'; on another number of ranks, begin again."""
         state, rank = dict(saved), self.state.rank

@@ -5,9 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
+
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # a Path has made one slash of "://"
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -98,3 +103,10 @@ def check_seconds(seconds: Sequence[float], count: int, name: str = "backward_se
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}[{i}] must be finite and not negative, got {value}")
     return [float(value) for value in seconds]
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return where a user's path leads, ``~`` too; ``ValueError`` for an address, such as ``s3://bucket/run``."""
+    if _ADDRESS.match(os.fspath(path)):
+        raise ValueError(f"{path} is an address, and files are kept in folders: mount that storage, or give a folder")
+    return Path(path).expanduser()

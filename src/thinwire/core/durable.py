@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import io
 import logging
@@ -12,6 +13,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,11 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import local_path
+
 _PARTIAL, _GONE, _OLD = ".partial-", "removed-", ".old-"
 _DIGEST_BYTES = 16
 _PIECE = 1 << 20
+_REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 log = logging.getLogger("thinwire")
+_warn_once = cache(log.warning)
 
 
 class _Watched:
@@ -165,7 +171,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, folder: str | Path, name: str, keep: int = 0, *, suffix: str = "", holds: str = "") -> None:
-        self.folder, self._name, self._keep, self._suffix, self._holds = Path(folder), name, keep, suffix, holds
+        self.folder, self._name, self._keep, self._suffix, self._holds = local_path(folder), name, keep, suffix, holds
         self._pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(suffix)}")
 
     def path(self, number: int) -> Path:
@@ -270,9 +276,16 @@ def user_cache() -> Path:
 
 
 def flush(path: Path) -> None:
-    """Flush a file's content, or changes to a directory's entries, to disk, so that they survive a loss of power."""
+    """Flush a file's content, or changes to a directory's entries, to disk, so that they survive a loss of power.
+
+    Some file systems do not flush directories at all. That is said once: what counts is that files were flushed.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _REFUSALS or not path.is_dir():
+            raise
+        _warn_once("thinwire: this file system flushes no directories (%s), only files", error.strerror)
     finally:
         os.close(handle)

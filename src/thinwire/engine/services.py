@@ -13,6 +13,7 @@ from torch import nn
 
 from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.program import Method, Program, Scope, State, Topology
+from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.controller.pilot import Controller
 from thinwire.engine.hooks import ModuleHook, WithoutHooks
 from thinwire.engine.session import Channel, Session
@@ -66,14 +67,15 @@ class Handle(Closing):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over this rank's ``state_dict``; on another number of ranks, the union of all ranks'."""
-        found = self._fitting(state)
+        found = fitting(self, state)
         found.restore()
         found.adopt()
 
 
 def fitting(handle: Handle, state: Mapping[str, Any]) -> Fitting:
     """Return what a handle would take over of a state. Changes nothing; ``ValueError`` if it does not fit."""
-    return handle._fitting(state)
+    found = in_own_modes()(handle._fitting)(state)
+    return Fitting(in_own_modes()(found.restore), in_own_modes()(found.adopt))
 
 
 _attached: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -93,7 +95,10 @@ def handles() -> list[Handle]:
 
 
 class Services:
-    """The services of one handle. ``apart``: each rank has weights and optimizer states of its own."""
+    """The services of one handle.
+
+    ``apart``: each rank has weights and optimizer states of its own; ``own_buffers``: buffers that nobody sends.
+    """
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class Services:
         *,
         apart: bool = False,
     ) -> None:
-        self.apart = apart
+        self.apart, self.own_buffers = apart, False
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
         self.session, self.source, self.controller = session, source, controller
         self.companions: dict[str, Stateful] = {}  # saved and loaded with the handle, by name
@@ -192,7 +197,7 @@ class Services:
         return self.session.comm.gather(message)
 
     def gather_everywhere(self, message: bytes) -> list[bytes]:
-        """Return the messages, equal in size, of these ranks; of sharded models those of all sites' ranks."""
+        """Return the messages of these ranks; of sharded models those of all sites' ranks."""
         rows = self.gather(message)
         return rows if self.site is None else self.site.gather(rows)
 

@@ -95,6 +95,7 @@ class GradientSync(Handle):
             controller.bind(buckets, self._schedule)
             self._source.install()
         self.services = Services(model, optimizers, managed[0].device, session, self._source, controller)
+        self.services.own_buffers = not settings.broadcast_buffers
         self.services.remember(self)
 
     def _start(self, model: nn.Module, plan: Plan) -> None:
@@ -297,6 +298,8 @@ class GradientSync(Handle):
                 companions[name] = saved
             else:
                 log.warning("thinwire: the state was saved without %s, which starts over", name)
+        for name in {key.split("/")[1] for key in state if key.startswith("companion/")} - companions.keys():
+            log.warning("thinwire: the state holds that of %s, which is not here: it is left out", name)
         before, now = json.loads(state["options"]), json.loads(options_of(session.named))
         same = state["method"] == session.named.name and all(now.get(key) == value for key, value in before.items())
         stands_in, plan = session.named is not session.method, None

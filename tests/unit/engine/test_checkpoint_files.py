@@ -174,6 +174,48 @@ def test_what_killed_writers_left_is_removed_and_later_steps_are_left_alone(two_
     assert names == [".lock", "notes", "step-000000004", "step-000000009"]
 
 
+def test_who_went_back_goes_on_from_what_was_written_last(two_steps, caplog):
+    folder, _ = two_steps
+    net, optimizer, sync = _job()
+    for step in (3, 5):
+        tw.checkpoint.save(folder, net, optimizer, sync, step, keep=0)
+    assert tw.checkpoint.load(folder, net, optimizer, sync, step=2) == 2
+    _train(net, optimizer, 7)
+    weights = [p.detach().clone() for p in net.parameters()]
+    tw.checkpoint.save(folder, net, optimizer, sync, 4, keep=0)
+    sync.close()
+    net, optimizer, sync = _job()
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert tw.checkpoint.load(folder, net, optimizer, sync) == 4
+    assert "step-000000004 counts, which was written last, and not the later 5" in caplog.text
+    assert _same(net, weights)
+    assert [path.name[-1] for path in tw.checkpoint.complete(folder)] == ["1", "2", "3", "5", "4"]
+    tw.checkpoint.save(folder, net, optimizer, sync, 6, keep=0)
+    caplog.clear()
+    assert tw.checkpoint.load(folder, net, optimizer, sync) == 6
+    assert not caplog.records
+
+
+def test_a_bucket_and_a_home_directory_are_no_local_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    net, optimizer, sync = _job()
+    for call in (
+        lambda: tw.checkpoint.save("s3://bucket/run", net, optimizer, sync, 1),
+        lambda: tw.checkpoint.load("s3://bucket/run", net, optimizer, sync),
+        lambda: tw.StepLog(sync, "s3://bucket/steps.jsonl"),
+    ):
+        with pytest.raises(ValueError, match="is an address"):
+            call()
+    tw.checkpoint.save("~/run", net, optimizer, sync, 1)
+    assert tw.checkpoint.load("~/run", net, optimizer, sync) == 1
+    with tw.StepLog(sync, "~/steps.jsonl") as log:
+        log.write()
+    assert [p.name for p in tmp_path.iterdir()] == ["home"]
+    assert {p.name for p in (tmp_path / "home").iterdir()} == {"run", "steps.jsonl"}
+    sync.close()
+
+
 def test_steps_are_sorted_as_numbers(tmp_path):
     net, optimizer, sync = _job()
     for step in (999_999_999, 1_000_000_000):
@@ -268,6 +310,19 @@ def test_a_companion_that_does_not_fit_changes_nothing(tmp_path):
         tw.checkpoint.load(tmp_path, net, optimizer, sync)
     torch.testing.assert_close(_state(net, optimizer, sync), before, rtol=0, atol=0)
     assert kfac.passes == passes
+
+
+def test_what_is_saved_of_something_that_is_not_here_is_named(tmp_path, caplog):
+    net, optimizer, sync = _job()
+    KFAC(net, sync)
+    _train(net, optimizer, 2)
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    sync.close()
+    net, optimizer, sync = _job()
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert tw.checkpoint.load(tmp_path, net, optimizer, sync) == 2
+    assert "the state holds that of kfac, which is not here: it is left out" in caplog.text
+    sync.close()
 
 
 def test_a_restarted_job_that_has_loaded_a_state_is_not_told_that_it_has_not(caplog, monkeypatch):

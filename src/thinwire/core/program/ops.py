@@ -11,8 +11,8 @@ and its gathered message W-1 times. A broadcast is counted as its mean over the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,13 @@ def own_modes() -> AbstractContextManager[Any]:
     for device in casts:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack
+
+
+@contextmanager
+def in_own_modes() -> Iterator[None]:
+    """Do as ``own_modes``; it also decorates functions, which then make state that outlives the caller's modes."""
+    with own_modes():
+        yield
 
 
 @dataclass(frozen=True, eq=False)

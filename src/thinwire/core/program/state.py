@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinwire.core.kernels.tables import choose
 from thinwire.core.program.bucket import Slot, working_dtype
+from thinwire.core.program.ops import in_own_modes
 from thinwire.core.program.topology import Topology
 
 Key = tuple[str, str]
@@ -289,6 +290,7 @@ class State:
             "local": _by_field(self.locals),
         }
 
+    @in_own_modes()
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take over a snapshot (tensors are cloned). A snapshot may lack local fields."""
         self.drop_step()

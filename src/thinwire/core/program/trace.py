@@ -13,7 +13,17 @@ from torch.overrides import TorchFunctionMode
 
 from thinwire.core.program.bucket import Bucket, Slot
 from thinwire.core.program.method import Method
-from thinwire.core.program.ops import AllGather, Collective, NextForward, Op, ReduceScatter, Scope, drive, sent_bytes
+from thinwire.core.program.ops import (
+    AllGather,
+    Collective,
+    NextForward,
+    Op,
+    ReduceScatter,
+    Scope,
+    drive,
+    in_own_modes,
+    sent_bytes,
+)
 from thinwire.core.program.state import State
 from thinwire.core.program.topology import Topology
 
@@ -155,6 +165,7 @@ def memory(
     return state
 
 
+@in_own_modes()
 def _run(
     method: Method, shapes: Sequence[tuple[str, Sequence[int]]], state: State, dtype: torch.dtype, kept: int = 0
 ) -> list[TracedExchange]:

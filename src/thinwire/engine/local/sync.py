@@ -81,6 +81,7 @@ class LocalSync(Handle):
         )
         self._steps, self._lent, self._compares = _Steps(optimizers), False, settings.detect_desync
         self.services = Services(model, optimizers, managed[0].device, session, apart=True)
+        self.services.own_buffers = not settings.broadcast_buffers
         self.services.site = site
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         several, start = len(comm.ranks) > 1, settings.start_compression_step

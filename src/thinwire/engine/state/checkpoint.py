@@ -3,8 +3,9 @@
 A checkpoint is a directory ``step-<n>``. It contains ``model.pt`` (model, optimizer, step; from rank 0, equal on all),
 ``rank-<r>.pt`` with each rank's residuals, and ``files.json`` with the checksums of these files. Under local steps each
 rank has its own model and optimizer: its file contains both, and ``model.pt`` contains the outer weights with rank 0's
-optimizer. A checkpoint is written under another name, flushed to disk, and renamed when all ranks have finished, so a
-directory called ``step-<n>`` is always complete. Files are read with ``weights_only=True``.
+optimizer. If only some parameters or buffers are each rank's own (``private``), its file contains these, and with
+parameters the whole optimizer. A checkpoint is written under another name, flushed to disk, and renamed when all ranks
+have finished, so a directory called ``step-<n>`` is always complete. Files are read with ``weights_only=True``.
 
 An error on one rank is reported to all ranks: they leave ``save`` and ``load`` together, with or without an exception.
 """
@@ -16,25 +17,27 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import operator
 import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
+from thinwire.core.program.ops import in_own_modes
+from thinwire.engine.parameters import private_names
 from thinwire.engine.services import Fitting, Handle, fitting
 
 _MODEL, _SUMS = "model.pt", "files.json"
-_OWN = ("model", "optimizer")  # each rank's own, under local steps
 _QUOTED = 3  # the most ranks to quote
 _BUSY = (errno.EACCES, errno.EAGAIN)
 _MOST = 4096  # largest note in a lock, in bytes
@@ -77,34 +80,47 @@ def save(
     step, keep = _count("step", step), _count("keep", keep)
     directory = _directory(checkpoint_dir, keep)
     partial = directory.partial(step)
-    with _Together(sync, directory, step):  # no rank writes before the directory exists
+
+    def refuse(problem: str, misfit: bool) -> Exception:
+        if sync.services.rank == 0:
+            directory.abort(step)
+        return (ValueError if misfit else OSError)(f"no checkpoint was written at {directory.path(step)}: {problem}")
+
+    with together(sync, refuse):  # no rank writes before the directory exists
         if sync.services.rank == 0:
             _found(directory)
             directory.folder.mkdir(parents=True, exist_ok=True)
             if handle := hold(sync, directory.folder):
                 sync.services.handles.append(handle)
             directory.begin(step)
-    sums: dict[str, str] = {}
-    with _Together(sync, directory, step) as written:
+    with together(sync, refuse) as sums:
         name = _rank_name(sync.services.rank)
         mine: dict[str, Any] = sync.state_dict()
+        weights, private = model.state_dict(), private_names(model, buffers=sync.services.own_buffers)
+        mine["private"] = sorted(private & weights.keys())
         if sync.services.apart:
-            mine |= {"model": model.state_dict(), "optimizer": _states(optimizers)}
-        sums[name] = write_file(partial / name, mine)
+            mine |= {"model": weights, "optimizer": _states(optimizers)}
+        elif mine["private"]:
+            mine["model"] = {name: weights[name] for name in mine["private"]}
+            if not private.isdisjoint(name for name, _ in model.named_parameters()):
+                mine["optimizer"] = _states(optimizers)
+        sums.append({name: write_file(partial / name, mine)})
         if sync.services.rank == 0:
             with getattr(sync, "outer_weights", contextlib.nullcontext)():
                 content = {"model": model.state_dict(), "optimizer": _states(optimizers), "step": step}
-                sums[_MODEL] = write_file(partial / _MODEL, content)
-        written.mine = sums
-    with _Together(sync, directory, step):
+                content["private"] = mine["private"]
+                sums.append({_MODEL: write_file(partial / _MODEL, content)})
+    with together(sync, refuse):
         if sync.services.rank == 0:
-            for theirs in written.everyones:
-                sums |= theirs
-            write_file(partial / _SUMS, json.dumps({"world_size": len(written.everyones), "blake2b": sums}))
+            before = [order for order in map(_order, _found(directory).values()) if order < math.inf]
+            about: dict[str, Any] = {"world_size": len(sums), "order": 1 + max(before, default=0)}
+            about["blake2b"] = {name: digest for theirs in sums for one in theirs for name, digest in one.items()}
+            write_file(partial / _SUMS, json.dumps(about))
             directory.finish(step)
     return directory.path(step)
 
 
+@in_own_modes()
 def load(
     checkpoint_dir: str | Path,
     model: nn.Module,
@@ -112,15 +128,19 @@ def load(
     sync: Handle,
     step: int | None = None,
 ) -> int | None:
-    """Load the newest complete checkpoint, or that of ``step``. All ranks must call it.
+    """Load the complete checkpoint that was written last, or that of ``step``. All ranks must call it.
+
+    That is the newest step, unless training has gone on from an older one since: then the log ``thinwire`` says so.
 
     On the number of ranks it was saved from, training continues bit for bit. On another number, every rank gets the
     mean of the old residuals, which keeps the update still owed to the model. A single rank keeps it without applying
     it, until there are several ranks again: see ``GradientSync.load_state_dict``. Under local steps, another number of
-    ranks starts from the outer weights, with rank 0's optimizer: see ``LocalSync.load_state_dict``.
+    ranks starts from the outer weights, with rank 0's optimizer: see ``LocalSync.load_state_dict``. What each rank
+    keeps to itself (``ignore=``, buffers under ``broadcast_buffers=False``) is each rank's own again, so it needs the
+    same number of ranks.
 
-    If the newest is damaged (a file is missing, truncated, or has changed since), all ranks go back to the last
-    complete one, and the log ``thinwire`` gets a warning that says what is wrong.
+    If it is damaged (a file is missing, truncated, or has changed since), all ranks go back to the one
+    before it, and the log ``thinwire`` gets a warning that says what is wrong.
 
     Returns:
         The step it was saved at; None if there is none.
@@ -135,28 +155,20 @@ def load(
     optimizers = _listed(optimizer)
     if step is not None:
         step = _count("step", step)
-    wanted = _agreed(Path(checkpoint_dir), sync, step)
+    wanted = _agreed(_directory(checkpoint_dir), sync, step)
     damaged: list[str] = []
     for path in reversed(wanted):
-        content: dict[str, Any] = {}
-        found, bad, misfit = None, "", ""
         try:
-            content, state = _read(path, sync)
-        except Exception as error:
-            bad = _words(error)
-        else:
-            try:
-                found = fitting(sync, state)
-            except Exception as error:
-                misfit = _words(error)
-        rows = _tell(sync, [bad, misfit])
-        if bad := _quoted(row[0] for row in rows):
-            damaged.append(f"{path} cannot be loaded: {bad}")
+            with together(sync):
+                content, state, misfit = _read(path, sync)
+        except ValueError as error:
+            damaged.append(f"{path} cannot be loaded: {error}")
             continue
-        if misfit := misfit or _quoted(row[1] for row in rows):
-            raise ValueError(misfit)
-        assert found is not None
-        _take_over(path, content, model, optimizers, sync, found)
+        with together(sync):
+            if misfit:
+                raise ValueError(misfit)
+            found = fitting(sync, state)
+        take_over(path, content, model, optimizers, sync, found)
         if damaged:
             log.warning("thinwire: %s; continuing from %s", "; ".join(damaged), path)
         return int(content["step"])
@@ -166,12 +178,12 @@ def load(
 
 
 def complete(checkpoint_dir: str | Path) -> list[Path]:
-    """Return the complete checkpoints in a directory, oldest first.
+    """Return the complete checkpoints in a directory, in the order in which they were written.
 
     Raises:
         NotADirectoryError: it is not a directory.
     """
-    return list(_found(_directory(checkpoint_dir)).values())
+    return sorted(_found(_directory(checkpoint_dir)).values(), key=_order)
 
 
 def _check_handle(sync: Any) -> None:
@@ -203,42 +215,47 @@ def _found(directory: CheckpointDirectory) -> dict[int, Path]:
     return directory.found()
 
 
-class _Together:
-    """A part of ``save`` that ends the same way on all ranks; ``everyones``: the plain data ``mine`` of each."""
-
-    def __init__(self, sync: Handle, directory: CheckpointDirectory, step: int) -> None:
-        self._sync, self._directory, self._step = sync, directory, step
-        self.mine: Any = None
-        self.everyones: list[Any] = []
-
-    def __enter__(self) -> _Together:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        refused = isinstance(error, ValueError)
-        rows = _tell(self._sync, ["" if error is None else _words(error), self.mine, refused])
-        self.everyones = [row[1] for row in rows]
-        if problem := _quoted(row[0] for row in rows):
-            if self._sync.services.rank == 0:
-                self._directory.abort(self._step)
-            raised = ValueError if any(row[2] for row in rows) else OSError
-            raise raised(f"no checkpoint was written at {self._directory.path(self._step)}: {problem}") from error
+def _order(path: Path) -> float:
+    """Return a number that is greater than those of the checkpoints that were there before."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        return float(json.loads((path / _SUMS).read_bytes()).get("order", 0))
+    return math.inf  # whatever it was, reading it says that it is damaged
 
 
-def _tell(sync: Handle, mine: Any) -> list[Any]:
-    return [json.loads(row) for row in sync.services.gather(json.dumps(mine).encode())]
+@contextlib.contextmanager
+def together(
+    sync: Handle, refuse: Callable[[str, bool], Exception] = lambda problem, _: ValueError(problem)
+) -> Iterator[list[Any]]:
+    """A part that ends the same way on all ranks. What is put into its list, plain data, is everyone's afterwards.
+
+    ``refuse``: returns what to raise for a problem, and whether it is a ``ValueError`` on some rank.
+    """
+    told, failed = list[Any](), None
+    try:
+        yield told
+    except Exception as error:
+        failed = error
+    rows = tell(sync, ["" if failed is None else words(failed), told, isinstance(failed, ValueError)])
+    told[:] = [row[1] for row in rows]
+    if problem := quoted(row[0] for row in rows):
+        raise refuse(problem, any(row[2] for row in rows)) from failed
 
 
-def _quoted(problems: Iterable[str]) -> str:
+def tell(sync: Handle, mine: Any) -> list[Any]:
+    """Return the plain data of each rank, by rank; of sharded models, of all ranks of all sites."""
+    number = sync.services.rank if sync.services.site is None else dist.get_rank()
+    rows = [json.loads(row) for row in sync.services.gather_everywhere(json.dumps([number, mine]).encode())]
+    return [theirs for _, theirs in sorted(rows, key=operator.itemgetter(0))]
+
+
+def quoted(problems: Iterable[str]) -> str:
     """Return every rank's problem, with its number; "" if there is none."""
     said = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
     more = [f"and {len(said) - _QUOTED} more ranks"] if len(said) > _QUOTED else []
     return "; ".join(said[:_QUOTED] + more)
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return " ".join(str(error).split()) or type(error).__name__
@@ -258,31 +275,31 @@ def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _agreed(root: Path, sync: Handle, step: int | None) -> list[Path]:
-    """Return the checkpoints that rank 0 sees, oldest first; only that of ``step``, if given."""
-    problem, names = "", []
-    try:
-        names = [path.name for number, path in _found(_directory(root)).items() if step in (None, number)]
-    except OSError as error:
-        problem = _words(error)
-    rows = _tell(sync, [problem, names])
-    if problem := problem or _quoted(row[0] for row in rows):
-        raise NotADirectoryError(problem)
-    names = rows[0][1]
+def _agreed(directory: CheckpointDirectory, sync: Handle, step: int | None) -> list[Path]:
+    """Return the checkpoints that rank 0 sees, that written last at the end; only that of ``step``, if given."""
+    with together(sync, lambda problem, _: NotADirectoryError(problem)) as rows:
+        found = {number: path for number, path in _found(directory).items() if step in (None, number)}
+        rows += [found[number].name for number in sorted(found, key=lambda number: _order(found[number]))]
+        if rows and rows[-1] != found[max(found)].name and sync.services.rank == 0:
+            log.warning("thinwire: %s counts, which was written last, and not the later %s", rows[-1], max(found))
+    names = rows[0]
     if not names:
-        others = [(rank, row[1][-1]) for rank, row in enumerate(rows) if row[1]]
+        others = [(rank, row[-1]) for rank, row in enumerate(rows) if row]
         if others:
             raise ValueError(
-                f"rank {others[0][0]} finds {others[0][1]} in {root}, but rank 0 does not: checkpoints belong in a "
-                "directory that all ranks share"
+                f"rank {others[0][0]} finds {others[0][1]} in {directory.folder}, but rank 0 does not: checkpoints "
+                "belong in a directory that all ranks share"
             )
         if step is not None:
-            raise FileNotFoundError(f"{root} holds no complete checkpoint of step {step}")
-    return [root / name for name in names]
+            raise FileNotFoundError(f"{directory.folder} holds no complete checkpoint of step {step}")
+    return [directory.folder / name for name in names]
 
 
-def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all."""
+def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return the model's part, the state for this rank (on another number of ranks that of all), and why not to load.
+
+    That is what each rank has kept to itself, if there is another number of ranks.
+    """
     sums = _sums(path)
     content = _checked(path / _MODEL, sums)
     own = path / _rank_name(sync.services.rank)
@@ -291,12 +308,22 @@ def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any]]:
     size = int(state["world_size"])
     if size == sync.services.topology.world_size:
         mine = state if first == own else _checked(own, sums)  # the second raises: the file is missing
-        return content | {key: mine[key] for key in _OWN if key in mine}, mine
+        services, weights = sync.services, content["model"]
+        private, apart = private_names(services.model, buffers=services.own_buffers), services.apart
+        for name in {*content.get("private", ())}.difference(mine.get("private", ())):
+            del weights[name]  # only rank 0 has it
+        weights.update({name: x for name, x in mine.get("model", {}).items() if apart or name in private})
+        return content | {key: mine[key] for key in ("optimizer",) if key in mine and (apart or private)}, mine, ""
+    parts, blank = [], torch.empty(0)
     for rank in range(size):
         other = path / _rank_name(rank)
-        if other != first:
-            state = {**_checked(other, sums), **state}
-    return content, state
+        one = state if other == first else _checked(other, sums)
+        parts.append({name: one["model"][name] for name in one.get("private", ())})
+        state = {**one, **state}
+    names = {name for one in parts for name in one}
+    differ = [n for n in sorted(names) if any(not torch.equal(x.get(n, blank), parts[0].get(n, blank)) for x in parts)]
+    why = f"{path} has of each of {size} ranks its own {', '.join(differ[:_QUOTED])}: load it on as many ranks"
+    return content, state, why if differ else ""
 
 
 def _sums(path: Path) -> dict[str, str]:
@@ -314,7 +341,7 @@ def _checked(file: Path, sums: dict[str, str]) -> dict[str, Any]:
     return content
 
 
-def _take_over(
+def take_over(
     path: Path,
     content: dict[str, Any],
     model: nn.Module,
@@ -323,9 +350,14 @@ def _take_over(
     found: Fitting,
 ) -> None:
     """Load into model, optimizer and sync, on all ranks; or change nothing, if it does not fit on one of them."""
-    problem = ""
     undo: list[Callable[[], Any]] = []
-    try:
+
+    def refuse(problem: str, _: bool) -> Exception:
+        for back in reversed(undo):
+            back()
+        return ValueError(f"{path} does not fit: {problem}")
+
+    with together(sync, refuse):
         weights = {name: _kept(x) for name, x in model.state_dict().items()}
         undo.append(lambda: model.load_state_dict(weights))
         model.load_state_dict(content["model"])
@@ -335,14 +367,8 @@ def _take_over(
         for optimizer, saved in zip(optimizers, moments):
             undo.append(partial(optimizer.load_state_dict, optimizer.state_dict()))
             optimizer.load_state_dict(saved)
+    with together(sync, refuse):  # all or none: on sharded models, ranks agree in it
         undo.append(found.restore())
-    except Exception as error:
-        problem = _words(error)
-    everyones = _tell(sync, problem)
-    if problem := problem or _quoted(everyones):
-        for back in reversed(undo):
-            back()
-        raise ValueError(f"{path} does not fit: {problem}")
     found.adopt()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import local_path
 from thinwire.core.durable import write_whole
 from thinwire.systems.federated.aggregator import RoundRequest, facts_of
 from thinwire.systems.federated.device import (
@@ -239,7 +240,7 @@ class RemoteNode:
         population = len(federation.clients)
         if strange := [client for client in clients if not 0 <= client < population]:
             raise ValueError(f"this node is asked to host client {strange[0]}, but there are only 0..{population - 1}")
-        self.federation, self.clients, self._folder = federation, sorted(set(clients)), Path(folder)
+        self.federation, self.clients, self._folder = federation, sorted(set(clients)), local_path(folder)
 
     def describe(self) -> NodeMessage:
         return NodeMessage(facts={"clients": [[c, self.federation.clients.samples(c)] for c in self.clients]})

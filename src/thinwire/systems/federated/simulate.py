@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.core.checks import check_choice, check_count
+from thinwire.core.checks import check_choice, check_count, local_path
 from thinwire.systems.federated.aggregator import Loss, cross_entropy, facts_of
 from thinwire.systems.federated.backends import AllReduceBackend, InProcess, VisitReport, join
 from thinwire.systems.federated.clocks import ClientTrace, Speed, check_cohort
@@ -119,7 +119,7 @@ def simulate(
             comm.broadcast([workspace.x, buffers])
         algorithm.setup(workspace.x.clone(), len(clients), clients_per_round)
         server = FederatedServer(algorithm, buffers, workspace.buffer_sizes)
-        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+        folder = None if checkpoint_dir is None else local_path(checkpoint_dir)
         if algorithm.stateful:
             store = _make_store(state, folder, len(clients), shared=comm is not None)
         device = Device(algorithm, workspace, clients, loss, store, seed, reduction)

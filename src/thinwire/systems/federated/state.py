@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.checks import check_count
+from thinwire.core.checks import check_count, local_path
 from thinwire.core.durable import flush, write_whole
 
 StateDict = Mapping[str, Tensor]
@@ -143,7 +143,7 @@ class ClientStateStore(AbstractContextManager["ClientStateStore"]):
     ) -> None:
         self.population = check_count("population", population)
         self.memory_bytes, self.write_through = check_count("memory_bytes", memory_bytes, 0), write_through
-        self._given = None if folder is None else Path(folder)
+        self._given = None if folder is None else local_path(folder)
         self._folder: Path | None = None
         self.versions: Versions = np.full(population, _NONE, dtype=np.int32)
         self._durable: Versions | None = None

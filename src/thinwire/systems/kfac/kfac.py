@@ -16,7 +16,7 @@ from thinwire.core.checks import check_choice, check_count, check_number, learni
 from thinwire.core.kernels.symmetric import pack_upper, unpack_upper
 from thinwire.core.methods.decoupling import deferring
 from thinwire.core.program import State
-from thinwire.core.program.ops import own_modes
+from thinwire.core.program.ops import in_own_modes, own_modes
 from thinwire.engine.executors.alone import run_alone
 from thinwire.engine.session import Channel
 from thinwire.engine.state.scaler import loss_scale, still_scaled
@@ -60,6 +60,7 @@ class KFAC:
         ValueError: an option, a layer or a plan is invalid or does not match; the message names it.
     """
 
+    @in_own_modes()
     def __init__(
         self,
         model: nn.Module,
@@ -310,6 +311,7 @@ class KFAC:
         """Return the options that must match when a state is loaded; a state holds no others, nor the damping."""
         return {"scaling": self._variant.scaling, "tokens": self._variant.positions}
 
+    @in_own_modes()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a ``state_dict``: bit for bit with the same plan; with another number of ranks only factors are kept.
 

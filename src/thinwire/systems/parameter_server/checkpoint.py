@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_count
+from thinwire.core.checks import check_count, local_path
 from thinwire.core.durable import CheckpointDirectory, read_file, write_file
 from thinwire.systems.parameter_server.layout import Layout, slices
 
@@ -43,7 +43,7 @@ class Saved:
 
 def prepare(directory: str | Path) -> None:
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        local_path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{directory} cannot hold checkpoints ({error.strerror}): give a directory") from error
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from thinwire.core.checks import local_path
 from thinwire.core.durable import write_whole
 from thinwire.systems.parameter_server.effects import Apply, Contribution
 from thinwire.systems.parameter_server.leader import Aggregator
@@ -61,7 +62,7 @@ class Journal:
     def read(cls, path: str | Path) -> Journal:
         """Read a file, but not a last line that a kill has cut. ``ValueError``: it is not a journal."""
         try:
-            lines = Path(path).read_text().splitlines()
+            lines = local_path(path).read_text().splitlines()
             head = json.loads(lines[0])
             settings = Settings.from_json(json.dumps(head["settings"]))
             updates = []
@@ -80,7 +81,7 @@ class JournalWriter:
     """Appends updates to a file, whose updates below ``version`` stay. ``ValueError``: not writable, or no journal."""
 
     def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
-        self._path = Path(path)
+        self._path = local_path(path)
         kept: Sequence[Update] = ()
         if version and self._path.exists():
             kept = [update for update in Journal.read(path).updates if update.version < version]

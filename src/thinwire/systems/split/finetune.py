@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import local_path
 from thinwire.core.tls import Credentials
 from thinwire.systems.split.connection import CloudClient, CloudServer
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, LocalPair
@@ -108,7 +109,7 @@ def split_finetune(
         SplitError: the other end is lost, or does not match.
     """
     recipe = recipe or Recipe()
-    directory = None if checkpoint_dir is None else Path(checkpoint_dir)
+    directory = None if checkpoint_dir is None else local_path(checkpoint_dir)
     every = checkpoint_every if directory else 0
     if role == "local":
         if plan is None or not isinstance(halves, nn.Module) or task is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import BadParameter
 
+from thinwire.core.checks import local_path
 from thinwire.core.events import LastWords
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def check_output(option: str, path: Path | None) -> None:
     """Raise ``ValueError`` for a path at which no file can be written."""
     if path is None:
         return
+    local_path(path)
     try:
         if path.exists():
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
@@ -135,6 +137,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 def check_folder(out: Path, option: str = "--out") -> None:
     """Create the folder of an option; raise ``ValueError`` if no files can be written into it."""
+    local_path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()  # some folders refuse even root

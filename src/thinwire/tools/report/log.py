@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from thinwire.core.checks import check_count
+from thinwire.core.checks import check_count, local_path
 from thinwire.engine.stats import Stats
 from thinwire.tools.report.fields import parsed, table
 
@@ -75,8 +75,8 @@ class StepLog:
         self._warned = False
         self._file = None
         self._scalars: Any = None
-        named = None if path is None else Path(str(path).replace("{rank}", str(rank)))
-        if named is not None and (rank == 0 or str(named) != str(path)):
+        named = None if path is None else local_path(str(path).replace("{rank}", str(rank)))
+        if named is not None and (rank == 0 or "{rank}" in str(path)):
             self._file = _continued(named)
         if tensorboard is not None and rank == 0:
             self._scalars = _scalars_in(tensorboard)

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from thinwire.core.checks import local_path
 from thinwire.core.durable import write_whole
 from thinwire.systems.federated.remote import NodeMessage, RemoteNode, RemoteServer
 from thinwire.systems.federated.simulate import Build, check_federation
@@ -93,7 +94,7 @@ def server_app(build: Build) -> Any:
         strategy.start(grid, strategy.arrays(), num_rounds=visits, timeout=timeout)
         server.finish()
         if out := settings.get("out"):
-            write_result(Path(str(out)), server)
+            write_result(local_path(str(out)), server)
 
     return app
 
@@ -216,5 +217,5 @@ def _node(build: Build, context: Any) -> RemoteNode:
     federation = check_federation(build(), "build()")
     config = context.node_config
     clients = hosted(config, len(federation.clients))
-    place = Path(str(config.get("state-dir", Path.home() / ".thinwire" / "clients")))
+    place = local_path(str(config.get("state-dir", "~/.thinwire/clients")))
     return RemoteNode(federation, clients, place / f"run-{context.run_id}-node-{context.node_id}")

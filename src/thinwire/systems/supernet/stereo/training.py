@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_choice, check_count
+from thinwire.core.checks import check_choice, check_count, local_path
 from thinwire.core.collectives.groups import backend_for
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
@@ -369,7 +369,7 @@ def shrink(
     for phase in phases:
         for number in range(phase.sub_nets):
             net.space.check(phase.draw(seed, 0, number))
-    root = None if checkpoint_dir is None else Path(checkpoint_dir)
+    root = None if checkpoint_dir is None else local_path(checkpoint_dir)
     folders = [None if root is None else root / f"{i}-{phase.name}" for i, phase in enumerate(phases)]
     begun = max((i for i, folder in enumerate(folders) if folder and checkpoint.complete(folder)), default=0)
     reports, world = [], 1
