@@ -105,7 +105,7 @@ class Rarely(nn.Module):
     def forward(self, x):
         rank, number = self.now
         used = {"none": False, "rank 1": rank == 1, "odd": number % 2 == 1}[self.when]
-        return x + 0.2 * torch.tanh(self.inner(x)) if used else x
+        return x + 0.2 * torch.tanh(self.inner(x)) if used else x.clone()  # FSDP2 warns of views
 
 
 class Buffers(nn.Module):

@@ -2,14 +2,13 @@
 
 import functools
 
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire.adapters.fsdp2 as fsdp2
 from fuzz.local_steps import LocalSteps
 from fuzz.models import build
-from fuzz.player import optimizers_of
+from fuzz.player import optimizers_of, tensors_of
 
 
 @functools.cache
@@ -45,6 +44,9 @@ class Sites(LocalSteps):
     def mark(self, what, tensors):
         super().mark(what, [x.to_local() if hasattr(x, "to_local") else x for x in tensors])
 
-    @torch.no_grad()
+    def settle(self):
+        """What a script writes into the root's parameters after a forward is lost, until they are sharded again."""
+        tensors_of(self.net)
+
     def write(self, event):
         super().write({"how": "in place"})
