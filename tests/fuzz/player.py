@@ -491,7 +491,11 @@ class Player:
         self.unpack(saved["twin"])
         if self.scaler is not None:
             self.scaler.load_state_dict(saved["scaler"])
+        own = {name: x.detach().clone() for name, x in self.twins[1].named_buffers()}
         self.attach(**({"scaler": True} if self.scaler is not None else {}))
+        if not self.case.get("attach", {}).get("broadcast_buffers", True):
+            for name, x in own.items():
+                put(tensor_of(self.twins[1], name), x)  # attach has sent rank 0's, and the checkpoint has each one's
         found = self.load(self.folder, place)
         if found != place:
             raise Mismatch(f"the checkpoint of {place} was loaded as {found}")

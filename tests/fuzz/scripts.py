@@ -148,7 +148,8 @@ def _around(draw, case, modes):
     waits = local and not options.get("fragment_sync_delay") and "fragments" not in options
     if waits and draw.random() < 0.15 and "scaler" not in case and options["sync_every"] > 1:
         events.append({"do": "uneven", "who": draw.choice([0, 1])})
-    if plain and draw.random() < 0.15 and "private" not in case and "ignore" not in attach:
+    equal = "private" not in case and "ignore" not in attach and attach.get("broadcast_buffers", True)
+    if plain and draw.random() < 0.15 and equal:
         events.append({"do": "elsewhere"})
 
 
