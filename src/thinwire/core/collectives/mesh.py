@@ -236,7 +236,7 @@ def _encrypted(
         why = in_words(error) if isinstance(error, ssl.SSLError) else str(error)
     if not _agreed(_Facts(met=not why, keys=True), group).met:
         _close((*found.values(), *waiting.values()))
-        raise RuntimeError(f"THINWIRE_KEYS: {why or 'another rank could not encrypt a connection; its error says why'}")
+        raise RuntimeError(f"THINWIRE_KEYS: {why or 'another rank has failed, and says why: do the clocks agree?'}")
     return found
 
 
