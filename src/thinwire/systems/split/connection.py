@@ -295,7 +295,8 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
         credentials: for TLS; None: unencrypted, only on loopback or with ``insecure=True``.
         insecure: allow unencrypted connections from other machines.
         hold_seconds: how long an edge whose connection was lost keeps its place against other edges.
-        message_seconds: how long an edge may be silent within a message, or accept nothing of one.
+        message_seconds: how long an edge may be silent within a message, accept nothing of one, or keep its place
+            against other edges while it says nothing.
         hello_seconds: how long a new connection may take for the TLS handshake and hello together.
         limit: most bytes of a received message; until its hello is accepted a connection may send 64 KiB.
         ledger: bytes of all connections.
@@ -397,9 +398,9 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
             return
         name = wire.peer or str(newcomer.hello.get("edge"))
         holder = self.cloud.edge
-        held = self._wire is not None or time.monotonic() - self._lost_at < self.hold_seconds
+        since, most = (self._heard_at, self.message_seconds) if self._wire else (self._lost_at, self.hold_seconds)
         try:
-            if holder and name != holder and held:
+            if holder and name != holder and time.monotonic() - since < most:
                 sentence = f"the cloud is busy with edge {printable(holder)!r}; this one has to wait"
                 wire.send(Message("error", fields={"sentence": sentence, "busy": True}), HELLO_SECONDS)
                 self._refuse(newcomer, None)
