@@ -194,28 +194,25 @@ class CloudClient(contextlib.AbstractContextManager["CloudClient"]):
 
         Raises:
             LinkError: the connection was not re-established in time; `LinkTimeout`: the cloud was silent.
-            SessionError, FrameError: the other end has changed, or sent something invalid.
+            SessionError, FrameError: the other end has changed, or sent something invalid twice in a row.
         """
-        lost: LinkError | None = None
+        lost: SplitError | None = None
         deadline = 0.0
         while True:
             wire = self._wire or self._come_back(lost, deadline)
             try:
                 wire.send(request, self.receive_seconds)
                 return wire.receive(self.receive_seconds, f"the reply to {request.kind!r} of step {request.step}")
-            except LinkError as error:
+            except (LinkError, FrameError) as error:  # a frame that is not valid may have been damaged on the way
                 self.close()
-                silent = isinstance(error, LinkTimeout) and isinstance(lost, LinkTimeout)
-                if silent or (lost is not None and time.monotonic() > deadline):
+                same = isinstance(error, (LinkTimeout, FrameError)) and type(error) is type(lost)
+                if same or (lost is not None and time.monotonic() > deadline):
                     raise
                 if lost is None:
                     deadline = time.monotonic() + self.reconnect_seconds
                 lost = error
-            except FrameError:
-                self.close()
-                raise
 
-    def _come_back(self, lost: LinkError | None, deadline: float) -> FrameConnection:
+    def _come_back(self, lost: SplitError | None, deadline: float) -> FrameConnection:
         assert self._edge is not None
         try:
             self._connect(self._edge, deadline, known=True)
