@@ -89,7 +89,7 @@ def test_a_member_that_gives_signs_of_life_and_nothing_else_holds_nobody_up(says
             effect = inbox.pop(0)
             if isinstance(effect, Apply):
                 inbox += server.applied(now)
-            elif isinstance(effect, Send) and effect.member == leader.member or sent([effect], msg.Welcome):
+            elif (isinstance(effect, Send) and effect.member == leader.member) or sent([effect], msg.Welcome):
                 out += leader.on(effect.message, now) if effect.member != liar else []
         for worker, token in list(leader.running.items()):
             out += leader.done(worker, token, torch.ones(1), now)
