@@ -231,7 +231,7 @@ def _encrypted(
                     connection.do_handshake()
                     found[place] = waiting.pop(place)
             if waiting and not readable(waiting.values(), deadline - time.monotonic()):
-                raise TimeoutError("no answer")
+                raise TimeoutError("no answer; another rank may say why: do the clocks agree?")
     except OSError as error:
         why = in_words(error) if isinstance(error, ssl.SSLError) else str(error)
     if not _agreed(_Facts(met=not why, keys=True), group).met:
