@@ -59,7 +59,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory):
-    """Certificates of two authorities, "ours" and "theirs"; of ours, "late" has expired."""
+    """Certificates of two authorities, "ours" and "theirs"; of ours, "late" has expired, "early" begins tomorrow."""
     from datetime import datetime, timedelta, timezone
 
     from cryptography import x509
@@ -69,14 +69,14 @@ def keys(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("keys")
     others = ["edge", "other", "shard0", "shard1", "node0", "node1"]
-    new_keys(folder / "ours", ["server", "a", "b", "late", *others])
+    new_keys(folder / "ours", ["server", "a", "b", "late", "early", *others])
     new_keys(folder / "theirs", ["server", "a", "edge", "node0"])
-    path = folder / "ours" / "late" / "identity.crt"
-    old = x509.load_pem_x509_certificate(path.read_bytes())
     signer = serialization.load_pem_private_key((folder / "ours" / "ca.key").read_bytes(), None)
-    then = datetime.now(timezone.utc) - timedelta(1)
-    made = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), 7, then - timedelta(1), then)
-    path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    for name, days in (("late", -2), ("early", 1)):
+        path, then = folder / "ours" / name / "identity.crt", datetime.now(timezone.utc) + timedelta(days)
+        old = x509.load_pem_x509_certificate(path.read_bytes())
+        made = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), 7, then, then + timedelta(1))
+        path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
     return folder
 
 

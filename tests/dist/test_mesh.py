@@ -18,7 +18,6 @@ from thinwire.core.collectives.exchange import Lanes, issue
 from thinwire.core.collectives.mesh import ordered_sum
 from thinwire.core.collectives.streams import socket_loop
 from thinwire.core.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
-from thinwire.systems.link.keys import new_keys
 
 pytestmark = pytest.mark.dist
 
@@ -246,17 +245,9 @@ def _encrypted_steps(rank, size, sockets):
     return model.weight.detach().clone(), spoken
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    new_keys(folder / "ours", ["a", "b", "c"])
-    new_keys(folder / "other", ["x"])
-    return folder
-
-
 @pytest.mark.parametrize("sockets", [1, 4])
 def test_with_keys_all_connections_are_encrypted_and_the_steps_are_the_same(keys, sockets):
-    secret = run(_with_keys, 3, [keys / "ours" / name for name in "abc"], _encrypted_steps, sockets)
+    secret = run(_with_keys, 3, [keys / "ours" / name for name in ("a", "b", "edge")], _encrypted_steps, sockets)
     plain = run(_with_keys, 3, [None] * 3, _encrypted_steps, 4)
     for (weights, spoken), (wanted, openly) in zip(secret, plain):
         assert torch.equal(weights, wanted)
@@ -337,7 +328,7 @@ def _refused(rank, size):
 @pytest.mark.parametrize(
     "names, words",
     [
-        (("ours/a", "other/x"), "cannot be trusted: another authority signed it"),
+        (("ours/a", "theirs/a"), "cannot be trusted: another authority signed it"),
         (("ours/a", None), "THINWIRE_KEYS"),
         (("ours/a", "ours"), "cannot be read (No such file or directory); thinwire keys new makes"),
     ],
@@ -345,6 +336,14 @@ def _refused(rank, size):
 def test_who_has_no_keys_of_this_authority_is_not_let_in(keys, names, words):
     said = run(_with_keys, 2, [keys / name if name else None for name in names], _refused)
     assert any(words in one for one in said), said
+
+
+def test_of_a_clock_that_is_wrong_both_ranks_speak(keys):
+    """Keys made where it was tomorrow, as one rank or both see it."""
+    for names in (("early", "early"), ("early", "a"), ("a", "early")):
+        said = run(_with_keys, 2, [keys / "ours" / name for name in names], _refused)
+        assert all("clocks" in one for one in said), said
+        assert any("not yet valid: compare the clocks of both machines" in one for one in said), said
 
 
 def _among_strangers(rank, size):

@@ -45,6 +45,34 @@ def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
     assert service.machine.version == 8
 
 
+def test_the_other_nodes_go_on_without_one_whose_worker_hangs(caplog):
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def batch(number):
+        if number == 3:
+            hangs.set()
+            goes_on.wait(150.0)
+        return part_of(1, 0)[0](number)
+
+    failures = []
+    service = Service(model(), bsp(start_nodes=2, lease_seconds=3.0), host="127.0.0.1", updates=40)
+    serving = in_thread(failures, service.run)
+    address = f"127.0.0.1:{service.port}"
+    with Node(address, 0, 1) as first, Node(address, 1, 1) as second:
+        workers = [
+            in_thread(failures, Worker(model(), batches, loss, node.address, 0).run)
+            for node, batches in ((first, part_of(0, 0)[0]), (second, batch))
+        ]
+        assert hangs.wait(60.0)
+        heard(caplog, "node 1 lives and makes no progress: training goes on without it until it does")
+        serving.join(60.0)
+        assert service.machine.version == 40
+        goes_on.set()
+        for thread in workers:
+            thread.join(60.0)
+    assert not failures
+
+
 class Blocks(torch.optim.SGD):
     """The fourth step of the first shard that makes it takes until the test says so."""
 

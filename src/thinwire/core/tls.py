@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from thinwire.core.errors import NotAdmitted
 
 _ANOTHER_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes for certificates without a trusted authority
-_ANOTHER_HOST = (62, 64)
+_HOST, _CLOCK = ": give thinwire keys new --host the host that is called", ": compare the clocks of both machines"
+_ADVICE = {9: _CLOCK, 10: _CLOCK, 62: _HOST, 64: _HOST}  # not yet valid, expired, another host
 
 
 class Certificate(NamedTuple):
@@ -191,11 +192,11 @@ def in_words(error: ssl.SSLError) -> str:
     """Say why the other end of a connection cannot be trusted, or does not trust this one."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why = "another authority signed it" if error.verify_code in _ANOTHER_AUTHORITY else error.verify_message
-        advice = ": give thinwire keys new --host the host that is called" if error.verify_code in _ANOTHER_HOST else ""
-        return f"the other end's certificate cannot be trusted: {why}{advice}"
+        return f"the other end's certificate cannot be trusted: {why}{_ADVICE.get(error.verify_code, '')}"
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "alert" in reason:
-        return f"the other end refused this end's certificate ({reason})"
+        bad = f"{_CLOCK}, and the host that was called with the certificate's" if "bad cert" in reason else ""
+        return f"the other end refused this end's certificate ({reason}){_CLOCK if 'expired' in reason else bad}"
     if "did not return a certificate" in reason:
         return "the other end presented no certificate"
     return f"the other end does not speak TLS ({reason}): give keys to both ends, or to neither"

@@ -115,6 +115,13 @@ def test_what_is_wrong_is_a_sentence(alone, arguments, words):
     assert "Traceback" not in done.output
 
 
+def test_a_deployment_whose_result_cannot_be_written_does_not_begin(alone):
+    (alone / "file").write_text("")
+    assert "--out file/deployed is not a folder that can be written" in call(
+        "federated", "serve", "digits_clients:build", "--out", "file/deployed", code=2
+    ).output.replace("\n", " ")
+
+
 def test_a_run_that_fails_is_a_sentence(alone):
     (alone / "mine_that_fails.py").write_text(MINE.replace("return x, (x.sum(1) > 0).long()", "raise OSError('gone')"))
     done = call("federated", "run", "mine_that_fails:build", code=1)

@@ -128,6 +128,18 @@ def test_a_hello_with_one_changed_byte_lets_nobody_in(inn, number, place):
     assert there.came.empty()
 
 
+def test_without_a_secret_nobody_is_told_that_it_has_another(inn):
+    """A byte was changed on the way: the next try may do, so it is not a refusal."""
+    there = inn(trust=None)
+
+    def change(message, data):
+        return data[:20] + bytes([data[20] ^ 1]) + data[21:] if message == 2 else data
+
+    with pytest.raises(PairError, match="changed on the way") as caught:
+        through(there.listener.port, change, PeerIdentity("node", 3))
+    assert not isinstance(caught.value, NotAdmitted)
+
+
 def said(port):
     """What a member sends to come in: its first words and its proof."""
     words = {}

@@ -113,9 +113,11 @@ def test_strangers_are_told_why_not(of, inn):
     cases = [
         (there, of("a", "theirs"), "127.0.0.1: the other end's certificate .* another authority"),
         (theirs, of("a"), "another authority"),
-        (there, of("late"), r"refused this end's certificate \(.*expired\)"),
+        (there, of("late"), r"refused this end's certificate \(.*expired\): compare the clocks of both machines$"),
+        (there, of("early"), r"refused this end's certificate \(.*bad certificate\): compare the clocks of both"),
         (inn(of("a")), of("b"), "not valid for '127.0.0.1'.*--host"),  # no server's certificate
-        (inn(of("late")), of("a").pinned("0" * 64), "has expired"),
+        (inn(of("late")), of("a").pinned("0" * 64), "has expired: compare the clocks of both machines"),
+        (inn(of("early")), of("a").pinned("0" * 64), "not yet valid: compare the clocks of both machines"),
     ]
     for secret in (None, SECRET):
         cases.append((there, secret, "asks for a certificate: give --keys, or keys="))

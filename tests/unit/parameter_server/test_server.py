@@ -74,6 +74,39 @@ def test_a_process_that_comes_again_replaces_itself_and_whoever_waits_goes_on_wa
     assert Refuse(7, 22, msg.TAKEN) in server.on(leader.report(5.3), 5.3)
 
 
+@pytest.mark.parametrize("says", ["low=0", "answers no pull", "counts what it never pushes"])
+def test_a_member_that_gives_signs_of_life_and_nothing_else_holds_nobody_up(says):
+    """For ever, in whatever way: the others wait for a lease, once, and then no more."""
+    push = says == "counts what it never pushes"
+    settings = Settings(transfer="push", update_every=1) if push else Settings(lease_seconds=9.0)
+    server, leader = Server(settings), Leader(settings, 0, 1, instance=1)
+    inbox = server.on(leader.hello(), 0.0)
+    server.on(msg.Hello(1, 1, instance=2), 0.0)
+    liar, versions = max(server.members), []
+    for second in range(1, 80):
+        now, out = float(second), []
+        while inbox:  # what the server does, and what the honest node answers
+            effect = inbox.pop(0)
+            if isinstance(effect, Apply):
+                inbox += server.applied(now)
+            elif (isinstance(effect, Send) and effect.member == leader.member) or sent([effect], msg.Welcome):
+                out += leader.on(effect.message, now) if effect.member != liar else []
+        for worker, token in list(leader.running.items()):
+            out += leader.done(worker, token, torch.ones(1), now)
+        seen = 0 if says == "low=0" else 1
+        lie = msg.IterationNumber(liar, second, seen, 0 if says == "low=0" else 1 << 60, 0, second)
+        inbox += server.on(lie, now)
+        for effect in [*out, Send(leader.report(now))]:
+            if isinstance(effect, Send):
+                inbox += server.on(effect.message, now)
+        inbox += server.tick(now)
+        versions.append(server.version)
+    assert versions[-1] > 50
+    waits = [versions.count(v) for v in sorted(set(versions))]
+    assert max(waits) <= 2 * settings.lease_seconds
+    assert sum(wait > 3 for wait in waits) == 1
+
+
 def test_another_version_of_the_protocol_is_refused():
     assert Server(Settings()).on(msg.Hello(1, 1, protocol=1), 0.0) == [Refuse(1, 0, msg.OTHER_PROTOCOL)]
 

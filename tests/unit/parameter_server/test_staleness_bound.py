@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from thinwire.systems.parameter_server.effects import Start
 from thinwire.systems.parameter_server.leader import Leader
 from thinwire.systems.parameter_server.messages import IterationNumber, Pull, Weights, Welcome
-from thinwire.systems.parameter_server.presets import bsp, inhad, n_softsync
+from thinwire.systems.parameter_server.presets import bsp, inhad, n_softsync, ssp
 from thinwire.systems.parameter_server.server import Member
 from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings
+from thinwire.systems.parameter_server.virtual import simulate
 
 
 def pushed(limit):
@@ -86,6 +87,40 @@ def test_an_old_iteration_number_changes_no_row():
     member.note(IterationNumber(1, 5, 9, 3, 3, 0))
     member.note(IterationNumber(1, 4, 7, 1, 1, 0))
     assert (member.seen, member.low, member.buf_low) == (9, 3, 3)
+
+
+def pushed_by_all(unit, limit):
+    return Settings(transfer="push", update_every=unit, max_staleness=limit)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        inhad(4), inhad(2, "nodes"), bsp(), bsp(local="sync"), pushed(2), pushed_by_all("workers", 0),
+        pushed_by_all("nodes", None), ssp(),
+    ],
+    ids=["inhad", "nodes", "bsp", "sync", "push", "push-0", "push-all", "ssp"],
+)  # fmt: skip
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nobody_waits_for_ever_for_a_worker_that_lives_and_hangs(options, workers):
+    def hangs(node, worker, step, rng):
+        return 2000.0 if (node, step) == (1, 2) and worker == 0 else 1.0
+
+    trace = simulate(options, nodes=3, workers=workers, updates=60, step_seconds=hangs)
+    assert len(trace.updates) == 60
+    assert trace.seconds < 120  # some 60 updates of one or two seconds, and a lease or two
+    assert max(trace.staleness()) <= options.bound
+
+
+@pytest.mark.parametrize("options", [inhad(4), bsp(), pushed(2)], ids=["inhad", "bsp", "push"])
+def test_a_node_far_slower_than_a_lease_is_waited_for_once_it_has_shown_what_it_takes(options):
+    """Only its first gradient, which came after nobody waited any more, is too old."""
+    trace = simulate(options, nodes=3, updates=60, step_seconds=lambda node, *_: 30.0 if node == 1 else 1.0)
+    assert trace.counters["stale"] == 1
+    gaps = {step for _, _, rows in trace.updates for node, _, step, _ in rows if node == 1}
+    assert gaps == set(range(1, 1 + len(gaps)))
+    assert len(gaps) > 5
+    assert max(trace.staleness()) <= options.bound
 
 
 @pytest.mark.slow

@@ -122,10 +122,11 @@ class Cable:
         port: to connect to.
         crossed: bytes as they came, up and down.
         cut_at: cut the connection when so many bytes have crossed in all; None: never.
+        flip: the way (0 up, 1 down) and the place of a byte that is changed on its way, once.
     """
 
     def __init__(self, target, cut_at=None):
-        self.target, self.cut_at = target, cut_at
+        self.target, self.cut_at, self.flip = target, cut_at, None
         self.crossed = [bytearray(), bytearray()]
         self.cuts = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -156,7 +157,11 @@ class Cable:
                     self.cut_at = None
                     self.cuts += 1
                     return  # what came is lost with the connection
-                self.crossed[ends.index(end)] += data
+                way = ends.index(end)
+                if self.flip is not None and self.flip[0] == way and self.flip[1] < len(self.crossed[way]) + len(data):
+                    place, self.flip = self.flip[1] - len(self.crossed[way]), None
+                    data = data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
+                self.crossed[way] += data
                 ends[1 - ends.index(end)].sendall(data)
 
     def close(self):

@@ -85,6 +85,21 @@ def run_over(plan, credentials, cut_at=None, kind=CloudClient):
     return losses, of_edge, of_cloud, cable, link.reconnects
 
 
+@pytest.mark.parametrize("way", [0, 1], ids=["up", "down"])
+@pytest.mark.parametrize("place", [0, 400], ids=["in a header", "in a tensor"])
+def test_a_byte_that_is_changed_on_the_way_changes_no_bit_of_the_result(way, place):
+    of_edge, of_cloud = halves()
+    with serving(of_cloud) as server:
+        cable = Cable(server.port)
+        with linked(server, edge_end(of_edge), port=cable.port) as (link, edge):
+            cable.flip = way, len(cable.crossed[way]) + place
+            losses = trained(edge, 6)
+        cable.close()
+    assert cable.flip is None
+    assert link.reconnects == 1
+    assert_same(losses, of_edge, of_cloud, in_process())
+
+
 DELTA = ("delta:4", "pack")
 
 

@@ -117,6 +117,13 @@ def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
         visit(server, halves()[0], name="other")
 
 
+def test_an_edge_that_stays_and_says_nothing_makes_room_for_one_that_waits():
+    front, back = halves()
+    with serving(back, message_seconds=0.5) as server, linked(server, edge_end(front)):
+        visit(server, halves()[0], name="other")
+    assert "edge 'other' begins, step 0" in server.said
+
+
 def test_a_strangers_words_are_printable():
     front, back = halves()
     edge = edge_end(front)

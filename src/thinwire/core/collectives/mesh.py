@@ -22,7 +22,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -157,21 +157,17 @@ def accepting(ports: Iterable[int], keys: Credentials | None = None) -> Accept:
     def accept(beside: socket.socket, ask: Ask, going: Callable[[], bool]) -> socket.socket | None:
         if (server := server_at(beside.getsockname()[0], ports)) is None:
             return None
-        token = secrets.token_bytes(TOKEN_BYTES)
+        token, unknown = secrets.token_bytes(TOKEN_BYTES), dict[socket.socket, bytes]()
         with server:
-            server.settimeout(0.25)
             ask(server.getsockname()[1], token)
-            while going():
-                with contextlib.suppress(OSError):
-                    connection = server.accept()[0]
-                    connection.settimeout(1.0)
-                    shown = b""
-                    with contextlib.suppress(OSError):
-                        while len(shown) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(shown))):
-                            shown += more
-                    if secrets.compare_digest(shown, token):
-                        return _secured(connection, keys, called=True)
-                    connection.close()
+            try:
+                while going():
+                    for connection, shown in _heard(server, unknown, TOKEN_BYTES, 0.25):
+                        if secrets.compare_digest(shown, token):
+                            return _secured(connection, keys, called=True)
+                        connection.close()
+            finally:
+                _close(unknown)
         return None
 
     return accept
@@ -235,12 +231,12 @@ def _encrypted(
                     connection.do_handshake()
                     found[place] = waiting.pop(place)
             if waiting and not readable(waiting.values(), deadline - time.monotonic()):
-                raise TimeoutError("no answer")
+                raise TimeoutError("no answer; another rank may say why: do the clocks agree?")
     except OSError as error:
         why = in_words(error) if isinstance(error, ssl.SSLError) else str(error)
     if not _agreed(_Facts(met=not why, keys=True), group).met:
         _close((*found.values(), *waiting.values()))
-        raise RuntimeError(f"THINWIRE_KEYS: {why or 'another rank could not encrypt a connection; its error says why'}")
+        raise RuntimeError(f"THINWIRE_KEYS: {why or 'another rank has failed, and says why: do the clocks agree?'}")
     return found
 
 
@@ -373,30 +369,16 @@ def meet(
                 raise TimeoutError
             connection.sendall(_HELLO.pack(endpoints[peer][:TOKEN_BYTES], rank, channel))  # or the call's error
             found[peer, channel] = connection
-        server.setblocking(False)
         while len(found) < channels * (len(endpoints) - 1):
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
-            for ready in readable([server, *unknown], left):
-                if ready is server:
-                    with contextlib.suppress(OSError):  # it has gone again
-                        unknown[server.accept()[0]] = b""
-                    if len(unknown) > _MOST_UNKNOWN:
-                        _forget(next(iter(unknown)), unknown)
-                elif (hello := _more(ready, unknown[ready])) is None:
-                    _forget(ready, unknown)
-                elif len(hello) < _HELLO.size:
-                    unknown[ready] = hello
+            for ready, hello in _heard(server, unknown, _HELLO.size, left):
+                shown, other, channel = _HELLO.unpack(hello)
+                known = secrets.compare_digest(shown, token) and rank < other < len(endpoints) and channel < channels
+                if not known or (other, channel) in found:
+                    ready.close()
                 else:
-                    shown, other, channel = _HELLO.unpack(hello)
-                    known = (
-                        secrets.compare_digest(shown, token) and rank < other < len(endpoints) and channel < channels
-                    )
-                    if not known or (other, channel) in found:
-                        _forget(ready, unknown)
-                    else:
-                        del unknown[ready]
-                        found[other, channel] = ready
+                    found[other, channel] = ready
         return found
     except OSError:
         _close(one for one in (*found.values(), *called.values()) if one not in (have or {}).values())
@@ -405,20 +387,43 @@ def meet(
         _close(unknown)
 
 
-def _more(connection: socket.socket, hello: bytes) -> bytes | None:
-    """Return the handshake so far, with the bytes available now; None: the connection has ended."""
-    connection.setblocking(False)
+def _heard(
+    server: socket.socket, unknown: dict[socket.socket, bytes], size: int, seconds: float
+) -> Iterator[tuple[socket.socket, bytes]]:
+    """Wait up to ``seconds`` for callers; yield those whose first ``size`` bytes are whole, with these bytes.
+
+    ``unknown``: the others, none of whom holds up another: what they have sent so far, the oldest first.
+    """
+    server.setblocking(False)
+    for ready in readable([server, *unknown], seconds):
+        if ready is server:
+            with contextlib.suppress(OSError):  # it has gone again
+                unknown[server.accept()[0]] = b""
+            if len(unknown) > _MOST_UNKNOWN:
+                _forget(next(iter(unknown)), unknown)
+        elif (shown := _more(ready, unknown.get(ready, b""), size)) is None:
+            _forget(ready, unknown)
+        elif len(shown) < size:
+            unknown[ready] = shown
+        else:
+            del unknown[ready]
+            yield ready, shown
+
+
+def _more(connection: socket.socket, shown: bytes, size: int) -> bytes | None:
+    """Return what it has shown so far, with the bytes available now; None: the connection has ended."""
     try:
-        more = connection.recv(_HELLO.size - len(hello))
+        connection.setblocking(False)
+        more = connection.recv(size - len(shown))
     except BlockingIOError:
-        return hello
+        return shown
     except OSError:
         return None
-    return hello + more if more else None
+    return shown + more if more else None
 
 
 def _forget(connection: socket.socket, unknown: dict[socket.socket, bytes]) -> None:
-    del unknown[connection]
+    unknown.pop(connection, None)
     connection.close()
 
 

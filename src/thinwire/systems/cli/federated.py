@@ -240,6 +240,7 @@ def serve(
     from thinwire.systems.federated import History
     from thinwire.systems.federated.flower.deploy import Deployment
 
+    check_folder(out)
     deployment = Deployment(federation, nodes, local, host, port, certificates, out, timeout)
     with progress("starting the SuperLink") as bar:
         deployment.run(lambda text: bar(description=text), bar.log)

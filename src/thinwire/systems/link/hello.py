@@ -156,6 +156,8 @@ def introduce(duplex: Duplex, identity: PeerIdentity, channel: int, token: bytes
         raise NotAdmitted(f"{duplex.host} lets everybody in, and this process was given a secret: give both the same")
     duplex.write(_proof(secret, b"caller", first + second), end)
     verdict, proof = _VERDICT.unpack(duplex.read(_VERDICT.size, end))
+    if verdict == _WRONG_SECRET and secret is None:
+        raise PairError("what it sent was changed on the way")
     if verdict == _WRONG_SECRET:
         raise NotAdmitted(f"{duplex.host} has another secret: give both the same")
     if verdict == _NOT_ITS_NUMBER:

@@ -9,6 +9,8 @@ from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Refuse, Send
 from thinwire.systems.parameter_server.settings import UNBOUNDED, LocalSteps, Settings, alpha, norm
 
+_SLOWER = 8  # times as slow as another that makes progress: so much is waited for
+
 
 @dataclass
 class Member:
@@ -17,6 +19,7 @@ class Member:
     ``low``, ``buf_low``: lower bounds on the bases of what it computes and has buffered. ``grants``: (number, version)
     of weights not yet reported as received; ``granted``: of all; ``sent``: the newest. ``allowed``: the last permitted
     start (SSP); ``offset``: of its clock. ``heard``, ``told``: seconds. ``dropped``: submissions that were not finite.
+    ``moved``: when it last made progress, or was given something to do; ``took``: the longest time in between, of late.
     """
 
     number: int
@@ -34,6 +37,8 @@ class Member:
     grants: deque[tuple[int, int]] = field(default_factory=deque)
     allowed: int = UNBOUNDED
     told: float = 0.0
+    moved: float = 0.0
+    took: float = 0.0
     alive: int = 0
     step_us: int = 0
     loss_sum: float = 0.0
@@ -82,6 +87,9 @@ class Server:
     An update of version v is applied only if everything left unapplied has a base of v + 1 - S or newer, so no gradient
     is ever applied more than S versions late.
 
+    Nobody waits longer than a lease, or eight times the longest submission of late, for a member that shows signs of
+    life and makes no progress: until it does, updates are made without it, and what is then too old is dropped.
+
     It has no thread, clock or socket, see :class:`Leader`. After an ``Apply`` the driver changes the weights and calls
     ``applied``; messages that arrive in between wait.
 
@@ -93,6 +101,7 @@ class Server:
 
     Attributes:
         members: the table, by member number.
+        late: the numbers of those that nobody waits for.
         counters: updates, applied, empty, late, stale (dropped because of their age), not_finite (dropped by their
             nodes), lost, in, pulls, joined, left, refused.
     """
@@ -102,6 +111,7 @@ class Server:
     ) -> None:
         self.settings, self.version = settings, version
         self.members: dict[int, Member] = {}
+        self.late: set[int] = set()
         self.positions = dict(positions or {})
         self.counters: Counter[str] = Counter()
         self.pending: dict[int, int] = {}
@@ -120,6 +130,7 @@ class Server:
         self._asked = 0
         self._inbox: list[msg.Message] = []
         self._grace_until: float | None = None
+        self._since = 0.0  # work waits for an update
         self._out: list[Effect] = []
         self._now = 0.0
 
@@ -144,7 +155,7 @@ class Server:
         rows = [row for part in self.arrived for row in part.rows]
         self.counters["applied"] += len(rows)
         self.counters["empty"] += not rows
-        self.arrived, self.came = [], set()
+        self.arrived, self.came, self._since = [], set(), now
         self._grant_after_update()
         self._fire()
         while self._inbox and not self.applying:
@@ -160,8 +171,8 @@ class Server:
                 self._drop(member.number)
             elif now - member.told >= lease / 3:
                 self._send(msg.Fence(member.number, self.version))
-        if self._grace_until is not None and now >= self._grace_until and not self.applying:
-            self._fire()
+        if self._started and not self.applying:
+            self._leave_behind()
         return self._flush()
 
     def gone(self, member: int, now: float) -> list[Effect]:
@@ -228,9 +239,8 @@ class Server:
             self._drop(old.number, admit=False)  # it came again
         number, self.next_member = self.next_member, self.next_member + 1
         offset = self._slowest() * message.workers
-        member = Member(
-            number, message.node, message.workers, self._now, offset, alive=message.workers, instance=message.instance
-        )
+        member = Member(number, message.node, message.workers, self._now, offset, moved=self._now)
+        member.alive, member.instance = message.workers, message.instance
         self.members[number] = member
         self._workers += member.workers
         self.counters["joined"] += 1
@@ -265,9 +275,14 @@ class Server:
         self._out.append(Refuse(hello.node, hello.instance, reason))
 
     def _note(self, member: Member, message: msg.IterationNumber | msg.Grad) -> None:
-        before = member.dropped
+        before, low, seen = member.dropped, member.low, member.seen
         member.note(message)
         self.counters["not_finite"] += member.dropped - before
+        if member.low != low or (member.seen > seen and member.low >= self.need):
+            member.took, member.moved = max(member.took / 2, self._now - member.moved), self._now
+            if member.number in self.late:
+                member.offset = max(member.offset, self._slowest() * member.workers - member.ack)
+                self.late.discard(member.number)
         self._refresh(member)
 
     def _refresh(self, member: Member) -> None:
@@ -304,11 +319,11 @@ class Server:
         if not message.rows:
             return
         settings, scale, weight = self.settings, 1.0, message.weight
+        tau = self.version - min(row.base for row in message.rows)
+        if tau > settings.bound:
+            self._unused(message, "stale")
+            return
         if message.pull == 0:
-            tau = self.version - message.rows[0].base
-            if settings.enforce == "drop" and tau > settings.bound:
-                self._unused(message, "stale")
-                return
             scale, weight = alpha(settings.alpha, tau), norm(settings.norm, settings.alpha, tau)
         self.arrived.append(Contribution(member.node, member.number, message.rows, scale, weight, message.tensor))
 
@@ -330,7 +345,26 @@ class Server:
         return sum(self.members[number].seen - self.members[number].ack for number in self._fresh)
 
     def _needed(self) -> int:
-        return self.settings.needed(len(self.members) if self.settings.counts_nodes else self._workers)
+        workers = self._workers - sum(self.members[number].workers for number in self.late)
+        return self.settings.needed(len(self.members) - len(self.late) if self.settings.counts_nodes else workers)
+
+    def _leave_behind(self) -> None:
+        """Stop waiting for whoever makes no progress while others wait; one that answers no pull is dropped."""
+        table, now = self.members, self._now
+        if not self._fresh and not self.came:
+            self._since = now
+        stands = {m.number for m in table.values() if m.low == UNBOUNDED and m.alive}
+        waits = stands | self._fresh | self.came
+        since = min([self._since, *(table[number].moved for number in stands)])
+        patience = max(self.settings.lease_seconds, _SLOWER * max((m.took for m in table.values()), default=0.0))
+        for number in [m.number for m in table.values() if max(m.moved, since) + patience < now >= m.heard]:
+            if number in self.pending:
+                self._drop(number)
+            elif number not in waits or self._may_be_old(table[number]):
+                self.late.add(number)
+                self._blocking.discard(number)
+        self._go_on()
+        self._permits()
 
     def _go_on(self, changed: Member | None = None) -> None:
         if self.updating:
@@ -357,8 +391,8 @@ class Server:
 
     def _all_stand(self) -> bool:
         """Whether nobody can send more: pushes at S = 0 are answered after the update, so these must be enough."""
-        held = self.settings.transfer == "push" and self.settings.max_staleness == 0
-        return held and bool(self.came) and all(m.low == UNBOUNDED for m in self.members.values())
+        held = self.settings.transfer == "push" and self.settings.max_staleness == 0 and bool(self.came)
+        return held and all(m.low == UNBOUNDED for n, m in self.members.items() if n not in self.late)
 
     def _grace_holds(self) -> bool:
         """Return whether the update should still wait for more nodes; the time starts with the first call."""
@@ -383,6 +417,7 @@ class Server:
         self.pending[member.number] = self._next_pull
         self.pulled.add(member.number)
         self.counters["pulls"] += 1
+        member.moved = self._now
         self._send(msg.Pull(member.number, self._next_pull, self.version + 1))
         self._next_pull += 1
 
@@ -414,8 +449,9 @@ class Server:
 
         A report may overtake the pushed sum that it counts, which its bound no longer covers.
         """
-        bounded = self.settings.max_staleness is not None and self.settings.enforce == "wait"
-        return member.low < self.need or (bounded and self.settings.transfer == "push" and member.fresh)
+        settings = self.settings
+        pushed = settings.transfer == "push" and settings.max_staleness is not None and settings.enforce == "wait"
+        return member.number not in self.late and (member.low < self.need or (pushed and member.fresh))
 
     def _grant_after_update(self) -> None:
         if self.settings.transfer == "push":
@@ -430,8 +466,11 @@ class Server:
             self._grant(self.members[number])
 
     def _grant(self, member: Member) -> None:
-        if self.finished:
+        late = member.number in self.late
+        if self.finished or (late and member.grants):
             return
+        if not late:
+            member.moved = self._now
         same = member.sent == self.version
         number = member.grant(self.version)
         member.allowed = self._allowed(member)
@@ -441,7 +480,7 @@ class Server:
 
     def _slowest(self) -> int:
         """Return the rounds of the slowest node. One round is one submission from each of its workers."""
-        return min((m.clock // m.workers for m in self.members.values()), default=0)
+        return min((m.clock // m.workers for n, m in self.members.items() if n not in self.late), default=0)
 
     def _allowed(self, member: Member) -> int:
         """Return the last start (in the member's own count) that keeps it no more than ``clock_limit`` rounds ahead."""
@@ -471,7 +510,7 @@ class Server:
         if member is None:
             return
         self.pending.pop(number, None)
-        for numbers in (self.came, self._fresh, self._blocking, self.pulled):
+        for numbers in (self.came, self._fresh, self._blocking, self.pulled, self.late):
             numbers.discard(number)
         self._workers -= member.workers
         self.waiting = [other for other in self.waiting if other != number]

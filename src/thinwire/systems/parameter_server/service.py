@@ -37,6 +37,7 @@ from thinwire.systems.parameter_server.shards import Event, ShardedWeights, Shar
 from thinwire.systems.parameter_server.status import Ages, Status, status_of
 
 _FAREWELL_SECONDS = 5.0
+_LEFT_BEHIND = "lives and makes no progress: training goes on without it until it does"
 
 logger = logging.getLogger("thinwire")
 
@@ -185,7 +186,7 @@ class Service(AbstractContextManager["Service"]):
 
     def _loop(self) -> None:
         next_tick = next_status = 0.0
-        lease = self.settings.lease_seconds
+        lease, late = self.settings.lease_seconds, set[int]()
         ends_at: float | None = None
         while True:
             now = time.monotonic()
@@ -202,6 +203,9 @@ class Service(AbstractContextManager["Service"]):
                 while self._inbox.qsize():  # handle what has arrived first, so that its senders do not count as silent
                     self._handle(self._inbox.get())
                 self._do(self.machine.tick(time.monotonic()))
+                for number in self.machine.late - late:
+                    logger.warning("node %d %s", self.machine.members[number].node, _LEFT_BEHIND)
+                late = set(self.machine.late)
                 for member in self.shards.overdue(time.monotonic()) if self.shards is not None else ():
                     self._do(self.machine.gone(member, time.monotonic()))
                 next_tick = now + min(0.5, lease / 10)

@@ -121,7 +121,8 @@ class Settings(Record):
         lr_scale: how the learning rate depends on the number of gradients in an update: "none", "linear", "sqrt".
         local: inside a node each worker works on its own ("async"), or all work in step ("sync").
         buffer: the most submissions of a leader, buffered and being computed; one per worker is always allowed.
-        lease_seconds: a member that is silent for so long is dropped.
+        lease_seconds: a member that is silent for so long is dropped, and one that makes no progress is not waited for
+            any longer, unless submissions take more than an eighth of that.
         start_nodes: the first weights are sent when that many nodes have joined.
         grace_seconds: how long an update waits for more nodes to finish.
         deterministic: contributions are added in the order (node, worker, step), in fp64.

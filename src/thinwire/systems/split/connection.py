@@ -194,28 +194,25 @@ class CloudClient(contextlib.AbstractContextManager["CloudClient"]):
 
         Raises:
             LinkError: the connection was not re-established in time; `LinkTimeout`: the cloud was silent.
-            SessionError, FrameError: the other end has changed, or sent something invalid.
+            SessionError, FrameError: the other end has changed, or sent something invalid twice in a row.
         """
-        lost: LinkError | None = None
+        lost: SplitError | None = None
         deadline = 0.0
         while True:
             wire = self._wire or self._come_back(lost, deadline)
             try:
                 wire.send(request, self.receive_seconds)
                 return wire.receive(self.receive_seconds, f"the reply to {request.kind!r} of step {request.step}")
-            except LinkError as error:
+            except (LinkError, FrameError) as error:  # a frame that is not valid may have been damaged on the way
                 self.close()
-                silent = isinstance(error, LinkTimeout) and isinstance(lost, LinkTimeout)
-                if silent or (lost is not None and time.monotonic() > deadline):
+                same = isinstance(error, (LinkTimeout, FrameError)) and type(error) is type(lost)
+                if same or (lost is not None and time.monotonic() > deadline):
                     raise
                 if lost is None:
                     deadline = time.monotonic() + self.reconnect_seconds
                 lost = error
-            except FrameError:
-                self.close()
-                raise
 
-    def _come_back(self, lost: LinkError | None, deadline: float) -> FrameConnection:
+    def _come_back(self, lost: SplitError | None, deadline: float) -> FrameConnection:
         assert self._edge is not None
         try:
             self._connect(self._edge, deadline, known=True)
@@ -295,7 +292,8 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
         credentials: for TLS; None: unencrypted, only on loopback or with ``insecure=True``.
         insecure: allow unencrypted connections from other machines.
         hold_seconds: how long an edge whose connection was lost keeps its place against other edges.
-        message_seconds: how long an edge may be silent within a message, or accept nothing of one.
+        message_seconds: how long an edge may be silent within a message, accept nothing of one, or keep its place
+            against other edges while it says nothing.
         hello_seconds: how long a new connection may take for the TLS handshake and hello together.
         limit: most bytes of a received message; until its hello is accepted a connection may send 64 KiB.
         ledger: bytes of all connections.
@@ -397,9 +395,9 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
             return
         name = wire.peer or str(newcomer.hello.get("edge"))
         holder = self.cloud.edge
-        held = self._wire is not None or time.monotonic() - self._lost_at < self.hold_seconds
+        since, most = (self._heard_at, self.message_seconds) if self._wire else (self._lost_at, self.hold_seconds)
         try:
-            if holder and name != holder and held:
+            if holder and name != holder and time.monotonic() - since < most:
                 sentence = f"the cloud is busy with edge {printable(holder)!r}; this one has to wait"
                 wire.send(Message("error", fields={"sentence": sentence, "busy": True}), HELLO_SECONDS)
                 self._refuse(newcomer, None)
