@@ -133,7 +133,6 @@ def refused(method="ssgd", *, manager=None, wrapped=False, **options):
         ({"method": "dear"}, "a decoupled method updates weights after should_commit was called"),
         ({"method": "local"}, 'sync_every="auto" measures a fixed set of ranks'),
         ({"method": "local", "sync_every": 8, "fragments": 2}, "leave out fragments="),
-        ({"method": "local", "sync_every": 8, "schedule": "dream"}, "leave out schedule="),
         ({"method": "local", "sync_every": 8, "fragment_sync_delay": 2}, "leave out fragment_sync_delay="),
         ({"method": "diloco", "inside": "ssgd"}, "leave out inside="),
         ({"method": "diloco", "moments": {"exp_avg": 2}}, "leave out moments="),

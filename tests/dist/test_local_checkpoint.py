@@ -24,12 +24,10 @@ SETTINGS = {
     "looking": Local(3, tw.Cast("int2"), fragment_sync_delay=1, look=tw.Look()),
     "mixed": Local(3, tw.PowerSGD(rank=2, min_rate=1.0), fragment_sync_delay=2, fragment_update_alpha=0.5),
 }  # fmt: skip
-BY_CALENDAR = {"by a calendar": Local(2, tw.TopK(0.1), schedule="dream")}  # of measured times: no two runs are alike
 STOPS = {"averaged": (5, 8), "averaged, late": (9,), "diloco": (8, 10), "low rank, late": (9,), "top-k, late": (5, 10)}
 STOPS |= {
     "looking": (7,),
     "mixed": (8,),
-    "by a calendar": (5, 9),
 }  # between rounds, at their ends, and with something under way
 
 
@@ -87,7 +85,7 @@ def test_training_goes_on_bit_for_bit_from_any_moment(tmp_path):
 
 def _save(rank, size, folder):
     rows = {}
-    for name, settings in (SETTINGS | BY_CALENDAR).items():
+    for name, settings in SETTINGS.items():
         for stop in STOPS[name]:
             net, optimizer, sync = _job(settings)
             cases.walk(net, optimizer, rank, 0, stop)
@@ -99,7 +97,7 @@ def _save(rank, size, folder):
 
 def _load(rank, size, folder):
     rows = {}
-    for name, settings in (SETTINGS | BY_CALENDAR).items():
+    for name, settings in SETTINGS.items():
         for stop in STOPS[name]:
             net, optimizer, sync = _job(settings)
             tw.checkpoint.load(f"{folder}/{name}-{stop}", net, optimizer, sync)
@@ -140,7 +138,7 @@ def test_another_number_of_ranks_begins_from_the_outer_weights(tmp_path, old, ne
     seen = set()
     for key in before[0]:
         label = f"{key}, {old} to {new}"
-        settings, (outer, state) = (SETTINGS | BY_CALENDAR)[key[0]], before[0][key]
+        settings, (outer, state) = SETTINGS[key[0]], before[0][key]
         merged = [_merged(settings, fragment) for fragment in state["outer"]["fragments"]]
         expected = [x for weights, _ in merged for x in weights]
         momenta = [x for _, some in merged for x in some]

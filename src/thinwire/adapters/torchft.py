@@ -217,9 +217,8 @@ def check_settings(local: Local) -> None:
         raise ValueError(
             'sync_every="auto" measures a fixed set of ranks: name a number of steps, such as sync_every=64'
         )
-    for name, unless in (("fragments", 1), ("schedule", "strided"), ("fragment_sync_delay", 0),
-                         ("fragment_update_alpha", None), ("moments", {}), ("inside", None),
-                         ("look", None)):  # fmt: skip
+    for name, unless in (("fragments", 1), ("fragment_sync_delay", 0), ("fragment_update_alpha", None), ("moments", {}),
+                         ("inside", None), ("look", None)):  # fmt: skip
         if getattr(local, name) != unless:
             raise ValueError(f"under torchft the whole model is exchanged at a round's end: leave out {name}=")
 

@@ -49,7 +49,7 @@ def test_a_model_that_a_rank_cannot_build_is_one_sentence():
 def test_rows_options_and_variants():
     rows = parse_rows(
         "ddp, ddp-best:buckets=1/4, thinwire acp:rank=4,topk:density=0.01,ssgd,local:sync_every=4:codec=int8,"
-        "local:sync_every=8:schedule=dream,ssgd:collective=threshold:4"
+        "local:sync_every=8:look=0.5,ssgd:collective=threshold:4"
     )
     assert rows == (
         Row("ddp", "ddp"),
@@ -59,7 +59,7 @@ def test_rows_options_and_variants():
         Row("topk density=0.01", "topk", {"density": 0.01}),
         Row("ssgd", "ssgd"),
         Row("local sync_every=4 codec=int8", "local", {"sync_every": 4, "codec": "int8"}),
-        Row("local sync_every=8 schedule=dream", "local", {"sync_every": 8, "schedule": "dream"}),
+        Row("local sync_every=8 look=0.5", "local", {"sync_every": 8, "look": 0.5}),
         Row("ssgd collective=threshold:4", "ssgd", {"collective": "threshold:4"}),
     )
     assert [row.is_thinwire for row in rows] == [False] * 3 + [True] * 6

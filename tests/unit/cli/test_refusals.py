@@ -94,8 +94,7 @@ bench --methods acp:rank -> unknown method
 bench --methods acp:rank=4:8 -> '8' is not an option
 plan gpt2 --link 1gbit --methods acp:rank=1:rank=2 -> names rank twice
 bench --methods local:sync_every=0 -> sync_every=0
-bench --methods local:schedule=dream -> use sync_every=8
-bench --methods local:sync_every=8:schedule=dream:fragments=2 -> leave out fragments=
+bench --methods local:schedule=dream -> no option 'schedule'
 bench --methods diloco:period=3 -> no option 'period'
 bench --methods ddp-best:buckets=a/b -> sizes in MB
 bench --methods ddp-best:buckets=0 -> sizes in MB

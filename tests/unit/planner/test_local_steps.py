@@ -47,30 +47,6 @@ def test_a_mean_step_follows_the_formula(codec, bits, every, delay):
     assert found.every == every
 
 
-def by_calendar(bits, every, profile=PROFILE, codec=None):
-    method = Periodic(codec or SSGD(), every, 1, schedule="dream")
-    return simulate(method, profile, Topology(4), costs(bits), shared_compute=False)
-
-
-@pytest.mark.parametrize(("every", "codec"), [(2, Cast("int8")), (8, SSGD())], ids=str)
-@pytest.mark.parametrize("bits", [1e7, 1e8, 1e9, 1e10, 1e11])
-def test_layers_that_leave_by_a_calendar_hide_behind_every_step(every, codec, bits):
-    """Against one exchange of all behind one step; alone, where nothing hides, each layer is sent once."""
-    found, alone = by_calendar(bits, every, codec=codec), by_calendar(bits, every, PROFILE.scaled(0.0), codec)
-    together = simulated(Periodic(codec, every, 1), bits)
-    least = STEP + max(0.0, alone.step_seconds - STEP)
-    assert found.every == every
-    assert least * (1 - 1e-9) <= found.step_seconds <= together.step_seconds * 1.05
-    assert found.exposed_seconds <= found.step_seconds - STEP + 1e-9
-    assert alone.bytes_sent == pytest.approx(together.bytes_sent, rel=0.01)
-    if alone.step_seconds > 2 * STEP:
-        assert found.step_seconds == pytest.approx(least, rel=1e-6)
-        assert found.bytes_sent == alone.bytes_sent
-    if alone.step_seconds < STEP / 8:
-        assert found.step_seconds == pytest.approx(STEP)
-        assert found.bytes_sent > 1.5 * alone.bytes_sent  # the time that is left is filled
-
-
 def priced(every, delay):
     """What a test takes a period to cost: a tenth more steps for each doubling, and for each step of delay."""
     return 1 + 0.1 * math.log2(every) + 0.1 * delay

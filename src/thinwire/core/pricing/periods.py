@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby
 
 LONGEST = 64
 """Steps of the longest period whose worth was measured, in a training from scratch."""
@@ -65,12 +64,6 @@ def best_period(
     return min(known, key=seconds)
 
 
-LONGER = 1.05
-"""Factor of a period's time from which on repeated exchanges no longer count as hidden."""
-
-_PIECES, _MOST = 4, 64  # pieces of a model: per step, and in total; each costs a start-up
-
-
 def cut(sizes: Sequence[int], count: int) -> Iterator[range]:
     """Yield runs of consecutive indices, cut where the sum passes the next 1 / ``count`` of all; none is empty."""
     total, seen, made, begin = sum(sizes), 0, 0, 0
@@ -82,79 +75,3 @@ def cut(sizes: Sequence[int], count: int) -> Iterator[range]:
             yield range(begin, place + 1)
             begin, made = place + 1, made + 1
     yield range(begin, len(sizes))
-
-
-def layers(names: Sequence[str], sizes: Sequence[int], every: int) -> list[range]:
-    """Return runs of consecutive parameters for a calendar of ``every`` steps: whole modules, small ones together.
-
-    Example:
-        >>> layers(["in.weight", "in.bias", "norm.weight", "out.weight"], [8, 2, 1, 8], 2)
-        [range(0, 2), range(2, 3), range(3, 4)]
-    """
-    modules, begin = [], 0
-    for _, some in groupby(name.rpartition(".")[0] or name for name in names):
-        end = begin + len(list(some))
-        modules.append(range(begin, end))
-        begin = end
-    count = min(len(modules), _PIECES * every, _MOST)
-    runs = cut([sum(sizes[at.start : at.stop]) for at in modules], count)
-    return [range(modules[run.start].start, modules[run.stop - 1].stop) for run in runs]
-
-
-def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | None = None) -> list[list[int]]:
-    """Assign every layer once, in consecutive runs, with the least exposed time; then again where a step has time left.
-
-    Of those, the most even load, by the sum of squares. ``windows``: time of the work that runs meanwhile, for each
-    step. ``apart``: least number of steps between two exchanges of a layer; None: no layer is sent twice.
-
-    Example:
-        >>> calendar([3, 1, 1, 3], [4, 6], apart=1)
-        [[0, 1], [2, 3, 1]]
-    """
-    steps = _assigned(exchanges, windows)
-    if apart is None:
-        return steps
-    turns = [[step for step, some in enumerate(steps) if layer in some] for layer in range(len(exchanges))]
-    for step, window in enumerate(windows):
-        room = window - sum(exchanges[layer] for layer in steps[step])
-        # Steps since a layer's last turn and until its next one, around the period.
-        waits = [[min(way * (step - at) % len(windows) for at in turn) for way in (1, -1)] for turn in turns]
-        # First the layer that is spared the most waiting, then the largest, which does not fit anywhere later.
-        for layer in sorted(range(len(turns)), key=lambda i: (-waits[i][0] * waits[i][1], -exchanges[i])):
-            if 0 < room >= exchanges[layer] and min(waits[layer]) >= apart:
-                room -= exchanges[layer]
-                steps[step].append(layer)
-                turns[layer].append(step)
-    return steps
-
-
-def exposed(steps: Sequence[Sequence[int]], exchanges: Sequence[int], windows: Sequence[int]) -> int:
-    loads = (sum(exchanges[layer] for layer in some) for some in steps)
-    return sum(max(0, load - window) for load, window in zip(loads, windows, strict=True))
-
-
-def nanoseconds(seconds: float) -> int:
-    return round(1e9 * seconds)
-
-
-def _assigned(exchanges: Sequence[int], windows: Sequence[int]) -> list[list[int]]:
-    """Find the best way to give each step a run of consecutive layers, in order; a run may be empty."""
-    sums, count = [0, *accumulate(exchanges)], len(exchanges)
-    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # number of layers -> (exposed, sum of squared loads)
-    begins: list[dict[int, int]] = []
-    for window in windows:
-        found: dict[int, tuple[int, int]] = {}
-        begun: dict[int, int] = {}
-        for begin, (late, squares) in best.items():
-            for end in range(begin, count + 1):
-                load = sums[end] - sums[begin]
-                cost = late + max(0, load - window), squares + load * load
-                if end not in found or cost < found[end]:
-                    found[end], begun[end] = cost, begin
-        best = found
-        begins.append(begun)
-    steps, end = [], count
-    for begun in reversed(begins):
-        steps.append(list(range(begun[end], end)))
-        end = begun[end]
-    return steps[::-1]

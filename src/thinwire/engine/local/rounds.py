@@ -25,7 +25,7 @@ from torch import Tensor
 from thinwire.core.kernels.finite import every_finite
 from thinwire.core.kernels.runs import here
 from thinwire.core.methods.start import exact_method, start_method
-from thinwire.core.pricing.periods import calendar, cut, layers, steps_late
+from thinwire.core.pricing.periods import cut, steps_late
 from thinwire.core.program import (
     CROSS,
     NODE,
@@ -114,45 +114,21 @@ class Rounds:
         self.code = settings.first_code
         self.period = 0  # the first period begins with the first step
         self.sent = 0  # fragments so far
-        named = list(parameters.items())
-        sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
-        self.trial = False  # the calendar is only being tried
+        named, sizes = list(parameters.items()), [x.numel() for x in parameters.values()]
         self.host = HostMemory(next(iter(parameters.values())).device, away=settings.anchors == "cpu")
-        if settings.schedule == "dream" and isinstance(every, int):
-            parts = layers(list(parameters), sizes, every)
-        else:
-            parts = list(cut(sizes, settings.fragments))
         shared = self.host, first, start, agree
         self.fragments = [
             Fragment(settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), *shared)
-            for i, at in enumerate(parts)
+            for i, at in enumerate(cut(sizes, settings.fragments))
         ]
-        self.calendar = self._first_calendar()
-
-    def _first_calendar(self) -> list[list[int]]:
-        """Return, for each step of a period, the fragments sent after it, by sizes for now; empty: strided."""
-        every = self.settings.sync_every
-        if self.settings.schedule != "dream" or not isinstance(every, int):
-            return []
-        return calendar([f.elements for f in self.fragments], [0] * every)
 
     def most_travelling(self) -> int:
         period, count = self.settings.sync_every, len(self.fragments)
-        if not isinstance(period, int) or (self.settings.warmup_steps and not self.calendar):
+        if not isinstance(period, int) or self.settings.warmup_steps:
             return count  # in a period that becomes shorter, each fragment may be sent by itself
-        delay = steps_late(self.settings.fragment_sync_delay, period)  # "auto" may choose any
-        if self.calendar:
-            return delay  # fragments may be sent after every step; those that are due are merged first
-        window = delay + 1
+        window = steps_late(self.settings.fragment_sync_delay, period) + 1  # "auto" may choose any
         steps = {_offset(f.index, count, period) for f in self.fragments}
         return max(sum((at - step) % period < window for step in steps) for at in steps)
-
-    def follow(self, exchanges: Sequence[int], window: int, *, again: bool, trial: bool = False) -> None:
-        """Take another calendar from the next period on. ``again``: fragments are sent again if there is time."""
-        every = len(self.calendar)
-        delay = self.settings.delay_in(every)
-        self.calendar = calendar(exchanges, [window] * every, apart=delay if again else None)
-        self.measured, self.trial = None if trial else (every, delay), trial
 
     def stepped(self, lr: float = 0.0) -> None:
         """Count an optimizer step, made or skipped. ``lr``: the learning rate."""
@@ -185,13 +161,8 @@ class Rounds:
 
     @property
     def measuring(self) -> bool:
-        """Whether times are still to be measured, from which the period, delay or calendar is chosen."""
+        """Whether times are still to be measured, from which the period or delay is chosen: training waits for them."""
         return self._measures and self.measured is None
-
-    @property
-    def waited(self) -> bool:
-        """Whether training waits for exchanges because their times are measured."""
-        return self.measuring and not self.trial
 
     @property
     def ends(self) -> bool:
@@ -201,19 +172,14 @@ class Rounds:
         return [f for f in self.fragments if self._leaves(f)]
 
     def _leaves(self, fragment: Fragment) -> bool:
-        made, turns = self.count - self.begun, self._turns(fragment)
-        return made in turns or (made > turns[0] and fragment.left <= self.begun)  # in a period that became shorter
-
-    def _turns(self, fragment: Fragment) -> list[int]:
-        if self.period == len(self.calendar):
-            return [step for step, leaving in enumerate(self.calendar, 1) if fragment.index in leaving]
-        return [_offset(fragment.index, len(self.fragments), self.period)]
+        made, turn = self.count - self.begun, _offset(fragment.index, len(self.fragments), self.period)
+        return made == turn or (made > turn and fragment.left <= self.begun)  # in a period that became shorter
 
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
         known = self.period, self.measured
         if known not in self._delays:
             self._delays[known] = self.settings.delay_in(*known)
-        delay = 0 if last or self.waited else self._delays[known]
+        delay = 0 if last or self.measuring else self._delays[known]
         self.sent += 1
         return fragment.send(self.count, delay, self.code, last=last)
 
@@ -244,7 +210,7 @@ class Rounds:
     def snapshot(self) -> dict[str, Any]:
         """Return all state, cloned. What is under way must have been received."""
         clock = {"count": self.count, "begun": self.begun, "period": self.period}
-        found = {"measured": self.measured, "code": self.code, "calendar": [list(leaving) for leaving in self.calendar]}
+        found = {"measured": self.measured, "code": self.code}
         return {**clock, **found, "fragments": [fragment.snapshot() for fragment in self.fragments]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -252,14 +218,12 @@ class Rounds:
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
         self.code = self.settings.first_code if self.measuring else saved["code"]
-        self.calendar = [list(leaving) for leaving in saved["calendar"]]
-        self.trial = False
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
 
     def begin_again(self) -> None:
         """Merge what has arrived, and continue from the outer weights: the snapshot is of another number of ranks."""
-        self.measured, self.code, self.calendar = None, self.settings.first_code, self._first_calendar()
+        self.measured, self.code = None, self.settings.first_code
         for fragment in self.travelling():
             fragment.merge(self.count)
         for fragment in self.fragments:

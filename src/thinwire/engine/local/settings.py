@@ -97,13 +97,9 @@ class Local:
         outer: the outer optimizer, which applies the mean change; None: the change is applied as it is.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
-        schedule: "strided": fragments are sent at equal distances. "dream": each layer is sent once in ``sync_every``,
-            after such a step that the next steps hide as much as they can, and again if a step has time left and does
-            not become longer (DreamDDP, arXiv 2502.11058). Training waits for and measures three rounds, and tries
-            six; fragments are whole modules, and are chosen automatically.
         fragment_sync_delay: optimizer steps made while a fragment is under way. 0: training waits for the exchange.
             "full": one less than the period. "auto": as many as hide the exchange, or fewer, whichever reaches a loss
-            sooner by the times of three rounds. "least": 0, or under "dream" 1.
+            sooner by the times of three rounds.
         fragment_update_alpha: share of its own weights that a rank keeps when a fragment is merged: 0 takes the outer
             weights, which drops the steps made in the meantime. None: those steps stay, and the rank's deviation at
             sending is removed; half of it, if two or more steps were made in the meantime.
@@ -127,8 +123,7 @@ class Local:
     codec: Method | str | None = None
     outer: Nesterov | None = None
     fragments: int = 1
-    schedule: str = "strided"
-    fragment_sync_delay: int | str = "least"
+    fragment_sync_delay: int | str = 0
     fragment_update_alpha: float | None = None
     sync_every_max: int = LONGEST
     warmup_steps: int = 0
@@ -149,21 +144,18 @@ class Local:
         check_count("sync_every_max", self.sync_every_max, least=2)
         check_count("warmup_steps", self.warmup_steps, 0)
         check_count("fragments", self.fragments, least=1)
-        check_choice("schedule", self.schedule, ("strided", "dream"))
-        if self.fragment_sync_delay == "least":
-            object.__setattr__(self, "fragment_sync_delay", int(self.schedule == "dream"))
-        if self.schedule == "dream":
-            self._check_dream()
         if isinstance(self.fragment_sync_delay, str):
-            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("least", "full", "auto"))
-            if self.fragment_sync_delay == "auto" and (self.schedule == "dream" or isinstance(self.sync_every, QSR)):
-                raise ValueError(
-                    'fragment_sync_delay="auto" works with a fixed period, or "auto", but not with schedule="dream": '
-                    "give a number"
-                )
+            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("full", "auto"))
+            if self.fragment_sync_delay == "auto" and isinstance(self.sync_every, QSR):
+                raise ValueError('fragment_sync_delay="auto" works with a fixed period, or "auto": give a number')
         else:
             check_count("fragment_sync_delay", self.fragment_sync_delay, 0)
-            self._check_delay(self.fragment_sync_delay)
+            every, delay = self.sync_every, self.fragment_sync_delay
+            if isinstance(every, int) and delay >= every:
+                raise ValueError(
+                    f"fragment_sync_delay={delay} must be below sync_every={every}: a fragment must be back before it "
+                    "is sent again"
+                )
         if not (self.outer is None or isinstance(self.outer, Nesterov)):
             raise ValueError(
                 f"outer={self.outer!r} must be a thinwire.Nesterov, such as thinwire.Nesterov(lr=0.7), or None"
@@ -217,35 +209,9 @@ class Local:
         """Whether weights themselves are averaged: like applying the mean change, but without its rounding."""
         return self.codec is None and self.outer is None
 
-    def _check_dream(self) -> None:
-        every = self.sync_every
-        if not isinstance(every, int) or every < 2:
-            raise ValueError(
-                f'schedule="dream" spreads layers over a fixed number of steps, at least 2, not sync_every={every!r}: '
-                "use sync_every=8, for example"
-            )
-        if self.fragments != 1:
-            raise ValueError('schedule="dream" makes its own fragments, of whole modules: leave out fragments=')
-        if self.moments:
-            raise ValueError(
-                'schedule="dream" does not wait for exchanges, but moments need that: leave out one of them'
-            )
-        if self.fragment_sync_delay == 0:
-            raise ValueError(
-                'schedule="dream" hides exchanges behind the next step, but fragment_sync_delay=0 waits for them: '
-                "leave it out"
-            )
-
-    def _check_delay(self, delay: int) -> None:
-        if isinstance(self.sync_every, int) and delay >= self.sync_every:
-            raise ValueError(
-                f"fragment_sync_delay={delay} must be below sync_every={self.sync_every}: a fragment must be back "
-                "before it is sent again"
-            )
-
     def measures(self, measured: tuple[int, int] | None) -> bool:
-        """Whether times are still to be measured, from which the period, delay or calendar is chosen."""
-        return measured is None and ("auto" in (self.sync_every, self.fragment_sync_delay) or self.schedule == "dream")
+        """Whether times are still to be measured, from which the period or delay is chosen."""
+        return measured is None and "auto" in (self.sync_every, self.fragment_sync_delay)
 
     def rate(self, optimizer: torch.optim.Optimizer) -> float:
         """Return the learning rate if the period follows it, else 0."""
@@ -272,8 +238,8 @@ class Local:
         if isinstance(every, QSR):
             raise ValueError("a period that follows the learning rate has no price: give sync_every as a number")
         fixed = None if isinstance(every, str) else every
-        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule,
-                        0.0 if self.look is None else self.look.beta)  # fmt: skip
+        look = 0.0 if self.look is None else self.look.beta
+        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, look)
 
     def workers(self, topology: Topology) -> int:
         """Return how many train independently: ranks, or with ``inside`` machines."""

@@ -24,7 +24,7 @@ from thinwire.engine.local.memory import ADAM, Held, held
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
-from thinwire.engine.local.times import CalendarTimes, RoundTimes
+from thinwire.engine.local.times import RoundTimes
 from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
 from thinwire.engine.look import BeforeForward
 from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
@@ -133,14 +133,11 @@ class LocalSync(Handle):
         self.services.agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
 
     def _measure_anew(self) -> None:
-        assert self._travel is not None
         elements = sum(m.parameter.numel() for m in self._parameters.values())
         beside, site = self._session.comm.side_stream(), self.services.site
         if site is not None:
             beside = bool(site.agree(torch.tensor(beside)))
         self._times = RoundTimes(self.services, elements, beside=beside)
-        self._layers = CalendarTimes(self.services)
-        self._travel.alone = self._layers.exchanged
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
@@ -201,9 +198,7 @@ class LocalSync(Handle):
         if not measuring:
             return
         self._times.exchanged()
-        if rounds.ends and rounds.calendar:
-            self._times.said = self._layers.ended(rounds, self._times)
-        elif rounds.ends:
+        if rounds.ends:
             starting = any(fragment.starting for fragment in rounds.fragments)
             rounds.measured, rounds.code = self._times.period(self._settings, starting=starting)
 

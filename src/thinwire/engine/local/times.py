@@ -1,4 +1,4 @@
-"""From measured steps and exchanges to the period, delay, codec and calendar of local steps."""
+"""From measured steps and exchanges to the period, delay and codec of local steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from thinwire.core.pricing.periods import LONGER, best_period, exposed, mean_step, nanoseconds, up_to
+from thinwire.core.pricing.periods import best_period, mean_step, up_to
 from thinwire.core.words import milliseconds as ms
-from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.services import Services
 from thinwire.predict.choose.worth import period_worth, shipped
@@ -101,63 +100,3 @@ def times_of_all(services: Services, settings: Local, own: Sequence[float]) -> l
     rows = enumerate(services.gather_everywhere(struct.pack(form, *own)))
     first = [row for rank, row in rows if everyone or services.topology.local_rank(rank) == 0]
     return list(zip(*(struct.unpack(form, row) for row in first)))
-
-
-class CalendarTimes:
-    """The measurements from which ``schedule="dream"`` makes its calendar.
-
-    First come periods whose exchanges are waited for, one by one; then such as send each fragment once, then such as
-    send again if there is time: exchanges take CPU time from training, which their own time does not show.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._alone: dict[int, list[float]] = {}
-        self._periods: list[float] = []
-        self._found: tuple[list[int], int] = ([], 0)  # nanoseconds of each exchange, and of a step
-        self._ended = 0.0
-
-    def exchanged(self, index: int, seconds: float) -> None:
-        self._alone.setdefault(index, []).append(seconds)
-
-    def ended(self, rounds: Rounds, times: RoundTimes) -> str:
-        """Record the end of a period; after enough, all ranks take another calendar. Return what is known so far."""
-        now = time.perf_counter()
-        self._periods.append(now - self._ended)
-        self._ended = now
-        if rounds.period != len(rounds.calendar):  # a period of the warm-up
-            return ""
-        if not rounds.trial:
-            alone = [self._alone.get(fragment.index, []) for fragment in rounds.fragments]
-            if min(map(len, alone)) >= _MEASURED:
-                steps, *columns = times_of_all(
-                    self._services, rounds.settings, [times.step, *(min(some[1:]) for some in alone)]
-                )
-                self._found = [nanoseconds(min(column)) for column in columns], nanoseconds(max(steps))
-                rounds.follow(*self._found, again=False, trial=True)
-                self._periods.clear()
-        elif len(self._periods) == _MEASURED:
-            rounds.follow(*self._found, again=True, trial=True)
-            if self._again(rounds) == 0:
-                rounds.follow(*self._found, again=False)
-        elif len(self._periods) == 2 * _MEASURED:
-            once, again = (min(self._periods[at + 1 : at + _MEASURED]) for at in (0, _MEASURED))
-            before, after = (max(column) for column in times_of_all(self._services, rounds.settings, [once, again]))
-            rounds.follow(*self._found, again=after <= LONGER * before)
-        return self._said(rounds)
-
-    def _again(self, rounds: Rounds) -> int:
-        return sum(map(len, rounds.calendar)) - len(rounds.fragments)
-
-    def _said(self, rounds: Rounds) -> str:
-        exchanges, window = self._found
-        if rounds.measured is None:
-            return ""
-        said = f"measured: a step takes {ms(window / 1e9)}, a full exchange {ms(sum(exchanges) / 1e9)}"
-        late = exposed(rounds.calendar, exchanges, [window] * len(rounds.calendar))
-        if late:
-            said += f", of which {ms(late / 1e9)} is not hidden"
-        if again := self._again(rounds):
-            every, count = len(rounds.calendar), len(exchanges)
-            said += f"; {count} fragments are sent {count + again} times in {every} steps"
-        return said

@@ -8,7 +8,6 @@ mean of two keys, or of two unit vectors, is none. To integers, what this rank c
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -250,35 +249,21 @@ class Travel:
         self._under_way: dict[int, int] = {}
         self._in_vain = Counter[int]()
         self.seconds = 0.0  # that training has waited for fragments
-        self.alone: Callable[[int, float], None] = lambda index, seconds: None  # told of exchanges beside no other
 
     def turn(self, lr: float = 0.0) -> Iterator[Fragment]:
         """Do what is due after an optimizer step, made or skipped. Yields each fragment before it is waited for."""
         rounds = self._rounds
         rounds.stepped(lr)
         yield from self._merge_due()
-        yield from self.leave(rounds.leaving())
+        if leaving := rounds.leaving():
+            self._before()
+            self.send(leaving)
         yield from self._merge_due()
 
     def _merge_due(self) -> Iterator[Fragment]:
         for fragment in self._rounds.arriving():
             yield fragment
             self.merge(fragment)
-
-    def leave(self, fragments: Sequence[Fragment]) -> Iterator[Fragment]:
-        """Send the fragments that are due; to measure a calendar, one after the other, waiting for each."""
-        if fragments:
-            self._before()
-        if not (self._rounds.calendar and self._rounds.waited):
-            self.send(fragments)
-            return
-        for fragment in fragments:
-            began = time.perf_counter()
-            self.send([fragment])
-            yield fragment
-            self.merge(fragment)
-            if not fragment.starting:  # before the codec begins, an exchange does not show its time
-                self.alone(fragment.index, time.perf_counter() - began)
 
     def finish(self) -> Iterator[Fragment]:
         """Merge what is under way, and average once more. Yields as ``turn`` does."""

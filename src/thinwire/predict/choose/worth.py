@@ -83,7 +83,7 @@ class MeasuredWorth:
         """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
         every, delay, look = 1, 0, 0.0
         if isinstance(method, Periodic):
-            if method.every is None or method.delay == "auto" or method.outer or method.schedule != "strided":
+            if method.every is None or method.delay == "auto" or method.outer:
                 return False
             every, delay, look = method.every, method.travelling, method.look
             method = method.codec

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.core.methods.ssgd import SSGD
-from thinwire.core.pricing.periods import LONGER, LONGEST, calendar, layers, nanoseconds, steps_late
+from thinwire.core.pricing.periods import LONGEST, steps_late
 from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.program import Bucket, Method, Plan, Program, State
-from thinwire.core.program.plan import PlanBucket
+from thinwire.core.program import Bucket, Method, Program, State
 from thinwire.predict.timeline.machine import ComputeTask, Machine
 from thinwire.predict.timeline.programs import ProgramPart
 from thinwire.predict.timeline.result import Event, exposed_seconds
@@ -21,8 +20,7 @@ class Periodic(Method):
     """Local steps (``thinwire.Local``) as the planner sees them: a codec's program every few steps, in one bucket.
 
     ``every`` None: ``choose.resolved`` chooses, up to ``most``. ``delay``: steps that run while a round is in flight;
-    "full": all but one; "auto": chosen with ``every``. ``schedule`` "dream": layers go after the steps that hide them.
-    ``look``: beta of a look-ahead, which takes no time.
+    "full": all but one; "auto": chosen with ``every``. ``look``: beta of a look-ahead, which takes no time.
     """
 
     name: ClassVar[str] = "local"
@@ -33,7 +31,6 @@ class Periodic(Method):
     delay: int | str = "auto"
     most: int = LONGEST
     outer: bool = False
-    schedule: str = "strided"
     look: float = 0.0
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
@@ -53,14 +50,6 @@ class Periodic(Method):
     def carrier(self) -> Method:
         flat = {"collective": "flat"} if self.codec.collective == "auto" else {}
         return replace(self.codec, fusion="single", **flat)  # type: ignore[type-var]
-
-    def fragments(self, profile: ModelProfile) -> dict[str, int]:
-        """Return, by tensor name, the fragment in which a calendar sends it; empty: the whole model is sent at once."""
-        if self.schedule != "dream" or self.every is None:
-            return {}
-        tensors = profile.tensors[::-1]  # in the model's order
-        runs = layers([t.name for t in tensors], [t.size for t in tensors], self.every)
-        return {tensors[place].name: index for index, run in enumerate(runs) for place in run}
 
 
 @dataclass(frozen=True)
@@ -85,19 +74,9 @@ PLAIN: Mapping[str, Method] = {"alone": OneWorker(), "accumulate:every=4": Perio
 """What everybody has without this library; a lossy method must beat both."""
 
 
-def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
-    def cut(bucket: PlanBucket) -> list[PlanBucket]:
-        names: dict[int, list[str]] = {}
-        for name in bucket.names:
-            names.setdefault(fragments[name], []).append(name)
-        return [replace(bucket, names=tuple(some)) for _, some in sorted(names.items())]
-
-    return Plan(tuple(tuple(one for b in phase for one in cut(b)) for phase in plan.phases), rule=plan.rule)
-
-
 @dataclass(frozen=True)
 class Period:
-    """A simulated period, or one step of it if its layers are sent by a calendar."""
+    """A simulated period."""
 
     every: int
     seconds: float
@@ -110,49 +89,16 @@ def simulate_period(
     method: Periodic,
     profile: ModelProfile,
     parts: Sequence[ProgramPart],
-    buckets: Sequence[PlanBucket],
     *,
     shared: bool,
     streams: int | None,
     optimizer_seconds: float,
-) -> list[Period]:
-    """Simulate one period in the steady state: its round starts at the beginning and is merged ``delay`` steps later.
-
-    With a calendar, what is sent after a step starts with the next, and is priced as merged at that one's end.
-    """
+) -> Period:
+    """Simulate one period in the steady state: its round starts at once, and is merged ``delay`` steps later."""
     backward = sum(t.backward_seconds for t in profile.tensors)
     step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]
-
-    travelling, every = method.travelling, method.every
+    travelling, every, tasks = method.travelling, method.every, list[ComputeTask]()
     assert every is not None
-    fragments = method.fragments(profile)
-    if not fragments:
-        return [_run(step, parts, every, travelling, shared=shared, streams=streams)]
-    own = [fragments[bucket.names[0]] for bucket in buckets]
-    exchanges = [0] * (max(fragments.values()) + 1)
-    for index, part in zip(own, parts, strict=True):
-        exchanges[index] += nanoseconds(sum(part.segments) + sum(hop.seconds for hop in part.hops))
-    window = nanoseconds(sum(seconds for _, seconds in step))
-
-    def by_calendar(apart: int | None) -> list[Period]:
-        leaving = calendar(exchanges, [window] * every, apart=apart)
-        together = [[part for index, part in zip(own, parts) if index in some] for some in leaving]
-        return [_run(step, some, 1, 1, shared=shared, streams=streams) for some in together]
-
-    once, again = by_calendar(None), by_calendar(travelling)
-    return again if sum(p.seconds for p in again) <= LONGER * sum(p.seconds for p in once) else once
-
-
-def _run(
-    step: Sequence[tuple[str, float]],
-    parts: Sequence[ProgramPart],
-    every: int,
-    travelling: int,
-    *,
-    shared: bool,
-    streams: int | None,
-) -> Period:
-    tasks = []
     for number in range(every + 1):
         if number == travelling:
             tasks += [ComputeTask("merge", 0.0, needs=position) for position in range(len(parts))]

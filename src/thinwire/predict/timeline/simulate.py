@@ -14,7 +14,7 @@ from thinwire.core.pricing.plans import Measured, PlanTensor, hidden_seconds, ma
 from thinwire.core.pricing.profiles import ModelProfile, ModuleTime
 from thinwire.core.program import Method, Plan, PlanBucket, Topology
 from thinwire.core.program.plan import SIDE_STREAMS
-from thinwire.predict.timeline.local_steps import Period, Periodic, in_fragments, simulate_period
+from thinwire.predict.timeline.local_steps import Period, Periodic, simulate_period
 from thinwire.predict.timeline.machine import ComputeTask, Machine
 from thinwire.predict.timeline.programs import Place, ProgramPart, parts_of
 from thinwire.predict.timeline.result import Event, Timeline, exposed_seconds
@@ -74,12 +74,10 @@ def simulate(
     ]
     streams = SIDE_STREAMS if backend == "nccl" else None
     if isinstance(method, Periodic):
-        update = optimizer_seconds * factor
         periods = [
-            part
-            for phase, buckets in zip(parts, plan.phases, strict=True)
-            for part in simulate_period(method, profile, [now for now, _ in phase], buckets, shared=shared_compute,
-                                        streams=streams, optimizer_seconds=update)
+            simulate_period(method, profile, [now for now, _ in phase], shared=shared_compute, streams=streams,
+                            optimizer_seconds=optimizer_seconds * factor)
+            for phase in parts
         ]  # fmt: skip
         return _mean_of(periods, plan, method.every)
     start = exposed = 0.0
@@ -119,9 +117,8 @@ def plan_of(
 
     ``side_stream``: methods compute alongside backward; None: on NCCL, as devices do by default.
     """
-    fragments: dict[str, int] = {}
     if isinstance(method, Periodic):
-        fragments, method = method.fragments(profile), method.carrier
+        method = method.carrier
     dense = [method.dense(t.name, t.shape, t.kind in ("Embedding", "EmbeddingBag")) for t in profile.tensors]
     itemsize = profile.dtype_bytes
     tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
@@ -130,8 +127,7 @@ def plan_of(
         known = hidden_seconds(profile, costs, topology)
         beside = backend == "nccl" if side_stream is None else side_stream
         measured = Measured(profile, costs, topology, beside) if needs_measurement(method) else None
-    plan = make_plan(method, tensors, range(len(tensors)), (), backend, measured, known)
-    return in_fragments(plan, fragments) if fragments else plan
+    return make_plan(method, tensors, range(len(tensors)), (), backend, measured, known)
 
 
 def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
