@@ -287,6 +287,18 @@ class LocalSteps(Player):
                 self.zero("none", net, optimizers)
             rounds.stepped(0.0)
 
+    def parts(self, event):
+        """An optimizer that has a part of the weights in its state is asked for it before the last average."""
+        optimizer = self.given[0] if isinstance(self.given, list) else self.given
+        optimizer.eval, optimizer.param_groups[0]["train_mode"] = lambda: None, True
+        try:
+            self.sync.finish()
+        except RuntimeError:
+            return
+        finally:
+            del optimizer.eval, optimizer.param_groups[0]["train_mode"]
+        raise Mismatch("finish() has averaged weights of which the optimizer has a part")
+
     def end(self):
         self.finish({})
 

@@ -12,7 +12,7 @@ MUTATIONS = {
     "a flag before floats": ("engine/ranks/agreement.py", "== 0 else piece.clone()", "== 0 else piece"),
     "an expanded buffer": ("engine/ranks/agreement.py", "if shares_memory(x):", "if False:"),
     "dtypes that differ between ranks": ("engine/parameters.py", "{list(x.shape)} {x.dtype}", "{list(x.shape)}"),
-    "a float8 buffer under local steps": ("engine/local/travel.py", "mean, x.to(mean.dtype))", "mean, x)"),
+    "a float8 buffer under local steps": ("engine/local/travel.py", "new, x.to(new.dtype))", "new, x)"),
     "inference mode": ("core/program/ops.py", "torch.inference_mode(False)", "nullcontext()"),
     "autocast": ("core/program/ops.py", "    for device in casts:", "    for device in ():"),
     "zeroed gradients that count as used": (
@@ -23,7 +23,7 @@ MUTATIONS = {
         "return kinds.pop() if", "return min(kinds, key=lambda x: x.itemsize) if kinds or",
     ),
     "an optimizer inside another": ("engine/local/sync.py", "if owned(o, its)}", "if False}"),
-    "frozen parameters that change": ("engine/local/travel.py", "if any(row[k] for row in rows)}", "if False}"),
+    "frozen parameters that change": ("engine/local/travel.py", "if any(row[k] for row in rows)]", "if False]"),
     "gradients by hand": ("engine/sync.py", "schedule.accumulated or source.by_hand", "schedule.accumulated"),
     "a number of NumPy's": ("core/durable.py", "np.ndarray)) and content.ndim == 0:", "np.ndarray)) and False:"),
     "what a checkpoint cannot hold": ("core/durable.py", "else readable(content)", "else content"),
@@ -31,6 +31,24 @@ MUTATIONS = {
     "a layer frozen before a restart": (
         "engine/state/persistence.py", "if not p.requires_grad and name not in managed}", "if False}",
     ),
+    "a handle that nobody keeps": ("engine/services.py", "ModuleHook(_held, handle)", "ModuleHook(_held, None)"),
+    "private parameters of a checkpoint": ("engine/state/checkpoint.py", "if apart or name in here})", "if apart})"),
+    "a target that begins to move late": ("engine/local/travel.py", "or round_ % _LOOKS:", "or round_:"),
+    "buffers whose mean means nothing": (
+        "engine/parameters.py", "return isinstance(self.module, _NormBase) or", "return True or",
+    ),
+    "steps that begin no round": ("engine/local/sync.py", "if row[0] != rows[0][0]", "if row[1] != rows[0][1]"),
+    "weights of which the optimizer has a part": (
+        "engine/local/sync.py", 'any(g.get("train_mode") for', 'any(g.get("no such mode") for',
+    ),
+    "residuals on another number of ranks": (
+        "engine/state/persistence.py", "zeros_like(residuals[0])) / old_size", "zeros_like(residuals[0]))",
+    ),
+    "micro-batches on one rank": (
+        "engine/sync.py", "self._source.enabled = self._source.enabled, False",
+        "self._source.enabled = self._source.enabled, not self._exchanges",
+    ),
+    "moments of sites": ("adapters/fsdp2_sites.py", "in states.items() if name in of}", "in states.items() if not of}"),
 }  # fmt: skip
 
 

@@ -139,15 +139,18 @@ def _around(draw, case, modes):
         attach.pop("ignore", None)
         case.pop("plan", None)
     options, inside = case["options"], any(e["do"] in ("freeze", "thaw") for e in events)
-    if local and draw.random() < 0.1 and not inside:
+    targets = any(b["kind"] == "frozen" for b in case["model"]["blocks"])
+    if local and draw.random() < (0.5 if targets else 0.05) and not inside:
         turn = _turn(draw, case, modes) | {"end": "step", "last": "backward"}
         turn.pop("inf", None)
-        times = draw.choice([9, 18, 27])
-        targets = draw.choice([[], [3], [times - 4, times - 3], [*range(times)]])
-        events.insert(-1, {"do": "turns", "times": times, "turn": turn, "targets": targets})
+        times = 9 * case["options"]["sync_every"]
+        moves = draw.choice([[], [3], [times - 4, times - 3], [*range(times)]])
+        events.insert(-1, {"do": "turns", "times": times, "turn": turn, "targets": moves})
     waits = local and not options.get("fragment_sync_delay") and "fragments" not in options
     if waits and draw.random() < 0.15 and "scaler" not in case and options["sync_every"] > 1:
         events.append({"do": "uneven", "who": draw.choice([0, 1])})
+    if local and draw.random() < 0.1 and "scaler" not in case:
+        events.append({"do": "parts"})
     equal = "private" not in case and "ignore" not in attach and attach.get("broadcast_buffers", True)
     if plain and draw.random() < 0.15 and equal:
         events.append({"do": "elsewhere"})

@@ -187,7 +187,7 @@ class Nccl:
             "get_backend_config": lambda group=None: "cuda:nccl",
             "get_process_group_ranks": lambda group: list((group or self.world).ranks),
             "get_global_rank": lambda group, place: group.ranks[place],
-            "new_group": self.new_group,
+            "new_group": self.new_group,  # for scripts
             "group": SimpleNamespace(WORLD=self.world),
             "all_reduce": self.all_reduce,
             "broadcast": self.broadcast,
@@ -202,6 +202,7 @@ class Nccl:
         for module in (exchange, agreement, communicator, PROBE):  # names that they have taken over
             patches.append(patch.object(module, "all_gather_flat", self.all_gather))
         patches.append(patch.object(exchange, "reduce_scatter_flat", self.reduce_scatter))
+        patches.append(patch.object(exchange, "group_named", lambda name, ranks, *_: self.new_group(ranks)))
         for one in patches:
             one.start()
         try:

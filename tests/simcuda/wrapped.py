@@ -92,7 +92,9 @@ class _DDPBucket:
 
 
 class DDPTraining:
-    """A model under DDP with a hook."""
+    """A model under DDP with a hook; ``arrived`` hears of each gradient, as autograd would tell it."""
+
+    arrived: Any = None
 
     def __init__(self, card: Card, model: nn.Module, hook: Any) -> None:
         self.card, self.model = card, model
@@ -110,6 +112,8 @@ class DDPTraining:
             for p, view in zip(owned, flat.split([p.numel() for p in owned])):
                 view.copy_(gradients.pop(0).reshape(-1))
                 p.grad = view.view(p.shape)
+                if self.arrived is not None:
+                    self.arrived(p)
             bucket = _DDPBucket(number, flat, owned, flat is self._flat[-1])
             promises.append(self._hook(self.state, bucket))
         for promise in promises:
@@ -130,7 +134,13 @@ def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) ->
         with DEVICE:
             model = Net()
         run = DDPTraining(card, model, ddp_hook(method, topology=Topology(RANKS), **options))
-        yield run
+
+        def register(p: Tensor, hook: Any) -> Any:
+            run.arrived = hook
+            return SimpleNamespace(remove=lambda: None)
+
+        with patch.object(Tensor, "register_post_accumulate_grad_hook", register):
+            yield run
         run.state.close()
 
 

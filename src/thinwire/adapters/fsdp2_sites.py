@@ -176,8 +176,9 @@ class SiteSync(LocalSync):
             found = {number: {key: of[name] for key, of in states.items() if name in of} for number, name in pairs}
             found = {number: state for number, state in found.items() if state}
             packed.append(optimizer.state_dict() | {"param_groups": groups, "state": found})
-        weights = {name: saved[f"{mine}/weights/{name}"] for name in names.values()}
-        return {"model": model.state_dict() | weights, "optimizer": packed}
+        whole = model.state_dict(keep_vars=True)  # checkpoint wrappers give its entries other names
+        weights = {key: saved[f"{mine}/weights/{names[id(x)]}"] if id(x) in names else x for key, x in whole.items()}
+        return {"model": weights, "optimizer": packed}
 
     def _flat(self, facts: dict[str, Any], saved: dict[str, Any], mine: str) -> dict[str, Any]:
         """Return the state of local steps as ``state_dict`` has it."""

@@ -328,7 +328,7 @@ class QuorumRounds(QuorumHandle):
         self._waiting = (self._waiting or everyone) - {id(optimizer)}
         if self._waiting or self._exchange is None:
             return
-        self._exchange.stepped(self._local.rate(self._member.optimizers[0]))
+        self._exchange.stepped(self._exchange.rounds.rate(self._member.optimizers[0]))
         if self._exchange.rounds.ends:
             self._round()
 

@@ -97,12 +97,15 @@ def ignored(model: nn.Module) -> set[str]:
     return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def private_names(model: nn.Module, *, buffers: bool) -> set[str]:
-    """Return the parameters and buffers that each rank keeps to itself, with all their names. ``buffers``: all are."""
-    found = [model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)]
-    left_out, named = ignored(model), [dict(kind) for kind in found]
-    own = {id(x) for kind in named for name, x in kind.items() if name in left_out or (buffers and kind is named[1])}
-    return {name for kind in named for name, x in kind.items() if id(x) in own}
+def private(model: nn.Module, *, buffers: bool) -> dict[str, Any]:
+    """Return those entries of a state dict that each rank keeps to itself. ``buffers``: all of them are.
+
+    They go by identity: checkpoint wrappers give them other names than the model does.
+    """
+    left_out = ignored(model)
+    own = {id(x) for name, x in model.named_parameters(remove_duplicate=False) if name in left_out}
+    own |= {id(x) for name, x in model.named_buffers(remove_duplicate=False) if buffers or name in left_out}
+    return {key: x for key, x in model.state_dict(keep_vars=True).items() if id(x) in own}
 
 
 def ignore_in(model: nn.Module, names: Iterable[str]) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -110,11 +112,12 @@ def own_modes() -> AbstractContextManager[Any]:
     casts = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     traced = fake or torch._C._functorch.peek_interpreter_stack() is not None
-    elsewhere = torch._C._len_torch_function_stack() > 0
-    if not casts and not torch.is_inference_mode_enabled() and not traced and not elsewhere:
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    placed = any(isinstance(mode, DeviceContext) for mode in modes)  # by set_default_device
+    if not casts and not torch.is_inference_mode_enabled() and not traced and not placed:
         return _nothing
     stack = ExitStack()
-    if elsewhere:
+    if placed:
         stack.enter_context(torch.device("cpu"))
     if traced:
         stack.enter_context(temporarily_clear_interpreter_stack())

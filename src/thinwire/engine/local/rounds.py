@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checks import learning_rate
 from thinwire.core.kernels.finite import every_finite
 from thinwire.core.kernels.runs import here
 from thinwire.core.methods.start import exact_method, start_method
@@ -129,6 +130,12 @@ class Rounds:
         window = steps_late(self.settings.fragment_sync_delay, period) + 1  # "auto" may choose any
         steps = {_offset(f.index, count, period) for f in self.fragments}
         return max(sum((at - step) % period < window for step in steps) for at in steps)
+
+    def rate(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return the learning rate if the period follows it, else 0."""
+        if not isinstance(self.settings.sync_every, QSR):
+            return 0.0
+        return float(learning_rate(optimizer, optimizer.param_groups[0], "sync_every=QSR"))
 
     def stepped(self, lr: float = 0.0) -> None:
         """Count an optimizer step, made or skipped. ``lr``: the learning rate."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.checks import check_choice, check_count, check_number, learning_rate
+from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import method as of_registry
 from thinwire.core.methods.registry import resolve
@@ -17,8 +17,6 @@ from thinwire.core.program import Method
 from thinwire.engine.look import Look, as_look
 
 if TYPE_CHECKING:
-    import torch
-
     from thinwire.core.program import Topology
     from thinwire.predict.timeline.local_steps import Periodic
 
@@ -212,12 +210,6 @@ class Local:
     def measures(self, measured: tuple[int, int] | None) -> bool:
         """Whether times are still to be measured, from which the period or delay is chosen."""
         return measured is None and "auto" in (self.sync_every, self.fragment_sync_delay)
-
-    def rate(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return the learning rate if the period follows it, else 0."""
-        if not isinstance(self.sync_every, QSR):
-            return 0.0
-        return float(learning_rate(optimizer, optimizer.param_groups[0], "sync_every=QSR"))
 
     def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
         """Return the steps of the period that begins after ``count`` optimizer steps.

@@ -292,7 +292,7 @@ class LocalSync(Handle):
 
     @property
     def _lr(self) -> float:
-        return self._settings.rate(self.services.optimizers[0])
+        return self._rounds.rate(self.services.optimizers[0])
 
     def memory(self) -> list[Held]:
         """Return the bytes that training holds on this rank, by kind; see :func:`thinwire.engine.local.memory.held`.

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
 from thinwire.core.program.ops import in_own_modes
-from thinwire.engine.parameters import private_names
+from thinwire.engine.parameters import private
 from thinwire.engine.services import Fitting, Handle, fitting
 
 _MODEL, _SUMS = "model.pt", "files.json"
@@ -96,13 +96,13 @@ def save(
     with together(sync, refuse) as sums:
         name = _rank_name(sync.services.rank)
         mine: dict[str, Any] = sync.state_dict()
-        weights, private = model.state_dict(), private_names(model, buffers=sync.services.own_buffers)
-        mine["private"] = sorted(private & weights.keys())
+        weights, own = model.state_dict(), private(model, buffers=sync.services.own_buffers)
+        mine["private"] = sorted(own)
         if sync.services.apart:
             mine |= {"model": weights, "optimizer": _states(optimizers)}
         elif mine["private"]:
             mine["model"] = {name: weights[name] for name in mine["private"]}
-            if not private.isdisjoint(name for name, _ in model.named_parameters()):
+            if any(isinstance(x, nn.Parameter) for x in own.values()):
                 mine["optimizer"] = _states(optimizers)
         sums.append({name: write_file(partial / name, mine)})
         if sync.services.rank == 0:
@@ -309,11 +309,11 @@ def _read(path: Path, sync: Handle) -> tuple[dict[str, Any], dict[str, Any], str
     if size == sync.services.topology.world_size:
         mine = state if first == own else _checked(own, sums)  # the second raises: the file is missing
         services, weights = sync.services, content["model"]
-        private, apart = private_names(services.model, buffers=services.own_buffers), services.apart
+        here, apart = private(services.model, buffers=services.own_buffers), services.apart
         for name in {*content.get("private", ())}.difference(mine.get("private", ())):
             del weights[name]  # only rank 0 has it
-        weights.update({name: x for name, x in mine.get("model", {}).items() if apart or name in private})
-        return content | {key: mine[key] for key in ("optimizer",) if key in mine and (apart or private)}, mine, ""
+        weights.update({name: x for name, x in mine.get("model", {}).items() if apart or name in here})
+        return content | {key: mine[key] for key in ("optimizer",) if key in mine and (apart or here)}, mine, ""
     parts, blank = [], torch.empty(0)
     for rank in range(size):
         other = path / _rank_name(rank)
