@@ -146,7 +146,7 @@ def _around(draw, case, modes):
         times = 9 * case["options"]["sync_every"]
         moves = draw.choice([[], [3], [times - 4, times - 3], [*range(times)]])
         events.insert(-1, {"do": "turns", "times": times, "turn": turn, "targets": moves})
-    waits = local and not options.get("fragment_sync_delay") and "fragments" not in options
+    waits = local and not {"fragment_sync_delay", "fragments"} & options.keys() and "detect_desync" not in attach
     if waits and draw.random() < 0.15 and "scaler" not in case and options["sync_every"] > 1:
         events.append({"do": "uneven", "who": draw.choice([0, 1])})
     if local and draw.random() < 0.1 and "scaler" not in case:

@@ -24,7 +24,6 @@ from thinwire.core.collectives.groups import bounded
 WAIT_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0
 _MOST_NAMED = 8
-_SILENT = "dead, late or done already (all ranks need as many batches, and the same calls)"
 
 _open: weakref.WeakSet[LateRanks] = weakref.WeakSet()
 _connected: tuple[int, weakref.ref[Any], Any] | None = None
@@ -146,7 +145,10 @@ class LateRanks:
         if missing:
             named = ", ".join(f"rank {self._ranks[place]}" for place in missing[:_MOST_NAMED])
             more = f" and {len(missing) - _MOST_NAMED} others" if len(missing) > _MOST_NAMED else ""
-            left.append(f"{named}{more} did not report: {_SILENT}")
+            left.append(
+                f"{named}{more} did not report: dead, late or done already (all ranks need as many batches, and the "
+                "same calls)"
+            )
         if left:
             return "; ".join(left)
         places: dict[str, list[int]] = {}
