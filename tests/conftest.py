@@ -3,11 +3,14 @@
 import atexit
 import contextlib
 import gc
+import json
 import os
+import resource
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,20 @@ settings.register_profile("thinwire", settings(deadline=None, suppress_health_ch
 settings.load_profile("thinwire")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+BEGAN = time.monotonic()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Leave what the whole suite took, its ranks included, for ``benchmarks/size.py``."""
+    if not hasattr(session.config, "workerinput") and session.testscollected > 1000:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        took = {"tests": session.testscollected, "wall": time.monotonic() - BEGAN}
+        took["processor"] = sum(one.ru_utime + one.ru_stime for one in used)
+        (session.config.rootpath / ".pytest_cache").mkdir(exist_ok=True)
+        (session.config.rootpath / ".pytest_cache" / "seconds.json").write_text(json.dumps(took))
 
 
 def pytest_collection_finish(session):
