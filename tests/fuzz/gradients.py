@@ -384,7 +384,7 @@ class Gradients(Player):
             if begun:
                 state.drop_pending()
 
-    def attached_again(self, kept):
+    def attached_again(self, kept, *, fresh=False):
         if not kept:
             self.world = World(self.net, self.chosen, self.case.get("attach", {}) | {"keep_dense": self.keep_dense})
         for state in self.world.states:

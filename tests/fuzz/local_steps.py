@@ -24,9 +24,11 @@ class Statistics:
         self.averaged = averaged
         self.seen = [{name: dict(nets[0].named_parameters())[name].detach().clone() for name in frozen}] * 2
 
-    def attached(self):
-        """By another handle, to which all looks changed; what has rested is equal on both ranks, and stays so."""
-        self.seen = [dict.fromkeys(self.frozen)] * 2
+    def attached(self, *, fresh):
+        """By another handle: to a ``fresh`` model all that is loaded is a change, to this one what had changed."""
+        now = dict(self.nets[0].named_parameters())
+        known = {n: None if fresh or n in self.changing else now[n].detach().clone() for n in self.frozen}
+        self.seen = [known] * 2
 
     def look(self, round_=0):
         if round_ % 8:
@@ -309,9 +311,9 @@ class LocalSteps(Player):
         for name, x in tensors_of(self.net).items():
             self.check("the value", name, x, twin[name])
 
-    def attached_again(self, kept):
+    def attached_again(self, kept, *, fresh=False):
         if kept:
-            self.lockstep.statistics.attached()
+            self.lockstep.statistics.attached(fresh=fresh)
             return
         own = {name: x.clone() for name, x in self.twins[1].state_dict().items() if name in self.ignored()}
         self.twins[1].load_state_dict(self.twins[0].state_dict() | own)

@@ -499,7 +499,7 @@ class Player:
         found = self.load(self.folder, place)
         if found != place:
             raise Mismatch(f"the checkpoint of {place} was loaded as {found}")
-        self.attached_again(True)
+        self.attached_again(True, fresh=True)
         self.look()
 
     def unpack(self, saved):

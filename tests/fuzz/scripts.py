@@ -72,6 +72,9 @@ def make(seed):
         "decoupled": decoupled,
     }
     case["events"] = _events(draw, case, modes)
+    if decoupled and any(one["kind"] != "SGD" for one in case["optimizers"]):
+        for event in case["events"]:
+            event.pop("clip", None)  # which is as exact as its norm, and others divide noise by its own size
     _around(random.Random(f"around {seed}"), case, modes)
     _spare(case, local)
     return case
@@ -134,6 +137,7 @@ def _around(draw, case, modes):
         case["averaged"] = True
     quiet = "scaler" not in case and not modes["closure"] and not any(e.get("end") == "sam" for e in events)
     more = any(b["kind"] in ("linear", "noted") for b in case["model"]["blocks"])
+    more = more and "fragments" not in case["options"]
     if draw.random() < 0.15 and plain and more and not decoupled and quiet and "two-step" not in case:
         case["private"] = True
         attach.pop("ignore", None)
@@ -146,7 +150,8 @@ def _around(draw, case, modes):
         times = 9 * case["options"]["sync_every"]
         moves = draw.choice([[], [3], [times - 4, times - 3], [*range(times)]])
         events.insert(-1, {"do": "turns", "times": times, "turn": turn, "targets": moves})
-    waits = local and not {"fragment_sync_delay", "fragments"} & options.keys() and "detect_desync" not in attach
+    early = {"fragment_sync_delay", "fragments", "warmup_steps", "detect_desync"} & (options.keys() | attach.keys())
+    waits = local and not early
     if waits and draw.random() < 0.15 and "scaler" not in case and options["sync_every"] > 1:
         events.append({"do": "uneven", "who": draw.choice([0, 1])})
     if local and draw.random() < 0.1 and "scaler" not in case:
