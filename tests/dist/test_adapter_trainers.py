@@ -704,6 +704,82 @@ def test_one_rank_of_lightning_goes_on_from_the_outer_weights(two):
     assert losses == 2 * STEPS * ACCUMULATE
 
 
+# --- optimizers that keep a part of the weights -----------------------------------------------------------------------
+
+
+class InTwoParts(torch.optim.SGD):
+    """As schedule-free ones: ``eval()`` adds to the weights what ``train()`` takes off, a part in its state."""
+
+    mode = True
+
+    def eval(self):
+        self._turn(False, 1.0)
+
+    def train(self):
+        self._turn(True, -1.0)
+
+    def _turn(self, mode, sign):
+        if self.mode is not mode:
+            self.mode = self.param_groups[0]["train_mode"] = mode
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(self.state[p].setdefault("part", torch.full_like(p, 0.1)), alpha=sign)
+
+
+def _in_two_parts(net):
+    optimizer = InTwoParts(net.parameters(), lr=LR)
+    optimizer.param_groups[0]["train_mode"] = True
+    return optimizer
+
+
+@quiet_rank()
+def _trainer_in_two_parts(rank, size, folder):
+    framework, net = InTrainer(), Net()
+    more = {"eval_strategy": "steps", "eval_steps": STEPS, "label_names": ["y"]}
+    trainer = framework.trainer(net, folder, STEPS + 1, **more)
+    trainer.optimizer = _in_two_parts(net)
+    callback = framework.called(trainer, "local", sync_every=2)
+    trainer.train()
+    callback.sync.close()
+    return trainer.state.global_step, trainer.optimizer.optimizer.mode, [x.numpy() for x in _clones(net)]
+
+
+@pytest.mark.parametrize("name", [_needs("trainer")])
+def test_the_trainer_ends_with_whole_weights_of_an_optimizer_that_keeps_a_part(name, tmp_path):
+    """Its script cannot call ``eval()`` before the last average: it raised when all steps had been made."""
+    (steps, training, first), (*_, second) = run(_trainer_in_two_parts, 2, str(tmp_path / "two parts"))
+    assert (steps, training) == (STEPS + 1, False)
+    assert all((a == b).all() for a, b in zip(first, second))
+
+
+@quiet_rank()
+def _refused_once(rank, size, folder):
+    from safetensors.torch import load_file
+
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    framework = InAccelerate()
+    accelerator, net = framework.accelerator(), Net()
+    model, optimizer, loader = accelerator.prepare(net, _in_two_parts(net), _loader())
+    sync = register_comm_hook(accelerator, model, "local", optimizer=optimizer, sync_every=2)
+    framework.epoch(accelerator, model, optimizer, loader)
+    refused = sentence(lambda: accelerator.save_state(folder))
+    optimizer.eval()
+    accelerator.save_state(folder)
+    saved = load_file(Path(folder, "model.safetensors"))
+    with sync.outer_weights():
+        outer = all(torch.equal(saved[name], p) for name, p in net.named_parameters())
+    sync.close()
+    return refused, outer
+
+
+@pytest.mark.parametrize("name", [_needs("accelerate")])
+def test_a_checkpoint_of_accelerate_that_was_refused_is_written_when_asked_for_again(name, tmp_path):
+    """The refusal left the outer weights marked as lent, so the next call ended in an assertion without a word."""
+    for refused, outer in run(_refused_once, 2, str(tmp_path / "twice")):
+        assert "call optimizer.eval()" in refused
+        assert outer
+
+
 # --- Accelerate alone -------------------------------------------------------------------------------------------------
 
 

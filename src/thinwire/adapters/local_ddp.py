@@ -146,8 +146,9 @@ class LocalRank:
 
     def lend(self) -> None:
         if self._lent is None:
-            self._lent = ExitStack()
-            self._lent.enter_context(self.sync.outer_weights())
+            with ExitStack() as lent:
+                lent.enter_context(self.sync.outer_weights())
+                self._lent = lent.pop_all()
 
     def take_back(self) -> None:
         if self._lent is not None:

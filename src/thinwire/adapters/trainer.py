@@ -122,6 +122,7 @@ class ThinwireCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate and save the outer weights, which are equal on all ranks."""
         if self._local is not None and (control.should_evaluate or control.should_save):
+            self._whole()
             self._local.lend()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -142,8 +143,14 @@ class ThinwireCallback(TrainerCallback):
 
     def _finish(self) -> None:
         assert self._local is not None
+        self._whole()
         self._local.sync.finish()
         self._finished = True
+
+    def _whole(self) -> None:
+        """Let a schedule-free optimizer hand its weights over; the Trainer takes it back to training at each step."""
+        if callable(whole := getattr(self._trainer.optimizer, "eval", None)):
+            whole()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kept, weights = self._local or self.sync, _checksum(self._trainer.model)
