@@ -120,7 +120,7 @@ class Services:
         self._channels: list[Channel] = []
 
     def remember(self, handle: Handle) -> None:
-        """Let model and optimizers hold the handle until it is closed: a script may keep no reference to it."""
+        """Let model and optimizers hold the handle until it is closed: a script may keep no reference."""
         _attached[id(self.model)] = handle
         hold = ModuleHook(_held, handle)
         self.handles += [WithoutHooks(self.model), self.model.register_load_state_dict_post_hook(hold)]

@@ -2,11 +2,13 @@
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 
 from thinwire.core.program import Topology
 from thinwire.core.program.local_world import run_lockstep
+from thinwire.engine.local.settings import Local
 from thinwire.engine.local.travel import Averages, Beside
 from thinwire.engine.parameters import buffers_of, frozen_of
 
@@ -83,6 +85,14 @@ def test_running_statistics_and_named_buffers_become_the_mean_and_others_are_tol
         "norm.running_mean": True, "norm.running_var": True, "queue": False, "ema": True,
     }  # fmt: skip
     assert caplog.text.count("here queue; if the mean") == 1
+
+
+def test_a_name_that_no_round_carries_is_refused():
+    for name in ("emma", "norm.num_batches_tracked", "norm.weight"):
+        with pytest.raises(ValueError, match=f"average_buffers: rounds carry no floating-point buffer '{name}'"):
+            _beside(Kept(), [], averaged=[name])
+    with pytest.raises(ValueError, match="average_buffers='ema' must be a list of names"):
+        Local(4, average_buffers="ema")
 
 
 def test_a_frozen_weight_travels_as_long_as_a_script_changes_it(caplog):

@@ -161,6 +161,8 @@ class Local:
         if not isinstance(self.moments, Mapping):
             raise ValueError(f'moments={self.moments!r} must be rounds by name, such as {{"exp_avg": 3}}')
         object.__setattr__(self, "moments", dict(self.moments))
+        if isinstance(self.average_buffers, str):
+            raise ValueError(f"average_buffers={self.average_buffers!r} must be a list of names")
         for name, rounds in self.moments.items():
             check_count(f"moments: {name}", rounds, least=1)
         if self.moments and self.fragment_sync_delay != 0:

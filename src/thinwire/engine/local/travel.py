@@ -168,6 +168,8 @@ class Beside:
         averaged: Sequence[str] = (),
     ) -> None:
         self._frozen, self._gather = frozen, gather
+        if unknown := {*averaged} - {one.name for one in buffers if one.tensor.is_floating_point()}:
+            raise ValueError(f"average_buffers: rounds carry no floating-point buffer {min(unknown)!r}")
         self._buffers = [(one, one.statistic or one.name in averaged) for one in buffers]
         self._seen: list[Tensor | None] = [_sample(one.tensor) for one in frozen]  # None: counts as changed
         self.names: set[str] = set()  # of the frozen ones that some rank's script has changed between two looks
