@@ -133,7 +133,7 @@ def _around(draw, case, modes):
         case["unkept"] = True
     if draw.random() < 0.15 and plain and not decoupled and "two-step" not in case:
         case["foreign"] = draw.choice(["decay", "replace"])
-    if local and draw.random() < 0.2:
+    if local and draw.random() < 0.2 and "ignore" not in attach and attach.get("broadcast_buffers", True):
         case["averaged"] = True
     quiet = "scaler" not in case and not modes["closure"] and not any(e.get("end") == "sam" for e in events)
     more = any(b["kind"] in ("linear", "noted") for b in case["model"]["blocks"])
