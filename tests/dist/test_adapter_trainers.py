@@ -765,6 +765,7 @@ def _refused_once(rank, size, folder):
     refused = sentence(lambda: accelerator.save_state(folder))
     optimizer.eval()
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # rank 0 writes the model
     saved = load_file(Path(folder, "model.safetensors"))
     with sync.outer_weights():
         outer = all(torch.equal(saved[name], p) for name, p in net.named_parameters())
