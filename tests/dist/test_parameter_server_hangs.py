@@ -18,16 +18,22 @@ def heard(caplog, words):
     return next(message for message in caplog.messages if words in message)
 
 
-def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
-    monkeypatch.setattr("thinwire.systems.parameter_server.node.LONG_LEASES", 0.2)
+def hanging(batches):
+    """Batches of which the third comes late; what tells that it is asked for, and what lets it come."""
     hangs, goes_on = threading.Event(), threading.Event()
 
     def batch(number):
         if number == 3:
             hangs.set()
             goes_on.wait(150.0)
-        return part_of(0, 1)[0](number)
+        return batches(number)
 
+    return batch, hangs, goes_on
+
+
+def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
+    monkeypatch.setattr("thinwire.systems.parameter_server.node.LONG_LEASES", 0.2)
+    batch, hangs, goes_on = hanging(part_of(0, 1)[0])
     failures = []
     service = Service(model(), bsp(start_nodes=1, lease_seconds=6.0), host="127.0.0.1", updates=8)
     serving = in_thread(failures, service.run)
@@ -46,14 +52,7 @@ def test_a_worker_that_is_long_about_its_gradient_is_named(caplog, monkeypatch):
 
 
 def test_the_other_nodes_go_on_without_one_whose_worker_hangs(caplog):
-    hangs, goes_on = threading.Event(), threading.Event()
-
-    def batch(number):
-        if number == 3:
-            hangs.set()
-            goes_on.wait(150.0)
-        return part_of(1, 0)[0](number)
-
+    batch, hangs, goes_on = hanging(part_of(1, 0)[0])
     failures = []
     service = Service(model(), bsp(start_nodes=2, lease_seconds=3.0), host="127.0.0.1", updates=40)
     serving = in_thread(failures, service.run)

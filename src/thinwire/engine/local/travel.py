@@ -48,6 +48,10 @@ Kind = tuple[torch.dtype, bool]
 """Tensors that travel together: their dtype, and whether they become the mean."""
 
 
+def _kind(dtype: torch.dtype, mean: bool) -> Kind:
+    return dtype, mean and dtype.is_floating_point
+
+
 class Averages:
     """One rank's tensors beside weights, each with whether it becomes the mean over the ranks, or else rank 0's."""
 
@@ -67,7 +71,7 @@ class Averages:
         self._by_kind.clear()
         for x, mean in tensors:
             if x.numel():
-                self._by_kind.setdefault((x.dtype, mean and x.is_floating_point()), []).append(x)
+                self._by_kind.setdefault(_kind(x.dtype, mean), []).append(x)
 
     def _of_rank_0(self) -> list[Kind]:
         return [kind for kind in self._by_kind if not kind[1]]
@@ -179,9 +183,8 @@ class Beside:
         self._left: list[tuple[Named | Tensor, bool]] = []
 
     def kinds(self, moments: Iterable[torch.dtype]) -> set[Kind]:
-        means = {*moments, *(one.tensor.dtype for one in self._frozen)}
-        of_buffers = {(one.tensor.dtype, mean and one.tensor.is_floating_point()) for one, mean in self._buffers}
-        return of_buffers | {(dtype, dtype.is_floating_point) for dtype in means}
+        means = {_kind(dtype, True) for dtype in (*moments, *(one.tensor.dtype for one in self._frozen))}
+        return means | {_kind(one.tensor.dtype, mean) for one, mean in self._buffers}
 
     def look(self, round_: int = 0) -> None:
         """Find out, before some rounds, which frozen parameters a script has changed since the last look."""

@@ -106,7 +106,9 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         with torch.no_grad():
             works = [work for work in map(self._work, self.param_groups) if work.parameters]
             layers = self.prepare(works)
-            held = bytes(p.grad is not None for group in self.param_groups for p in group["params"])
+            held = b""
+            if self._sharing.parallel is not None:
+                held = bytes(p.grad is not None for group in self.param_groups for p in group["params"])
             ratios = iter(self._sharing.ratios([some for some in layers if len(some)], held))
             for work, some in zip(works, layers):
                 self.update(work, next(ratios) if len(some) else None)
