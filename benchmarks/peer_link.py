@@ -23,7 +23,7 @@ from rich.table import Table
 
 from in_lab import told
 from thinwire.core.tls import Credentials
-from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.hello import INSECURE, PeerIdentity
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer
@@ -40,7 +40,7 @@ def paired(rank: int, port: int, trust: Credentials | None) -> Peer:
     """One end of a connection; rank 0 listens."""
     if rank == 0:
         came: queue.SimpleQueue[Peer] = queue.SimpleQueue()
-        listener = Listener(port, "0.0.0.0", roles=("node",), trust=trust, insecure=True)
+        listener = Listener(port, "0.0.0.0", roles=("node",), trust=trust or INSECURE)
         listener.serve(lambda pair, _: came.put(pair), len(HELLO))
         dist.barrier()
         return came.get()

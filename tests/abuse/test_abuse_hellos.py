@@ -1,5 +1,6 @@
 """Nobody comes in, and nobody else is kept out, whatever is said in place of a hello: by each kind of listener."""
 
+import contextlib
 import os
 import random
 import secrets
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.core.collectives.mesh import endpoint_of, listen, meet
+from thinwire.core.collectives.meeting import Meeting, endpoint_of, listen
+from thinwire.core.duplex import Duplex
 from thinwire.core.errors import PairError
-from thinwire.systems.link.duplex import Duplex
 from thinwire.systems.link.hello import ROLES, PeerIdentity, hear, introduce
 from thinwire.systems.link.listener import Caller, Listener
 
@@ -119,7 +120,9 @@ def test_ranks_meet_among_them(good):
         stranger.sendall(spoiled(draw, (words[1], words[0][:15] + b"\0", b"\1\0\0")))
 
     def come(rank):
-        found[rank] = meet(servers[rank], words[rank], endpoints, rank)
+        with contextlib.closing(Meeting(servers[rank], words[rank], endpoints, rank)) as meeting:
+            found[rank] = {}
+            assert meeting.connect(found[rank])
 
     ranks = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in ranks:
@@ -127,5 +130,5 @@ def test_ranks_meet_among_them(good):
     for thread in ranks:
         thread.join()
     assert [sorted(one) for one in found] == [[(1, 0), (1, 1)], [(0, 0), (0, 1)]]
-    for connection in (*strangers, *servers, *found[0].values(), *found[1].values()):
+    for connection in (*strangers, *found[0].values(), *found[1].values()):
         connection.close()

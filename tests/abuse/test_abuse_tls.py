@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from parameter_cluster import Cluster, memory, wait_until
 from split_ends import batch_of, edge_end, halves, in_process, linked, serving
 
+from thinwire.core.duplex import Duplex, end_of
 from thinwire.core.errors import PairError, PairTimeout
 from thinwire.core.tls import Credentials
-from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.listener import Listener
 from thinwire.systems.parameter_server.presets import bsp
 

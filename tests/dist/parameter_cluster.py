@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from spawned import fork, free_port
+from thinwire.systems.link.hello import find_trust
 from thinwire.systems.link.listener import Caller, Listener
 from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Layout, Node, Service, Shard, Worker
@@ -190,12 +191,12 @@ class Cluster:
         self.shards, self.shard_processes = [], {}
         if apart:
             port = port or free_port()
-            more = {"nodes": nodes, "keys": self.keys_of("server"), **options}
+            more = {"nodes": nodes, "trust": self.trust_of("server"), **options}
             self.process = process(serve_apart, settings, port, more)
         else:
             self.model = model(width=width)
             self.service = Service(self.model, settings, port=port, host="127.0.0.1", outer=outer or sgd(),
-                                   nodes=nodes, keys=self.keys_of("server"), **options)  # fmt: skip
+                                   nodes=nodes, trust=self.trust_of("server"), **options)  # fmt: skip
             port = self.service.port
         self.address = f"127.0.0.1:{port}"
         for index in range(options.get("shards", 0)):
@@ -209,8 +210,8 @@ class Cluster:
         wait_until(lambda: all(len(node.leader.alive) >= workers for node in self.nodes.values()))
         self.serving = None if apart else self._thread(self._serve)
 
-    def keys_of(self, name):
-        return None if self._keys is None else self._keys / name
+    def trust_of(self, name):
+        return None if self._keys is None else find_trust(keys=self._keys / name)
 
     def _thread(self, target, *args):
         return in_thread(self.failures, target, *args)
@@ -224,13 +225,13 @@ class Cluster:
         self.serving = self._thread(self._serve)
 
     def add_shard(self, index, **options):
-        shard = Shard(self.address, index, host="127.0.0.1", keys=self.keys_of(f"shard{index}"), **options)
+        shard = Shard(self.address, index, host="127.0.0.1", trust=self.trust_of(f"shard{index}"), **options)
         self.shards.append(shard)
         self._threads.append(self._thread(shard.run))
 
     def add(self, number, workers=1, delay=0.0, **options):
-        keys = self.keys_of(f"node{number}")
-        node = self.nodes[number] = Node(self.address, number, workers, **{"keys": keys, **options})
+        trust = self.trust_of(f"node{number}")
+        node = self.nodes[number] = Node(self.address, number, workers, **{"trust": trust, **options})
         for k in range(workers):
             network = self.models[number, k] = model(99, self._width)
             worker = Worker(
@@ -238,7 +239,7 @@ class Cluster:
                 *part_of(number, k, delay, self._spoil),
                 node.address if k else node,
                 k,
-                keys=keys,
+                trust=trust,
                 check=lambda: node.wait(0),
             )
             self.workers.append(worker)

@@ -33,7 +33,7 @@ def test_a_tensor_never_overtakes_what_was_posted_before_it(ends, monkeypatch):
     server, node = ends
     send_frame = server.send_frame
 
-    def slow_to_welcome(frame):
+    def slow_to_welcome(frame, seconds=None):
         """The thread is not scheduled between taking WELCOME from the outbox and sending it."""
         if isinstance(decode(frame[: FRAME.size])[0], Welcome):
             time.sleep(0.3)

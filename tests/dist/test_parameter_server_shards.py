@@ -26,7 +26,7 @@ from parameter_cluster import (
 from spawned import free_port
 from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.hello import INSECURE, PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener, connect
 from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
@@ -125,7 +125,7 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
         message = msg.decode(frame[: FRAME.size])[0]
         return isinstance(message, kind) and sums[3].seq == (message.seq if kind is msg.Grad else message.number)
 
-    def sending_frame(pair, frame):
+    def sending_frame(pair, frame, seconds=None):
         if lines and pair is lines[0].shards[1] and is_of_the_sum(frame, msg.Piece):
             assert header.wait(10.0)
             assert piece.wait(10.0)
@@ -412,7 +412,7 @@ def test_a_shard_that_nodes_could_not_reach_says_so():
             here = one.getsockname()[0]
         except OSError:
             pytest.skip("this machine has no address but the loopback's")
-    with Service(model(), bsp(), host="0.0.0.0", insecure=True, outer=sgd(), shards=1) as service:
+    with Service(model(), bsp(), host="0.0.0.0", trust=INSECURE, outer=sgd(), shards=1) as service:
         with pytest.raises(ValueError, match=r"could not reach this shard at 127\.0\.0\.1: give it --host"):
             Shard(f"{here}:{service.port}", 0, outer=sgd()).run()
         assert not service.shards.shards

@@ -9,7 +9,7 @@ from parameter_cluster import Cluster, flat, memory, model, sgd, synchronous, wa
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.hello import PeerIdentity, read_secret
+from thinwire.systems.link.hello import PeerIdentity, find_trust, read_secret
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.parameter_server import (
     Layout,
@@ -126,8 +126,10 @@ def test_no_other_address_without_a_secret(monkeypatch):
     ):
         with pytest.raises(ValueError, match=r"--secret-file FILE.*--insecure"):
             start()
-    Service(model(), bsp(), host="0.0.0.0", insecure=True).close()
-    Service(model(), bsp(), host="0.0.0.0", secret="0123456789abcdef").close()
+    with pytest.raises(ValueError, match="must come from find_trust"):  # else it would let everybody in
+        Service(model(), bsp(), trust="0123456789abcdef")
+    Service(model(), bsp(), host="0.0.0.0", trust=find_trust(insecure=True)).close()
+    Service(model(), bsp(), host="0.0.0.0", trust=find_trust("0123456789abcdef")).close()
 
 
 def test_by_default_only_this_machine_reaches_a_server():

@@ -13,7 +13,7 @@ from parameter_cluster import Cluster, flat, model, part_of, sgd, started, synch
 from spawned import free_port
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.tls import Credentials
-from thinwire.systems.link.hello import VARIABLE, PeerIdentity
+from thinwire.systems.link.hello import VARIABLE, PeerIdentity, find_trust
 from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
 from thinwire.systems.parameter_server.messages import Ticket, encode
@@ -32,7 +32,7 @@ def test_the_numbers_are_those_of_synchronous_sgd(keys):
 def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(keys, caplog):
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.02], keys=keys / "ours")
     with pytest.raises(NodeRefused, match="node 0 belongs to a name other than this certificate's"):
-        Node(cluster.address, 0, 1, keys=keys / "ours" / "node1")
+        Node(cluster.address, 0, 1, trust=find_trust(keys=keys / "ours" / "node1"))
     told = "turned away 127.0.0.1: it uses a number that belongs to another name"
     wait_until(lambda: cluster.version >= 3 and told in caplog.messages)
     cluster.nodes[0].close()  # its worker looks for it, and goes on doing so
@@ -59,17 +59,17 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
 )
 def test_each_of_them_is_told_why_not(keys, server, other, sentence, wrong):
     def placed(options):
-        return {name: keys / value if name == "keys" else value for name, value in options.items()}
+        return find_trust(**{name: keys / value if name == "keys" else value for name, value in options.items()})
 
-    with Service(model(), bsp(), outer=sgd(), updates=5, shards=1, **placed(server)) as service:
+    with Service(model(), bsp(), outer=sgd(), updates=5, shards=1, trust=placed(server)) as service:
         address = f"127.0.0.1:{service.port}"
-        for options, why in (({}, sentence), (placed(other), wrong)):
+        for trust, why in ((None, sentence), (placed(other), wrong)):
             with pytest.raises(NodeRefused, match=why):
-                Node(address, 0, 1, **options)
+                Node(address, 0, 1, trust=trust)
             with pytest.raises(ShardRefused, match=why):
-                Shard(address, 0, **options).run()
-        mine = {name: str(value).replace("server", "node0") for name, value in placed(server).items()}
-        with Node(address, 0, 1, **mine) as node, pytest.raises(NodeRefused, match=f"worker 0: .* {sentence[:15]}"):
+                Shard(address, 0, trust=trust).run()
+        mine = placed({name: value.replace("server", "node0") for name, value in server.items()})
+        with Node(address, 0, 1, trust=mine) as node, pytest.raises(NodeRefused, match=f"worker 0: .* {sentence[:15]}"):
             Worker(model(), *part_of(0, 0), node.address, 0).run()
 
 
@@ -93,14 +93,14 @@ def test_a_leader_knows_a_shard_by_its_certificate(keys):
 def test_keys_go_before_the_secret_of_the_environment_and_not_beside_another(keys, monkeypatch, tmp_path):
     (tmp_path / "secret").write_text(SECRET)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "secret"))
-    with Service(model(), bsp(), host="0.0.0.0", keys=str(keys / "ours" / "server")) as service:
+    with Service(model(), bsp(), host="0.0.0.0", trust=find_trust(keys=str(keys / "ours" / "server"))) as service:
         assert Caller(f"127.0.0.1:{service.port}", PeerIdentity("node", 0, Credentials.of(keys / "ours" / "node0")))
         with pytest.raises(PairError, match="asks for a certificate"):
             Caller(f"127.0.0.1:{service.port}", PeerIdentity("node", 0))
     with pytest.raises(ValueError, match="not both"):
-        Service(model(), bsp(), secret=SECRET, keys=keys / "ours" / "server")
+        serve(model(), updates=1, secret=SECRET, keys=keys / "ours" / "server")
     with pytest.raises(ValueError, match=r"identity.crt cannot be read"):
-        Service(model(), bsp(), keys=keys)
+        serve(model(), updates=1, keys=keys)
 
 
 def test_serve_and_run_take_keys(keys):

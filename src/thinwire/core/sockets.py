@@ -1,4 +1,4 @@
-"""Sockets: waiting for several, and closing them in forked children."""
+"""Sockets: listening at one, and closing them in forked children."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol, TypeVar
 
 MESH_RANKS = 16
 """With more, connections between all pairs are too many, and a ring's chunks are no smaller than theirs."""
@@ -17,31 +16,9 @@ SOCKETS, WITH_BBR = 16, 2
 TOKEN_BYTES = 16
 """Random ones, by which a process shows that it is meant to open a connection."""
 
-_End = TypeVar("_End", bound="_HasDescriptor")
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # without a descriptor, unlike epoll
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-class _HasDescriptor(Protocol):
-    def fileno(self) -> int: ...
-
-
-def readable(ends: Iterable[_End], seconds: float) -> list[_End]:
-    """Wait up to ``seconds``; return those with something to read. Unlike ``select.select`` with any descriptor."""
-    return _ready(ends, seconds, selectors.EVENT_READ)
-
-
-def writable(ends: Iterable[_End], seconds: float) -> list[_End]:
-    """Wait up to ``seconds``; return those that take bytes, or whose call has failed."""
-    return _ready(ends, seconds, selectors.EVENT_WRITE)
-
-
-def _ready(ends: Iterable[_End], seconds: float, events: int) -> list[_End]:
-    with Selector() as selector:
-        for end in ends:
-            selector.register(end, events, end)
-        return [key.data for key, _ in selector.select(seconds)]
 
 
 def check_name(host: str, what: str = "host ") -> None:

@@ -71,9 +71,13 @@ class Credentials:
 
     def own(self) -> Credentials:
         """Return the same credentials, accepting only processes that show this same certificate."""
+        return self.pinned(self.own_fingerprint)
+
+    @property
+    def own_fingerprint(self) -> str:
         _, head, rest = self.certificate.read_text(encoding="utf-8").partition(ssl.PEM_HEADER)
         body, foot, _ = rest.partition(ssl.PEM_FOOTER)  # the first certificate; those of a chain follow
-        return self.pinned(_fingerprint(ssl.PEM_cert_to_DER_cert(head + body + foot)))
+        return _fingerprint(ssl.PEM_cert_to_DER_cert(head + body + foot))
 
     @cached_property
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -158,29 +162,39 @@ class CipherSocket(socket.socket):
 
     def __init__(self, connection: socket.socket, cipher: Cipher) -> None:
         super().__init__(fileno=connection.detach())
+        self.setblocking(False)
         self._cipher, self._room = cipher, memoryview(bytearray(1 << 16))
         self._left, self._pending = memoryview(b""), True
+        self.extra_sent = self.extra_received = 0
+        """How many bytes the cipher adds."""
 
     def pending(self) -> bool:
         """Return whether there may be bytes that have been received but not yet returned."""
         return self._pending
 
     def send(self, data: Any, flags: int = 0) -> int:
-        self._left = self._left or memoryview(self._cipher.encrypt(data))
+        if not self._left:
+            self._left = memoryview(self._cipher.encrypt(data))
+            self.extra_sent += len(self._left) - len(data)
         while self._left:
             self._left = self._left[super().send(self._left, flags) :]
         return len(data)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         try:
-            while not (count := self._cipher.decrypt_into(buffer)):
+            if not (count := self._cipher.decrypt_into(buffer)):
                 self._pending = False
                 if not (come := super().recv_into(self._room, nbytes, flags)):
                     return 0
+                self.extra_received += come
                 self._cipher.feed(self._room[:come])
+                count = self._cipher.decrypt_into(buffer)
         except NotAdmitted as error:
             raise OSError(str(error)) from error
+        self.extra_received -= count
         self._pending = count == len(buffer)
+        if not count:
+            raise BlockingIOError
         return count
 
 

@@ -15,7 +15,7 @@ import torch
 
 from thinwire.core.collectives import bundle as bundle_module
 from thinwire.core.collectives.bundle import FRAME_BYTES, Bundle
-from thinwire.core.collectives.mesh import accepting, calling
+from thinwire.core.collectives.meeting import accepting, calling
 from thinwire.core.collectives.streams import CountdownWork, socket_loop
 
 HEADER = struct.Struct("<BHIQI")

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from descriptors import many_open
-from thinwire.core.collectives.mesh import endpoint_of, listen, meet
+from thinwire.core.collectives.meeting import Meeting, endpoint_of, listen
+from thinwire.core.duplex import end_of
 
 
 def silent(connection, ended):
@@ -40,7 +41,9 @@ def _together(strangers, kind):
     threads = [threading.Thread(target=kind, args=(connection, ended)) for connection in knocking]
 
     def come(rank):
-        found[rank] = meet(servers[rank], words[rank], endpoints, rank)
+        with contextlib.closing(Meeting(servers[rank], words[rank], endpoints, rank)) as meeting:
+            found[rank] = {}
+            assert meeting.connect(found[rank])
 
     ranks = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -52,7 +55,7 @@ def _together(strangers, kind):
     ended.set()
     for thread in threads:
         thread.join()
-    for connection in (*knocking, *servers):
+    for connection in knocking:
         connection.close()
     return found
 
@@ -65,10 +68,8 @@ def test_ranks_meet_among_strangers(kind, strangers):
     assert set(first) == {(1, 0), (1, 1)}
     assert set(second) == {(0, 0), (0, 1)}
     for channel in range(2):
-        first[1, channel].setblocking(True)
-        second[0, channel].setblocking(True)
-        second[0, channel].sendall(b"hello")
-        assert first[1, channel].recv(5) == b"hello"
+        second[0, channel].write(b"hello", end_of(10.0))
+        assert first[1, channel].read(5, end_of(10.0)) == b"hello"
     for connection in (*first.values(), *second.values()):
         connection.close()
 
@@ -84,7 +85,9 @@ def test_ranks_meet_in_processes_with_many_files_open():
 
 
 def test_who_does_not_come_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("thinwire.core.collectives.mesh.MEETING_SECONDS", 0.3)
-    word = secrets.token_bytes(16)
-    with listen(8) as server, socket.create_connection(server.getsockname()):
-        assert meet(server, word, [endpoint_of(server, word), b"nobody"], 0) is None
+    monkeypatch.setattr("thinwire.core.collectives.meeting.MEETING_SECONDS", 0.3)
+    word, server = secrets.token_bytes(16), listen(8)
+    with socket.create_connection(server.getsockname()):
+        meeting = Meeting(server, word, [endpoint_of(server, word), b"nobody"], 0)
+        assert not meeting.connect({})
+        meeting.close()

@@ -9,8 +9,9 @@ import threading
 import pytest
 
 from thinwire.core.collectives.streams import Stream, socket_loop
-from thinwire.systems.link.duplex import Duplex, dial, end_of
-from thinwire.systems.link.listener import ListeningPort
+from thinwire.core.connect import ListeningPort
+from thinwire.core.duplex import Duplex, dial, end_of
+from thinwire.systems.link.listener import server_of
 from thinwire.systems.split.connection import CloudServer
 
 
@@ -62,13 +63,13 @@ def test_a_listening_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with Orphan(lambda: ListeningPort(port, "127.0.0.1", print)), pytest.raises(ConnectionRefusedError):
+    with Orphan(lambda: ListeningPort(server_of(port, "127.0.0.1"), print)), pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
 
 def test_a_child_that_closes_what_it_inherited_ends_nothing():
     met = queue.SimpleQueue()
-    port = ListeningPort(0, "127.0.0.1", lambda duplex, end: met.put(duplex.read(1, end)))
+    port = ListeningPort(server_of(0, "127.0.0.1"), lambda duplex, end: met.put(duplex.read(1, end)))
     port.open()
     mine = dial("127.0.0.1", port.port, 10.0)
     child = os.fork()

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from spawned import free_port, to_itself
+from thinwire.core.connect import MOST_UNKNOWN, ListeningPort
+from thinwire.core.duplex import Duplex
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE, fresh_secret_file
-from thinwire.systems.link.duplex import Duplex
-from thinwire.systems.link.hello import PeerIdentity, check_host, find_secret, read_secret
-from thinwire.systems.link.listener import MOST_UNKNOWN, Caller, Listener, ListeningPort, connect
+from thinwire.systems.link.hello import INSECURE, PeerIdentity, check_host, find_trust, read_secret
+from thinwire.systems.link.listener import Caller, Listener, connect, server_of
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
 KNOCK, ANSWER, PROOF, VERDICT = 68, 43, 32, 33  # bytes of the four messages of a hello
@@ -214,7 +215,7 @@ def test_who_is_no_stranger_any_more_is_not_closed_afterwards(monkeypatch):
         close(duplex, *why)
 
     monkeypatch.setattr(Duplex, "close", closing)
-    port = ListeningPort(0, "127.0.0.1", lambda duplex, end: ended.wait(10.0), most=1)
+    port = ListeningPort(server_of(0, "127.0.0.1"), lambda duplex, end: ended.wait(10.0) and None, most=1)
     port.open()
     with socket.create_connection(("127.0.0.1", port.port)) as first, socket.create_connection(first.getpeername()):
         assert first.recv(1) == b""
@@ -294,7 +295,7 @@ def test_a_listener_at_an_address_of_version_six_is_found(inn):
 @pytest.mark.parametrize("host", ["no..name", "x" * 64])
 def test_what_can_be_no_name_is_refused_as_such(host):
     with pytest.raises(ValueError, match=f"host '{host}' is neither a name nor an address"):
-        ListeningPort(0, host, lambda *_: None)
+        server_of(0, host)
     with pytest.raises(ValueError, match=f"host '{host}' is neither a name nor an address"):
         Caller(f"{host}:29400", NODE)
 
@@ -302,11 +303,11 @@ def test_what_can_be_no_name_is_refused_as_such(host):
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "a.example.org", ""])
 def test_no_other_address_without_a_secret(host):
     with pytest.raises(ValueError, match=r"--secret-file FILE, THINWIRE_SECRET_FILE or secret=.*--insecure"):
-        check_host(host, None, False)
-    check_host(host, SECRET, False)
-    check_host(host, None, True)
+        check_host(host, None)
+    check_host(host, SECRET)
+    check_host(host, INSECURE)
     for here in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
-        check_host(here, None, False)
+        check_host(here, None)
 
 
 def test_secrets_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
@@ -349,19 +350,19 @@ def test_what_others_leave_in_the_temporary_folder_stops_no_secret(leave, tmp_pa
 
 def test_where_a_secret_comes_from(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert find_secret() is None
+    assert (find_trust(), find_trust(insecure=True)) == (None, INSECURE)
     with fresh_secret_file() as name:
         assert len(read_secret(name)) == 64
         monkeypatch.setenv(VARIABLE, name)
-        assert find_secret() == read_secret(name)
-        assert find_secret("x" * 16) == b"x" * 16
+        assert find_trust(insecure=True) == read_secret(name)
+        assert find_trust("x" * 16) == b"x" * 16
     with pytest.raises(ValueError, match="cannot be read"):
-        find_secret()
+        find_trust()
     (tmp_path / "short").write_text(" abc \n")
     with pytest.raises(ValueError, match="has 3 bytes and needs at least 16"):
         read_secret(tmp_path / "short")
     with pytest.raises(ValueError, match="secret= has 1 bytes"):
-        find_secret(b"x")
+        find_trust(b"x")
     with pytest.raises(ValueError, match="secret= must be a string"):
-        find_secret(5)
+        find_trust(5)
     assert "0123" not in repr(NODE)

@@ -1,4 +1,8 @@
-"""Several sockets for a peer's tensors: what crosses, what a lost socket costs, and who gets none in."""
+"""Several sockets for a peer's tensors: what crosses, what a lost socket costs, and who gets none in.
+
+That every byte comes, whatever socket is lost and whatever is sent over one, ``tests/unit/collectives/test_bundle.py``
+holds for all who use bundles.
+"""
 
 import contextlib
 import queue
@@ -13,73 +17,20 @@ import pytest
 import torch
 from parameter_cluster import started
 
+from between import Between
 from thinwire.core.collectives import bundle as bundle_module
+from thinwire.core.connect import ListeningPort
+from thinwire.core.duplex import dial, end_of
 from thinwire.core.errors import NotAdmitted, PairError
-from thinwire.systems.link.duplex import dial, end_of
 from thinwire.systems.link.hello import AGAIN, FRAMES, TENSORS, PeerIdentity, introduce
-from thinwire.systems.link.listener import Listener, ListeningPort, connect
+from thinwire.systems.link.listener import Listener, connect, server_of
 from thinwire.systems.parameter_server.messages import CODEC, Ping, Weights
 
 SECRET = b"0123456789abcdef"
 NODE = PeerIdentity("node", 3, SECRET)
 SOCKETS = 4
 HEADER = struct.Struct("<BHIQI")
-
-
-class Between:
-    """A port that carries connections to another one, until it is told to hold them or to cut one.
-
-    ``alive``: the places of those that neither side nor ``cut`` has ended.
-    """
-
-    def __init__(self, port):
-        self._port, self.pairs, self.alive, self.going = port, [], set(), threading.Event()
-        self.going.set()
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        started(self._accept)
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                near = self._server.accept()[0]
-                far = socket.create_connection(("127.0.0.1", self._port))
-                place = len(self.pairs)
-                self.pairs.append((near, far))
-                self.alive.add(place)
-                for ends in ((near, far), (far, near)):
-                    started(self._carry, place, *ends)
-
-    def _carry(self, place, source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if place:
-                    self.going.wait()
-                target.sendall(data)
-        self.alive.discard(place)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_WR)  # also after a reset
-
-    def cut(self, place):
-        """End one connection; what it has not carried yet is lost."""
-        self.alive.discard(place)
-        for end in self.pairs[place]:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def refuse(self):
-        """Take no further connection."""
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-
-    def close(self):
-        self.going.set()
-        self.refuse()
-        for place, ends in enumerate(self.pairs):
-            self.cut(place)
-            for end in ends:
-                end.close()
+SIZES = (1, 3_000_001, 0, 7, 32768, 32769, 999_999, 2)
 
 
 @pytest.fixture
@@ -105,14 +56,15 @@ def inn():
 
 
 @pytest.fixture
-def meet(inn):
+def meet(inn, of):
     """Makes two peers, and what is between them."""
     made = []
 
-    def make(trusts=(SECRET, SECRET), number=3):
+    def make(encrypted=False):
+        trusts = (of("server"), of("a")) if encrypted else (SECRET, SECRET)
         there = inn(trusts[0])
         between = Between(there.port)
-        here = connect("127.0.0.1", between.port, b"1234", PeerIdentity("node", number, trusts[1]))
+        here = connect("127.0.0.1", between.port, b"1234", PeerIdentity("node", 3, trusts[1]))
         other = there.came.get(timeout=20)
         made.extend((here, other, between))
         return here, other, between
@@ -146,31 +98,15 @@ def cross(peers, sizes, seed=3):
     return all(torch.equal(x, y) for some in zip(sent, found) for x, y in zip(*some))
 
 
-def send_for_ever(peer, x):
-    while True:
-        peer.send_tensor(x, 60.0)
-
-
-SIZES = (1, 3_000_001, 0, 7, 32768, 32769, 999_999, 2)
-
-
-@pytest.mark.parametrize("trust", [None, SECRET, "keys"])
-def test_tensors_of_any_size_cross_both_ways(several, meet, of, trust):
-    trusts = (of("server"), of("a")) if trust == "keys" else (trust, trust)
-    *peers, between = meet(trusts)
-    assert len(between.pairs) == 1 + SOCKETS
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize(("wish", "count"), [(str(SOCKETS), SOCKETS), ("1", 1), (None, 1)])
+def test_tensors_of_any_size_cross_both_ways(meet, monkeypatch, encrypted, wish, count):
+    """Over as many sockets as the user wishes or, here on a short wire, over one."""
+    monkeypatch.setenv("THINWIRE_SOCKETS", wish) if wish else monkeypatch.delenv("THINWIRE_SOCKETS", raising=False)
+    *peers, between = meet(encrypted)
+    assert len(between.pairs) == 1 + count
     assert cross(peers, SIZES)
     assert peers[0].sent_bytes == peers[1].received_bytes == sum(SIZES)
-
-
-@pytest.mark.parametrize("wish", [None, "1"])
-def test_a_short_wire_has_one_socket_for_tensors(meet, monkeypatch, wish):
-    monkeypatch.delenv("THINWIRE_SOCKETS", raising=False)
-    if wish:
-        monkeypatch.setenv("THINWIRE_SOCKETS", wish)
-    *peers, between = meet()
-    assert len(between.pairs) == 2
-    assert cross(peers, SIZES)
 
 
 def test_a_wire_is_not_long_because_the_listener_is_late(monkeypatch):
@@ -203,11 +139,11 @@ def test_frames_overtake_tensors(several, meet):
     assert torch.equal(came.get(timeout=20).tensor, x)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_a_socket_that_is_cut_costs_no_byte(several, meet, of, seed):
+@pytest.mark.parametrize("seed", range(10))
+def test_a_socket_that_is_cut_costs_no_byte(several, meet, seed):
     """At a random moment, and what is on its way is lost; half of the peers encrypt."""
     draw = random.Random(seed)
-    *peers, between = meet((of("server"), of("a")) if seed % 2 else (SECRET, SECRET))
+    *peers, between = meet(bool(seed % 2))
 
     def cutter():
         time.sleep(draw.uniform(0, 0.01))
@@ -233,11 +169,11 @@ def none_opens(before):
 
 
 @pytest.mark.parametrize("encrypted,cuts", [(False, 20), (True, 10)])
-def test_lost_sockets_are_opened_again_under_traffic(several, meet, of, monkeypatch, encrypted, cuts):
+def test_lost_sockets_are_opened_again_under_traffic(several, meet, monkeypatch, encrypted, cuts):
     """At random moments, one in six in the middle of its hello; at last none of the first is left."""
     monkeypatch.setattr(bundle_module, "OPENING_SECONDS", 3.0)
     draw, first = random.Random(encrypted), set(range(1, 1 + SOCKETS))
-    *peers, between = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
+    *peers, between = meet(encrypted)
     over, crossed, before = threading.Event(), [], set(threading.enumerate())
 
     def traffic():
@@ -281,32 +217,17 @@ def test_where_no_socket_can_be_opened_again_the_others_carry_on(several, inn, m
     wait_for(lambda: none_opens(before))
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_a_peer_without_any_socket_fails(several, meet, of, encrypted):
-    here, other, between = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
-    said = queue.SimpleQueue()
-
-    def receive():
-        try:
-            other.receive_tensor(torch.zeros(10), 60.0)
-        except PairError as error:
-            said.put(str(error))
-
-    started(receive)
+def test_a_tensor_that_does_not_come_has_a_time_limit_and_without_sockets_it_fails(several, meet):
+    here, other, between = meet()
+    with pytest.raises(PairError, match="not received: timed out: the other side is silent"):
+        here.receive_tensor(torch.zeros(10), 0.2)
+    with pytest.raises(PairError, match="timed out"):
+        here.receive_tensor(torch.zeros(10), 60.0)
+    here, other, between = meet()
     for place in range(1, 1 + SOCKETS):
         between.cut(place)
-    assert "a tensor was not received: the other side has gone" in said.get(timeout=30)
-    with pytest.raises(PairError, match="the other side has gone"):
-        send_for_ever(here, torch.zeros(10))  # until this side has noticed, too
-
-
-def test_a_tensor_that_does_not_come_has_a_time_limit(several, meet):
-    here, _, _ = meet()
-    room = torch.zeros(10)
-    with pytest.raises(PairError, match="not received: timed out: the other side is silent"):
-        here.receive_tensor(room, 0.2)
-    with pytest.raises(PairError, match="timed out"):
-        here.receive_tensor(room, 60.0)
+    with pytest.raises(PairError, match="a tensor was not received: the other side has gone"):
+        other.receive_tensor(torch.zeros(10), 60.0)
 
 
 def test_close_waits_for_nobody(several, meet, monkeypatch):
@@ -336,9 +257,9 @@ def test_close_waits_for_nobody(several, meet, monkeypatch):
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_finish_delivers_what_was_posted(several, meet, of, encrypted):
+def test_finish_delivers_what_was_posted(several, meet, encrypted):
     """To a side that reads only after the sender has gone."""
-    here, other, _ = meet((of("server"), of("a")) if encrypted else (SECRET, SECRET))
+    here, other, _ = meet(encrypted)
     here.start(CODEC, seconds=60, most_bytes=1 << 24, deliver=print, closed=print)
     tensors = given((4_000_000, 1, 2_999_999))
     for x in tensors:
@@ -347,8 +268,7 @@ def test_finish_delivers_what_was_posted(several, meet, of, encrypted):
     here.join(60)
     assert here.ended
     for x in tensors:
-        _, _, size = CODEC.decode(other.receive_frame(128, 20.0))
-        assert torch.equal(other.receive_tensor(torch.zeros(size, dtype=torch.uint8), 20.0), x)
+        assert torch.equal(other.receive(CODEC, 20.0, 1 << 24).tensor, x)
     with pytest.raises(PairError):
         other.receive_tensor(torch.zeros(1), 20.0)
 
@@ -366,12 +286,18 @@ def call(listener, channel, token=b"t" * 16, identity=NODE):
     return duplex
 
 
+def begin(listener, count, identity=NODE):
+    """A node's connection for frames, which says how many there will be for tensors."""
+    frames = call(listener, FRAMES, identity=identity)
+    frames.write(struct.pack("<IB", 5, count) + b"1234", end_of(20.0))
+    return frames
+
+
 def member(listener, count, identity=NODE):
     """A node that does by hand what it should, and then what it likes with its sockets."""
-    frames = call(listener, FRAMES, identity=identity)
-    frames.write(b"1234", end_of(20.0))
-    opened = {place: call(listener, TENSORS + place, identity=identity) for place in (*range(1, count), 0)}
-    return frames, [opened[place] for place in range(count)], listener.came.get(timeout=20)
+    frames = begin(listener, count, identity)
+    opened = [call(listener, TENSORS + place, identity=identity) for place in range(count)]
+    return frames, opened, listener.came.get(timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -384,14 +310,12 @@ def member(listener, count, identity=NODE):
         ((), AGAIN + 1, {}),
         ((), 255, {}),
         ((1, 2), TENSORS + 2, {}),
-        ((2,), TENSORS, {}),
-        ((1, 3), TENSORS, {}),
+        ((), TENSORS + 3, {}),
     ],
 )
 def test_a_socket_that_does_not_belong_is_refused(several, inn, before, channel, changed):
     there = inn(seconds=3.0)  # after which a wrong token counts as one that nobody has shown
-    frames = call(there, FRAMES)
-    frames.write(b"1234", end_of(20.0))
+    frames = begin(there, 3)
     opened = [call(there, TENSORS + place) for place in before]
     with pytest.raises(PairError):
         call(there, channel, **changed)
@@ -403,19 +327,20 @@ def test_a_socket_that_does_not_belong_is_refused(several, inn, before, channel,
         ours.close()
 
 
-def test_sockets_whose_first_never_comes_are_closed(several, inn):
+@pytest.mark.parametrize("count", [0, 17])
+def test_a_number_of_sockets_that_cannot_be_ends_the_peer(inn, count):
+    there = inn()
+    with pytest.raises(PairError, match="the other side has"):
+        begin(there, count).read(1, end_of(20.0))
+
+
+def test_sockets_of_which_one_never_comes_are_closed_and_one_too_many_is_refused(several, inn):
     there = inn(seconds=2.0)
-    opened = [call(there, FRAMES)]
-    opened[0].write(b"1234", end_of(20.0))
-    opened += [call(there, TENSORS + place) for place in (1, 2)]
+    opened = [begin(there, 3), *(call(there, TENSORS + place) for place in (1, 2))]
     for ours in opened:
         with pytest.raises(PairError, match="the other side has"):
             ours.read(1, end_of(60.0))
     assert there.came.empty()
-
-
-def test_a_socket_that_comes_after_the_peer_is_whole_is_refused(several, inn):
-    there = inn(seconds=1.0)
     _, _, peer = member(there, 3)
     for place in (0, 1, 5):
         with pytest.raises(PairError):
@@ -459,13 +384,12 @@ def carries(duplex, peer, message):
         lambda own, token, other: (own, AGAIN, b"u" * 16),
         lambda own, token, other: (own, AGAIN, b"t" * 16),  # of its first sockets
         lambda own, token, other: (own, TENSORS, token),
-        lambda own, token, other: (own, TENSORS + 1, token),
         lambda own, token, other: (replace(own, number=4), AGAIN, token),
         lambda own, token, other: (replace(own, trust=other), AGAIN, token),
         lambda own, token, other: (replace(own, number=4, trust=other), AGAIN, token),
         lambda own, token, other: (replace(own, trust=None), AGAIN, token),
     ],
-    ids=["token", "first token", "first place", "place", "number", "trust", "number and trust", "no trust"],
+    ids=["token", "first token", "place", "number", "trust", "number and trust", "no trust"],
 )
 def test_a_socket_in_place_of_a_lost_one_can_only_be_its_peers(one_lost, of, change, encrypted):
     """Nor does who tries keep the peer out; and what the peer has shown is good for one socket."""
@@ -508,37 +432,6 @@ def test_when_the_peer_has_ended_no_socket_is_let_in(one_lost):
         one.close()
 
 
-def hostile(draw):
-    size = draw.choice((0, 1, 17, 32768, 32769, 2**32 - 1))
-    offset = draw.choice((0, 1, 32768, 2**40, 2**64 - 1))
-    stream, message = draw.choice((0, 1, 9, 65535)), draw.choice((0, 1, 5, 2**32 - 1))
-    header = HEADER.pack(draw.choice((0, 1, 1, 1, 2, 3, 4, 4, 5, 255)), stream, message, offset, size)
-    return header + draw.randbytes(min(size, 200))
-
-
-def test_bytes_that_are_no_frames_end_the_peer(several, inn):
-    draw, there = random.Random(5), inn()
-    for _ in range(60):
-        frames, sockets, peer = member(there, 3)
-        said = queue.SimpleQueue()
-
-        def receive(peer=peer, said=said):
-            try:
-                peer.receive_tensor(torch.zeros(100_000), 60.0)
-            except PairError as error:
-                said.put(error)
-
-        threads = threading.active_count()
-        started(receive)
-        with contextlib.suppress(PairError):
-            sockets[draw.randrange(3)].write(b"".join(hostile(draw) for _ in range(300)), end_of(20.0))
-        for one in (frames, *sockets):
-            one.close()
-        said.get(timeout=30)
-        assert threading.active_count() < threads + 20  # no thread for each "open another socket"
-        peer.close()
-
-
 def test_a_side_that_sends_what_nobody_asks_for_is_bounded(several, inn):
     there, closed = inn(), queue.SimpleQueue()
     _, sockets, peer = member(there, 2)
@@ -572,7 +465,7 @@ def test_what_the_user_asks_for_in_vain_is_said(inn, monkeypatch):
         connect("127.0.0.1", there.port, b"1234", NODE)
     monkeypatch.setenv("THINWIRE_CONGESTION", "nonesuch")
     with pytest.raises(ValueError, match="THINWIRE_CONGESTION='nonesuch' must be one of those"):
-        ListeningPort(0, "127.0.0.1", print)
+        ListeningPort(server_of(0, "127.0.0.1"), print)
     monkeypatch.delenv("THINWIRE_CONGESTION")
     with pytest.raises(NotAdmitted):
         call(there, TENSORS, identity=PeerIdentity("node", 3))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from parameter_cluster import started
 
+from thinwire.core.duplex import Duplex, end_of
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.tls import Credentials
-from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.hello import PeerIdentity, check_host, find_trust
 from thinwire.systems.link.keys import show_keys
 from thinwire.systems.link.listener import MOST_NUMBERS, Caller, Listener, connect
@@ -193,7 +193,7 @@ def test_keys_or_a_secret(keys):
     assert find_trust("0123456789abcdef") == SECRET
     credentials = find_trust(keys=str(keys / "ours" / "a"))
     assert credentials == Credentials.of(keys / "ours" / "a") == find_trust(keys=credentials)
-    check_host("0.0.0.0", credentials, False)
+    check_host("0.0.0.0", credentials)
     with pytest.raises(ValueError, match="not both"):
         find_trust(SECRET, keys / "ours" / "a")
     with pytest.raises(ValueError, match=r"certificate: .*identity.crt cannot be read \(No such .*thinwire keys new"):

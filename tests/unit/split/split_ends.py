@@ -1,15 +1,17 @@
-"""Two ends over a real socket: the cloud in a thread, the edge in the test; and a proxy that cuts the cable."""
+"""Two ends over a real link: the cloud in a thread, the edge in the test; and who says what it likes to the cloud."""
 
 import contextlib
 import copy
 import functools
-import select
-import socket
+import json
 import threading
 
 import split_models as small
 import torch
 
+from thinwire.core.errors import PairError
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.listener import connect
 from thinwire.systems.split import (
     CloudClient,
     CloudEnd,
@@ -20,6 +22,7 @@ from thinwire.systems.split import (
     SplitPlan,
     split_model,
 )
+from thinwire.systems.split.frames import CODEC, unpack
 from thinwire.systems.split.surgery import by_role
 
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.0)
@@ -68,7 +71,7 @@ def serving(half, *, edges=1, pair="pair", checkpoint_dir=None, recipe=RECIPE, *
 
     def run():
         try:
-            server.serve(edges, idle_seconds=20)
+            server.serve(edges)
         except Exception as error:
             ended.append(error)
 
@@ -108,63 +111,35 @@ def visit(server, half, credentials=None, steps=0, port=None, **more):
         return trained(edge, steps), link
 
 
+class Noting(CloudClient):
+    """Keeps the requests, and the replies to them."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.noted = []
+
+    def call(self, request):
+        self.noted += [request, reply := super().call(request)]
+        return reply
+
+
+def guest(server, edge, trust=None):
+    """Who has said hello as an edge does, and has been let in: what it sends now is up to the test."""
+    hello = json.dumps(edge.hello()).encode()
+    peer = connect("127.0.0.1", server.port, hello, PeerIdentity("edge", 0, trust))
+    assert unpack(peer.receive(CODEC, 60.0, 1 << 16)).kind == "ready"
+    return peer
+
+
+def until_closed(peer):
+    with contextlib.suppress(PairError):
+        while True:
+            peer.receive_frame(1, 60.0)
+    peer.close()
+
+
 def assert_same(losses, of_edge, of_cloud, expected):
     """Bit for bit what ``in_process`` came to."""
     assert losses == expected[0]
     assert torch.equal(parameters(of_edge), expected[1])
     assert torch.equal(parameters(of_cloud), expected[2])
-
-
-class Cable:
-    """A proxy in front of a port: counts and keeps what crosses, and cuts when told.
-
-    Attributes:
-        port: to connect to.
-        crossed: bytes as they came, up and down.
-        cut_at: cut the connection when so many bytes have crossed in all; None: never.
-        flip: the way (0 up, 1 down) and the place of a byte that is changed on its way, once.
-    """
-
-    def __init__(self, target, cut_at=None):
-        self.target, self.cut_at, self.flip = target, cut_at, None
-        self.crossed = [bytearray(), bytearray()]
-        self.cuts = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._open = True
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        while self._open:
-            if not select.select([self._listener], [], [], 0.05)[0]:
-                continue
-            near, _ = self._listener.accept()
-            with near, socket.create_connection(("127.0.0.1", self.target)) as far:
-                self._carry([near, far])
-
-    def _carry(self, ends):
-        while self._open:
-            for end in select.select(ends, [], [], 0.05)[0]:
-                try:
-                    data = end.recv(4096)
-                except OSError:
-                    return
-                if not data:
-                    return
-                total = sum(map(len, self.crossed))
-                if self.cut_at is not None and total + len(data) >= self.cut_at:
-                    self.cut_at = None
-                    self.cuts += 1
-                    return  # what came is lost with the connection
-                way = ends.index(end)
-                if self.flip is not None and self.flip[0] == way and self.flip[1] < len(self.crossed[way]) + len(data):
-                    place, self.flip = self.flip[1] - len(self.crossed[way]), None
-                    data = data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
-                self.crossed[way] += data
-                ends[1 - ends.index(end)].sendall(data)
-
-    def close(self):
-        self._open = False
-        self._thread.join()
-        self._listener.close()

@@ -8,7 +8,7 @@ import split_models as small
 import torch
 from split_ends import (
     RECIPE,
-    Cable,
+    Noting,
     assert_same,
     batch_of,
     edge_end,
@@ -19,10 +19,10 @@ from split_ends import (
     serving,
 )
 
+from between import Between
 from thinwire.systems.split import (
     Back,
     Batch,
-    CloudClient,
     CloudEnd,
     LocalPair,
     Recipe,
@@ -33,7 +33,7 @@ from thinwire.systems.split import (
 )
 from thinwire.systems.split.errors import SessionError
 from thinwire.systems.split.estimate import shape_of, steps_of
-from thinwire.systems.split.frames import Message, MessageReader
+from thinwire.systems.split.frames import Message
 from thinwire.systems.split.models import view_of
 from thinwire.systems.split.tasks import TextData
 
@@ -102,9 +102,9 @@ def test_what_a_listener_on_the_wire_sees():
     of_edge, of_cloud = held(PLAN)
     assert isinstance(of_edge, Back)
     with serving(of_cloud) as server:
-        cable = Cable(server.port)
+        cable = Between(server.port)
         edge = edge_end(of_edge)
-        with CloudClient("127.0.0.1", cable.port) as link:
+        with Noting("127.0.0.1", cable.port) as link:
             with pytest.warns(UserWarning, match=r"front_on='cloud': the inputs \(token ids\) leave the edge") as seen:
                 link.attach(edge)
             losses = [float(edge.step(batch_of(step))) for step in range(3)]
@@ -113,12 +113,13 @@ def test_what_a_listener_on_the_wire_sees():
         assert len(seen) == 1
         cable.close()
     assert_same(losses, of_edge, of_cloud, in_process(PLAN, steps=3))
-    up, down = (MessageReader(1 << 20).feed(bytes(way)) for way in cable.crossed)
-    assert [m.kind for m in up] == ["hello", *["ids", "dz"] * 3, "ids", "bye"]
-    assert [m.kind for m in down] == ["ready", *["z", "done"] * 3, "z", "done"]
+    up, down = link.noted[::2], link.noted[1::2]
+    assert [m.kind for m in up] == [*["ids", "dz"] * 3, "ids", "bye"]
+    assert [m.kind for m in down] == [*["z", "done"] * 3, "z", "done"]
     frames = {(kind, tensor.dtype) for m in up for kind, tensor in m.parts}
     assert frames == {("ids", torch.int32), ("lengths", torch.uint16), ("dz", torch.float32)}
     for step, message in enumerate(m for m in up if m.kind == "ids" and not m.evaluation):
+        assert message.one("ids").numpy().tobytes() in bytes(cable.crossed[0])
         assert torch.equal(message.one("ids").long(), batch_of(step).inputs["input_ids"])
     assert sum(link.ledger.sent.values()) == sum(server.ledger.received.values()) == len(cable.crossed[0])
     assert sum(link.ledger.received.values()) == sum(server.ledger.sent.values()) == len(cable.crossed[1])

@@ -1,15 +1,21 @@
-"""Connections of nobody in particular: silent, slow, long, or with words that no terminal should see."""
+"""Connections of nobody in particular: silent, slow, long, or with words that no terminal should see.
+
+What a listener does with them by itself is in ``tests/unit/link/test_hello.py``.
+"""
 
 import contextlib
+import json
 import socket
 import time
 
 import pytest
 import torch
-from split_ends import assert_same, batch_of, edge_end, halves, in_process, linked, serving, visit
+from split_ends import assert_same, batch_of, edge_end, guest, halves, in_process, linked, serving, until_closed, visit
 
-from thinwire.systems.split.connection import MOST
-from thinwire.systems.split.frames import Message, encode
+from thinwire.core.errors import PairError
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.listener import connect
+from thinwire.systems.split.frames import CODEC, Message, pack
 
 
 @contextlib.contextmanager
@@ -23,16 +29,16 @@ def strangers(server, count, says=b""):
         yield made
 
 
-HELLO = b"".join(encode(Message("hello", fields={"edge": "x" * 4000})))
+HALF_A_HELLO = b"thinwire\x01\0\x01\x03"
 CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a TLS handshake
 
 
-@pytest.mark.parametrize("tls,says", [(False, HELLO[:-1]), (True, CLIENT_HELLO)], ids=["half a hello", "of TLS"])
+@pytest.mark.parametrize("tls,says", [(False, HALF_A_HELLO), (True, CLIENT_HELLO)], ids=["half a hello", "of TLS"])
 def test_silent_strangers_do_not_keep_the_edge_out(of, tls, says):
     front, back = halves()
     with (
         serving(back, credentials=of("server") if tls else None) as server,
-        strangers(server, 20, says),
+        strangers(server, 200, says),  # of whom the first make room
         linked(server, edge_end(front), of("edge") if tls else None) as (link, edge),
     ):
         losses = [float(edge.step(batch_of(0)))]
@@ -43,78 +49,26 @@ def test_silent_strangers_do_not_keep_the_edge_out(of, tls, says):
     assert link.reconnects == 0
 
 
-def test_of_too_many_strangers_the_longest_there_makes_room():
-    front, back = halves()
-    with (
-        serving(back, hello_seconds=600.0) as server,
-        strangers(server, MOST) as first,
-        strangers(server, 6),
-        linked(server, edge_end(front)) as (_, edge),
-    ):
-        assert [one.recv(1) for one in first[:6]] == [b""] * 6
-        end = time.monotonic() + 30.0  # each is said by a thread of its own, after its connection has closed
-        while sum(f"{MOST} others connected" in words for words in server.said) < 6:
-            assert time.monotonic() < end, server.said
-            time.sleep(0.01)
-        edge.bye()
-
-
-def test_an_edge_that_has_just_been_taken_in_makes_no_room_for_strangers():
-    """They come while the cloud still says that the edge begins, before the thread that heard its hello has ended."""
-    front, back = halves()
-    with serving(back, hello_seconds=600.0) as server, contextlib.ExitStack() as stack:
-        say = server.say
-
-        def saying(words):
-            if "begins" in words:
-                first = stack.enter_context(strangers(server, MOST + 1))
-                assert first[0].recv(1) == b""  # all have come: the last one took its place
-            say(words)
-
-        server.say = saying
-        assert visit(server, front, steps=1)[1].reconnects == 0
-
-
-def test_handshake_and_hello_have_one_deadline(of):
-    for credentials in (None, of("server")):
-        front, back = halves()
-        with serving(back, credentials=credentials, hello_seconds=1.0) as server:
-            with strangers(server, 1, CLIENT_HELLO if credentials else HELLO[:40]) as (slow,):
-                with contextlib.suppress(ConnectionError):
-                    for _ in range(200):
-                        slow.sendall(b"\x00")
-                        time.sleep(0.1)
-                assert not any(words.startswith("edge") for words in server.said)
-                assert any("did not finish within 1 s" in words for words in server.said)
-            visit(server, front, of("edge") if credentials else None)
-
-
 def test_before_hello_nothing_long_is_taken():
     front, back = halves()
     with serving(back) as server:
-        whole = b"".join(encode(Message("z", parts=(("z", torch.zeros(1 << 15)),))))
-        with strangers(server, 1, whole[:100]) as (long,):
-            assert long.recv(1) == b""
-        assert any("over the limit of 65536 per message" in words for words in server.said)
+        for hello in (json.dumps({"edge": "x" * 70_000}).encode(), b"[" * 60_000, b"[1]", b"{]"):
+            with contextlib.suppress(PairError):
+                until_closed(connect("127.0.0.1", server.port, hello, PeerIdentity("edge", 0)))
         visit(server, front)
+    assert not any("refused" in words for words in server.said)
 
 
 def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
     """Only what the edge says counts: a stranger's connections do not keep its place."""
     front, back = halves()
-    edge = edge_end(front)
-    with serving(back, edges=1, message_seconds=0.5, hold_seconds=0.0) as server:
-        with strangers(server, 1, b"".join(encode(Message("hello", fields=edge.hello())))) as (half,):
-            assert half.recv(1000)
-            half.sendall(b"TWF1")
-            for _ in range(200):
-                if any("fell silent within a message" in words for words in server.said):
-                    break
-                with strangers(server, 1):
-                    time.sleep(0.1)
-            else:
-                pytest.fail("the cloud still waits for the rest of the message")
-        visit(server, halves()[0], name="other")
+    with serving(back, message_seconds=0.5) as server:
+        half = guest(server, edge_end(front))
+        half.send_frame(CODEC.encode(pack(Message("z", parts=(("z", torch.zeros(9)),))), None, 36)[:40])
+        with strangers(server, 20):
+            visit(server, halves()[0], name="other")
+        until_closed(half)
+    assert "edge 'other' begins, step 0" in server.said
 
 
 def test_an_edge_that_stays_and_says_nothing_makes_room_for_one_that_waits():
@@ -124,14 +78,31 @@ def test_an_edge_that_stays_and_says_nothing_makes_room_for_one_that_waits():
     assert "edge 'other' begins, step 0" in server.said
 
 
+def test_an_edge_that_reads_nothing_is_given_up():
+    """Its requests ask for more than the kernel holds, and it takes none of the replies."""
+    front, back = halves()
+    with serving(back, message_seconds=0.5) as server:
+        server.cloud.handle = lambda request: Message("z", parts=(("z", torch.zeros(1 << 24)),))
+        peer = guest(server, edge_end(front))
+        peer.send(pack(Message("z", 0, 1, parts=(("z", torch.zeros(1)),))), CODEC, 10.0)
+        end = time.monotonic() + 60.0
+        while not any("is gone" in words for words in server.said):
+            assert time.monotonic() < end, server.said
+            time.sleep(0.05)
+        del server.cloud.handle
+        peer.close()
+        visit(server, front)
+
+
 def test_a_strangers_words_are_printable():
     front, back = halves()
     edge = edge_end(front)
     spoiled = [edge.hello() | {what: "\ud800\x1b[31m\n" + "x" * 9000} for what in ("plan", "pair", "edge")]
     with serving(back, hold_seconds=0.0) as server:
         for words in spoiled:
-            with strangers(server, 1, b"".join(encode(Message("hello", fields=words)))) as (one,):
-                assert one.recv(1000)
+            peer = connect("127.0.0.1", server.port, json.dumps(words).encode(), PeerIdentity("edge", 0))
+            assert peer.receive(CODEC, 60.0, 1 << 16)
+            peer.close()
         with linked(server, edge):
             edge.bye()
     assert len(server.said) >= 5

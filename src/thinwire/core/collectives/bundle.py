@@ -27,7 +27,6 @@ import multiprocessing.util
 import os
 import select
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -39,9 +38,10 @@ from functools import partial
 from torch import Tensor
 
 from thinwire.core.collectives.streams import CountdownWork, SocketLoop, memory_of
-from thinwire.core.collectives.wires import TcpInfo, Wire, congestion_control, use_congestion_control
+from thinwire.core.connect import Ask
 from thinwire.core.errors import PairError
 from thinwire.core.sockets import TOKEN_BYTES, not_for_children
+from thinwire.core.tcp_info import TcpInfo, Wire, congestion_control, use_congestion_control
 from thinwire.core.tls import CipherSocket
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,11 @@ _KEEPALIVE_SECONDS = 30  # less than after which a router forgets a connection
 
 _BEGIN, _ADAPT_SECONDS = 2, 0.25
 _EMPTY, _FULL = 1.5, 2.0  # of a wire's queue: round trips, over those without one
-_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _TCP_KEEPIDLE, _TCP_KEEPINTVL, _TCP_USER_TIMEOUT, _TCP_NOTSENT_LOWAT = 4, 5, 18, 25
 
 
 _Frame = tuple[int, int, int, int]
 """Of a stream's message: the bytes from an offset on."""
-Ask = Callable[[int, bytes], None]
-"""Tells the other side to open a socket at a port, and the token of ``TOKEN_BYTES`` that it is to show there."""
 Accept = Callable[[socket.socket, Ask, Callable[[], bool]], socket.socket | None]
 """Asks for another socket beside one, and waits for it as long as the last argument says; None: it has not come."""
 Call = Callable[[socket.socket, int, bytes], socket.socket]
@@ -584,7 +581,7 @@ class _End:
         self._kind, self._frame = 0, (0, 0, 0, 0)  # of what comes after a header; kind 0: a header comes
         self._kept: bytearray | None = None
         self._wakes_at = 1
-        self._decrypts = connection if isinstance(connection, (ssl.SSLSocket, CipherSocket)) else None
+        self._decrypts = connection if isinstance(connection, CipherSocket) else None
 
     @property
     def busy(self) -> bool:
@@ -623,7 +620,7 @@ class _End:
                         self.moved = time.monotonic()
                     self._left = self._left[self.socket.send(self._left) :]
                     bundle.moved(out=True)
-            except _NOT_YET:
+            except BlockingIOError:
                 self._wait_for_room(True)
             except OSError as caught:
                 error = caught
@@ -652,7 +649,7 @@ class _End:
                     self._into = self._into[count:]
                     if not self._into:
                         self._take()
-            except _NOT_YET:
+            except BlockingIOError:
                 pass
             except OSError as caught:
                 lost = caught.strerror or str(caught)

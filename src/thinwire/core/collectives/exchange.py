@@ -36,16 +36,9 @@ from torch import Tensor
 
 from thinwire.core.collectives.circle import circle_of, group_named
 from thinwire.core.collectives.groups import backend_of_new, backends_of, bounded, seconds_of
-from thinwire.core.collectives.mesh import (
-    Mesh,
-    all_gather_by_mesh,
-    all_reduce_by_mesh,
-    open_mesh,
-    ordered_sum,
-    reduce_scatter_by_mesh,
-)
+from thinwire.core.collectives.meeting import open_mesh
+from thinwire.core.collectives.mesh import Mesh, ordered_sum
 from thinwire.core.collectives.streams import CountdownWork
-from thinwire.core.collectives.wires import Wire
 from thinwire.core.program import Topology
 from thinwire.core.program.ops import (
     AllGather,
@@ -59,6 +52,7 @@ from thinwire.core.program.ops import (
     sent_bytes,
 )
 from thinwire.core.sockets import MESH_RANKS
+from thinwire.core.tcp_info import Wire
 
 _STORE_SECONDS = 2.0
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
@@ -340,12 +334,7 @@ def send_and_receive(
 ) -> PairwiseWork | CountdownWork:
     messages = (*sending.values(), *receiving.values())
     if lane.mesh is not None and all(x.device.type == "cpu" for x in messages):
-        work = CountdownWork(len(messages))
-        for peer, x in receiving.items():
-            lane.mesh.first[peer].receive(x, work)
-        for peer, x in sending.items():
-            lane.mesh.first[peer].send(x, work)
-        return work
+        return lane.mesh.swap(sending, receiving)
 
     def group(source: int, target: int) -> dist.ProcessGroup:
         return lane.back if lane.back is not None and source > target else lane.group
@@ -422,10 +411,8 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
     group, size = lane.group, lane.size
     if isinstance(op, AllReduce):
         if _swaps(x, lane):
-            if lane.size > 2 and lane.mesh is not None and lane.mesh.shared and x.nbytes <= _AT_ONCE_BYTES:
-                return _all_reduce_at_once(x, lane)
-            if lane.size > 2:
-                return Pending((all_reduce_by_mesh(x, lane),), lambda: x)
+            if lane.size > 2 and lane.mesh is not None:
+                return _all_reduce_in_pairs(x, lane.mesh)
             return _all_reduce_of_two(x, lane, tag)
         return Pending((dist.all_reduce(x, group=group, async_op=True),), lambda: x)
     if isinstance(op, AllGather):
@@ -480,16 +467,18 @@ def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:
     return Pending((send_and_receive({1 - lane.rank: x}, {1 - lane.rank: other}, lane, tag),), lambda: x.add_(other))
 
 
-def _all_reduce_at_once(x: Tensor, lane: Lane) -> Pending:
-    """Let each rank send everything to all others: on a long wire one turn of more bytes takes less than two turns."""
-    everyone = x.new_empty((lane.size, *x.shape))
-    return Pending((all_gather_by_mesh(x, everyone, lane),), lambda: ordered_sum(list(everyone), out=x))
+def _all_reduce_in_pairs(x: Tensor, mesh: Mesh) -> Pending:
+    """Sum in two turns; or on a long wire, of few bytes, in one of more bytes, which takes less time there."""
+    if not mesh.shared or x.nbytes > _AT_ONCE_BYTES:
+        return Pending((mesh.all_reduce(x),), lambda: x)
+    everyone = x.new_empty((mesh.size, *x.shape))
+    return Pending((mesh.all_gather(x, everyone),), lambda: ordered_sum(list(everyone), out=x))
 
 
 def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pending:
     """Let each rank send its tensor to all others, without the copies that Gloo would make."""
     if lane.mesh is not None:
-        return Pending((all_gather_by_mesh(x, out, lane),), lambda: out)
+        return Pending((lane.mesh.all_gather(x, out),), lambda: out)
     if out[lane.rank].data_ptr() != x.data_ptr():
         out[lane.rank].copy_(x)
     others = [rank for rank in range(lane.size) if rank != lane.rank]
@@ -508,7 +497,7 @@ def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
             f"a reduce-scatter over {lane.size} ranks needs a multiple of that many elements, not {x.numel()}"
         )
     if lane.mesh is not None and x.device.type == "cpu":
-        scatter, total = reduce_scatter_by_mesh(x, lane)
+        scatter, total = lane.mesh.reduce_scatter(x)
         return Pending((scatter,), total)
     if not _on_gloo(x, lane):
         shard = x.new_empty(x.numel() // lane.size)

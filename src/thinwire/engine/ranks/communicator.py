@@ -23,7 +23,7 @@ import thinwire
 from thinwire.core.collectives.circle import circle_of, place_in
 from thinwire.core.collectives.exchange import Lane, Lanes, Ledger, Pending, all_gather_flat, issue, pairwise
 from thinwire.core.collectives.groups import backend_for, backends_to_ask_for, seconds_of
-from thinwire.core.collectives.mesh import identity
+from thinwire.core.collectives.meeting import identity
 from thinwire.core.kernels.lowrank import arithmetic
 from thinwire.core.program import Method, NextForward, Program, Scope, Topology
 from thinwire.core.program.ops import AllGather, Broadcast, Op, drive, own_modes

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from thinwire.core.collectives.exchange import Lane, Lanes, all_gather_flat, issue, long_wire
 from thinwire.core.collectives.groups import backend_for, topology_of
-from thinwire.core.collectives.wires import Wire
 from thinwire.core.pricing.costs import KINDS, Curve, Table
 from thinwire.core.program.ops import (
     AllGather,
@@ -31,6 +30,7 @@ from thinwire.core.program.ops import (
     Scope,
 )
 from thinwire.core.program.topology import Topology
+from thinwire.core.tcp_info import Wire
 from thinwire.core.words import counted
 from thinwire.predict.measure.kernels import KERNELS, LEAST_CALLS, kernel_cases, settle
 from thinwire.predict.measure.result import Measurement, ProbeResult, never_falling

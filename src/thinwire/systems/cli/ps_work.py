@@ -30,7 +30,7 @@ from thinwire.core.checks import check_count, check_number
 from thinwire.core.events import LastWords, event_in, python, tell_event
 from thinwire.core.secret_file import VARIABLE
 from thinwire.core.words import counted
-from thinwire.systems.link.hello import find_trust, is_loopback, read_secret
+from thinwire.systems.link.hello import Trust, find_trust, is_loopback, read_secret
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.parameter_server import (
     DelayedNesterov,
@@ -122,23 +122,30 @@ def build(model: str, seed: int) -> Workload:
     return build_model(model, seed)
 
 
-def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
+def make_service(
+    model: str, settings: str, outer: str, *, nodes: int, seed: int, secret: bytes | None = None,
+    keys: Path | None = None, insecure: bool = False, **options: Any,
+) -> Service:  # fmt: skip
     facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
     return Service(
         build(model, seed).model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer,
-        nodes=nodes, facts=facts, **options,
+        nodes=nodes, facts=facts, trust=find_trust(secret, keys, insecure), **options,
     )  # fmt: skip
 
 
 def run_shard(
-    server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, **options: Any
-) -> dict[str, Any]:
-    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect."""
+    server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, host: str,
+    secret: bytes | None = None, keys: Path | None = None, insecure: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Run one shard until the training ends."""
     torch.set_num_threads(1)
     check_count("--index", index, 0)
     check_server(server)
     made, words = (None, _published) if outer is None else (read_outer(outer), None)
-    shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
+    shard = Shard(
+        server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, host=host,
+        trust=find_trust(secret, keys, insecure),
+    )  # fmt: skip
     print(f"shard {index}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
     return {"index": index, "version": shard.run()}
 
@@ -154,16 +161,18 @@ def rank_of(node: int, worker: int) -> int:
 
 
 def make_worker(
-    leader: Node | str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int, **trust: Any
-) -> Worker:
+    leader: Node | str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
+    keys: Path | None = None, trust: Trust = None,
+) -> Worker:  # fmt: skip
     workload = build(model, seed)
 
     def loss(network: nn.Module, step: int) -> Tensor:
         return workload.loss(network, step, rank_of(node, number))
 
     return Worker(
-        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, **trust
-    )
+        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace,
+        trust=trust or find_trust(keys=keys),
+    )  # fmt: skip
 
 
 def run_node(
@@ -176,8 +185,7 @@ def run_node(
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
     check_server(server)
     check_model(model)
-    secret = read_secret_file(secret_file)
-    find_trust(secret, keys)  # refuses unusable secrets or keys before any output
+    trust = find_trust(read_secret_file(secret_file), keys)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if secret_file is not None:
         environment[VARIABLE] = str(secret_file.absolute())
@@ -185,11 +193,9 @@ def run_node(
     node, end = None, "training has ended"
     print(f"node {number}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
     try:
-        node = Node(server, number, workers, secret=secret, keys=keys)
+        node = Node(server, number, workers, trust=trust)
         if workers == 1:
-            worker = make_worker(
-                node, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, secret=secret, keys=keys
-            )
+            worker = make_worker(node, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, trust=trust)
             stats = worker.run()
             node.wait(5.0)
             return {"node": number, "end": end, "submissions": stats.submissions, "restarts": 0}

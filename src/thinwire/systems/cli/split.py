@@ -424,10 +424,10 @@ def read_link(up: str, down: str | None, latency: str) -> Link:
 def read_keys(directory: Path | None, fingerprint: str | None, host: str, insecure: bool) -> Credentials | None:
     """Read what ``thinwire keys new`` wrote for a machine; None: no TLS, for this machine only or on request."""
     from thinwire.systems.split import Credentials
-    from thinwire.systems.split.connection import check_plain
+    from thinwire.systems.split.connection import trust_of
 
     if directory is None:
-        check_plain(host, insecure)
+        trust_of(host, None, insecure)
         if fingerprint is not None:
             raise ValueError("--fingerprint belongs to a TLS certificate: give --keys too")
         return None

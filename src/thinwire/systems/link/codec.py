@@ -55,7 +55,7 @@ class Codec:
 
     def decode(self, frame: bytes) -> tuple[Any, int, int]:
         """Return the message of a frame, and the number of rows and of tensor bytes that follow it."""
-        number, rows, tensor_bytes, *values = FRAME.unpack(frame)
+        number, rows, tensor_bytes, *values = FRAME.unpack(frame) if len(frame) == FRAME.size else (-1, 0, 0)
         if not 0 <= number < len(self.kinds) or rows < 0 or tensor_bytes < 0:
             raise ValueError(f"what arrived is not a message of {self.of}: is another program using the port?")
         kind, wrong = self.kinds[number], ""

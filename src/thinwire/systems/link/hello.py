@@ -17,17 +17,26 @@ import secrets
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import NoReturn
 
+from thinwire.core.duplex import Duplex
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.secret_file import VARIABLE
 from thinwire.core.sockets import SOCKETS, TOKEN_BYTES
 from thinwire.core.tls import Certificate, Credentials
-from thinwire.systems.link.duplex import Duplex
 
-Trust = Credentials | bytes | None
-"""Certificates on both sides, a secret that both know, or neither."""
+
+class Insecure(Enum):
+    """In place of a secret: whoever reaches the port may connect."""
+
+    INSECURE = "insecure"
+
+
+INSECURE = Insecure.INSECURE
+Trust = Credentials | bytes | Insecure | None
+"""Certificates on both sides, a secret that both know, ``INSECURE``, or None: as that, but only on this machine."""
 _LEAST = 16
 
 
@@ -39,23 +48,26 @@ def read_secret(path: str | Path) -> bytes:
     return _checked(content.strip(), f"the secret in {path}")
 
 
-def find_secret(given: str | bytes | None = None) -> bytes | None:
-    """Return the given secret, else the content of the file that ``THINWIRE_SECRET_FILE`` names, else None."""
-    if given is None:
-        named = os.environ.get(VARIABLE)
-        return read_secret(named) if named else None
-    if not isinstance(given, (str, bytes)):
-        raise ValueError(f"secret= must be a string or bytes, not a {type(given).__name__}")
-    return _checked(given.encode() if isinstance(given, str) else given, "secret=")
+def find_trust(
+    secret: str | bytes | None = None, keys: str | Path | Credentials | None = None, insecure: bool = False
+) -> Trust:
+    """Return who may connect, and by what: keys, else a secret, else whoever can.
 
-
-def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials | None = None) -> Trust:
-    """Return the credentials from an identity's directory; without ``keys``, what :func:`find_secret` finds."""
-    if keys is None:
-        return find_secret(secret)
+    Args:
+        secret: at least 16 bytes; by default the content of the file that ``THINWIRE_SECRET_FILE`` names.
+        keys: credentials, or the directory of an identity.
+        insecure: without keys and a secret, let in whoever reaches an address that others reach, too.
+    """
+    if keys is not None:
+        if secret is not None:
+            raise ValueError("give keys, or a secret, not both: with certificates nobody needs a secret")
+        return keys if isinstance(keys, Credentials) else Credentials.of(keys)
+    if secret is not None and not isinstance(secret, (str, bytes)):
+        raise ValueError(f"secret= must be a string or bytes, not a {type(secret).__name__}")
     if secret is not None:
-        raise ValueError("give keys, or a secret, not both: with certificates nobody needs a secret")
-    return keys if isinstance(keys, Credentials) else Credentials.of(keys)
+        return _checked(secret.encode() if isinstance(secret, str) else secret, "secret=")
+    named = os.environ.get(VARIABLE)
+    return read_secret(named) if named else INSECURE if insecure else None
 
 
 def own_trust(trust: Trust) -> Trust:
@@ -79,14 +91,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_host(host: str, trust: Trust, insecure: bool) -> None:
-    """Refuse an address that others can reach if neither keys nor a secret keep strangers out."""
-    if trust is None and not insecure and not is_loopback(host):
-        raise ValueError(
-            f"whoever reaches {host} could take part in this training: give each of its processes keys, with --keys or "
-            f"keys= (thinwire keys new makes them), or all of them one secret, with --secret-file FILE, {VARIABLE} or "
-            "secret=; or let everybody in with --insecure, or insecure=True"
-        )
+_WAYS = (
+    "give each of its processes keys, with --keys or keys= (thinwire keys new makes them), or all of them one secret, "
+    f"with --secret-file FILE, {VARIABLE} or secret=; or let everybody in with --insecure, or insecure=True"
+)
+
+
+def check_host(host: str, trust: Trust, ways: str = _WAYS) -> None:
+    """Refuse an address that others can reach if nothing keeps strangers out; ``ways``: what to do about it."""
+    if not isinstance(trust, Trust):
+        raise ValueError(f"trust={trust!r} must come from find_trust")
+    if trust is None and not is_loopback(host):
+        raise ValueError(f"whoever reaches {host} could take part in this training: {ways}")
 
 
 VERSION = 1
@@ -94,7 +110,7 @@ NOTES, FRAMES, TENSORS = 0, 1, 2
 """What a connection is for. On a long wire there are more for tensors: the number of the n-th is ``TENSORS + n``."""
 AGAIN = TENSORS + SOCKETS
 """One for tensors in place of a lost one. Its token is new: the listener gives it to the peer, for one connection."""
-ROLES = ("node", "shard", "worker")
+ROLES = ("node", "shard", "worker", "edge")
 
 _MAGIC = b"thinwire"
 _FIRST = struct.Struct(f"<8sHBBq{TOKEN_BYTES}s32s")  # magic, version, channel, role, number, token, nonce

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from thinwire.core.collectives.streams import memory_of
+from thinwire.core.duplex import Duplex, end_of
 from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec
-from thinwire.systems.link.duplex import Duplex, end_of
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.tensor_sockets import TensorSockets
 
@@ -25,6 +24,11 @@ SLOWEST = 1e6 / 8
 """Bytes per second that a link must carry; a slower link counts as dead."""
 
 logger = logging.getLogger("thinwire")
+
+
+def allowance(size: int, seconds: float) -> float:
+    """Return how long so many bytes may take, if the other side may be silent for ``seconds``."""
+    return seconds + size / SLOWEST
 
 
 class Peer:
@@ -50,11 +54,46 @@ class Peer:
     def host(self) -> str:
         return self._frames.host
 
-    def send_frame(self, frame: bytes) -> None:
-        """Send bytes, in order with other frames. If the other side accepts nothing, only ``close`` ends the wait."""
+    @property
+    def crossed(self) -> tuple[int, int]:
+        """Bytes sent and received with all that proofs and encryption add, but not to what several sockets carry."""
+        ends = self._frames, self._tensors
+        return sum(end.sent for end in ends), sum(end.received for end in ends)
+
+    def send(self, message: Any, codec: Codec, seconds: float, frame_seconds: float | None = None) -> None:
+        """Send a message with its rows and its tensor, for which the other side may take ``seconds`` beyond its bytes.
+
+        ``frame_seconds``: as for :meth:`send_frame`.
+        """
+        tensor: Tensor | None = getattr(message, "tensor", None)
+        size = 0 if tensor is None else tensor.nbytes
+        self.send_frame(codec.encode(message, None, size), frame_seconds)
+        if tensor is not None:
+            self.send_tensor(tensor, allowance(size, seconds))
+
+    def receive(self, codec: Codec, seconds: float, most_bytes: int) -> Any:
+        """Receive what :meth:`send` sends; its tensor as ``uint8 [n]``."""
+        message, size = self._head(codec, seconds, seconds, most_bytes)
+        return self._with_tensor(message, size, seconds) if size else message
+
+    def _head(self, codec: Codec, patience: float | None, seconds: float, most_bytes: int) -> tuple[Any, int]:
+        """Receive the next message without its tensor, and the size of that."""
+        message, rows, size = codec.decode(self.receive_frame(FRAME.size, patience))
+        if size > most_bytes:
+            raise ValueError(f"a message announces {size} bytes, but {codec.of} has at most {most_bytes} here")
+        if rows:
+            message = codec.with_rows(message, self.receive_frame(ROW_BYTES * rows, seconds))
+        return message, size
+
+    def _with_tensor(self, message: Any, size: int, seconds: float) -> Any:
+        room = torch.empty(size, dtype=torch.uint8)
+        return replace(message, tensor=self.receive_tensor(room, allowance(size, seconds)))
+
+    def send_frame(self, frame: bytes, seconds: float | None = None) -> None:
+        """Send bytes, in order with other frames; None: if the other side accepts nothing, only ``close`` ends that."""
         with self._sending:
             self.sent_bytes += len(frame)  # counted first, so that the receiver never finds it uncounted
-            self._frames.write(frame, math.inf)
+            self._frames.write(frame, end_of(seconds))
 
     def receive_frame(self, size: int, seconds: float | None) -> bytes:
         """Receive exactly ``size`` bytes. Raises ``PairError`` if they do not come in time; None: no limit."""
@@ -175,7 +214,7 @@ class Peer:
             if reporting:
                 message = self._compose()
             if message is not None:
-                self._send(message)
+                self.send(message, self._codec, self._seconds)
                 with self._lock:
                     self._sent += not reporting
                     self._lock.notify_all()
@@ -194,44 +233,26 @@ class Peer:
                 if self._over:
                     return
                 message, _ = self._data[0]
-            self._send(message)
+            self.send(message, self._codec, self._seconds)
             with self._lock:
                 self._data.pop(0)
                 self._lock.notify_all()
 
-    def _send(self, message: Any) -> None:
-        tensor: Tensor | None = getattr(message, "tensor", None)
-        size = 0 if tensor is None else tensor.nbytes
-        self.send_frame(self._codec.encode(message, None, size))
-        if tensor is not None:
-            self.send_tensor(tensor, self._allowance(size))
-
     def _receive(self) -> None:
         while True:
-            message, rows, size = self._codec.decode(self.receive_frame(FRAME.size, self._patience))
-            if size > self._most_bytes:
-                raise ValueError(f"a message announces {size} bytes, but this model has at most {self._most_bytes}")
-            if rows:
-                message = self._codec.with_rows(message, self.receive_frame(ROW_BYTES * rows, self._seconds))
+            message, size = self._head(self._codec, self._patience, self._seconds, self._most_bytes)
             if not size:
                 self._deliver(message)
                 continue
-            self._announced(self._allowance(size))
+            self._announced(allowance(size, self._seconds))
             if self._channels == 2:
                 self._arriving.put((message, size))
             else:
-                self._deliver_with_tensor(message, size)
+                self._deliver(self._with_tensor(message, size, self._seconds))
 
     def _receive_data(self) -> None:
         while (arriving := self._arriving.get()) is not None:
-            self._deliver_with_tensor(*arriving)
-
-    def _deliver_with_tensor(self, message: Any, size: int) -> None:
-        room = torch.empty(size, dtype=torch.uint8)
-        self._deliver(replace(message, tensor=self.receive_tensor(room, self._allowance(size))))
-
-    def _allowance(self, size: int) -> float:
-        return self._seconds + size / SLOWEST
+            self._deliver(self._with_tensor(*arriving, self._seconds))
 
 
 class LocalPeer:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from thinwire.core.collectives.bundle import FRAME_BYTES, Accept, Bundle, Call
 from thinwire.core.collectives.streams import CountdownWork, socket_loop
-from thinwire.core.collectives.wires import active_sockets
+from thinwire.core.duplex import SILENT, Duplex
 from thinwire.core.errors import PairError, PairTimeout
-from thinwire.systems.link.duplex import SILENT, Duplex
+from thinwire.core.tcp_info import active_sockets
 
 _UNMOVED_SECONDS = 900.0  # after which whatever waits without a deadline fails, as in the kernel
 _EARLY_FRAMES, _EARLY_TENSORS = 2048, 4  # that may come before this side reads them
@@ -21,6 +21,7 @@ class TensorSockets:
     """What :class:`Duplex` is to a peer's tensors. A lost socket is opened again; all of them lost end it."""
 
     def __init__(self, connections: Sequence[Duplex], accept: Accept | None = None, call: Call | None = None) -> None:
+        self.sent, self.received = (sum(n) for n in zip(*((one.sent, one.received) for one in connections)))
         sockets, host = [one.release() for one in connections], connections[0].host
         active = active_sockets(sockets, len(sockets))
         self._bundle = Bundle(sockets, host, _UNMOVED_SECONDS, socket_loop(), accept=accept, call=call, active=active)
@@ -35,10 +36,12 @@ class TensorSockets:
     def write(self, data: memoryview, end: float) -> None:
         """Send a message. ``PairError``: the other side did not accept it in time, or has gone."""
         self._move(self._stream.send, data, end)
+        self.sent += len(data)
 
     def read_into(self, view: memoryview, end: float) -> None:
         """Receive the next message, which is as long as ``view``. ``PairError``: it did not come whole in time."""
         self._move(self._stream.receive, view, end)
+        self.received += len(view)
 
     def _move(self, post: Callable[[memoryview, CountdownWork], None], view: memoryview, end: float) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 Not here: the synchronous exchange (``engine``), virtual clocks (``planner``) and sockets (``link``).
 """
 
+from thinwire.systems.link.hello import find_trust
 from thinwire.systems.parameter_server import presets
 from thinwire.systems.parameter_server.api import run, serve, serve_shard
 from thinwire.systems.parameter_server.journal import Journal, replay
@@ -36,6 +37,7 @@ __all__ = [
     "ShardRefused",
     "Status",
     "Worker",
+    "find_trust",
     "preset",
     "presets",
     "replay",

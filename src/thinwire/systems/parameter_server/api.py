@@ -21,6 +21,7 @@ from thinwire.core.tls import Credentials
 from thinwire.engine.attach import attach
 from thinwire.engine.services import Services
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
+from thinwire.systems.link.hello import find_trust
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.node import Node
@@ -80,7 +81,7 @@ def serve(
     if updates is None and gradients is None:
         raise ValueError("say when to end: give updates or gradients")
     service = Service(
-        model, settings or inhad(), port=port, host=host, secret=secret, keys=keys, insecure=insecure, outer=outer,
+        model, settings or inhad(), port=port, host=host, trust=find_trust(secret, keys, insecure), outer=outer,
         shards=shards, updates=updates, gradients=gradients, checkpoint_dir=checkpoint_dir, journal=journal,
         on_status=on_status,
     )  # fmt: skip
@@ -116,8 +117,8 @@ def serve_shard(
         PairError: the port is taken.
     """
     shard = Shard(
-        server, index, outer=outer, checkpoint_dir=checkpoint_dir, port=port, host=host, secret=secret, keys=keys,
-        insecure=insecure,
+        server, index, outer=outer, checkpoint_dir=checkpoint_dir, port=port, host=host,
+        trust=find_trust(secret, keys, insecure),
     )  # fmt: skip
     return shard.run()
 
@@ -162,14 +163,15 @@ def run(
     """
     split_address(server)
     check_choice("intra_node", intra_node, ("leader", "collectives"))
-    options: dict[str, Any] = {"slowdown": slowdown, "pace_seconds": pace_seconds, "secret": secret, "keys": keys}
+    trust = find_trust(secret, keys)
+    options: dict[str, Any] = {"slowdown": slowdown, "pace_seconds": pace_seconds, "trust": trust}
     local, workers = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     port = leader_port or int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
     number = _node_number() if node_id is None else node_id
 
     def lead(members: int, **more: Any) -> WorkerStats:
         """Run the worker in the process of its leader."""
-        node = Node(server, number, members, port=port if members > 1 else 0, secret=secret, keys=keys)
+        node = Node(server, number, members, port=port if members > 1 else 0, trust=trust)
         try:
             stats = Worker(model, batches, loss, node, 0, **options, **more).run()
             node.wait(5.0)

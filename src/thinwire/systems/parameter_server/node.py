@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.tls import Credentials
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.hello import PeerIdentity, check_identity, find_trust, own_trust
+from thinwire.systems.link.hello import PeerIdentity, Trust, check_identity, find_trust, own_trust
 from thinwire.systems.link.listener import Caller, Listener, connect, split_address
 from thinwire.systems.link.peer import SLOWEST, LocalPeer, Peer, join_all, unended
 from thinwire.systems.parameter_server import messages as msg
@@ -128,8 +127,7 @@ class Node(AbstractContextManager["Node"]):
         node: number of this node.
         workers: W, the number of workers.
         port: for this machine's workers, on the loopback interface; 0 chooses a free one.
-        secret: the server's, which workers must know too; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: directory of this node's identity, if the server uses keys; its workers need the same one.
+        trust: as for :class:`Shard`; its workers need the same.
         leases: give up after that many leases without a server.
 
     Raises:
@@ -145,11 +143,10 @@ class Node(AbstractContextManager["Node"]):
         *,
         port: int = 0,
         leases: float = 6.0,
-        secret: str | bytes | None = None,
-        keys: str | Path | Credentials | None = None,
+        trust: Trust = None,
     ) -> None:
         self._server, self._leases = server, leases
-        self._identity = PeerIdentity("node", node, find_trust(secret, keys))
+        self._identity = PeerIdentity("node", node, trust or find_trust())
         caller = self._call(60.0)
         self.settings = Settings.from_json(caller.note("settings"))
         self.layout = Layout.from_json(caller.note("layout"))

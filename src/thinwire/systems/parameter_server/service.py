@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from thinwire.core.checks import check_count
 from thinwire.core.durable import readable
 from thinwire.core.errors import PairError
-from thinwire.core.tls import Credentials
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.hello import check_identity, find_trust
+from thinwire.systems.link.hello import Trust, check_identity, find_trust
 from thinwire.systems.link.listener import Listener
 from thinwire.systems.link.peer import Peer, join_all, unended
 from thinwire.systems.parameter_server import checkpoint as checkpoints
@@ -55,7 +54,8 @@ class Service(AbstractContextManager["Service"]):
         facts: for the journal's first line.
         on_update: called with the version and the weights after the first update and then after every
             ``on_update_every``; it must not modify the weights. Shards send theirs to the server for this.
-        host, secret, keys, insecure, outer, shards, updates, gradients, checkpoint_dir, journal, on_status: as for
+        trust: who may connect (:func:`find_trust`); by default who knows the secret of ``THINWIRE_SECRET_FILE``.
+        host, outer, shards, updates, gradients, checkpoint_dir, journal, on_status: as for
             :func:`serve`; without an end, until ``stop`` is called.
 
     Raises:
@@ -71,9 +71,7 @@ class Service(AbstractContextManager["Service"]):
         *,
         port: int = 0,
         host: str = "127.0.0.1",
-        secret: str | bytes | None = None,
-        keys: str | Path | Credentials | None = None,
-        insecure: bool = False,
+        trust: Trust = None,
         outer: Outer | None = None,
         outer_text: str | None = None,
         nodes: int | None = None,
@@ -125,9 +123,7 @@ class Service(AbstractContextManager["Service"]):
             "nodes": str(count),
             "outer": outer_text or ("auto" if outer is None else ""),
         }
-        self._listener = Listener(
-            port, host, notes, roles=("node", "shard"), trust=find_trust(secret, keys), insecure=insecure
-        )
+        self._listener = Listener(port, host, notes, roles=("node", "shard"), trust=trust or find_trust())
         try:  # only after listening: another server on this port may be writing the journal
             self._journal = JournalWriter(journal, settings, facts or {}, self.saves.resumed) if journal else None
         except ValueError:

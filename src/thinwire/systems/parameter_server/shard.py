@@ -18,9 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.core.errors import NotAdmitted, PairError
-from thinwire.core.tls import Credentials
 from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.hello import PeerIdentity, find_trust, is_loopback
+from thinwire.systems.link.hello import PeerIdentity, Trust, find_trust, is_loopback
 from thinwire.systems.link.listener import Caller, Listener, split_address
 from thinwire.systems.link.peer import Peer, join_all, unended
 from thinwire.systems.parameter_server import checkpoint as checkpoints
@@ -229,7 +228,8 @@ class Shard(AbstractContextManager["Shard"]):
         read_outer: makes ``outer``, if that is not given, from the text that the server publishes (``outer_text``).
         host: as for :func:`serve_shard`. Connections to the server also start from it, because leaders are sent to the
             address from which the shard connected.
-        server, index, outer, checkpoint_dir, port, secret, keys, insecure: as for :func:`serve_shard`.
+        server, index, outer, checkpoint_dir, port: as for :func:`serve_shard`.
+        trust: as for :class:`Service`; the server's secret, or keys of the same authority.
         leases: give up after that many leases without a server.
 
     Raises:
@@ -246,9 +246,7 @@ class Shard(AbstractContextManager["Shard"]):
         checkpoint_dir: str | Path | None = None,
         port: int = 0,
         host: str = "127.0.0.1",
-        secret: str | bytes | None = None,
-        keys: str | Path | Credentials | None = None,
-        insecure: bool = False,
+        trust: Trust = None,
         leases: float = 6.0,
     ) -> None:
         there, _ = split_address(server)
@@ -262,10 +260,10 @@ class Shard(AbstractContextManager["Shard"]):
         self.slice: WeightSlice | None = None
         self.leaders = Leaders(self._tell)
         self._over = threading.Event()
-        self._identity = PeerIdentity("shard", index, find_trust(secret, keys))
+        self._identity = PeerIdentity("shard", index, trust or find_trust())
         anywhere = host in ("", "0.0.0.0", "::") or (is_loopback(host) and not is_loopback(there))
         self._source = None if anywhere else host
-        self._listener = Listener(port, host, roles=("node",), trust=self._identity.trust, insecure=insecure)
+        self._listener = Listener(port, host, roles=("node",), trust=self._identity.trust)
         self._listener.serve(self._came, FRAME.size)
 
     def run(self) -> int:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 
 from thinwire.core.checks import check_number
 from thinwire.core.errors import NotAdmitted, PairError
-from thinwire.core.tls import Credentials
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
-from thinwire.systems.link.hello import PeerIdentity, find_trust, own_trust
+from thinwire.systems.link.hello import PeerIdentity, Trust, find_trust, own_trust
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.link.peer import LocalPeer, Peer
 from thinwire.systems.parameter_server.compress import most_bytes
@@ -119,7 +117,8 @@ class Worker:
         check: called before each attempt to reach the leader; may raise.
         gradient: (flat parameters, number of the batch) -> flat gradient (a new tensor each time), loss, samples; by
             default that of ``loss``.
-        batches, loss, secret, keys: as for :func:`run`; the leader's secret or keys.
+        batches, loss: as for :func:`run`.
+        trust: its node's.
     """
 
     def __init__(
@@ -135,8 +134,7 @@ class Worker:
         on_step: Callable[[float, float], None] = lambda seconds, loss: None,
         check: Callable[[], object] = lambda: None,
         gradient: Callable[[Tensor, int], tuple[Tensor, float, int]] | None = None,
-        secret: str | bytes | None = None,
-        keys: str | Path | Credentials | None = None,
+        trust: Trust = None,
     ) -> None:
         self.model, self._leader, self.number = model, leader, number
         self._slowdown, self._pace, self._on_step = slowdown, pace_seconds, on_step
@@ -145,7 +143,7 @@ class Worker:
         self.layout = Layout.of(model)
         self._take = gradient or partial(local_gradient, model, self.layout, numbered(batches), loss)
         self.stats = WorkerStats()
-        self._identity = PeerIdentity("worker", number, own_trust(find_trust(secret, keys)))
+        self._identity = PeerIdentity("worker", number, own_trust(trust or find_trust()))
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, and at the end the reason as a string
         self._theta: Tensor | None = None
         self._began = time.monotonic()

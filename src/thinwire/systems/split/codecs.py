@@ -264,12 +264,11 @@ class Chain:
             return fresh * 4 * width + (tokens - fresh) * self.values.bytes_per_row(width, itemsize)
         return tokens * self.values.bytes_per_row(width, itemsize)
 
-    def frames(self, training: bool) -> list[int]:
-        """Return the number of dimensions of each part."""
-        lead = 1 if self.packs else 2
+    def parts(self, training: bool) -> int:
+        """Return how many parts a message has."""
         if isinstance(self.values, Delta) and training:
-            return [2, 2, 1]
-        return [lead + 1, lead] if isinstance(self.values, Quantised) else [lead + 1]
+            return 3
+        return 2 if isinstance(self.values, Quantised) else 1
 
 
 def check_chain(words: Sequence[str], direction: str, carries: str | None = None) -> None:

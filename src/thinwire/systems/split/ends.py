@@ -22,7 +22,7 @@ from thinwire.systems.split.programs import Program, Receive, Send, StepContext,
 from thinwire.systems.split.surgery import Back, Front, by_role, check_holder
 from thinwire.systems.split.tasks import Batch
 
-_PROTOCOL = 2
+_PROTOCOL = 3
 _HELLO = {
     "protocol": int, "plan": str, "recipe": str, "pair": str, "session": str, "edge": str, "steps": list, "total": int,
 }  # fmt: skip

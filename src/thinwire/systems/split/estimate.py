@@ -14,7 +14,7 @@ from torch import nn
 from thinwire.core.checks import check_number
 from thinwire.systems.split.codecs import Visit
 from thinwire.systems.split.ends import LocalPair
-from thinwire.systems.split.frames import HEADER_BYTES
+from thinwire.systems.split.frames import header_bytes
 from thinwire.systems.split.models import View, view_of
 from thinwire.systems.split.plan import Recipe, SplitPlan
 from thinwire.systems.split.surgery import split_model
@@ -83,51 +83,49 @@ def crossings(
     visit = Visit(lengths if shape.uses_lengths else None, training=training)
     made = []
 
-    def message(kind: str, up: bool, parts: Sequence[tuple[str, int, Sequence[int]]]) -> None:
-        header = sum(HEADER_BYTES + 4 * dims for _, _, frames in parts for dims in frames)
-        total = header + sum(count for _, count, _ in parts)
-        more = _RECORD_OVERHEAD * math.ceil(total / _RECORD) if tls else 0
+    def message(kind: str, up: bool, parts: Sequence[tuple[str, int, int]]) -> None:
+        header, total = header_bytes(sum(tensors for *_, tensors in parts)), sum(count for _, count, _ in parts)
+        more = _RECORD_OVERHEAD * (1 + math.ceil(total / _RECORD)) if tls else 0
         made.append(Crossing(kind, up, tuple((name, count) for name, count, _ in parts), header, more))
 
-    def state(direction: str) -> tuple[str, int, list[int]]:
+    def state(direction: str) -> tuple[str, int, int]:
         chain, name = plan.chain(direction), plan.carries(direction)
         fresh = fresh_tokens if name == "activation" else 0
-        return name, chain.nbytes(batch, length, visit, width, shape.itemsize, fresh), chain.frames(training)
+        return name, chain.nbytes(batch, length, visit, width, shape.itemsize, fresh), chain.parts(training)
 
-    facts: list[tuple[str, int, list[int]]] = [("lengths", 2 * batch, [1])] if shape.uses_lengths else []
+    facts: list[tuple[str, int, int]] = [("lengths", 2 * batch, 1)] if shape.uses_lengths else []
     if training and (plan.chain("up").needs_slots or plan.chain("down").needs_slots):
-        facts.append(("slots", 4 * batch, [1]))
+        facts.append(("slots", 4 * batch, 1))
     if plan.front_on == "cloud":
         inputs = _inputs(shape, batch, length)
         message(inputs[0][0], True, [*inputs, *facts])
         message("z", False, [state("down")])
         if training:
             message("dz", True, [state("up")])
-            message("done", False, [("control", 0, [1])])
+            message("done", False, [("control", 0, 1)])
         return made
     tokens = batch * length if shape.every_token else batch
     logits = tokens * shape.classes * shape.itemsize
-    dims = [3 if shape.every_token else 2]
     parts = [state("up"), *facts]
     if training and plan.labels == "cloud":
-        message("z", True, [*parts, ("labels", 4 * tokens, [dims[0] - 1])])
-        message("dz", False, [state("down"), ("loss", shape.itemsize, [0])])
+        message("z", True, [*parts, ("labels", 4 * tokens, 1)])
+        message("dz", False, [state("down"), ("loss", shape.itemsize, 1)])
         return made
     message("z", True, parts)
-    message("logits", False, [("logits", logits, dims)])
+    message("logits", False, [("logits", logits, 1)])
     if training:
-        message("dlogits", True, [("dlogits", logits, dims)])
+        message("dlogits", True, [("dlogits", logits, 1)])
         message("dz", False, [state("down")])
     return made
 
 
-def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, list[int]]]:
+def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, int]]:
     if shape.pixels:
-        return [("pixels", shape.itemsize * shape.pixels * batch, [4])]
+        return [("pixels", shape.itemsize * shape.pixels * batch, 1)]
     if not shape.uses_lengths:
         raise ValueError("front_on='cloud' sends the inputs: set Shape(pixels=...) to how many numbers a picture has")
-    ids = ("ids", 4 * batch * length, [2])
-    return [ids, ("types", batch * length, [2])] if shape.types else [ids]
+    ids = ("ids", 4 * batch * length, 1)
+    return [ids, ("types", batch * length, 1)] if shape.types else [ids]
 
 
 @dataclass(frozen=True)

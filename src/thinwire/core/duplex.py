@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from thinwire.core.collectives.wires import ask_for_control, is_long, wanted_sockets
 from thinwire.core.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.core.sockets import Selector, not_for_children
+from thinwire.core.tcp_info import ask_for_control, is_long, wanted_sockets
 from thinwire.core.tls import Certificate, Cipher, CipherSocket, Credentials
 
 _LOOK_SECONDS = 5.0
 _ROOM = 1 << 16
-_RECORD = 1 << 14
 _BURST = 1 << 18  # whole records, encrypted together
 SILENT = "timed out: the other side is silent, or does not read"
 _Done = TypeVar("_Done", bytes, int)
@@ -43,32 +42,29 @@ class Duplex:
         if is_long([connection]):
             ask_for_control([connection])
         self._socket = not_for_children(connection)
-        self._cipher: Cipher | None = None
-        self._room = memoryview(b"")
         self._lock = threading.Lock()
         self._users, self._closed = 0, ""
         self._in, self._out = Selector(), Selector()
         self._in.register(connection, selectors.EVENT_READ)
         self._out.register(connection, selectors.EVENT_WRITE)
-        self.sent = self.received = 0
+        self._sent = self._received = 0
         with contextlib.suppress(OSError):
             self.host = str(connection.getpeername()[0])
 
     def secure(self, credentials: Credentials, end: float, host: str | None = None) -> None:
         """Use TLS from now on. ``host``: that was called; None: this side listens."""
-        cipher, nothing = Cipher(credentials, host), memoryview(b"")
-        self._room = memoryview(bytearray(_ROOM))
+        cipher, nothing, room = Cipher(credentials, host), memoryview(b""), memoryview(bytearray(_ROOM))
         with self._in_use():
             try:
                 while not cipher.handshake_step():
                     self._send(memoryview(cipher.encrypt(nothing)), end)
-                    self._feed(cipher, end)
+                    cipher.feed(room[: self._receive(room, end)])
             except NotAdmitted:
                 with contextlib.suppress(PairError):  # tell the other side why, if it still listens
                     self._send(memoryview(cipher.encrypt(nothing)), min(end, end_of(1.0)))
                 raise
             self._send(memoryview(cipher.encrypt(nothing)), end)
-        self._cipher, self.shown = cipher, cipher.shown()
+            self._socket, self.shown = not_for_children(CipherSocket(self._socket, cipher)), cipher.shown()
 
     def peek(self, end: float) -> bytes:
         with self._in_use():
@@ -82,61 +78,44 @@ class Duplex:
 
     def read_into(self, view: memoryview, end: float) -> None:
         with self._in_use():
-            cipher = self._cipher
             while view:
-                if cipher is None:
-                    count = self._receive(view, end)
-                elif not (count := cipher.decrypt_into(view)):
-                    self._feed(cipher, end)
-                view = view[count:]
+                view = view[self._receive(view, end) :]
 
     def read_some(self, end: float) -> bytes:
-        """Return the next received bytes; empty if only a part of a TLS record has come."""
-        room = memoryview(bytearray(_ROOM + _RECORD))
+        room = memoryview(bytearray(_ROOM))
         with self._in_use():
-            cipher = self._cipher
-            if cipher is None:
-                return bytes(room[: self._receive(room, end)])
-            count = cipher.decrypt_into(room)  # what came together with the end of the handshake
-            if not count:
-                self._feed(cipher, end)
-                count = cipher.decrypt_into(room)
-            return bytes(room[:count])
+            return bytes(room[: self._receive(room, end)])
 
     def write(self, data: bytes | bytearray | memoryview, end: float) -> None:
         """Send all of it. ``PairError``: the other side did not accept it in time, or has gone."""
         view = memoryview(data)
         with self._in_use():
-            if self._cipher is None:
-                self._send(view, end)
-                return
             while view:
-                self._send(memoryview(self._cipher.encrypt(view[:_BURST])), end)
+                self._send(view[:_BURST], end)
                 view = view[_BURST:]
 
     @property
     def closed(self) -> bool:
         return bool(self._closed)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    @property
+    def sent(self) -> int:
+        return self._sent + (self._socket.extra_sent if isinstance(self._socket, CipherSocket) else 0)
 
-    def _feed(self, cipher: Cipher, end: float) -> None:
-        """Receive for the cipher. Empty records could come forever, so the deadline is checked each time."""
-        if time.monotonic() > end:
-            raise PairTimeout(SILENT)
-        cipher.feed(self._room[: self._receive(self._room, end)])
+    @property
+    def received(self) -> int:
+        return self._received + (self._socket.extra_received if isinstance(self._socket, CipherSocket) else 0)
 
     def _receive(self, view: memoryview, end: float) -> int:
         count = self._when_ready(self._in, end, partial(self._socket.recv_into, view))
-        self.received += count
+        self._received += count
         return count
 
     def _send(self, view: memoryview, end: float) -> None:
         done = 0
         while done < len(view):
             count = self._when_ready(self._out, end, partial(self._socket.send, view[done:]))
-            self.sent += count
+            self._sent += count
             done += count
 
     def _when_ready(self, selector: selectors.BaseSelector, end: float, go: Callable[[], _Done]) -> _Done:
@@ -146,6 +125,8 @@ class Duplex:
             except BlockingIOError:
                 self._wait(selector, end)
             except OSError as error:
+                if isinstance(error.__cause__, NotAdmitted):
+                    raise error.__cause__ from None
                 raise PairError(self._closed or f"the other side has gone ({error})") from error
             else:
                 if not done:
@@ -180,8 +161,8 @@ class Duplex:
             if self._closed:
                 raise PairError(self._closed)
             self._closed = "its socket was given away"
-        plain = socket.socket(fileno=self._socket.detach())
-        return plain if self._cipher is None else CipherSocket(plain, self._cipher)
+            self._users += 1  # for ever
+        return self._socket
 
     @property
     def sockets_wanted(self) -> int:
