@@ -24,6 +24,7 @@ from parameter_cluster import (
 
 from spawned import free_port
 from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.systems.link import actor as actor_module
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.hello import PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener
@@ -31,12 +32,12 @@ from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Layout, Node, Service, Worker
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import node as node_module
+from thinwire.systems.parameter_server.errors import NodeRefused, ServerLost
 from thinwire.systems.parameter_server.layout import LayoutMismatch
 from thinwire.systems.parameter_server.messages import Enter, Fence, Hello, Stop, Welcome, decode, encode
 from thinwire.systems.parameter_server.node import reach
 from thinwire.systems.parameter_server.presets import bsp, diloco, inhad
 from thinwire.systems.parameter_server.settings import LocalSteps
-from thinwire.systems.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist
 
@@ -142,7 +143,7 @@ def test_another_model_is_refused_by_name():
 def test_a_lost_server_ends_node_and_workers_with_a_sentence(monkeypatch):
     cluster = Cluster(inhad(), 1, apart=True)
     wait_until(lambda: cluster.version >= 5)
-    monkeypatch.setattr(node_module, "time", impatient())
+    monkeypatch.setattr(actor_module, "time", impatient())
     cluster.kill()
     with pytest.raises(ServerLost, match="leases"):
         cluster.join()
@@ -182,7 +183,7 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
 
 
 def test_a_node_whose_server_never_was(monkeypatch):
-    monkeypatch.setattr(node_module, "time", impatient())
+    monkeypatch.setattr(actor_module, "time", impatient())
     with pytest.raises(ServerLost, match="--server"):
         Node(f"127.0.0.1:{free_port()}", 0, 1)
 

@@ -25,6 +25,7 @@ from parameter_cluster import (
 
 from spawned import free_port
 from thinwire.core.errors import PairError
+from thinwire.systems.link import actor as actor_module
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.hello import INSECURE, PeerIdentity
 from thinwire.systems.link.listener import Caller, Listener, connect
@@ -32,15 +33,13 @@ from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import messages as msg
-from thinwire.systems.parameter_server import shard as shard_module
+from thinwire.systems.parameter_server.errors import ServerLost, ShardLost, ShardRefused
 from thinwire.systems.parameter_server.layout import slices
 from thinwire.systems.parameter_server.node import Uplink
 from thinwire.systems.parameter_server.outer import fingerprint
 from thinwire.systems.parameter_server.presets import asp, bsp, fedbuff, inhad
 from thinwire.systems.parameter_server.settings import LocalSteps
-from thinwire.systems.parameter_server.shard import ShardRefused, WeightSlice
-from thinwire.systems.parameter_server.shards import ShardLost
-from thinwire.systems.parameter_server.worker import ServerLost
+from thinwire.systems.parameter_server.shard import WeightSlice
 
 pytestmark = pytest.mark.dist
 
@@ -350,7 +349,7 @@ def test_a_server_that_is_long_about_something_lives_on_for_its_shards():
 
 
 def test_nobody_serves(monkeypatch):
-    monkeypatch.setattr(shard_module, "time", impatient())
+    monkeypatch.setattr(actor_module, "time", impatient())
     with pytest.raises(ServerLost, match=r"no server at .* for 60 s.*--shards"):
         Shard(f"127.0.0.1:{free_port()}", 0).run()
     with pytest.raises(ValueError, match="at most the model's 44 elements"):

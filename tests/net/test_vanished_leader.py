@@ -17,15 +17,16 @@ from thinwire.systems.link.listener import connect
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.parameter_server.messages import encode
 from thinwire.systems.parameter_server.messages import Ticket
-from thinwire.systems.parameter_server.shard import Leaders
+from thinwire.systems.parameter_server.shard import ShardDriver
 
 for what in ("time", "intvl", "probes"):  # Linux's own: two hours, and eleven minutes more
     pathlib.Path(f"/proc/sys/net/ipv4/tcp_keepalive_{what}").write_text("1")
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 told = queue.SimpleQueue()
-leaders = Leaders(lambda what, leader, value: told.put(what))
+shard = ShardDriver(0)
+shard.tell = lambda what, leader, value=None: told.put(what)
 listener = Listener(roles=("node",))
-listener.serve(lambda pair, first: leaders.came(pair, 5), FRAME.size)
+listener.serve(lambda pair, first: shard.take(pair, 5), FRAME.size)
 leader = connect("127.0.0.1", listener.port, encode(Ticket(5)), PeerIdentity("node", 0))
 leader.receive_frame(FRAME.size, 60.0)
 print(told.get(timeout=60.0))

@@ -261,8 +261,8 @@ FITS = {"index": 1, "port": 9, "protocol": msg.PROTOCOL, "keeps": True, "outer":
 def test_why_a_shard_is_not_taken_in(other, reason):
     settings, layout = Settings(), Layout.of(torch.nn.Linear(4, 2))
     weights = ShardedWeights(
-        2, layout, settings, Server(settings), None, outer=5, keeps=True, run=0, full=1, tell=print, on_ready=print,
-        on_failed=print,
+        2, layout, settings, Server(settings), None, outer=5, keeps=True, run=0, full=1, clock=float, tell=print,
+        on_ready=print, on_failed=print,
     )  # fmt: skip
     assert weights.objection(msg.RegisterShard(**{**FITS, **other})) == reason
     assert reason == 0 or "{" not in msg.SHARD_REASONS[reason].format(index=1)

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -127,17 +127,19 @@ class Peer:
         announced: Callable[[float], None] = lambda seconds: None,
         compose: Callable[[], Any | None] = lambda: None,
         silent: bool = False,
+        beat: Any = None,
     ) -> None:
         """Begin to send what is posted and to deliver what arrives.
 
         ``seconds``: how long the other side may be silent (``silent``: for ever), and a tensor take beyond its bytes.
         ``deliver``: gets tensors as ``uint8 [n]``. ``closed``: called once with the reason, not after ``close``.
         ``channels`` 2: messages without a tensor overtake those with one, never the reverse. ``announced``: gets the
-        seconds that a tensor may take. ``compose``: makes the report that ``report_due`` asks for.
+        seconds that a tensor may take. ``compose``: makes the report that ``report_due`` asks for. ``beat``: a message
+        that is sent as a sign of life where there is no other for a third of ``seconds``.
         """
         self._codec, self._seconds, self._most_bytes, self._channels = codec, seconds, most_bytes, channels
         self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
-        self._patience = None if silent else seconds
+        self._patience, self._beat = None if silent else seconds, beat
         if isinstance(self._tensors, TensorSockets):
             self._tensors.bound(most_bytes)
         loops = [self._send_control, self._receive]
@@ -157,6 +159,11 @@ class Peer:
                 self._control.append(message)
                 self._posted += 1
             self._lock.notify_all()
+
+    @property
+    def outbox(self) -> int:
+        """How many messages wait, without those that are being sent."""
+        return len(self._control) + len(self._data)
 
     def report_due(self) -> None:
         with self._lock:
@@ -204,7 +211,9 @@ class Peer:
         while True:
             with self._lock:
                 while not (self._over or self._control or self._due or (self._ending and not self._data)):
-                    self._lock.wait()
+                    if not self._lock.wait(self._seconds / 3) and self._beat is not None:
+                        self._control.append(self._beat)
+                        self._posted += 1
                 if self._over:
                     return
                 message = self._control.pop(0) if self._control else None
@@ -268,15 +277,3 @@ class LocalPeer:
 
     def join(self, seconds: float) -> None:
         pass
-
-
-def unended(old: Iterable[Peer], *closed: Peer) -> list[Peer]:
-    """Return the peers that still have threads, and those just closed: all are to be joined at the end."""
-    return [*(peer for peer in old if not peer.ended), *closed]
-
-
-def join_all(peers: Iterable[Peer], seconds: float, least: float = 0.0) -> None:
-    """Wait up to ``seconds`` for all of them together, but at least ``least`` seconds for each."""
-    end = time.monotonic() + seconds
-    for peer in peers:
-        peer.join(max(least, end - time.monotonic()))

@@ -6,39 +6,34 @@ It decides nothing: the server says what to add and when, see ``shards``.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from thinwire.core.errors import NotAdmitted, PairError
+from thinwire.systems.link.actor import Actor, Over, find
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.hello import PeerIdentity, Trust, find_trust, is_loopback
 from thinwire.systems.link.listener import Caller, Listener, split_address
-from thinwire.systems.link.peer import Peer, join_all, unended
+from thinwire.systems.link.peer import Peer
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd, most_bytes
+from thinwire.systems.parameter_server.errors import ServerLost, ShardRefused
 from thinwire.systems.parameter_server.layout import Layout, slices
 from thinwire.systems.parameter_server.outer import FlatWeights, Outer, default_outer, fingerprint
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shards import shard_count
-from thinwire.systems.parameter_server.worker import ServerLost
 
 _FIRST_SECONDS = 60.0
 _LATE_SECONDS = 2.0  # a busy server may notice the end of a lease so much later
 
 logger = logging.getLogger("thinwire")
-
-
-class ShardRefused(RuntimeError):
-    """The server refuses this shard."""
 
 
 class WeightSlice:
@@ -126,7 +121,7 @@ class WeightSlice:
 
 
 @dataclass(eq=False)
-class _Leader:
+class LeaderPlace:
     """One leader's connection. ``member``: 0 until the server admits it. ``newest``: number of its last piece."""
 
     ticket: int
@@ -138,88 +133,122 @@ class _Leader:
         return msg.MemberLeft(self.member, self.peer.received_bytes, self.peer.sent_bytes)
 
 
-class Leaders:
-    """The leaders at a shard. ``came`` may be called from any thread, all else from the shard's."""
+class ShardDriver(Actor):
+    """A shard between the server, which decides, and the leaders, which bring sums and take weights.
 
-    def __init__(self, tell: Callable[[str, Any, Any], None]) -> None:
-        self._tell = tell
-        self._waiting: dict[int, _Leader] = {}  # by ticket
-        self._members: dict[int, _Leader] = {}
-        self._old: list[Peer] = []
-        self.seconds, self.most_bytes = 10.0, 0
+    ``slice`` None: it has not found the server yet. ``version``: of the final weights, once it has ended.
+    """
 
-    def came(self, peer: Peer, ticket: int) -> None:
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.slice: WeightSlice | None = None
+        self.version: int | None = None
+        self._up: Peer | None = None
+        self._waiting: dict[int, LeaderPlace] = {}  # by ticket
+        self._members: dict[int, LeaderPlace] = {}
+
+    @property
+    def lease(self) -> float:
+        return 10.0 if self.slice is None else self.slice.settings.lease_seconds
+
+    def take(self, peer: Peer, ticket: int) -> None:
         """Note that a leader has connected. It may stay silent: the server knows whether it lives."""
-        leader = _Leader(ticket, peer)
-        self._tell("came", leader, None)  # first, so that it is known when the server admits the ticket
+        leader, own = LeaderPlace(ticket, peer), self.slice
+        self.tell("came", leader)  # first, so that it is known when the server admits the ticket
+
+        def deliver(message: Any) -> None:
+            if not isinstance(message, msg.Piece) or message.tensor is None:
+                raise ValueError("a leader sends a shard something other than pieces: its connection is closed")
+            if not leader.member or message.member != leader.member or message.number <= leader.newest:
+                raise ValueError("a leader sends another leader's piece, or one twice: its connection is closed")
+            leader.newest = message.number
+            self.tell("piece", leader, message)
+
         peer.start(
             msg.CODEC,
-            seconds=self.seconds,
-            most_bytes=self.most_bytes,
+            seconds=self.lease,
+            most_bytes=0 if own is None else most_bytes(own.settings, own.layout),
             silent=True,
-            deliver=lambda message: self._deliver(leader, message),
-            closed=lambda reason: self._tell("left", leader, reason),
+            deliver=deliver,
+            closed=partial(self.tell, "left", leader),
         )
         peer.post(msg.Ping())
 
-    def _deliver(self, leader: _Leader, message: Any) -> None:
-        """Check and forward a piece. Called in the peer's thread."""
-        if not isinstance(message, msg.Piece) or message.tensor is None:
-            raise ValueError("a leader sends a shard something other than pieces: its connection is closed")
-        if not leader.member or message.member != leader.member or message.number <= leader.newest:
-            raise ValueError("a leader sends another leader's piece, or one twice: its connection is closed")
-        leader.newest = message.number
-        self._tell("piece", leader, message)
+    def begin(self, up: Peer, own: WeightSlice) -> None:
+        """Serve the server at the other end of a connection."""
+        self.slice, self._up = own, up
+        up.start(
+            msg.CODEC,
+            seconds=self.lease,
+            most_bytes=most_bytes(own.settings, own.layout),
+            deliver=partial(self.tell, "server", up),
+            closed=partial(self.tell, "lost", up),
+            beat=msg.Ping(),
+        )
 
-    def on(self, what: str, leader: _Leader, message: Any, weights: WeightSlice) -> list[Any]:
-        if what == "came":
-            self._waiting[leader.ticket] = leader
-        elif what == "left":
+    def handle(self, what: str, who: Any, value: Any) -> None:
+        up, own = self._up, self.slice
+        if what == "closed":
+            self.version = -1 if own is None else own.version
+        elif what == "came":
+            self._waiting[who.ticket] = who
+        elif up is None or own is None:
+            return
+        elif what in ("left", "piece"):
+            for answer in self._from_leader(who, value if what == "piece" else None, own):
+                up.post(answer)
+        elif who is up and what == "lost":
+            self._leave()
+        elif who is up:
+            for answer in self._from_server(value, own):
+                up.post(answer)
+
+    def _from_leader(self, leader: LeaderPlace, piece: msg.Piece | None, own: WeightSlice) -> list[Any]:
+        """Take a piece of a sum; None: the leader has gone."""
+        if piece is None:
             self._waiting.pop(leader.ticket, None)
-            if self._members.get(leader.member) is leader:
-                del self._members[leader.member]
-                return [leader.left()]
-        elif self._members.get(leader.member) is leader:
-            try:
-                weights.add(message.member, message.number, message.tensor)
-            except ValueError:
-                return self._remove(leader.member)
-            return [msg.PieceArrived(leader.member, message.number, leader.peer.received_bytes, leader.peer.sent_bytes)]
-        return []
+        if self._members.get(leader.member) is not leader:
+            return []
+        try:
+            if piece is not None:
+                own.add(piece.member, piece.number, piece.tensor)
+                up, down = leader.peer.received_bytes, leader.peer.sent_bytes
+                return [msg.PieceArrived(leader.member, piece.number, up, down)]
+        except ValueError:
+            pass
+        return self._remove(leader.member)
 
-    def on_server_message(self, message: Any, weights: WeightSlice) -> list[Any]:
-        if isinstance(message, msg.AddMember):
+    def _from_server(self, message: Any, own: WeightSlice) -> list[Any]:
+        if isinstance(message, msg.Stop):
+            self.version = own.version
+        elif isinstance(message, msg.AddMember):
             leader = self._waiting.pop(message.ticket, None)
             if leader is None:  # it has already gone
                 return [msg.MemberLeft(message.member, 0, 0)]
             leader.member = message.member
             self._members[message.member] = leader
-        elif isinstance(message, msg.RemoveMember):
-            return self._remove(message.member)
-        elif isinstance(message, msg.SendWeights):
-            there = self._members.get(message.member)
-            if there is not None:
-                there.peer.post(weights.piece(message.member, message.number))
-        return []
+        elif isinstance(message, msg.SendWeights) and (there := self._members.get(message.member)) is not None:
+            there.peer.post(own.piece(message.member, message.number))
+        return [*own.on(message), *(self._remove(message.member) if isinstance(message, msg.RemoveMember) else ())]
 
     def _remove(self, member: int) -> list[Any]:
         leader = self._members.pop(member, None)
         if leader is None:
             return []
-        leader.peer.close()
-        self._old = unended(self._old, leader.peer)
+        self.retire(leader.peer)
         return [leader.left()]
 
-    def close(self, seconds: float) -> None:
-        there = [leader.peer for leader in (*self._members.values(), *self._waiting.values())]
+    def _leave(self) -> None:
+        """Wait for another server, without the leaders of this one."""
+        if self._up is not None:
+            self.retire(self._up)
+        self._up = None
+        self.retire(*(leader.peer for leader in (*self._members.values(), *self._waiting.values())))
         self._members, self._waiting = {}, {}
-        for peer in there:
-            peer.close()
-        self._old = unended(self._old, *there)
-        join_all(self._old, seconds)
 
 
-class Shard(AbstractContextManager["Shard"]):
+class Shard(ShardDriver):
     """Holds slice ``index`` of a served model's weights.
 
     If the server dies, a shard waits for the next server at the same address, as nodes do.
@@ -249,16 +278,13 @@ class Shard(AbstractContextManager["Shard"]):
         trust: Trust = None,
         leases: float = 6.0,
     ) -> None:
+        super().__init__(index)
         there, _ = split_address(server)
         if checkpoint_dir is not None:
             checkpoints.prepare(checkpoint_dir)
-        self.server, self.index, self._host = server, index, host
+        self.server, self._host = server, host
         self._outer, self._read_outer, self._directory, self._leases = outer, read_outer, checkpoint_dir, leases
-        self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
-        self._up: Peer | None = None
         self._taken_at: float | None = None
-        self.slice: WeightSlice | None = None
-        self.leaders = Leaders(self._tell)
         self._over = threading.Event()
         self._identity = PeerIdentity("shard", index, trust or find_trust())
         anywhere = host in ("", "0.0.0.0", "::") or (is_loopback(host) and not is_loopback(there))
@@ -277,67 +303,49 @@ class Shard(AbstractContextManager["Shard"]):
             ValueError: the server has no such shard, its nodes could not reach this one, or the checkpoint to continue
                 from is missing.
         """
-        threading.Thread(target=self._beat, name="thinwire-shard-beat", daemon=True).start()
-        found = False
+        known = False
         try:
-            while up := self._register(found):
-                found = True
-                version = self._serve(up)
-                if version is not None:
-                    return version
-                up.join(2.0)
+            while self.version is None:
+                if self._up is None:
+                    self._register(known)
+                    known = True
+                elif (event := self.next_event(None)) is not None:
+                    self.handle(*event)
+            if self._up is not None and not self._over.is_set():
+                self.retire(self._up, finish=True)
+                self.join(2.0)
+            return self.version
+        except Over:
             return -1 if self.slice is None else self.slice.version
         finally:
             self.close()
+            self._leave()
+            self.join(2.0)
 
     def close(self) -> None:
+        """Let ``run`` end; may be called from any thread."""
         self._over.set()
-        self._tell("closed", None, None)
+        self.tell("closed")
         self._listener.close()
-        if self._up is not None:
-            self._up.close()
-            self._up.join(2.0)
-        self.leaders.close(2.0)
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def _register(self, known: bool) -> None:
+        """Connect to the server, waiting for it if necessary."""
+        patience = self._leases * self.lease if known else _FIRST_SECONDS
+        try:
+            up, own = find(self._reach, patience, min(0.5, self.lease / 4), self._over, known)
+        except NotAdmitted as error:
+            raise ShardRefused(str(error)) from error
+        except PairError as error:
+            advice = "" if known else ": start `thinwire ps server --shards K` there, or correct the address"
+            raise ServerLost(f"no server at {self.server} for {patience:g} s: {error}{advice}") from error
+        self.begin(up, own)
 
-    def _tell(self, what: str, who: Any, value: Any) -> None:
-        self._inbox.put((what, who, value))
-
-    def _register(self, known: bool) -> Peer | None:
-        """Connect to the server, waiting for it if necessary; None: this shard was closed meanwhile."""
-        since = time.monotonic()
-        lease = 10.0 if self.slice is None else self.slice.settings.lease_seconds
-        patience = self._leases * lease if known else _FIRST_SECONDS
-        while not self._over.is_set():
-            try:
-                caller = Caller(self.server, self._identity, min(10.0, 2 * lease), self._source)
-                own = self._slice_for(caller)
-                keeps, number = self._directory is not None, fingerprint(own.outer, own.layout.dtype)
-                hello = msg.RegisterShard(self.index, self._listener.port, msg.PROTOCOL, keeps, number)
-                up = caller.connect(msg.encode(hello))
-                break
-            except PairError as error:
-                if isinstance(error, NotAdmitted) and not known:  # later, another program may have the port
-                    raise ShardRefused(str(error)) from error
-                if time.monotonic() - since > patience:
-                    advice = "" if known else ": start `thinwire ps server --shards K` there, or correct the address"
-                    raise ServerLost(f"no server at {self.server} for {patience:g} s: {error}{advice}") from error
-                self._over.wait(min(0.5, lease / 4))
-        else:
-            return None
-        self.slice, self._up, lease = own, up, own.settings.lease_seconds
-        most = most_bytes(own.settings, own.layout)
-        self.leaders.seconds, self.leaders.most_bytes = lease, most
-        up.start(
-            msg.CODEC,
-            seconds=lease,
-            most_bytes=most,
-            deliver=lambda message: self._tell("word", up, message),
-            closed=lambda reason: self._tell("lost", up, reason),
-        )
-        return up
+    def _reach(self) -> tuple[Peer, WeightSlice]:
+        caller = Caller(self.server, self._identity, min(10.0, 2 * self.lease), self._source)
+        own = self._slice_for(caller)
+        keeps, number = self._directory is not None, fingerprint(own.outer, own.layout.dtype)
+        hello = msg.RegisterShard(self.index, self._listener.port, msg.PROTOCOL, keeps, number)
+        return caller.connect(msg.encode(hello)), own
 
     def _slice_for(self, caller: Caller) -> WeightSlice:
         if is_loopback(self._host) and not is_loopback(caller.found_at):
@@ -356,50 +364,22 @@ class Shard(AbstractContextManager["Shard"]):
         outer = outer or default_outer(settings, full)
         return WeightSlice(settings, layout, outer, self.index, count, full, self._directory)
 
-    def _beat(self) -> None:
-        """Send signs of life, in a separate thread, so that an optimizer step does not look like silence."""
-        while not self._over.wait(0.1 if self.slice is None else self.slice.settings.lease_seconds / 3):
-            if self._up is not None:
-                self._up.post(msg.Ping())
-
-    def _serve(self, up: Peer) -> int | None:
-        """Serve one connection until training or this shard has ended (the version), or the server has gone (None)."""
-        assert self.slice is not None
-        own, leaders = self.slice, self.leaders
-        while True:
-            what, who, value = self._inbox.get()
-            if what == "closed":
-                return own.version
-            if what not in ("word", "lost"):
-                answers = leaders.on(what, who, value, own)
-            elif who is not up:
-                continue  # it belongs to an earlier server
-            elif what == "lost":
-                leaders.close(0.0)
-                return None
-            elif isinstance(value, msg.Stop):
-                up.finish()
-                up.join(2.0)
-                return own.version
-            elif isinstance(value, msg.Refused):
-                text = msg.SHARD_REASONS.get(value.reason, msg.SHARD_REASONS[msg.NO_INDEX])
-                lease = own.settings.lease_seconds
-                self._taken_at = self._taken_at or time.monotonic()
-                if value.reason != msg.SHARD_TAKEN or time.monotonic() - self._taken_at > lease + _LATE_SECONDS:
-                    raise ShardRefused(text.format(index=self.index))
-                up.close()
-                # the shard with this index may be dead: the server knows when its lease has ended
-                self._over.wait(min(0.5, lease / 4))
-                return None
-            else:
-                self._taken_at = None
-                answers = [*own.on(value), *leaders.on_server_message(value, own)]
-            for answer in answers:
-                up.post(answer)
+    def _from_server(self, message: Any, own: WeightSlice) -> list[Any]:
+        if not isinstance(message, msg.Refused):
+            self._taken_at = None
+            return super()._from_server(message, own)
+        text, now = msg.SHARD_REASONS.get(message.reason, msg.SHARD_REASONS[msg.NO_INDEX]), self.clock()
+        self._taken_at = self._taken_at or now
+        if message.reason != msg.SHARD_TAKEN or now - self._taken_at > self.lease + _LATE_SECONDS:
+            raise ShardRefused(text.format(index=self.index))
+        self._leave()
+        # the shard with this index may be dead: the server knows when its lease has ended
+        self._over.wait(min(0.5, self.lease / 4))
+        return []
 
     def _came(self, peer: Peer, first: bytes) -> None:
         message, _, _ = msg.decode(first)
         if isinstance(message, msg.Ticket) and message.number > 0:
-            self.leaders.came(peer, message.number)
+            self.take(peer, message.number)
         else:
             raise ValueError("it does not begin as a node does")

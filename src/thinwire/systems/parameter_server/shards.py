@@ -9,11 +9,11 @@ import contextlib
 import json
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,26 @@ import torch
 from torch import Tensor
 
 from thinwire.core.errors import PairError
+from thinwire.systems.link.actor import Event
 from thinwire.systems.link.listener import Caller
-from thinwire.systems.link.peer import SLOWEST, Peer
+from thinwire.systems.link.peer import Peer, allowance
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import most_bytes
 from thinwire.systems.parameter_server.effects import Apply
+from thinwire.systems.parameter_server.errors import ShardLost
 from thinwire.systems.parameter_server.layout import Layout, slices
 from thinwire.systems.parameter_server.outer import recipe
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.status import ShardStatus
 
-Event = tuple[str, Any, Any]
-"""An entry of the server's queue: (what, who, value)."""
 _Whole = list[tuple[Any, "list[Any] | None"]]
 _Done = Callable[["Tensor | None"], None]
 _MOST_OPEN = 1024
+_REFUSAL_SECONDS = 1.0
 
 logger = logging.getLogger("thinwire")
-
-
-class ShardLost(RuntimeError):
-    """A shard has gone, and with it a part of the weights."""
 
 
 class Assembly:
@@ -130,31 +127,26 @@ class ShardedWeights:
 
     def __init__(
         self, count: int, layout: Layout, settings: Settings, machine: Server, theta: Tensor | None, *, outer: int,
-        keeps: bool, run: int, full: int, tell: Callable[[str, Any, Any], None], on_ready: Callable[[str], None],
-        on_failed: Callable[[str], None],
+        keeps: bool, run: int, full: int, clock: Callable[[], float], tell: Callable[[str, Any, Any], None],
+        on_ready: Callable[[str], None], on_failed: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.shards: dict[int, ShardState] = {}
         self.pieces, self._dtype = slices(layout.numel, count), layout.dtype
         self._settings, self._machine, self._theta = settings, machine, theta
         self._outer, self._keeps, self._run, self._full = outer, keeps, run, full
-        self._tell, self._on_ready, self._on_failed = tell, on_ready, on_failed
+        self._clock, self._tell, self._on_ready, self._on_failed = clock, tell, on_ready, on_failed
         self._most_bytes = most_bytes(settings, layout)
-        self._seconds = settings.lease_seconds + self._most_bytes / SLOWEST
+        self._seconds = allowance(self._most_bytes, settings.lease_seconds)
         self._assemblies: dict[int, Assembly] = {}
         self._making: tuple[int, bool, _Done] | None = None
         self._late_at = math.inf
         self._saving: tuple[str | Path, checkpoints.Saved] | None = None
         self.saved_version = None if theta is not None else machine.version
         self.ready = self.lost = False
-        self._over = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="thinwire-server-beat", daemon=True)
 
     def _register(self, peer: Peer, message: msg.RegisterShard) -> None:
-        reason = self.objection(message)
-        if reason:
-            with contextlib.suppress(PairError):
-                peer.send_frame(msg.encode(msg.Refused(message.index, reason)))
-            peer.close()
+        if reason := self.objection(message):
+            refuse(peer, message.index, reason)
             return
         host = "" if peer.host.startswith("127.") else peer.host
         shard = ShardState(message.index, host, message.port, peer)
@@ -162,14 +154,13 @@ class ShardedWeights:
             msg.CODEC,
             seconds=self._settings.lease_seconds,
             most_bytes=self._most_bytes,
-            deliver=lambda word: self._tell("shard", shard, word),
-            closed=lambda why: self._tell("shard lost", shard, why),
+            deliver=partial(self._tell, "shard", shard),
+            closed=partial(self._tell, "shard lost", shard),
+            beat=msg.Ping(),
         )
         tensor = None if self._theta is None else self._theta[self.pieces[message.index]]
         peer.post(msg.ShardAccepted(self._machine.version, self._run, tensor))
         self.shards[message.index] = shard
-        if not self._beating.is_alive():
-            self._beating.start()
 
     def objection(self, message: msg.RegisterShard) -> int:
         if message.protocol != msg.PROTOCOL:
@@ -194,14 +185,8 @@ class ShardedWeights:
         for shard in list(self.shards.values()):
             shard.peer.post(message)
 
-    def _beat(self) -> None:
-        """Send signs of life, in a separate thread, so that the user's ``on_update`` does not look like silence."""
-        while not self._over.wait(self._settings.lease_seconds / 3):
-            self._post(msg.Ping())
-
     def close(self, version: int | None) -> None:
         """Let the shards go: training has ended at ``version``; None: they should wait for another server."""
-        self._over.set()
         for shard in self.shards.values():
             if version is not None:
                 shard.peer.post(msg.Stop(0, version))
@@ -390,7 +375,7 @@ class ShardedWeights:
         parts = made.parts if made is not None else ()
         rows = tuple(msg.SumOf(part.member, part.tensor[1], part.scale) for part in parts)
         divisor, factor = (made.divisor, made.factor) if made is not None else (1.0, 1.0)
-        self._making, self._late_at = (effect.version + 1, show, done), time.monotonic() + self._seconds
+        self._making, self._late_at = (effect.version + 1, show, done), self._clock() + self._seconds
         self._ask(msg.UpdateShard(effect.version, divisor, factor, show, rows))
 
     def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
@@ -423,6 +408,13 @@ class ShardedWeights:
     def settle(self, next_event: Callable[[], Event | None]) -> None:
         if not self.lost:
             self._wait(lambda: self._saving is None, next_event)
+
+
+def refuse(peer: Peer, number: int, reason: int) -> None:
+    """Send away a node or a shard, and say why."""
+    with contextlib.suppress(PairError):
+        peer.send(msg.Refused(number, reason), msg.CODEC, _REFUSAL_SECONDS, _REFUSAL_SECONDS)
+    peer.close()
 
 
 def shard_count(caller: Caller) -> int:

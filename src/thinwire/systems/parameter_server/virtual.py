@@ -1,68 +1,42 @@
-"""The same state machines in virtual time: thousands of nodes, links and faults in one process, without waiting."""
+"""The same processes in virtual time: thousands of nodes, links and faults in one of them, without waiting.
+
+Server, shards and nodes are those that run on machines, line by line; only their clock, their connections and the work
+of their workers are simulated.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from thinwire.core.checks import check_count
-from thinwire.systems.link.codec import FRAME
-from thinwire.systems.link.peer import SLOWEST
-from thinwire.systems.parameter_server.effects import Apply, Effect, Join, Report, Send, Start
+from thinwire.systems.link.actor import Actor
+from thinwire.systems.link.codec import FRAME, ROW_BYTES
+from thinwire.systems.link.hello import PeerIdentity
+from thinwire.systems.link.peer import LocalPeer, allowance
+from thinwire.systems.parameter_server import messages as msg
+from thinwire.systems.parameter_server.compress import ServerEnd
+from thinwire.systems.parameter_server.effects import Apply
 from thinwire.systems.parameter_server.journal import Journal, Update
-from thinwire.systems.parameter_server.leader import Leader
-from thinwire.systems.parameter_server.messages import Grad, Hello, Message, Piece, Weights
-from thinwire.systems.parameter_server.outer import FlatWeights, Outer, default_outer
+from thinwire.systems.parameter_server.layout import Layout
+from thinwire.systems.parameter_server.node import NodeDriver, Uplink, WorkerPlace
+from thinwire.systems.parameter_server.outer import FlatWeights, LocalWeights, Outer, default_outer, fingerprint
 from thinwire.systems.parameter_server.server import Server
+from thinwire.systems.parameter_server.service import ServerDriver
 from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.shards import Assembly
+from thinwire.systems.parameter_server.shard import ShardDriver, WeightSlice
+from thinwire.systems.parameter_server.shards import ShardedWeights
 from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
 from thinwire.systems.parameter_server.worker import LocalWork
-
-Ends = dict[tuple[str, int], Assembly]
-"""The assemblies of one node's connections, by way ("up", "down") and member."""
-
-
-class VirtualShards:
-    """The shards of a simulation; to or from the server a message takes ``hop_seconds``. ``sizes``: with frames."""
-
-    def __init__(self, count: int, settings: Settings, link: Link, payload_bytes: int) -> None:
-        check_count("shards", count, 0)
-        self._settings = settings
-        self.cards = [(Card(link.bits_per_second), Card(link.bits_per_second)) for _ in range(count)]
-        ends = [payload_bytes * i // max(count, 1) for i in range(count + 1)]
-        self.sizes = [FRAME.size + end - first for first, end in pairwise(ends)]
-        self.hop_seconds = link.latency_seconds
-        self._seconds = settings.lease_seconds + payload_bytes / SLOWEST
-
-    def __len__(self) -> int:
-        return len(self.cards)
-
-    def take(
-        self, ends: Ends, way: str, message: Message | Piece, shard: int, now: float
-    ) -> tuple[list[Any], Assembly]:
-        """Return the messages that are complete and next in order, after this message or piece has come to one end."""
-        key = way, getattr(message, "member", 0)
-        if key not in ends:
-            ends[key] = Assembly(len(self), self._settings.channels == 1)
-        if isinstance(message, Piece):
-            ready = ends[key].piece(message.number, shard, None, now)
-        else:
-            ready = ends[key].message(message, number_of(message), self._seconds, now)
-        return [message for message, _ in ready], ends[key]
-
-
-def number_of(message: Message) -> int | None:
-    """Return the number of a message's pieces; None: it carries no tensor."""
-    if isinstance(message, Weights) and not message.same:
-        return message.grant
-    return message.seq if isinstance(message, Grad) and message.rows else None
 
 
 @dataclass(frozen=True)
@@ -149,52 +123,164 @@ StepSeconds = Callable[[int, int, int, random.Random], float]
 GradientOf = Callable[[Tensor, int, int, int], Tensor]
 
 
-class _Node:
+class VirtualPeer:
+    """One end of a simulated connection: what :class:`thinwire.systems.link.peer.Peer` is on a network.
+
+    ``size_of``: a tensor -> its bytes. ``count``: called with each message that is sent, and its bytes.
+    """
+
+    host, ended, other = "127.0.0.1", True, PeerIdentity("node", 0)
+    far: VirtualPeer
+
+    def __init__(
+        self, time: VirtualTime, channel: Callable[[VirtualChannel | None], VirtualChannel],
+        size_of: Callable[[Tensor], int], count: Callable[[Any, int], None],
+    ) -> None:  # fmt: skip
+        self._time, self._channel, self._size_of, self._count = time, channel, size_of, count
+        self._control = self._data = channel(None)
+        self._queues: dict[VirtualChannel, deque[tuple[Any, int]]] = {self._control: deque()}
+        self._busy: set[VirtualChannel] = set()
+        self._posted = self._sent = self.sent_bytes = self.received_bytes = 0
+        self._due = False
+        self.early: list[Any] = []  # messages that came before this end has started
+        self.options: dict[str, Any] = {}
+
+    def start(self, codec: Any, **options: Any) -> None:
+        self.options = options
+        if options.get("channels", 1) == 2:
+            self._data = self._channel(self._control)
+            self._queues[self._data] = deque()
+        for message in self.early:
+            options["deliver"](message)
+
+    def post(self, message: Any) -> None:
+        channel = self._control if getattr(message, "tensor", None) is None else self._data
+        self._queues[channel].append((message, self._posted))
+        self._posted += channel is self._control
+        self._pump()
+
+    def report_due(self) -> None:
+        self._due = True
+        self._pump()
+
+    def close(self) -> None:
+        """End the connection; the other side notices."""
+        for channel in (*self._queues, *self.far._queues):
+            channel.open = False
+        self.far.options.get("closed", lambda why: None)("the other side has closed")
+
+    def cut(self) -> None:
+        """End it from outside: both sides notice."""
+        self.close()
+        self.far.close()
+
+    def _pump(self) -> None:
+        """Give messages to channels whose end is free; a report only if nothing else waits."""
+        for channel, queue in self._queues.items():
+            if channel in self._busy or not channel.open:
+                continue
+            message = None
+            if queue and (channel is self._control or self._sent >= queue[0][1]):
+                message, _ = queue.popleft()
+                self._sent += channel is self._control
+            elif self._due and channel is self._control:
+                self._due, message = False, self.options["compose"]()
+            if message is not None:
+                self._send(channel, message)
+
+    def _send(self, channel: VirtualChannel, message: Any) -> None:
+        tensor, frame = getattr(message, "tensor", None), FRAME.size + ROW_BYTES * len(getattr(message, "rows", ()))
+        far, size = self.far, frame
+        if tensor is not None:
+            size += self._size_of(tensor)
+            message = replace(message, tensor=tensor.reshape(-1).view(torch.uint8))
+            if size > frame and (announced := far.options.get("announced")) is not None:
+                # the frame arrives before its tensor, so the receiver does not think that the sender is dead
+                seconds = allowance(size, far.options["seconds"])
+                self._time.after(channel.latency_seconds, partial(announced, seconds))
+        self._busy.add(channel)
+        self._count(message, size)
+        self.sent_bytes += size
+
+        def sent() -> None:
+            self._busy.discard(channel)
+            self._pump()
+
+        def arrived() -> None:
+            far.received_bytes += size
+            far.options.get("deliver", far.early.append)(message)
+
+        channel.send(size, arrived, sent)
+
+
+class _ServerNow(ServerDriver):
+    def __init__(self, sim: _Simulation) -> None:
+        super().__init__(Server(sim.settings), sim.layout)
+        self._sim = sim
+        sim.take_in(self)
+
+    def _record(self, effect: Apply) -> None:
+        sim, rows = self._sim, [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows]
+        sim.trace.updates.append((effect.version, sim.time.now, rows))
+        sim.lines.append(Update.of(effect, sim.time.now))
+
+
+class _ShardNow(ShardDriver):
+    def __init__(self, sim: _Simulation, index: int) -> None:
+        super().__init__(index)
+        sim.take_in(self)
+
+
+class _NodeNow(NodeDriver):
     def __init__(self, sim: _Simulation, number: int, link: Link) -> None:
-        self.number = number
-        self.cards = (Card(link.bits_per_second), Card(link.bits_per_second))
-        self.link = link
-        self.paused_until = 0.0
-        self.alive = True
-        self.theta: Tensor | None = None
-        self.work: dict[int, LocalWork] = {}
-        self.leader = Leader(sim.settings, number, sim.workers)
-        self.wires: dict[tuple[str, str], _Wire] = {}
-        self.connect(sim)
+        super().__init__(sim.settings, sim.layout, number, sim.workers, len(sim.shards))
+        self._sim, self.link, self.cards = sim, link, (Card(link.bits_per_second), Card(link.bits_per_second))
+        self.paused_until, self.alive = 0.0, True
+        self.leader.instance, self._long = 0, math.inf
+        sim.take_in(self)
+        self.places = {k: self._worker(k) for k in range(sim.workers)}
 
-    def connect(self, sim: _Simulation) -> None:
-        """Open new channels; what was on the old ones is lost."""
-        for wire in self.wires.values():
-            wire.channel.open = False
-        jitter = self.link.jitter
-        draw = None if jitter is None else (lambda: jitter(sim.random))
-        up, down = self.cards
-        self.wires = {}
-        for way, source, target in (("up", up, sim.cards[0]), ("down", sim.cards[1], down)):
-            control = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw)
-            self.wires[way, "control"] = _Wire(control)
-            if sim.settings.channels == 2:
-                data = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw, behind=control)
-                self.wires[way, "data"] = _Wire(data, behind=self.wires[way, "control"])
-        for index, (to, come_from) in enumerate(sim.shards.cards):
-            for way, source, target in (("up", up, to), ("down", come_from, down)):
-                channel = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw)
-                self.wires[way, f"shard {index}"] = _Wire(channel, index)
-        self.ends: Ends = {}
+    def cut(self) -> None:
+        for peer in self._up.peers if self._up is not None else ():
+            peer.cut()  # type: ignore[attr-defined]
 
+    def look(self) -> None:
+        """Connect to the server and, with a ticket, to the shards, in no time."""
+        sim, ticket = self._sim, next(self._sim.tickets)
+        shards = []
+        for shard, cards in zip(sim.shards, sim.cards[1:]):
+            near, far = sim.connect(self, cards)
+            shard.take(far, ticket)  # type: ignore[arg-type]
+            shards.append(near)
+        near, far = sim.connect(self, sim.cards[0])
+        far.options = {"deliver": lambda hello: sim.server.tell("came", far, hello)}
+        near.post(replace(self.leader.hello(), ticket=ticket))
+        self.tell("up", Uplink(near, shards, self._sums))  # type: ignore[arg-type]
 
-class _Wire:
-    """A channel of the server (-1) or a shard, and its queue, whose messages wait for earlier ones of ``behind``."""
+    def _worker(self, number: int) -> WorkerPlace:
+        sim, work, theta = self._sim, LocalWork(self._sim.settings.local_update), list[Tensor]()
 
-    def __init__(self, channel: VirtualChannel, shard: int = -1, behind: _Wire | None = None) -> None:
-        self.channel, self.shard, self.behind = channel, shard, behind
-        self.queue: deque[tuple[Message | Piece, int, int]] = deque()  # last: how many control messages it waits for
-        self.queued = self.sent = 0
-        self.busy = self.due = False
+        def compute(message: Any) -> None:
+            if not isinstance(message, msg.Work):
+                return
+            if message.tensor is not None:
+                theta[:] = [message.tensor]
+            node = self.leader.node
+            seconds = sum(sim.step_seconds(node, number, message.step + i, sim.random) for i in range(message.steps))
+            tensor = work.submission(
+                theta[0], message.step, message.steps, lambda x, i: sim.gradient(x, node, number, i)
+            )
+            finite = tensor if bool(tensor.isfinite().all()) else None
+            result = msg.Result(message.token, 1, 0.0, seconds / message.steps, finite)
+            sim.time.after(seconds, lambda: self.tell("worker", place, result))
 
-    @property
-    def waits(self) -> bool:
-        return self.busy or (self.behind is not None and bool(self.queue) and self.behind.sent < self.queue[0][2])
+        place = WorkerPlace(number, LocalPeer(compute, lambda reason: None))
+        return place
+
+    def _from_worker(self, worker: WorkerPlace, message: Any, now: float) -> None:
+        if self._workers.get(worker.number) is worker:
+            self._sim.trace.finished += self.leader.running.get(worker.number) == message.token
+        super()._from_worker(worker, message, now)
 
 
 class _Simulation:
@@ -203,215 +289,113 @@ class _Simulation:
         step_seconds: StepSeconds, parameters: Tensor | None, gradient: GradientOf | None, outer: Outer | None,
         seed: int, payload_bytes: int, apply_seconds: float, shards: int,
     ) -> None:  # fmt: skip
-        self.settings, self.workers = settings, workers
-        self.random = random.Random(seed)
-        self.time = VirtualTime()
-        self.server = Server(settings)
-        self.cards = (Card(server_link.bits_per_second), Card(server_link.bits_per_second))
-        self.step_seconds, self.gradient = step_seconds, gradient
-        self.shards = VirtualShards(shards, settings, server_link, payload_bytes)
-        self.payload, self.apply_seconds = payload_bytes, apply_seconds + 2 * self.shards.hop_seconds * bool(shards)
-        self.trace = Trace()
-        self.lines: list[Update] = []
-        self.member_node: dict[int, int] = {}
-        outer = outer or default_outer(settings, nodes)
-        self.weights = None if parameters is None else FlatWeights(parameters, outer, settings, nodes * workers)
-        self.nodes = [_Node(self, n, link(n) if callable(link) else link) for n in range(nodes)]
-
-    def begin(self) -> None:
+        self.settings, self.workers, self.step_seconds = settings, workers, step_seconds
+        self.random, self.time, self.trace, self.lines = random.Random(seed), VirtualTime(), Trace(), list[Update]()
+        self.tickets = itertools.count(1)
+        self.gradient = gradient or (lambda theta, node, worker, batch: torch.zeros_like(theta))
+        if parameters is None:  # the protocol alone
+            parameters, outer = torch.zeros(max(1, shards)), lambda p: torch.optim.SGD(p, lr=0.0)
+        outer, full = outer or default_outer(settings, nodes), nodes * workers
+        model = nn.Module()
+        model.flat = nn.Parameter(parameters.detach().clone())
+        self.layout = Layout.of(model)
+        whole = parameters.numel() * parameters.element_size()
+        self._size_of = lambda x: payload_bytes * x.nbytes // whole
+        self.cards = [(Card(server_link.bits_per_second), Card(server_link.bits_per_second)) for _ in range(1 + shards)]
+        self.shards = [_ShardNow(self, index) for index in range(shards)]
+        self.server = server = _ServerNow(self)
+        if not shards:
+            end = ServerEnd(settings, self.layout.numel, self.layout.dtype)
+            server.weights = LocalWeights(FlatWeights(parameters, outer, settings, full), end)
+        else:
+            server.weights = server.shards = ShardedWeights(
+                shards, self.layout, settings, server.machine, self.layout.flat(model), keeps=False, run=0, full=full,
+                outer=fingerprint(outer, self.layout.dtype), clock=server.clock, tell=server.tell,
+                on_ready=lambda places: None, on_failed=lambda why: None,
+            )  # fmt: skip
+        if apply_seconds:
+            apply = server.weights.apply
+            later = lambda *words: self.time.after(apply_seconds, lambda: apply(*words))  # noqa: E731
+            server.weights.apply = later  # type: ignore[method-assign]
+        fast = Card(None), Card(None)  # only frames go from and to the server
+        for shard in self.shards:
+            near, far = self._pair(Link(server_link.latency_seconds), fast, fast)
+            shard.begin(near, WeightSlice(settings, self.layout, outer, shard.index, shards, full))  # type: ignore[arg-type]
+            number = fingerprint(outer, self.layout.dtype)
+            server.tell("register", far, msg.RegisterShard(shard.index, 1, msg.PROTOCOL, False, number))
+        self.time.run(lambda: server.ready)
+        self.nodes = [_NodeNow(self, n, link(n) if callable(link) else link) for n in range(nodes)]
         for node in self.nodes:
-            self.leader(node, node.leader.join(0.0))
+            self.enter(node)
         self.heartbeat()
 
-    def heartbeat(self) -> None:
-        self.server_does(self.server.tick(self.time.now))
-        for node in self.nodes:
-            if node.alive and self.time.now >= node.paused_until:
-                self.leader(node, node.leader.tick(self.time.now))
-        self.time.after(self.settings.lease_seconds / 10, self.heartbeat)
+    @property
+    def theta(self) -> Tensor:
+        """The weights."""
+        parts = [shard.slice.weights.theta for shard in self.shards if shard.slice is not None]
+        return torch.cat(parts) if parts else self.server.weights.weights.theta  # type: ignore[union-attr]
 
-    def server_does(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                member = self.server.members.get(effect.member)
-                if member is not None:
-                    self.member_node[effect.member] = member.node
-                node = self.nodes[self.member_node[effect.member]]
-                message = effect.message
-                if isinstance(message, Weights) and not message.same:
-                    message = replace(message, tensor=None if self.weights is None else self.weights.snapshot)
-                self.send(node, "down", message)
-            elif isinstance(effect, Apply):
-                rows = [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows]
-                self.trace.updates.append((effect.version, self.time.now, rows))
-                self.lines.append(Update.of(effect, self.time.now))
-                self.time.after(self.apply_seconds, lambda effect=effect: self.apply(effect))  # type: ignore[misc]
+    def take_in(self, actor: Actor) -> None:
+        """Let an actor live here: it handles what it is told at once or, if it is paused, afterwards; dead, never."""
 
-    def apply(self, effect: Apply) -> None:
-        if self.weights is not None:
-            self.weights.apply(effect.contributions)
-        self.server_does(self.server.applied(self.time.now))
+        def handle(*event: Any) -> None:
+            if isinstance(actor, _NodeNow) and self.time.now < actor.paused_until:
+                self.time.after(actor.paused_until - self.time.now, lambda: handle(*event))
+            elif not isinstance(actor, _NodeNow) or actor.alive:
+                actor.handle(*event)
 
-    def leader(self, node: _Node, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                if self.shards and isinstance(effect.message, Hello):
-                    node.connect(self)  # each membership has its own connections to the shards
-                self.send(node, "up", effect.message)
-            elif isinstance(effect, Report):
-                node.wires["up", "control"].due = True
-                self.pump(node, "up", "control")
-            elif isinstance(effect, Start):
-                self.start(node, effect)
-            elif isinstance(effect, Join):
-                node.connect(self)
-                self.leader(node, node.leader.join(self.time.now))
+        def tell(what: str, who: Any = None, value: Any = None) -> None:
+            self.time.after(0.0, lambda: handle(what, who, value))
 
-    def send(self, node: _Node, way: str, message: Message) -> None:
-        size, number = FRAME.size + 32 * len(getattr(message, "rows", ())), number_of(message)
-        full = number is not None and not self.shards
-        if number is not None and self.shards:
-            wires, member = node.wires, message.member  # type: ignore[union-attr]
+        actor.tell, actor.warn = tell, lambda *words: None  # type: ignore[method-assign]
+        actor.clock = lambda: self.time.now
 
-            def pieces() -> None:
-                for index, piece_size in enumerate(self.shards.sizes if node.wires is wires else ()):
-                    self.queue(node, way, f"shard {index}", Piece(member, number), piece_size)
+    def _pair(
+        self, link: Link, here: tuple[Card, Card], there: tuple[Card, Card],
+        count: Callable[[str, Any, int], None] = lambda *_: None,
+    ) -> tuple[VirtualPeer, VirtualPeer]:  # fmt: skip
+        """Connect two machines; cards: out, in."""
+        jitter = None if link.jitter is None else partial(link.jitter, self.random)
+        ends = []
+        for way, source, target in (("up", here[0], there[1]), ("down", there[0], here[1])):
+            channel = partial(VirtualChannel, self.time, source, target, link.latency_seconds, jitter, 1500)
+            ends.append(VirtualPeer(self.time, channel, self._size_of, partial(count, way)))
+        ends[0].far, ends[1].far = ends[1], ends[0]
+        return ends[0], ends[1]
 
-            self.time.after(self.shards.hop_seconds if way == "down" else 0.0, pieces)  # down: the server tells them
-        name = "data" if full and self.settings.channels == 2 else "control"
-        self.queue(node, way, name, message, size + self.payload * full)
+    def connect(self, node: _NodeNow, cards: tuple[Card, Card]) -> tuple[VirtualPeer, VirtualPeer]:
+        return self._pair(node.link, node.cards, cards, self._count)
 
-    def queue(self, node: _Node, way: str, name: str, message: Message | Piece, size: int) -> None:
-        wire = node.wires[way, name]
-        wire.queue.append((message, size, 0 if wire.behind is None else wire.behind.queued))
-        wire.queued += 1
-        self.pump(node, way, name)
-
-    def pump(self, node: _Node, way: str, name: str) -> None:
-        """Give the next message to the channel when its end is free; a report only if nothing else waits."""
-        wire = node.wires[way, name]
-        if wire.waits:
-            return
-        if wire.queue:
-            message, size, _ = wire.queue.popleft()
-            wire.sent += 1
-        elif wire.due:
-            wire.due = False
-            message, size = node.leader.report(self.time.now), FRAME.size
-            if not message.member:
-                return
-        else:
-            return
-        wire.busy = True
+    def _count(self, way: str, message: Any, size: int) -> None:
         self.trace.messages[type(message).__name__] += 1
         if way == "up":
             self.trace.bytes_up += size
         else:
             self.trace.bytes_down += size
 
-        def sent() -> None:
-            wire.busy = False
-            if node.wires.get((way, name)) is wire:
-                self.pump(node, way, name)
+    def enter(self, node: _NodeNow) -> None:
+        for place in node.places.values():
+            node.handle("enter", place, None)
 
-        if size > FRAME.size + 32 * len(getattr(message, "rows", ())) and not isinstance(message, Piece):
-            # the frame of a tensor arrives before it, so the receiver does not think that the sender is dead
-            allowed = self.settings.lease_seconds + size / SLOWEST
-            self.time.after(node.link.latency_seconds, lambda: self.expect(node, way, allowed))
-        wire.channel.send(size, lambda: self.deliver(node, way, message, wire.shard), sent)
-        if name == "control" and (way, "data") in node.wires:
-            self.pump(node, way, "data")
-
-    def expect(self, node: _Node, way: str, seconds: float) -> None:
-        if way == "up":
-            self.server.expect(node.leader.member, seconds, self.time.now)
-        else:
-            node.leader.expect(seconds, self.time.now)
-
-    def deliver(
-        self, node: _Node, way: str, message: Message | Piece, shard: int = -1, ends: Ends | None = None
-    ) -> None:
-        """Deliver a message from a wire of a shard or (-1) the server. ``ends``: those of the connection it used."""
-        ends = node.ends if ends is None else ends
-        if way == "down" and not node.alive:
-            return
-        if way == "down" and self.time.now < node.paused_until:
-            self.time.after(node.paused_until - self.time.now, lambda: self.deliver(node, way, message, shard, ends))
-        elif not self.shards:
-            self.take(node, way, message)  # type: ignore[arg-type]
-        elif way == "up" and shard >= 0:  # the shard tells the server
-            self.time.after(self.shards.hop_seconds, lambda: self.assemble(node, way, message, shard, ends))
-        else:
-            self.assemble(node, way, message, shard, ends)
-
-    def assemble(self, node: _Node, way: str, message: Message | Piece, shard: int, ends: Ends) -> None:
-        if ends is not node.ends:
-            return  # it belongs to a connection that no longer exists
-        ready, assembly = self.shards.take(ends, way, message, shard, self.time.now)
-        if assembly.until is not None:
-            self.expect(node, way, assembly.until - self.time.now)
-        for whole in ready:
-            self.take(node, way, whole)
-
-    def take(self, node: _Node, way: str, message: Message) -> None:
-        if way == "up":
-            self.server_does(self.server.on(message, self.time.now))
-            return
-        if isinstance(message, Weights) and not message.same:
-            node.theta = message.tensor
-        self.leader(node, node.leader.on(message, self.time.now))
-
-    def start(self, node: _Node, start: Start) -> None:
-        seconds = sum(
-            self.step_seconds(node.number, start.worker, start.step + i, self.random) for i in range(start.steps)
-        )
-        tensor: Any = None
-        if self.gradient is not None and node.theta is not None:
-            gradient, number, worker = self.gradient, node.number, start.worker
-            work = node.work.setdefault(worker, LocalWork(self.settings.local_update))
-            tensor = work.submission(node.theta, start.step, start.steps, lambda x, i: gradient(x, number, worker, i))
-        leader = node.leader
-
-        def done() -> None:
-            if node.leader is not leader or not node.alive or start.worker not in leader.alive:
-                return
-            if self.time.now < node.paused_until:
-                self.time.after(node.paused_until - self.time.now, done)
-                return
-            finite = tensor is None or bool(tensor.isfinite().all())
-            self.trace.finished += leader.running.get(start.worker) == start.token
-            self.leader(
-                node,
-                leader.done(
-                    start.worker, start.token, tensor, self.time.now, finite=finite, seconds=seconds / start.steps
-                ),
-            )
-
-        self.time.after(seconds, done)
+    def heartbeat(self) -> None:
+        self.server.tick()
+        for node in self.nodes:
+            if node.alive and self.time.now >= node.paused_until:
+                node.tick()
+        self.time.after(self.settings.lease_seconds / 10, self.heartbeat)
 
     def fault(self, fault: Fault) -> None:
-        node, now = self.nodes[fault.node], self.time.now
+        node = self.nodes[fault.node]
         if fault.kind == "pause":
-            node.paused_until = now + fault.for_seconds
+            node.paused_until = self.time.now + fault.for_seconds
         elif fault.worker is not None:
-            change = node.leader.lost if fault.kind == "kill" else node.leader.returned
-            self.leader(node, change(fault.worker, now))
-        elif fault.kind == "kill":
-            node.alive = False
-            member = node.leader.member
-            node.connect(self)
-            if member:
-                self.server_does(self.server.gone(member, now))
-        elif fault.kind == "cut":
-            member = node.leader.member
-            self.leader(node, node.leader.ended("the connection broke", now))
-            if member:
-                self.server_does(self.server.gone(member, now))
+            node.handle("left" if fault.kind == "kill" else "enter", node.places[fault.worker], None)
+        elif fault.kind == "return":
+            node = self.nodes[fault.node] = _NodeNow(self, fault.node, node.link)
+            self.enter(node)
         else:
-            node.alive, node.theta, node.work = True, None, {}
-            node.leader = Leader(self.settings, node.number, self.workers)
-            node.connect(self)
-            self.leader(node, node.leader.join(now))
+            node.alive = fault.kind == "cut"
+            node.cut()
 
 
 def simulate(
@@ -456,6 +440,7 @@ def simulate(
         raise ValueError("say when to end: updates, gradients or seconds")
     check_count("nodes", nodes)
     check_count("workers", workers)
+    check_count("shards", shards, 0)
     if payload_bytes is None:
         payload_bytes = 0 if parameters is None else parameters.numel() * parameters.element_size()
     sim = _Simulation(
@@ -463,20 +448,18 @@ def simulate(
         seed, payload_bytes, apply_seconds, shards,
     )  # fmt: skip
     for fault in faults:
-        sim.time.after(fault.at_seconds, lambda fault=fault: sim.fault(fault))  # type: ignore[misc]
-    if evaluate is not None and sim.weights is not None:
-        weights = sim.weights
+        sim.time.after(fault.at_seconds, partial(sim.fault, fault))
+    if evaluate is not None and parameters is not None:
 
         def look() -> None:
-            sim.trace.losses.append((sim.time.now, evaluate(weights.theta)))
+            sim.trace.losses.append((sim.time.now, evaluate(sim.theta)))
             sim.time.after(evaluate_seconds, look)
 
         sim.time.after(0.0, look)
-    sim.begin()
     last_fault = max((fault.at_seconds for fault in faults), default=0.0)
+    server = sim.server.machine
 
     def reached() -> bool:
-        server = sim.server
         if not any(node.alive for node in sim.nodes) and sim.time.now > last_fault:
             return True  # nothing more can happen
         return (updates is not None and server.version >= updates) or (
@@ -485,9 +468,8 @@ def simulate(
 
     sim.time.run(reached, float("inf") if seconds is None else seconds)
     trace = sim.trace
-    trace.updates = trace.updates[: sim.server.version]
-    trace.seconds = sim.time.now
-    trace.counters = sim.server.counters
-    trace.parameters = None if sim.weights is None else sim.weights.theta.clone()
-    trace.journal = Journal(settings, {"seed": seed, "nodes": nodes}, tuple(sim.lines[: sim.server.version]))
+    trace.updates = trace.updates[: server.version]
+    trace.seconds, trace.counters = sim.time.now, server.counters
+    trace.parameters = None if parameters is None else sim.theta.clone()
+    trace.journal = Journal(settings, {"seed": seed, "nodes": nodes}, tuple(sim.lines[: server.version]))
     return trace

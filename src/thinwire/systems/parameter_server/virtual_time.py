@@ -72,7 +72,8 @@ class VirtualChannel:
     ) -> None:
         check_number("latency_seconds", latency_seconds, least=0)
         self._time, self._source, self._target = time, source, target
-        self._latency, self._jitter, self._small, self._behind = latency_seconds, jitter, small_bytes, behind
+        self._jitter, self._small, self._behind = jitter, small_bytes, behind
+        self.latency_seconds = latency_seconds
         self._last = 0.0
         self.open = True
 
@@ -86,7 +87,7 @@ class VirtualChannel:
         else:
             left = self._source.carry(now, size)
             passed = self._target.carry(left, size) if self._target is not self._source else left
-        arrival = passed + self._latency + (self._jitter() if self._jitter else 0.0)
+        arrival = passed + self.latency_seconds + (self._jitter() if self._jitter else 0.0)
         self._last = max(self._last, arrival, self._behind._last if self._behind is not None else 0.0)
         if sent is not None:
             self._time.after(left - now, sent)

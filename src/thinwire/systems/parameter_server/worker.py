@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +16,21 @@ from torch import Tensor, nn
 from thinwire.core.checks import check_number
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.predict.measure.profile_model import Batches, Loss, numbered
+from thinwire.systems.link.actor import find
 from thinwire.systems.link.hello import PeerIdentity, Trust, find_trust, own_trust
 from thinwire.systems.link.listener import Caller
 from thinwire.systems.link.peer import LocalPeer, Peer
 from thinwire.systems.parameter_server.compress import most_bytes
+from thinwire.systems.parameter_server.errors import NodeRefused, ServerLost
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.messages import CODEC, Buffers, Enter, Ping, Result, Stop, Work, encode
+from thinwire.systems.parameter_server.node import Node
 from thinwire.systems.parameter_server.settings import Gradient, LocalSteps, Settings
-
-if TYPE_CHECKING:
-    from thinwire.systems.parameter_server.node import Node
 
 GradientAt = Callable[[Tensor, int], Tensor]
 """(flat parameters, number of the batch) -> flat gradient."""
 
 logger = logging.getLogger("thinwire")
-
-
-class ServerLost(RuntimeError):
-    """No server or leader answered for six leases."""
-
-
-class NodeRefused(RuntimeError):
-    """The server refuses this node."""
 
 
 def local_gradient(
@@ -157,42 +148,37 @@ class Worker:
             LayoutMismatch: this model differs from the server's.
             NodeRefused: the leader uses another secret, or other keys.
         """
-        been, lost_at, lease = False, None, 10.0
+        known, lease = False, 10.0
         while True:
-            self._check()
             self._inbox = queue.SimpleQueue()
-            if not isinstance(self._leader, str):
-                self.layout.check(self._leader.layout)
-                if self._serve(self._leader.enter(self.number, self._inbox.put), self._leader.settings):
-                    return self.stats
-                continue
             try:
-                caller = Caller(self._leader, self._identity)
-                settings = Settings.from_json(caller.note("settings"))
-                self.layout.check(Layout.from_json(caller.note("layout")))
-                lease = settings.lease_seconds
-                peer = caller.connect(encode(Enter(self.number)))
+                leader, settings = find(self._reach, 6 * lease, min(0.5, lease / 4), known=known)
+            except NotAdmitted as error:
+                raise NodeRefused(f"worker {self.number}: {error}") from error
             except PairError as error:
-                if isinstance(error, NotAdmitted) and not been:  # later, another program may have the port
-                    raise NodeRefused(f"worker {self.number}: {error}") from error
-                lost_at = time.monotonic() if lost_at is None else lost_at
-                if time.monotonic() - lost_at > 6 * lease:
-                    raise ServerLost(f"worker {self.number} can no longer reach its leader: {error}") from error
-                time.sleep(min(0.5, lease / 4))
-                continue
-            been, lost_at = True, None
-            most = most_bytes(settings, self.layout)
-            peer.start(CODEC, seconds=lease, most_bytes=most, deliver=self._inbox.put, closed=self._inbox.put)
-            if self._serve(peer, settings):
+                raise ServerLost(f"worker {self.number} can no longer reach its leader: {error}") from error
+            known, lease = True, settings.lease_seconds
+            if self._serve(leader, settings):
                 return self.stats
+
+    def _reach(self) -> tuple[Peer | LocalPeer, Settings]:
+        self._check()
+        if isinstance(self._leader, Node):
+            self.layout.check(self._leader.layout)
+            return self._leader.enter(self.number, self._inbox.put), self._leader.settings
+        caller = Caller(self._leader, self._identity)
+        settings = Settings.from_json(caller.note("settings"))
+        self.layout.check(Layout.from_json(caller.note("layout")))
+        peer, most = caller.connect(encode(Enter(self.number))), most_bytes(settings, self.layout)
+        put = self._inbox.put
+        peer.start(CODEC, seconds=settings.lease_seconds, most_bytes=most, deliver=put, closed=put, beat=Ping())
+        return peer, settings
 
     def _serve(self, leader: Peer | LocalPeer, settings: Settings) -> bool:
         """Serve one connection. Return True when training has ended."""
         last: Tensor | None = None
-        work, ended = LocalWork(settings.local_update), threading.Event()
+        work = LocalWork(settings.local_update)
         averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
-        if isinstance(leader, Peer):
-            threading.Thread(target=self._beat, args=(leader, settings.lease_seconds, ended), daemon=True).start()
         try:
             while True:
                 since = time.monotonic()
@@ -211,7 +197,6 @@ class Worker:
                         leader.post(Buffers(0, self.layout.buffers.flat(self.model).cpu()))
                     leader.post(result)
         finally:
-            ended.set()
             # after an error too: the process may live on, and the leader would wait for a lease
             leader.finish()
             leader.join(2.0)
@@ -228,12 +213,6 @@ class Worker:
             self.stats.version = message.version
         if buffers is not None:
             self.layout.buffers.write(buffers, self.model)
-
-    @staticmethod
-    def _beat(leader: Peer, lease: float, ended: threading.Event) -> None:
-        """Send signs of life, in a separate thread, so that a long step does not look like silence."""
-        while not ended.wait(lease / 3):
-            leader.post(Ping())
 
     def _compute(self, message: Work, work: LocalWork) -> Result:
         if message.tensor is not None:

@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import queue
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from thinwire.core.connect import HELLO_SECONDS
 from thinwire.core.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.core.tls import Credentials
+from thinwire.systems.link.actor import Actor
 from thinwire.systems.link.hello import INSECURE, PeerIdentity, Trust, check_host
 from thinwire.systems.link.listener import Listener, check_port, connect
-from thinwire.systems.link.peer import Peer, join_all, unended
+from thinwire.systems.link.peer import Peer
 from thinwire.systems.split.ends import CloudEnd, EdgeEnd, printable
 from thinwire.systems.split.errors import LinkError, LinkTimeout, SessionError
 from thinwire.systems.split.frames import CODEC, MOST_TEXT, ByteLedger, Fields, Message, Packed, pack, read_text, unpack
@@ -48,17 +48,20 @@ class CountedPeer:
 
     def send(self, message: Message, seconds: float) -> None:
         self.peer.send(pack(message), CODEC, seconds, seconds)
-        self._count(message, self._ledger.sent)
+        self._ledger.count(message, self._ledger.sent)
 
     def receive(self, seconds: float, limit: int) -> Message:
-        return self.received(unpack(self.peer.receive(CODEC, seconds, limit)))
-
-    def received(self, message: Message) -> Message:
-        self._count(message, self._ledger.received)
+        message = unpack(self.peer.receive(CODEC, seconds, limit))
+        self._ledger.count(message, self._ledger.received)
+        self.count_rest()
         return message
 
-    def _count(self, message: Message, way: Counter[str]) -> None:
-        self._ledger.count(message, way)
+    def post(self, message: Message) -> None:
+        self._ledger.count(message, self._ledger.sent)
+        self.peer.post(pack(message))
+
+    def count_rest(self) -> None:
+        """Count what has crossed beside messages."""
         (sent, received), before = self.peer.crossed, self._extra
         self._extra = sent - self.peer.sent_bytes, received - self.peer.received_bytes
         self._ledger.sent["link"] += self._extra[0] - before[0]
@@ -186,7 +189,7 @@ class CloudClient(contextlib.AbstractContextManager["CloudClient"]):
 
 
 @dataclass
-class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
+class CloudServer(Actor):
     """Listens for edges and answers one at a time, the next one after bye; one that reconnects gets its place back.
 
     Attributes:
@@ -217,12 +220,12 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
     _wire: CountedPeer | None = None
     _lost_at: float = 0.0
     _heard_at: float = 0.0
+    _byes: int = 0
 
     def __post_init__(self) -> None:
+        super().__init__()
         trust = trust_of(self.host, self.credentials, self.insecure)
-        self._inbox: queue.SimpleQueue[tuple[str, Peer, Any] | None] = queue.SimpleQueue()  # None: it is closed
-        self._old: list[Peer] = []
-        self._serving = threading.RLock()
+        self._closed, self._serving, self._wires = False, threading.RLock(), list[CountedPeer]()
         try:
             self._listener = Listener(self.port, self.host, roles=("edge",), trust=trust, seconds=self.hello_seconds)
         except (PairError, ValueError) as error:
@@ -234,26 +237,27 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
         """Answer until that many edges (None: forever) have said bye, or ``close`` is called from another thread."""
         self._say(f"listening at {self.host} port {self.port}{'' if self.credentials else ', in the clear'}")
         with self._serving:
-            left = math.inf if edges is None else edges
-            while left > 0 and (event := self._inbox.get()) is not None:
-                what, peer, value = event
-                if what == "hello":
-                    self._admit(peer, value)
-                elif self._wire is None or self._wire.peer is not peer:
-                    continue  # it belongs to an earlier connection
-                elif what == "lost":
-                    self._lose(value)
-                elif what == "coming":  # a long message, which may take so many seconds
-                    self._heard_at = time.monotonic() + value
-                else:
-                    left -= self._answer(self._wire, value)
-                    self._heard_at = time.monotonic()
+            ends = math.inf if edges is None else self._byes + edges
+            self.run_until(lambda: self._closed or self._byes >= ends, 1.0)
+
+    def handle(self, what: str, who: Any, value: Any) -> None:
+        if what == "hello":
+            self._admit(who, value)
+        elif self._wire is None or self._wire.peer is not who:
+            return  # it belongs to an earlier connection
+        elif what == "lost":
+            self._lose(value)
+        elif what == "coming":  # a long message, which may take so many seconds
+            self._heard_at = time.monotonic() + value
+        else:
+            self._answer(self._wire, value)
+            self._heard_at = time.monotonic()
 
     def _came(self, peer: Peer, hello: bytes) -> None:
         """Take whoever has connected; called in a thread of its own."""
-        if self._inbox.qsize() > MOST:
+        if self._events.qsize() > MOST:
             raise ValueError("too many wait for an answer")
-        self._inbox.put(("hello", peer, read_text(hello)))
+        self.tell("hello", peer, read_text(hello))
 
     def _admit(self, peer: Peer, hello: Fields) -> None:
         name, holder = peer.other.shown.name if peer.other.shown else None, self.cloud.edge
@@ -269,65 +273,55 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
             return
         self._drop()
         self._wire, self._heard_at = CountedPeer(self._start(peer), self.ledger), time.monotonic()
-        with contextlib.suppress(PairError):  # it has gone again, as its thread will say
-            self._wire.send(Message("ready", fields=fields), HELLO_SECONDS)
+        self._wires.append(self._wire)
+        self._wire.post(Message("ready", fields=fields))
         self._say(f"edge {self.cloud.edge!r} {'is back' if fields['known'] else 'begins'}, step {fields['resume']}")
 
     def _refuse(self, peer: Peer, sentence: str, busy: bool = False) -> None:
         self._start(peer).post(pack(Message("error", fields={"sentence": sentence, "busy": busy})))
-        self._finish(peer)
-
-    def _finish(self, peer: Peer) -> None:
-        self._old = unended(self._old, peer)
-        peer.finish()
+        self.retire(peer, finish=True)
 
     def _start(self, peer: Peer) -> Peer:
-        def tell(what: str, value: Any) -> None:
-            self._inbox.put((what, peer, value))
-
         def deliver(packed: Packed) -> None:
-            tell("request", unpack(packed))
+            self.tell("request", peer, unpack(packed))
 
         peer.start(
             CODEC,
             seconds=self.message_seconds,
             most_bytes=self.limit,
             deliver=deliver,
-            closed=lambda why: tell("lost", why),
-            announced=lambda seconds: tell("coming", seconds),
+            closed=partial(self.tell, "lost", peer),
+            announced=partial(self.tell, "coming", peer),
             silent=True,
         )
         return peer
 
-    def _answer(self, wire: CountedPeer, request: Message) -> bool:
-        """Handle a request from the current edge. Return whether it was bye."""
-        wire.received(request)
+    def _answer(self, wire: CountedPeer, request: Message) -> None:
+        """Handle a request from the current edge."""
+        self.ledger.count(request, self.ledger.received)
+        if wire.peer.outbox:
+            self._lose("it asks again without taking the reply")
+            return
         try:
-            try:
-                reply = self.cloud.handle(request)
-            except SessionError as error:
-                fields = {"sentence": printable(error)}
-                wire.send(Message("error", request.step, request.sequence, fields=fields), self.message_seconds)
-                self._say(f"refused edge {self.cloud.edge!r}: {error}")
-                raise
-            wire.send(reply, self.message_seconds)
-        except (PairError, SessionError) as error:
-            self._lose(str(error))
-            return False
-        if request.kind != "bye":
-            return False
-        self._say(f"bye after {request.step} steps")
-        self._drop()
-        return True
+            wire.post(self.cloud.handle(request))
+        except SessionError as error:
+            wire.post(Message("error", request.step, request.sequence, fields={"sentence": printable(error)}))
+            self._say(f"refused edge {self.cloud.edge!r}: {error}")
+            self._lose(str(error), finish=True)
+            return
+        if request.kind == "bye":
+            self._say(f"bye after {request.step} steps")
+            self._drop(finish=True)
+            self._byes += 1
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, finish: bool = False) -> None:
         self._say(f"edge {self.cloud.edge!r} is gone: {why}")
-        self._drop()
+        self._drop(finish)
         self._lost_at = time.monotonic()
 
-    def _drop(self) -> None:
+    def _drop(self, finish: bool = False) -> None:
         if self._wire is not None:
-            self._finish(self._wire.peer)
+            self.retire(self._wire.peer, finish=finish)
             self._wire = None
 
     def _say(self, sentence: str) -> None:
@@ -336,13 +330,14 @@ class CloudServer(contextlib.AbstractContextManager["CloudServer"]):
     def close(self) -> None:
         """Close all connections. From another thread, first wait until the request being served is answered."""
         self._listener.close()
-        self._inbox.put(None)
+        self._closed = True
+        self.tell("closed")
         with self._serving:
             self._drop()
-            while not self._inbox.empty():
-                if (event := self._inbox.get()) is not None:
+            while (event := self.next_event(0.0)) is not None:
+                if event[0] == "hello":
                     event[1].close()
-            join_all(self._old, 5.0)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self.join(5.0)
+            for wire in self._wires:
+                wire.count_rest()
+            self._wires.clear()
