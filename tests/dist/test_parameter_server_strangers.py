@@ -99,9 +99,7 @@ def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
         )
         welcome = msg.decode(pair.receive_frame(FRAME.size, 60.0))[0]
         assert isinstance(welcome, msg.Welcome)
-        pair.send_frame(
-            msg.encode(msg.Grad(welcome.member, 0, 1, 1, 0, 0, 1.0), rows, tensor) + bytes(32 * min(rows, 1))
-        )
+        pair.send_frame(msg.encode(msg.Grad(welcome.member, 0, 1, 1, 0, 0), rows, tensor) + bytes(32 * min(rows, 1)))
         assert ends(pair)
     assert memory() - before < 100e6
     cluster.stop_after(20)

@@ -130,7 +130,7 @@ def test_an_update_that_waits_for_sums_when_training_ends_is_not_made():
 
 def test_sums_for_a_member_that_has_gone_are_refused_and_counted():
     server = Server(Settings())
-    effects = server.on(msg.Grad(77, 1, 1, 1, 0, 1, 1.0, (msg.Row(0, 0, 0, 1), msg.Row(0, 1, 0, 1))), 0.0)
+    effects = server.on(msg.Grad(77, 1, 1, 1, 0, 1, (msg.Row(0, 0, 0, 1), msg.Row(0, 1, 0, 1))), 0.0)
     assert effects == [Send(msg.Nack(77), 77)]
     assert server.counters["late"] == 2
 
@@ -140,7 +140,7 @@ def test_a_node_that_names_the_largest_step_can_come_again(step):
     server = Server(asp())
     server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
-    grad = msg.Grad(member, 0, 1, 1, 0, 1, 1.0, tensor=torch.zeros(1))
+    grad = msg.Grad(member, 0, 1, 1, 0, 1, tensor=torch.zeros(1))
     with contextlib.suppress(ValueError):  # refused is as good
         table = msg.encode(replace(grad, rows=(msg.Row(0, 0, step, 8),)))[FRAME.size :]
         server.on(msg.CODEC.with_rows(grad, table), 0.0)
@@ -150,13 +150,12 @@ def test_a_node_that_names_the_largest_step_can_come_again(step):
     assert msg.decode(msg.encode(welcome))[0] == welcome
 
 
-@pytest.mark.parametrize(("pull", "weight", "base"), [(0, 1.0, 1), (1, 1.0, 1), (1, 1e-40, 0), (1, 1e300, 0)])
-def test_who_sends_what_gradients_cannot_be_is_dropped(pull, weight, base):
-    """Of weights to come; or a sum whose part of the divisor would make weights infinite, or hide those of others."""
+@pytest.mark.parametrize("pull", [0, 1])
+def test_who_sends_gradients_of_weights_to_come_is_dropped(pull):
     server = Server(asp())
     server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
-    server.on(msg.Grad(member, pull, 1, 1, 0, 1, weight, (msg.Row(base, 0, 0, 8),), torch.zeros(1)), 0.0)
+    server.on(msg.Grad(member, pull, 1, 1, 0, 1, (msg.Row(1, 0, 0, 8),), torch.zeros(1)), 0.0)
     assert not server.members
     assert server.version == 0
 
@@ -167,7 +166,7 @@ def test_every_sum_that_is_not_used_is_dropped_by_name():
     (member,) = server.members
 
     def push(seq, base, tensor="x", who=member):
-        return server.on(msg.Grad(who, 0, seq, seq, base, 1, 1.0, (msg.Row(base, 0, seq, 1),), tensor), 0.0)
+        return server.on(msg.Grad(who, 0, seq, seq, base, 1, (msg.Row(base, 0, seq, 1),), tensor), 0.0)
 
     def dropped(effects):
         return [effect.tensor for effect in effects if isinstance(effect, Drop)]
@@ -184,7 +183,7 @@ def test_an_update_that_takes_long_is_no_silence_and_nobody_is_dropped_meanwhile
     server = Server(asp(lease_seconds=9.0))
     server.on(msg.Hello(0, 1), 0.0)
     (member,) = server.members
-    server.on(msg.Grad(member, 0, 1, 1, 0, 1, 1.0, (msg.Row(0, 0, 0, 1),), "x"), 1.0)
+    server.on(msg.Grad(member, 0, 1, 1, 0, 1, (msg.Row(0, 0, 0, 1),), "x"), 1.0)
     assert server.applying
     assert [effect.message for effect in server.tick(20.0)] == [msg.Fence(member, 0)]
     assert member in server.members

@@ -28,13 +28,11 @@ def pushed(limit):
     kill=st.sampled_from([0.0, 0.003]),
     bad=st.sampled_from([0.0, 0.1]),
     push=st.booleans(),
-    local=st.sampled_from(["async", "sync"]),
     instances=st.booleans(),
-    pull=st.sampled_from(["fresh", "stalest"]),
 )
 @settings(max_examples=40, deadline=None)
-def test_bound_under_random_events(seed, limit, nodes, workers, n, far, kill, bad, push, local, instances, pull):
-    options = pushed(limit) if push else inhad(limit, f"nodes/{n}", local=local, pull=pull)
+def test_bound_under_random_events(seed, limit, nodes, workers, n, far, kill, bad, push, instances):
+    options = pushed(limit) if push else inhad(limit, f"nodes/{n}")
     chaos = Chaos(options, nodes, workers, seed, far=0 if far else None, slow=nodes - 1, kill=kill, bad=bad,
                   instances=instances)  # fmt: skip
     chaos.run(1200)
@@ -47,9 +45,9 @@ def test_bound_with_one_node_far_away_and_one_slow(limit, seed):
     Chaos(inhad(limit, "nodes/2", start_nodes=4), 4, 3, seed, far=0, slow=1).run(4000)
 
 
-@pytest.mark.parametrize(("workers", "local"), [(1, "async"), (3, "sync"), (3, "async")])
-def test_s_0_takes_each_workers_gradient_once_per_update(workers, local):
-    chaos = Chaos(bsp(start_nodes=4, local=local), 4, workers, 7, far=1, slow=2).run(6000)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_s_0_takes_each_workers_gradient_once_per_update(workers):
+    chaos = Chaos(bsp(start_nodes=4), 4, workers, 7, far=1, slow=2).run(6000)
     assert len(chaos.updates) > 20
     for version, parts in chaos.updates:
         keys = [(part.node, row.worker) for part in parts for row in part.rows]
@@ -96,10 +94,10 @@ def pushed_by_all(unit, limit):
 @pytest.mark.parametrize(
     "options",
     [
-        inhad(4), inhad(2, "nodes"), bsp(), bsp(local="sync"), pushed(2), pushed_by_all("workers", 0),
+        inhad(4), inhad(2, "nodes"), bsp(), pushed(2), pushed_by_all("workers", 0),
         pushed_by_all("nodes", None), ssp(),
     ],
-    ids=["inhad", "nodes", "bsp", "sync", "push", "push-0", "push-all", "ssp"],
+    ids=["inhad", "nodes", "bsp", "push", "push-0", "push-all", "ssp"],
 )  # fmt: skip
 @pytest.mark.parametrize("workers", [1, 2])
 def test_nobody_waits_for_ever_for_a_worker_that_lives_and_hangs(options, workers):

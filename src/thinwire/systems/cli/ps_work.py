@@ -245,7 +245,7 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
 
     outer = read_outer(facts["outer"]) or default_outer(journal.settings, facts["nodes"])
     with progress("updates", len(journal.updates)) as shown:
-        theta = replay(journal, layout.flat(network), gradient, outer, full=facts["nodes"], on_update=shown)
+        theta = replay(journal, layout.flat(network), gradient, outer, on_update=shown)
     if out is not None:
         torch.save({"theta": theta, "version": len(journal.updates)}, out)
     digest = weights_hash(theta)

@@ -64,13 +64,12 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A sum in an update: ``scale`` times its tensor, if it has one, which adds ``weight`` to the divisor."""
+    """A sum in an update: ``scale`` times its tensor, if it has one."""
 
     node: int
     member: int
     rows: tuple[Row, ...]
     scale: float
-    weight: float
     tensor: Any = None
 
 

@@ -35,7 +35,7 @@ class Update:
 
     def to_json(self) -> str:
         parts = [
-            [p.node, p.member, p.scale, p.weight, [[r.base, r.worker, r.step, r.samples] for r in p.rows]]
+            [p.node, p.member, p.scale, float(len(p.rows)), [[r.base, r.worker, r.step, r.samples] for r in p.rows]]
             for p in self.parts
         ]
         return json.dumps({"version": self.version, "at": self.at_seconds, "parts": parts})
@@ -44,8 +44,8 @@ class Update:
     def from_json(cls, line: str) -> Update:
         data = json.loads(line)
         parts = tuple(
-            Contribution(node, member, tuple(Row(*row) for row in rows), scale, weight)
-            for node, member, scale, weight, rows in data["parts"]
+            Contribution(node, member, tuple(Row(*row) for row in rows), scale)
+            for node, member, scale, _, rows in data["parts"]
         )
         return cls(int(data["version"]), float(data["at"]), parts)
 
@@ -123,7 +123,6 @@ def replay(
     gradient: Callable[[Tensor, int, int, int], Tensor],
     outer: Outer,
     *,
-    full: int = 1,
     on_update: Callable[[int], None] = lambda version: None,
 ) -> Tensor:
     """Repeat a run, and return the final weights.
@@ -133,7 +132,7 @@ def replay(
     Args:
         parameters: the weights at version 0, ``[D]``.
         gradient: (flat parameters, node, worker, number of the batch) -> flat gradient.
-        outer: as in the run; full: nodes times workers of the run.
+        outer: as in the run.
         on_update: called with the version after each update.
 
     Raises:
@@ -150,7 +149,7 @@ def replay(
         raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
     if getattr(settings.local_update, "balance", False):
         raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
-    weights = FlatWeights(parameters, outer, settings, full)
+    weights = FlatWeights(parameters, outer, settings)
     history = {0: weights.snapshot}
     last_use = {row.base: update.version for update in journal.updates for part in update.parts for row in part.rows}
     work: dict[tuple[int, int], LocalWork] = {}
@@ -164,10 +163,10 @@ def replay(
     def total(part: Contribution, version: int) -> Any:
         if settings.transfer == "push":
             return compute(part, part.rows[0]) if part.rows else None
-        buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
+        buffer = Aggregator(settings.alpha, settings.deterministic)
         for row in part.rows:
             buffer.add(row, compute(part, row))
-        return buffer.take(version)[2]
+        return buffer.take(version)[1]
 
     for update in journal.updates:
         weights.apply([replace(part, tensor=total(part, update.version)) for part in update.parts])

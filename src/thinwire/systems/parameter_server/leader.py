@@ -10,14 +10,14 @@ from typing import Any
 from thinwire.core.checks import check_count
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
-from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alpha, norm
+from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alpha
 
 
 class Aggregator:
     """Gradients waiting to be pulled (None: without tensors); ``deterministic``: added in fp64, by (worker, step)."""
 
-    def __init__(self, alpha_rule: str, norm_rule: str, deterministic: bool = False) -> None:
-        self._alpha, self._norm, self._deterministic = alpha_rule, norm_rule, deterministic
+    def __init__(self, alpha_rule: str, deterministic: bool = False) -> None:
+        self._alpha, self._deterministic = alpha_rule, deterministic
         self._rows: list[msg.Row] = []
         self._sums: dict[int, Any] = {}
         self._each: list[tuple[msg.Row, Any]] = []
@@ -38,17 +38,16 @@ class Aggregator:
             held = self._sums.get(row.base)
             self._sums[row.base] = tensor if held is None else held.add_(tensor)
 
-    def take(self, now: int) -> tuple[tuple[msg.Row, ...], float, Any]:
-        """Empty it for an update of version ``now``: rows, their part of the divisor, the sum of alpha * gradient."""
+    def take(self, now: int) -> tuple[tuple[msg.Row, ...], Any]:
+        """Empty it for an update of version ``now``: rows, and the sum of alpha * gradient."""
         rows = tuple(sorted(self._rows, key=lambda row: (row.worker, row.step)))
-        weight = float(sum(norm(self._norm, self._alpha, now - row.base) for row in rows))
         if self._deterministic:
             parts = [(row.base, tensor) for row, tensor in sorted(self._each, key=lambda e: (e[0].worker, e[0].step))]
             total = _total([(alpha(self._alpha, now - base), t) for base, t in parts if t is not None], wide=True)
         else:
             total = _total([(alpha(self._alpha, now - base), t) for base, t in sorted(self._sums.items())], wide=False)
         self._rows, self._sums, self._each = [], {}, []
-        return rows, weight, total
+        return rows, total
 
 
 def _total(parts: list[tuple[float, Any]], wide: bool) -> Any:
@@ -70,8 +69,8 @@ class Membership:
 
     ``number`` 0: not a member. ``version``: of the weights held (-1: none), sent as ``grant``. ``allowed``: the last
     permitted start (SSP). ``floor``: the oldest version to start on. ``probe``: to be echoed. ``in_total``: submitted,
-    of which the server has ``acked``. ``computing``: base of each busy worker, ``begun`` its step. ``round``: handed in
-    with ``local="sync"``. ``made``: starts of each worker on these weights.
+    of which the server has ``acked``. ``computing``: base of each busy worker, ``begun`` its step. ``made``: starts of
+    each worker on these weights.
     """
 
     settings: Settings
@@ -92,13 +91,12 @@ class Membership:
     steps: int = 0
     computing: dict[int, int] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
-    round: list[tuple[msg.Row, Any]] = field(default_factory=list)
     made: Counter[int] = field(default_factory=Counter)
     buffer: Aggregator = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
+        self.buffer = Aggregator(settings.alpha, settings.deterministic)
         self.steps = settings.local_update.steps
 
     def is_open(self, worker: int) -> bool:
@@ -113,7 +111,7 @@ class Membership:
 
     def low(self, alive: Collection[int]) -> int:
         """Return a lower bound on the base of every gradient not yet buffered: being computed, or yet to start."""
-        bases = [*self.computing.values(), *(row.base for row, _ in self.round)]
+        bases = list(self.computing.values())
         if any(self.is_open(worker) for worker in alive):
             bases.append(self.version)
         return min(bases, default=UNBOUNDED)
@@ -126,11 +124,9 @@ class Membership:
         self.started += 1
         return step
 
-    def lost(self, worker: int) -> bool:
-        """Note that what a worker computes will not come, or SSP would wait for it; return whether it computed."""
-        computed = self.computing.pop(worker, None) is not None
-        self.started -= computed
-        return computed
+    def lost(self, worker: int) -> None:
+        """Note that what a worker computes will not come, or SSP would wait for it."""
+        self.started -= self.computing.pop(worker, None) is not None
 
     def raise_floor(self, next_version: int) -> None:
         """Note the version of the next update: results on too old weights would miss the bound."""
@@ -143,13 +139,9 @@ class Membership:
             self.loss_sum, self.samples, self.dropped, int(step_us), len(alive), self.probe,
         )  # fmt: skip
 
-    def grad(
-        self, alive: Collection[int], pull: int, weight: float, rows: tuple[msg.Row, ...], tensor: Any
-    ) -> msg.Grad:
+    def grad(self, alive: Collection[int], pull: int, rows: tuple[msg.Row, ...], tensor: Any) -> msg.Grad:
         self.seq += 1
-        return msg.Grad(
-            self.number, pull, self.seq, self.in_total, self.low(alive), self.grant, weight, rows, tensor
-        )  # fmt: skip
+        return msg.Grad(self.number, pull, self.seq, self.in_total, self.low(alive), self.grant, rows, tensor)
 
 
 class Leader:
@@ -185,11 +177,6 @@ class Leader:
     def _start(self) -> list[Effect]:
         out: list[Effect] = []
         own = self._membership
-        if self.settings.local == "sync":
-            idle = not (own.computing or own.round or self.running.keys() & self.alive)
-            room = len(own.buffer) + len(self.alive) <= max(self.settings.buffer, self.workers)
-            if not (idle and room and all(own.is_open(worker) for worker in self.alive)):
-                return out
         for worker in sorted(self.alive):
             if own.is_open(worker) and worker not in self.running and own.has_room(self.workers):
                 self._tokens += 1
@@ -239,40 +226,24 @@ class Leader:
             self.counters["dropped"] += 1
         if self.settings.transfer == "push":
             own.in_total += 1
-            grad = own.grad(self.alive, 0, 1.0, (row,) if finite else (), tensor if finite else None)
+            grad = own.grad(self.alive, 0, (row,) if finite else (), tensor if finite else None)
             return [Send(grad), *self._start()]
-        if self.settings.local == "sync":
-            if finite:
-                own.round.append((row, tensor))
-            return self._close_round()
         own.in_total += 1
         if finite:
             own.buffer.add(row, tensor)
-        return [Report(), *self._start()]
-
-    def _close_round(self) -> list[Effect]:
-        """For ``local="sync"``: count the round as one submission once no worker is computing any more."""
-        own = self._membership
-        if own.computing:
-            return []
-        own.in_total += 1
-        for row, tensor in own.round:
-            own.buffer.add(row, tensor)
-        own.round = []
         return [Report(), *self._start()]
 
     def lost(self, worker: int, now: float) -> list[Effect]:
         """Note that a worker has died. If it was the last one, the leader leaves."""
         self.alive.discard(worker)
         self.running.pop(worker, None)
-        computed, member = self._membership.lost(worker), self.member
+        self._membership.lost(worker)
+        member = self.member
         if not member:
             return []
         if not self.alive:
             self._membership = self._new()
             return [Send(msg.Bye(member))]
-        if self.settings.local == "sync" and computed:
-            return self._close_round()
         return [Report(), *self._start()]
 
     def returned(self, worker: int, now: float) -> list[Effect]:
@@ -312,8 +283,8 @@ class Leader:
             return [Report(), *self._start()]
         if isinstance(message, msg.Pull):
             own.raise_floor(message.next_version)
-            rows, weight, total = own.buffer.take(message.next_version - 1)
-            return [Send(own.grad(self.alive, message.pull, weight, rows, total)), *self._start()]
+            rows, total = own.buffer.take(message.next_version - 1)
+            return [Send(own.grad(self.alive, message.pull, rows, total)), *self._start()]
         if isinstance(message, msg.Fence):
             own.raise_floor(message.next_version)
             own.probe = max(own.probe, message.probe)

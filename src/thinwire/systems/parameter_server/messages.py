@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.systems.link.codec import Codec, Digest, Finite
+from thinwire.systems.link.codec import Codec, Digest
 
-PROTOCOL = 6
+PROTOCOL = 7
 MOST_WORKERS = 1 << 12  # of one node
 LAST = 1 << 62
 """Number of the pieces that a STOP announces; larger than all others."""
@@ -124,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Grad:
-    """A sum of the gradients in ``rows``. ``pull`` 0: pushed. ``weight``: what it adds to the divisor."""
+    """A sum of the gradients in ``rows``. ``pull`` 0: pushed."""
 
     member: int
     pull: int
@@ -132,7 +132,6 @@ class Grad:
     in_total: int
     low: int
     grant: int
-    weight: Finite
     rows: tuple[Row, ...] = ()
     tensor: Any = None
 
@@ -261,11 +260,10 @@ class DropSum:
 
 @dataclass(frozen=True)
 class UpdateShard:
-    """Make version + 1: add ``rows`` in order, divide, step with ``factor`` times the rate, ``show`` the slice."""
+    """Make version + 1: add ``rows`` in order, divide by the number of gradients, step, and ``show`` the slice."""
 
     version: int
-    divisor: Finite
-    factor: Finite
+    gradients: int
     show: bool = False
     rows: tuple[SumOf, ...] = ()
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.core.checks import check_count, check_number, learning_rate
+from thinwire.core.checks import check_count, check_number
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server.compress import ServerEnd
 from thinwire.systems.parameter_server.effects import Apply, Contribution
 from thinwire.systems.parameter_server.messages import Grad, Message, Stop, Weights
-from thinwire.systems.parameter_server.settings import LocalSteps, Settings, lr_scale
+from thinwire.systems.parameter_server.settings import LocalSteps, Settings
 
 Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes the server's optimizer from its parameters, one flat vector."""
@@ -83,25 +83,12 @@ def default_outer(settings: Settings, nodes: int) -> Outer:
     return lambda params: torch.optim.Adam(params, lr=1e-3, betas=(0.0, 0.99))
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """An update: the usable contributions in the order of their sum, its divisor, a factor for the learning rate."""
-
-    parts: tuple[Contribution, ...]
-    divisor: float
-    factor: float
-
-
-def recipe(contributions: Iterable[Contribution], settings: Settings, full: int) -> Recipe | None:
-    """Return how to make an update of these contributions, of ``full`` in a whole round; None if none is usable."""
-    everything = tuple(contributions)
-    parts = [part for part in everything if part.tensor is not None and part.weight > 0]
-    if not parts:
-        return None
+def usable(contributions: Iterable[Contribution], settings: Settings) -> list[Contribution]:
+    """Return those that make an update, in the order of their sum."""
+    parts = [part for part in contributions if part.tensor is not None]
     if settings.deterministic:  # so that the result does not depend on the order of arrival
         parts.sort(key=lambda part: (part.node, part.member, part.rows[0].worker, part.rows[0].step))
-    factor = lr_scale(settings.lr_scale, sum(len(part.rows) for part in everything), full)
-    return Recipe(tuple(parts), sum(part.weight for part in parts), factor)
+    return parts
 
 
 def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
@@ -114,21 +101,18 @@ def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
 
 
 class FlatWeights:
-    """Flat weights, or a slice, and their optimizer. ``full``: gradients of a round. ``snapshot``: never modified."""
+    """Flat weights, or a slice, and their optimizer. ``snapshot``: never modified."""
 
-    def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
+    def __init__(self, parameters: Tensor, outer: Outer, settings: Settings) -> None:
         self.theta = parameters.detach().clone()
         self.snapshot = self.theta.clone()
         self.optimizer = outer([self.theta])
-        self._settings, self._full = settings, full
+        self._settings = settings
 
-    def apply(self, contributions: Iterable[Contribution]) -> bool:
-        """Make one update. Return False, and change nothing, if no contribution is usable."""
-        made = recipe(contributions, self._settings, self._full)
-        if made is None:
-            return False
-        self.step([(part.tensor, part.scale) for part in made.parts], made.divisor, made.factor)
-        return True
+    def apply(self, contributions: Iterable[Contribution]) -> None:
+        """Make one update, unless no contribution is usable."""
+        if parts := usable(contributions, self._settings):
+            self.step([(part.tensor, part.scale) for part in parts], sum(len(part.rows) for part in parts))
 
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -142,8 +126,8 @@ class FlatWeights:
                 "--outer)"
             ) from error
 
-    def step(self, terms: Iterable[tuple[Tensor, float]], divisor: float, factor: float) -> None:
-        """Step with sum(scale * tensor) / divisor over (tensor, scale), at least one, in order.
+    def step(self, terms: Iterable[tuple[Tensor, float]], gradients: int) -> None:
+        """Step with sum(scale * tensor) / gradients over (tensor, scale), at least one, in order.
 
         Each element is computed separately, so slices of the tensors give slices of the result, bit for bit.
         """
@@ -153,16 +137,9 @@ class FlatWeights:
             x = x * scale if scale != 1.0 else x
             total = x if total is None else total + x
         assert total is not None
-        gradient = total if divisor == 1.0 else total / divisor
-        groups = self.optimizer.param_groups if factor != 1.0 else []
-        rates = [learning_rate(self.optimizer, group, "lr_scale") for group in groups]
-        for group, rate in zip(groups, rates):
-            group["lr"] = rate * factor
-        self.theta.grad = gradient.to(self.theta.dtype)
+        self.theta.grad = (total if gradients == 1 else total / gradients).to(self.theta.dtype)
         self.optimizer.step()
         self.theta.grad = None
-        for group, rate in zip(groups, rates):
-            group["lr"] = rate
         self.snapshot = self.theta.clone()
 
 

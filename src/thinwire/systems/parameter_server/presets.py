@@ -9,6 +9,7 @@ from typing import Any
 
 from thinwire.core.checks import meant
 from thinwire.systems.parameter_server.settings import LocalSteps, Settings
+from thinwire.tools.bench.words import split_options
 
 
 def inhad(max_staleness: int | None = 4, update_every: int | str = "nodes/2", **options: Any) -> Settings:
@@ -84,17 +85,10 @@ def preset(text: str) -> Settings:
     Raises:
         ValueError: there is no such preset or option.
     """
-    name, *words = text.split(":")
+    name, given = split_options(text)
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown; {meant(name, PRESETS)}use one of {', '.join(PRESETS)}")
-    options: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"preset {text!r}: {word!r} is not an option; use for example inhad:max_staleness=2")
-        if key in options:
-            raise ValueError(f"preset {text!r} names {key} twice")
-        options[key] = _value(value)
+    options = {key: None if value == "none" else value for key, value in given.items()}
     known = {*inspect.signature(PRESETS[name]).parameters, *(field.name for field in fields(Settings))} - {"options"}
     for key in options:
         if key not in known:
@@ -104,15 +98,3 @@ def preset(text: str) -> Settings:
         return PRESETS[name](**options)
     except TypeError as error:
         raise ValueError(f"preset {text!r}: {error}") from error
-
-
-def _value(text: str) -> Any:
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Refuse, Send
-from thinwire.systems.parameter_server.settings import UNBOUNDED, LocalSteps, Settings, alpha, norm
+from thinwire.systems.parameter_server.settings import UNBOUNDED, LocalSteps, Settings, alpha
 
 _SLOWER = 8  # times as slow as another that makes progress: so much is waited for
 
@@ -129,7 +129,6 @@ class Server:
         self._claims: dict[int, tuple[msg.Hello, int]] = {}
         self._asked = 0
         self._inbox: list[msg.Message] = []
-        self._grace_until: float | None = None
         self._since = 0.0  # work waits for an update
         self._out: list[Effect] = []
         self._now = 0.0
@@ -215,18 +214,11 @@ class Server:
                 self._refuse(claim[0], msg.TAKEN)
             self._go_on(member)
             self._permits()
-        elif isinstance(message, msg.Grad) and not self._possible(message):
+        elif isinstance(message, msg.Grad) and any(row.base > self.version for row in message.rows):
             self._unused(message, "late")
             self._drop(member.number)
         elif isinstance(message, msg.Grad):
             self._grad(member, message)
-
-    def _possible(self, message: msg.Grad) -> bool:
-        """Return whether its gradients are of weights that exist, and weigh together what gradients can weigh."""
-        count = len(message.rows)
-        if any(row.base > self.version for row in message.rows):
-            return False
-        return message.pull == 0 or not count or 0.99 * count / (1 + self.version) <= message.weight <= 1.01 * count
 
     def _hello(self, message: msg.Hello) -> None:
         if message.protocol != msg.PROTOCOL:
@@ -308,24 +300,21 @@ class Server:
             return
         self.waiting.append(member.number)
         self._go_on()
-        at_once = self.settings.max_staleness != 0 and not self.settings.grace_seconds
-        if at_once and member.number in self.waiting and not self.updating:
+        if self.settings.max_staleness != 0 and member.number in self.waiting and not self.updating:
             self.waiting.remove(member.number)
             self._grant(member)
         self._permits()
 
     def _accept(self, member: Member, message: msg.Grad) -> None:
-        """Add a sum, unless it is too old. A pushed one gets its weight here: v cannot change before the update."""
+        """Add a sum, unless it is too old. A pushed one gets its factor here: v cannot change before the update."""
         if not message.rows:
             return
-        settings, scale, weight = self.settings, 1.0, message.weight
         tau = self.version - min(row.base for row in message.rows)
-        if tau > settings.bound:
+        if tau > self.settings.bound:
             self._unused(message, "stale")
             return
-        if message.pull == 0:
-            scale, weight = alpha(settings.alpha, tau), norm(settings.norm, settings.alpha, tau)
-        self.arrived.append(Contribution(member.node, member.number, message.rows, scale, weight, message.tensor))
+        scale = alpha(self.settings.alpha, tau) if message.pull == 0 else 1.0
+        self.arrived.append(Contribution(member.node, member.number, message.rows, scale, message.tensor))
 
     def _unused(self, message: msg.Grad, reason: str) -> None:
         self.counters[reason] += len(message.rows)
@@ -374,15 +363,13 @@ class Server:
 
     def _fire(self) -> None:
         enough = self._count() >= self._needed() or self._all_stand()
-        if self.updating or self.finished or not enough or self._grace_holds():
+        if self.updating or self.finished or not enough:
             return
         self.updating = True
-        self._grace_until = None
         need = self.need
         if self.settings.transfer == "pull":
-            chosen = self._chosen()
             for member in list(self.members.values()):
-                if member.number in chosen or member.buf_low < need:
+                if member.number in self._fresh or member.buf_low < need:
                     self._pull(member)
         for member in self.members.values():
             if member.low < need and member.number not in self.pending:
@@ -393,25 +380,6 @@ class Server:
         """Whether nobody can send more: pushes at S = 0 are answered after the update, so these must be enough."""
         held = self.settings.transfer == "push" and self.settings.max_staleness == 0 and bool(self.came)
         return held and all(m.low == UNBOUNDED for n, m in self.members.items() if n not in self.late)
-
-    def _grace_holds(self) -> bool:
-        """Return whether the update should still wait for more nodes; the time starts with the first call."""
-        if not self.settings.grace_seconds or len(self.came) == len(self.members):
-            return False
-        if self._grace_until is None:
-            self._grace_until = self._now + self.settings.grace_seconds
-        return self._now < self._grace_until
-
-    def _chosen(self) -> set[int]:
-        if self.settings.pull == "fresh":
-            return set(self._fresh)
-        needed = self._needed()
-        taken: set[int] = set()
-        for member in sorted((self.members[n] for n in self._fresh), key=lambda m: (m.buf_low, m.number)):
-            if needed > 0:
-                taken.add(member.number)
-                needed -= 1 if self.settings.counts_nodes else member.seen - member.ack
-        return taken
 
     def _pull(self, member: Member) -> None:
         self.pending[member.number] = self._next_pull

@@ -255,7 +255,7 @@ class Service(ServerDriver):
         self._updates, self._gradients = updates, gradients
         self._on_update, self._every, self._on_status = on_update, on_update_every, on_status
         self._positions = dict(machine.positions)
-        self.weights = self._make_weights(outer or default_outer(settings, count), shards, count, saved)
+        self.weights = self._make_weights(outer or default_outer(settings, count), shards, saved)
         self._ages = Ages()
         self._began, self._next_status = time.monotonic(), 0.0
         self._ends_at: float | None = None
@@ -275,11 +275,11 @@ class Service(ServerDriver):
             raise
 
     def _make_weights(
-        self, outer: Outer, shards: int, full: int, saved: checkpoints.Saved | None
+        self, outer: Outer, shards: int, saved: checkpoints.Saved | None
     ) -> LocalWeights | ShardedWeights:
         theta, settings, keeps = self.layout.flat(self.model), self.settings, self.saves.directory is not None
         if not shards:
-            weights = FlatWeights(theta, outer, settings, full)
+            weights = FlatWeights(theta, outer, settings)
             if keeps:
                 readable(weights.optimizer.state_dict(), "optimizer")  # refuse now what no checkpoint could hold
             if saved is not None:
@@ -288,7 +288,7 @@ class Service(ServerDriver):
         run, start = (secrets.randbits(62), theta) if saved is None else (saved.run, None)
         self.shards = ShardedWeights(
             shards, self.layout, settings, self.machine, start, outer=fingerprint(outer, self.layout.dtype),
-            keeps=keeps, run=run, full=full, clock=self.clock, tell=self.tell, on_ready=self._publish,
+            keeps=keeps, run=run, clock=self.clock, tell=self.tell, on_ready=self._publish,
             on_failed=self.saves.failed,
         )  # fmt: skip
         return self.shards

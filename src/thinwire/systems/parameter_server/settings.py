@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-from thinwire.core.checks import check_count, check_number
+from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.records import Record
 
 UNBOUNDED = 1 << 62
@@ -16,12 +16,8 @@ UNBOUNDED = 1 << 62
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "transfer": ("pull", "push"),
-    "pull": ("fresh", "stalest"),
     "enforce": ("wait", "drop"),
     "alpha": ("none", "inverse", "reciprocal", "invsqrt"),
-    "norm": ("one", "alpha"),
-    "lr_scale": ("none", "linear", "sqrt"),
-    "local": ("async", "sync"),
     "compress_up": (None, "topk", "int8"),
     "compress_down": (None, "topk", "int8"),
     "buffers": ("average", "local"),
@@ -44,29 +40,6 @@ def alpha(rule: str, tau: int) -> float:
     if rule == "reciprocal":
         return 1.0 / (1 + tau)
     return 1.0 / math.sqrt(1 + tau) if rule == "invsqrt" else 1.0
-
-
-def norm(rule: str, alpha_rule: str, tau: int) -> float:
-    """What a gradient adds to the divisor: "one": 1, so stale steps are shorter; "alpha": its factor."""
-    return alpha(alpha_rule, tau) if rule == "alpha" else 1.0
-
-
-def lr_scale(rule: str, gradients: int, full: int) -> float:
-    """Return the factor of the learning rate for an update that averages ``gradients`` of the expected ``full``.
-
-    Example:
-        >>> lr_scale("linear", 2, 8), lr_scale("sqrt", 2, 8), lr_scale("none", 2, 8)
-        (0.25, 0.5, 1.0)
-    """
-    if rule == "none" or gradients == 0:
-        return 1.0
-    share = gradients / max(full, 1)
-    return math.sqrt(share) if rule == "sqrt" else share
-
-
-def _check_choice(name: str, value: Any) -> None:
-    if value not in CHOICES[name]:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, CHOICES[name]))}")
 
 
 @dataclass(frozen=True)
@@ -95,7 +68,7 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
-        _check_choice("inner", self.inner)
+        check_choice("inner", self.inner, CHOICES["inner"])
         check_number("lr", self.lr, above=0)
 
 
@@ -106,8 +79,6 @@ class Settings(Record):
     Attributes:
         local_update: what a worker hands in: ``Gradient()`` or ``LocalSteps(...)``.
         transfer: "pull": the leader sums, the server asks for the sum; "push": each submission goes to the server.
-        pull: which nodes an update asks for their sums: all with new work ("fresh"), or no more of them than it needs,
-            the oldest work first ("stalest").
         update_every: what starts an update. ``3``: three gradients; ``"workers/2"``: floor(workers / 2) gradients (the
             rule of n-softsync); ``"nodes/2"``: floor(nodes / 2) nodes with new work; ``"3 nodes"``: three nodes, or all
             if there are fewer. ``"nodes"`` and ``"workers"`` mean all of them. Only those alive count, and at least one
@@ -117,14 +88,10 @@ class Settings(Record):
             older pushes are dropped.
         clock_limit: s of stale synchronous parallel: no node is more than s rounds ahead of the slowest.
         alpha: factor of a gradient as a function of its staleness, see :func:`alpha`.
-        norm: the divisor: "one" counts gradients, "alpha" sums their factors.
-        lr_scale: how the learning rate depends on the number of gradients in an update: "none", "linear", "sqrt".
-        local: inside a node each worker works on its own ("async"), or all work in step ("sync").
         buffer: the most submissions of a leader, buffered and being computed; one per worker is always allowed.
         lease_seconds: a member that is silent for so long is dropped, and one that makes no progress is not waited for
             any longer, unless submissions take more than an eighth of that.
         start_nodes: the first weights are sent when that many nodes have joined.
-        grace_seconds: how long an update waits for more nodes to finish.
         deterministic: contributions are added in the order (node, worker, step), in fp64.
         compress_up, compress_down: "topk" (the sender keeps the residual), "int8", or None.
         density: share of the elements that "topk" keeps.
@@ -136,19 +103,14 @@ class Settings(Record):
 
     local_update: Gradient | LocalSteps = field(default_factory=Gradient)
     transfer: str = "pull"
-    pull: str = "fresh"
     update_every: int | str = "nodes/2"
     max_staleness: int | None = 4
     enforce: str = "wait"
     clock_limit: int | None = None
     alpha: str = "inverse"
-    norm: str = "one"
-    lr_scale: str = "none"
-    local: str = "async"
     buffer: int = 8
     lease_seconds: float = 10.0
     start_nodes: int = 1
-    grace_seconds: float = 0.0
     deterministic: bool = False
     compress_up: str | None = None
     compress_down: str | None = None
@@ -157,7 +119,7 @@ class Settings(Record):
 
     def __post_init__(self) -> None:
         for name in CHOICES.keys() - {"inner"}:
-            _check_choice(name, getattr(self, name))
+            check_choice(name, getattr(self, name), CHOICES[name])
         for name in ("max_staleness", "clock_limit"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 0)
@@ -168,22 +130,15 @@ class Settings(Record):
         else:
             check_count("update_every", self.update_every)
         check_number("lease_seconds", self.lease_seconds, above=0)
-        check_number("grace_seconds", self.grace_seconds, least=0)
         check_number("density", self.density, above=0, most=1)
         if not isinstance(self.local_update, (Gradient, LocalSteps)):
             raise ValueError(f"local_update={self.local_update!r} must be Gradient() or LocalSteps()")
-        if self.pull == "stalest" and self.transfer == "push":
-            raise ValueError('pull="stalest" needs transfer="pull": what is pushed has already arrived')
         if self.enforce == "drop" and self.transfer == "pull":
             raise ValueError('enforce="drop" needs transfer="push": a pulled sum mixes gradients of several ages')
         if self.enforce == "drop" and self.max_staleness is None:
             raise ValueError('enforce="drop" needs max_staleness: give the staleness above which a push is dropped')
         if self.clock_limit is not None and (self.transfer == "pull" or self.max_staleness is not None):
             raise ValueError('clock_limit (SSP) needs transfer="push" and max_staleness=None')
-        if self.local == "sync" and isinstance(self.local_update, LocalSteps):
-            raise ValueError('local="sync" averages gradients each step: use local="async" with LocalSteps')
-        if self.local == "sync" and self.transfer == "push":
-            raise ValueError('local="sync" sums in the leader: use transfer="pull"')
         if self.deterministic and (self.compress_up or self.compress_down):
             raise ValueError("deterministic=True sends sums whole, in fp64: leave compress_up and compress_down out")
 

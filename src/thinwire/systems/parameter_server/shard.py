@@ -42,11 +42,11 @@ class WeightSlice:
     weights: FlatWeights
 
     def __init__(
-        self, settings: Settings, layout: Layout, outer: Outer, index: int, count: int, full: int,
+        self, settings: Settings, layout: Layout, outer: Outer, index: int, count: int,
         checkpoint_dir: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.settings, self.layout, self.outer, self.version = settings, layout, outer, -1
-        self._index, self._count, self._full, self._directory, self._run = index, count, full, checkpoint_dir, 0
+        self._index, self._count, self._directory, self._run = index, count, checkpoint_dir, 0
         piece = slices(layout.numel, count)[index]
         self._numel = piece.stop - piece.start
         self._end = ServerEnd(settings, self._numel, layout.dtype)
@@ -59,7 +59,7 @@ class WeightSlice:
         if isinstance(message, msg.UpdateShard):
             terms = [(self.held.pop((term.member, term.seq)), term.scale) for term in message.rows]
             if terms:
-                self.weights.step(terms, message.divisor, message.factor)
+                self.weights.step(terms, message.gradients)
             self.version = message.version + 1
             return [msg.ShardUpdated(self.version, self.weights.snapshot if message.show else None)]
         if isinstance(message, msg.ShowWeights):
@@ -92,7 +92,7 @@ class WeightSlice:
             theta, optimizer = saved.theta, saved.optimizer
         if theta.numel() != self._numel:
             raise ValueError(f"{theta.numel()} elements arrived, shard {self._index} has {self._numel}")
-        self.weights = FlatWeights(theta, self.outer, self.settings, self._full)
+        self.weights = FlatWeights(theta, self.outer, self.settings)
         if optimizer is not None:
             self.weights.restore(theta, optimizer)
 
@@ -358,11 +358,11 @@ class Shard(ShardDriver):
             raise ValueError(f"the server at {self.server} holds its weights whole: start it with --shards")
         if not 0 <= self.index < count:
             raise ValueError(f"{msg.SHARD_REASONS[msg.NO_INDEX].format(index=self.index)}: it has 0 to {count - 1}")
-        settings, full = Settings.from_json(caller.note("settings")), int(caller.note("nodes"))
+        settings, nodes = Settings.from_json(caller.note("settings")), int(caller.note("nodes"))
         outer = self._outer or (self._read_outer(caller.note("outer")) if self._read_outer else None)
         layout = Layout.from_json(caller.note("layout"))
-        outer = outer or default_outer(settings, full)
-        return WeightSlice(settings, layout, outer, self.index, count, full, self._directory)
+        outer = outer or default_outer(settings, nodes)
+        return WeightSlice(settings, layout, outer, self.index, count, self._directory)
 
     def _from_server(self, message: Any, own: WeightSlice) -> list[Any]:
         if not isinstance(message, msg.Refused):

@@ -30,7 +30,7 @@ from thinwire.systems.parameter_server.compress import most_bytes
 from thinwire.systems.parameter_server.effects import Apply
 from thinwire.systems.parameter_server.errors import ShardLost
 from thinwire.systems.parameter_server.layout import Layout, slices
-from thinwire.systems.parameter_server.outer import recipe
+from thinwire.systems.parameter_server.outer import usable
 from thinwire.systems.parameter_server.server import Server
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.status import ShardStatus
@@ -127,13 +127,13 @@ class ShardedWeights:
 
     def __init__(
         self, count: int, layout: Layout, settings: Settings, machine: Server, theta: Tensor | None, *, outer: int,
-        keeps: bool, run: int, full: int, clock: Callable[[], float], tell: Callable[[str, Any, Any], None],
+        keeps: bool, run: int, clock: Callable[[], float], tell: Callable[[str, Any, Any], None],
         on_ready: Callable[[str], None], on_failed: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.shards: dict[int, ShardState] = {}
         self.pieces, self._dtype = slices(layout.numel, count), layout.dtype
         self._settings, self._machine, self._theta = settings, machine, theta
-        self._outer, self._keeps, self._run, self._full = outer, keeps, run, full
+        self._outer, self._keeps, self._run = outer, keeps, run
         self._clock, self._tell, self._on_ready, self._on_failed = clock, tell, on_ready, on_failed
         self._most_bytes = most_bytes(settings, layout)
         self._seconds = allowance(self._most_bytes, settings.lease_seconds)
@@ -368,15 +368,10 @@ class ShardedWeights:
         self._post(msg.DropSum(*tensor))
 
     def apply(self, effect: Apply, show: bool, done: _Done) -> None:
-        made = recipe(effect.contributions, self._settings, self._full)
-        for part in effect.contributions:
-            if part.tensor is not None and part.weight <= 0:
-                self.drop(part.tensor)
-        parts = made.parts if made is not None else ()
+        parts = usable(effect.contributions, self._settings)
         rows = tuple(msg.SumOf(part.member, part.tensor[1], part.scale) for part in parts)
-        divisor, factor = (made.divisor, made.factor) if made is not None else (1.0, 1.0)
         self._making, self._late_at = (effect.version + 1, show, done), self._clock() + self._seconds
-        self._ask(msg.UpdateShard(effect.version, divisor, factor, show, rows))
+        self._ask(msg.UpdateShard(effect.version, sum(len(part.rows) for part in parts), show, rows))
 
     def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
         """Let the shards write their parts, then write the server's own, while training continues.

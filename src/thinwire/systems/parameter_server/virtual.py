@@ -295,7 +295,7 @@ class _Simulation:
         self.gradient = gradient or (lambda theta, node, worker, batch: torch.zeros_like(theta))
         if parameters is None:  # the protocol alone
             parameters, outer = torch.zeros(max(1, shards)), lambda p: torch.optim.SGD(p, lr=0.0)
-        outer, full = outer or default_outer(settings, nodes), nodes * workers
+        outer = outer or default_outer(settings, nodes)
         model = nn.Module()
         model.flat = nn.Parameter(parameters.detach().clone())
         self.layout = Layout.of(model)
@@ -306,10 +306,10 @@ class _Simulation:
         self.server = server = _ServerNow(self)
         if not shards:
             end = ServerEnd(settings, self.layout.numel, self.layout.dtype)
-            server.weights = LocalWeights(FlatWeights(parameters, outer, settings, full), end)
+            server.weights = LocalWeights(FlatWeights(parameters, outer, settings), end)
         else:
             server.weights = server.shards = ShardedWeights(
-                shards, self.layout, settings, server.machine, self.layout.flat(model), keeps=False, run=0, full=full,
+                shards, self.layout, settings, server.machine, self.layout.flat(model), keeps=False, run=0,
                 outer=fingerprint(outer, self.layout.dtype), clock=server.clock, tell=server.tell,
                 on_ready=lambda places: None, on_failed=lambda why: None,
             )  # fmt: skip
@@ -320,7 +320,7 @@ class _Simulation:
         fast = Card(None), Card(None)  # only frames go from and to the server
         for shard in self.shards:
             near, far = self._pair(Link(server_link.latency_seconds), fast, fast)
-            shard.begin(near, WeightSlice(settings, self.layout, outer, shard.index, shards, full))  # type: ignore[arg-type]
+            shard.begin(near, WeightSlice(settings, self.layout, outer, shard.index, shards))  # type: ignore[arg-type]
             number = fingerprint(outer, self.layout.dtype)
             server.tell("register", far, msg.RegisterShard(shard.index, 1, msg.PROTOCOL, False, number))
         self.time.run(lambda: server.ready)
