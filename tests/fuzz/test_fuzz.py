@@ -10,7 +10,7 @@ from fuzz.pair import Ranks
 from fuzz.run import hunt
 
 pytestmark = pytest.mark.dist
-SEEDS = 150
+SEEDS = 100
 PARTS = 2
 
 

@@ -190,7 +190,7 @@ race chargpt --methods acp,acp -> given twice
 race chargpt --workers 1 -> --workers 1: a race needs at least 2
 race chargpt --minutes 0 -> --minutes 0 must be above 0
 race chargpt --seeds 0 -> --seeds 0 must be at least 1
-race chargpt --steps 50 -> --steps 50: a whole run has at least 100 steps
+race chargpt --steps 50 -> --steps 50: a run has at least 100 steps
 race chargpt --steps 200 --schedule linear -> --schedule
 race chargpt --methods accumulate:every=1 -> accumulate: every=1 must be a whole number of at least 2
 race chargpt --methods ssgd:look=far -> look='far' must be a thinwire.Look
@@ -439,7 +439,7 @@ def test_what_cannot_be_raced_is_told_before_ranks_start(monkeypatch):
     assert "links cannot be emulated here" in refused(["race", "chargpt", "--link", "100mbit"], 1)
     monkeypatch.setattr("thinwire.tools.lab.available", lambda: "root")
     said = refused(["race", "mlp:width=64", "--minutes", "0.01", "--link", "100kbit"], 1)
-    assert "timing 7 methods takes " in said
+    assert "timing 8 methods takes " in said
     assert "give --minutes " in said
 
 

@@ -115,7 +115,8 @@ def time_to_loss(
     )  # fmt: skip
 
 
-SHORT = "; a short race: over thousands of steps the order may be another one (--steps 2000)"
+LONG = 1000
+"""Steps from which on a run is not called short."""
 
 
 def winner(rows: Sequence[TimeToLoss]) -> TimeToLoss:
@@ -141,7 +142,8 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
     rival = rivals[0] if rivals else None
     sure = _sureness(found, first, ddp, rival)
-    sure += " over whole schedules" if found.finals else SHORT + _last_rate(found.budget.rates, ddp.rate)
+    if found.budget.steps < LONG:
+        sure += "; short runs: over thousands of steps the order may be another one (more --minutes, or --steps 2000)"
     at = f"a loss of {found.target:.3f}"
     if first is ddp:
         said = "no other method reaches it"
@@ -171,7 +173,7 @@ def _cost(found: RaceResult, row: TimeToLoss, ddp: TimeToLoss) -> str:
         return "it costs no extra steps, as its average is DDP's"
     said = f"it takes {row.steps:.2f} times DDP's steps ("
     said += f"{steps_range(row).replace(' - ', ' to ')} over {row.seeds} seeds" if row.seeds > 1 else "one seed"
-    if len(found.budget.rates) > 1:
+    if found.budget.search:
         said += f"; at {row.rate:.3g} x your learning rate, DDP at {ddp.rate:.3g} x"
     return said + ")"
 
@@ -196,14 +198,6 @@ def _sureness(found: RaceResult, first: TimeToLoss, ddp: TimeToLoss, rival: Time
             close = "as fast but less simple" if tied else "whose range overlaps with that"
         said += f"; next is {rival.label}, {run_seconds(rival.seconds or 0.0)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
-
-
-def _last_rate(rates: Sequence[float], best: float) -> str:
-    """Note when DDP's best rate is the first or last one tried: with a rate beyond it, the result may differ."""
-    if len(rates) == 1 or min(rates) < best < max(rates):
-        return ""
-    last, further = ("lowest", "lower") if best == min(rates) else ("highest", "higher")
-    return f"; DDP learns fastest at {best:g} x your learning rate, the {last} tried: race again from a {further} one"
 
 
 def _seeds(row: TimeToLoss) -> str:
@@ -268,7 +262,7 @@ def race_data(found: RaceResult) -> dict[str, Any]:
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip
     bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)
-    about = {"elements": bench.parameters, "workers": asked.workers, "steps": asked.steps or 0}
+    about = {"elements": bench.parameters, "workers": asked.workers, "steps": found.budget.steps}
     broken = {row.label for row in found.rows if row.note.startswith("failed")}
     planned = []
     for row in asked.rows:
@@ -284,7 +278,7 @@ def race_data(found: RaceResult) -> dict[str, Any]:
             "sentences": sentences(found),
             "next": again if first is None else line_to_write(asked.rows, first),
             "target": None if found.needed else found.target,
-            "ddp_steps": found.ddp_steps,
+            "ddp_steps": found.budget.steps,
             "budget": asdict(found.budget),
             "rows": [asdict(row) for row in found.rows],
             "finals": {label: {**asdict(one), "way": found.way(label)} for label, one in found.finals.items()},

@@ -53,17 +53,21 @@ def race(
             "the network takes most of the time, also local steps with longer periods."
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Minutes that the race may take; with --steps, timing steps.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option(help="Minutes that the race may take: they decide the length of its runs.")
+    ] = 10.0,
     steps: Annotated[
         int | None,
-        typer.Option(help="Race over whole runs of so many steps, such as 2000, each at its best rate: takes hours."),
+        typer.Option(
+            help="Steps of a run, such as 2000, however long that takes; by default what fits into --minutes."
+        ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option(help="Learning rate of whole runs: cosine (a rise, then down to a tenth) or constant.")
+        str, typer.Option(help="Learning rate over a run: cosine (a rise, then down to a tenth) or constant.")
     ] = "cosine",
     seeds: Annotated[
         int | None,
-        typer.Option(help="Number of seeds on which methods are compared; by default up to 3, as many as fit."),
+        typer.Option(help="Number of seeds on which methods are compared; by default 3 or 1, as many as fit."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for race.json and race.png.")] = Path("thinwire-out"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier results: measure and train again.")] = False,
@@ -82,7 +86,6 @@ def race(
     from thinwire.tools.bench.race import (
         DEFAULT_METHODS,
         LONGER_PERIODS,
-        WHOLE_METHODS,
         RaceSpec,
         RunContext,
         run_race,
@@ -96,9 +99,8 @@ def race(
     check_device(device)
     check_model(model)
     check_choice("--schedule", schedule, ("cosine", "constant"))
-    standard = DEFAULT_METHODS if steps is None else WHOLE_METHODS
-    rows = parse_rows(standard if methods is None else methods)
-    longer = LONGER_PERIODS if methods is None and steps is None else ()
+    rows = parse_rows(DEFAULT_METHODS if methods is None else methods)
+    longer = LONGER_PERIODS if methods is None else ()
     asked = RaceSpec(model, rows, workers, ranks_per_node, wire, bits, minutes, seeds, device,
                      longer, steps, schedule == "cosine")  # fmt: skip
     check_folder(out)
@@ -155,8 +157,6 @@ def basis(found: RaceResult) -> list[str]:
         said.append(f"{found.known} of {found.known + found.trained} runs were known from an earlier race")
     if since := found.measured.known_since:
         said.append(f"seconds per step: as measured here on {since}; --fresh measures and trains again")
-    if found.left_out:
-        said.append(f"{found.left_out} more seeds did not fit into the minutes: the same command continues from here")
     return said
 
 
@@ -164,7 +164,7 @@ def race_table(found: RaceResult) -> Table:
     from thinwire.core.words import run_seconds, seconds
     from thinwire.tools.bench.race_answer import steps_range, winner
 
-    tuned = len(found.budget.rates) > 1
+    tuned = found.budget.search
     whole = ["loss", "way"] if found.finals else []
     columns = ["method", "step", "x compute", *whole, "steps", "range", *["rate"] * tuned, "to loss", "x DDP"]
     to = "step times only" if found.needed else f"to a loss of {found.target:.3f}"
