@@ -8,7 +8,7 @@ from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.predict.choose.worth import read_worth
 from thinwire.tools.bench import race_losses
-from thinwire.tools.report import read_files
+from thinwire.tools.report.inputs import Bench, read_files
 from verbs import call
 
 pytestmark = pytest.mark.net
@@ -68,9 +68,9 @@ def test_what_sends_little_is_first_on_a_thin_link(here):
     worth = read_worth(file)
     assert worth(PowerSGD(rank=4), 100_000, 2).middle == max(1.0, rows["powersgd rank=4"]["steps"])
     assert not worth(ACP(rank=4), 100_000, 2).known
-    (bench,) = read_files([file]).benches
-    assert {curve.label for curve in bench.curves} == {"ddp", "ssgd", "powersgd rank=4"}
-    assert not any(curve.held_out for curve in bench.curves)
+    (bench,) = read_files([file]).of(Bench)
+    assert bench.curves.keys() == {"ddp", "ssgd", "powersgd rank=4"}
+    assert all(p.validation is None for curve in bench.curves.values() for p in curve)
 
     again, said = race("--methods", "ssgd,powersgd:rank=4")
     assert {**again, "load": data["load"]} == data

@@ -32,13 +32,17 @@ class Record:
     def from_json(cls: type[_Record], text: str | bytes) -> _Record:
         """Read what :meth:`to_json` wrote; ``ValueError`` for any other text."""
         try:
-            data = json.loads(text)
-            if not cls.alone and isinstance(data, Mapping):
-                own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-                data = {name: value for name, value in data.items() if name in own}
-            return made(cls, data)
+            return cls.from_data(json.loads(text))
         except UNREADABLE as error:
             raise ValueError(f"this is not {cls.called}: {error}") from error
+
+    @classmethod
+    def from_data(cls: type[_Record], data: Any) -> _Record:
+        """Read JSON's content; one of the errors in ``UNREADABLE`` if something else is in it."""
+        if not cls.alone and isinstance(data, Mapping):
+            own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            data = {name: value for name, value in data.items() if name in own}
+        return made(cls, data)
 
     @property
     def hash(self) -> str:

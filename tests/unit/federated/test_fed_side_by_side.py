@@ -9,6 +9,7 @@ from thinwire.systems.federated import History
 from thinwire.systems.federated.history import history_picture
 from thinwire.systems.federated.server import evaluation_due
 from thinwire.tools.report.inputs import read_files
+from thinwire.tools.report.runs import RunPicture
 
 
 def test_the_untrained_model_is_evaluated(alone):
@@ -45,7 +46,7 @@ def test_algorithms_side_by_side(alone):
     found = json.loads(data)
     assert [History.from_json(json.dumps(run)).about["lr"] for run in found["runs"].values()] == [0.2, 0.01, 0.2]
     (alone / "runs.json").write_text(data)
-    (run,) = read_files([alone / "runs.json"]).runs
+    (run,) = read_files([alone / "runs.json"]).of(RunPicture)
     assert [[line.name for line in panel.lines] for panel in run.picture.panels] == [list(rows)] * 4
     alone_again = History.from_json(call(*SMALL, "--algorithm", "fedavg:lr=0.01", "--json").stdout)
     assert alone_again.rounds[-1].evaluation == found["runs"]["FedAvg lr=0.01"]["rounds"][-1]["evaluation"]

@@ -7,12 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.core.records import Record
 from thinwire.core.words import counted, megabytes, seconds
 from thinwire.tools.bench.rows import COMPUTE
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, reached
@@ -51,11 +53,14 @@ class RowSummary:
 
 
 @dataclass(frozen=True)
-class BenchResult:
+class BenchResult(Record):
     """The whole comparison; ``floor_seconds`` is below every exact method that ends with backward.
 
     If the links were not ``emulated``, the link is only used to compute the floor.
     """
+
+    called: ClassVar[str] = "a comparison of thinwire's"
+    alone: ClassVar[bool] = False
 
     model: str
     describe: str
