@@ -15,8 +15,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.tables import copy_times
-
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -206,7 +204,8 @@ class Bucket:
                 targets.append(view)
                 sources.append(slot.value)
         if targets and factor is not None:  # many small tensors: one call for all
-            copy_times(targets, sources, factor)
+            torch._foreach_copy_(targets, sources)
+            torch._foreach_mul_(targets, factor)
         elif targets:
             torch._foreach_copy_(targets, sources)
         self._flat = flat  # set last: it tells another thread that gradients are no longer read
