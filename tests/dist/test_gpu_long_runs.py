@@ -42,11 +42,12 @@ ALL = f"{long_runs.ROWS},{long_runs.ACCUMULATE}"
 SOME = "local:sync_every=4:codec=int2:look=0.5,ddp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compared",
     [
         pytest.param({"adamw": f"{SOME},cast:dtype=int4,accumulate:every=4", "muon": SOME}, id="some rows"),
-        pytest.param(dict.fromkeys(long_runs.INNERS, ALL), marks=pytest.mark.slow, id="all rows"),
+        pytest.param(dict.fromkeys(long_runs.INNERS, ALL), id="all rows"),
     ],
 )
 def test_a_stack_trains_as_ranks_do(compared, tmp_path):
