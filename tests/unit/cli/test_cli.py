@@ -105,10 +105,10 @@ assert not {"torch", "plotly"} & set(sys.modules)
 
 @pytest.mark.parametrize("words,name", [([], "report.html"), (["--out", "mine.html"], "mine.html")])
 def test_a_report_is_one_page(words, name, tmp_path):
-    ranking = {"entries": [{"label": "ssgd", "exact": True, "step_seconds": 0.5}], "sentence": "ssgd it is"}
-    (tmp_path / "ranking.json").write_text(json.dumps(ranking))
-    assert f"written: {name}" in call("report", "ranking.json", *words).stdout
-    assert "ssgd it is" in (tmp_path / name).read_text()
+    picture = {"title": "it fell", "panels": [{"x": "step", "y": "loss", "lines": [{"name": "a", "x": [1], "y": [2]}]}]}
+    (tmp_path / "run.json").write_text(json.dumps({"picture": picture}))
+    assert f"written: {name}" in call("report", "run.json", *words).stdout
+    assert "it fell" in (tmp_path / name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -449,8 +449,8 @@ def test_a_torch_that_cannot_be_imported_is_one_sentence(monkeypatch):
 
 
 def test_without_plotly_a_report_says_what_to_install(monkeypatch, tmp_path):
-    ranking = {"entries": [{"label": "ssgd", "exact": True, "step_seconds": 0.5}], "sentence": "ssgd it is"}
-    (tmp_path / "ranking.json").write_text(json.dumps(ranking))
+    picture = {"title": "it fell", "panels": [{"x": "step", "y": "loss", "lines": [{"name": "a", "x": [1], "y": [2]}]}]}
+    (tmp_path / "run.json").write_text(json.dumps({"picture": picture}))
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.delitem(sys.modules, "plotly.graph_objects", raising=False)
-    assert "pip install 'thinwire[report]'" in refused(["report", str(tmp_path / "ranking.json")])
+    assert "pip install 'thinwire[report]'" in refused(["report", str(tmp_path / "run.json")])

@@ -7,8 +7,7 @@ from thinwire.core.records import plain
 from thinwire.predict.choose import Entry, Map, Ranking
 from thinwire.predict.choose.grid import Cell
 from thinwire.tools.bench.summary import BenchResult
-from thinwire.tools.report import read_files
-from thinwire.tools.report.inputs import Bench, Planned
+from thinwire.tools.report.inputs import Bench, Planned, read_files
 from thinwire.tools.report.traces import StepTrace
 
 

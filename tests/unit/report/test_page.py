@@ -4,7 +4,8 @@ from html.parser import HTMLParser
 import pytest
 import report_files as results
 
-from thinwire.tools.report import read_files, render
+from thinwire.tools.report.inputs import read_files
+from thinwire.tools.report.page import render
 
 NASTY = '<script>alert("x")</script><img src=http://evil/a.png> & %{x}'
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 from test_step_log import Counter, train
 
-from thinwire.tools.report import read_files
+from thinwire.tools.report.inputs import read_files
 from thinwire.tools.report.runs import RunPicture
 
 pytest.importorskip("plotly")

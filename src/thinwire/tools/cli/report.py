@@ -22,7 +22,8 @@ def report(
     from rich.console import Console
 
     from thinwire.tools.cli.console import check_output
-    from thinwire.tools.report import read_files, render
+    from thinwire.tools.report.inputs import read_files
+    from thinwire.tools.report.page import render
 
     for path in files:
         if not path.is_file():
