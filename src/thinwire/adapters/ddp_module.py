@@ -28,7 +28,7 @@ from thinwire.engine.local import Local
 from thinwire.engine.local.settings import named_local
 
 if TYPE_CHECKING:
-    from thinwire.adapters.local_ddp import LocalRank
+    from thinwire.adapters.local_ddp import Rank
 
 log = logging.getLogger("thinwire")
 
@@ -120,7 +120,7 @@ _OWED = ("residual/", "local/", "offset/")
 _OWN = (*_OWED, "sent/", "own/")
 
 
-def gathered_state(sync: DDPSync | LocalRank) -> dict[str, Any]:
+def gathered_state(sync: Rank) -> dict[str, Any]:
     """Return all ranks' states on rank 0, else this rank's, on the CPU. All ranks must call it, between steps."""
     problem, state = None, _on_cpu(sync.state_dict())
     try:
@@ -154,13 +154,13 @@ def _received(source: int, group: Any, device: torch.device) -> Mapping[str, Any
     return found
 
 
-def save_in(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> None:
+def save_in(folder: Path, name: str, sync: Rank, **facts: Any) -> None:
     """Write this rank's file atomically, with ``facts``, plain values. No collective."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_file(folder, name, sync.state.rank), {"state": _on_cpu(sync.state_dict()), **facts})
 
 
-def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> bool:
+def load_from(folder: Path, name: str, sync: Rank, **facts: Any) -> bool:
     """Load what ``save_in`` wrote; on other ranks, the mean. All ranks must call it. False: there is no rank's file.
 
     If only some ranks have saved (under ``if is_main_process``), all take over rank 0's part: residuals begin at zero,
@@ -189,7 +189,7 @@ def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) 
     return True
 
 
-def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _read(folder: Path, name: str, sync: Rank, facts: Mapping[str, Any]) -> dict[str, Any]:
     own, start = _file(folder, name, sync.state.rank), _file(folder, name, 0)
     if not start.exists():  # the folder belongs to another machine
         start = own

@@ -1,4 +1,6 @@
-"""Local steps on a model that a framework has wrapped in DDP, which then averages no gradients, or that is sharded.
+"""What a framework's loop and checkpoints see of a rank, whatever the method: gradients by DDP's hook, or local steps.
+
+Local steps run on a model that the framework has wrapped in DDP, which then averages no gradients, or that is sharded.
 
 Two things keep DDP from averaging: it is told not to synchronize, which costs nothing; and if a framework tells it to
 again (Lightning does, with manual optimization), a communication hook leaves each rank its own gradients.
@@ -17,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp import any_rank, promise_on
-from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
+from thinwire.adapters.ddp import DDPSync, any_rank, promise_on
+from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register, register_hook
 from thinwire.adapters.fsdp2 import attach as attach_shards
 from thinwire.core.durable import readable
-from thinwire.core.program import State, Topology
+from thinwire.core.program import Method, State, Topology
 from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.attach import attach
 from thinwire.engine.local.settings import Local
@@ -73,42 +75,41 @@ class _Apart:
         self._set(False)
 
 
-def attach_local(
+def connect(
     model: Any,
+    method: Method | Local,
     optimizers: Iterable[Any],
-    local: Local,
     *,
     framework: str,
     world_size: int,
+    scaler: Any = None,
     start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
     sites: Any = None,
-) -> LocalRank:
-    """Attach local steps to the framework's model, DDP or on one rank bare. All ranks call it, before a backward.
+) -> Rank:
+    """Connect the framework's model, DDP or on one rank bare. All ranks call it, before a backward.
 
-    ``sites``: of a model that is sharded by FSDP2, the dimension of the mesh between sites.
+    ``sites``: of a model that is sharded by FSDP2, the dimension of the mesh between sites; for local steps.
     """
+    given: dict[str, Any] = {"start_compression_step": start_compression_step, "timeout": timeout}
+    if isinstance(method, Method):
+        if sites is not None:
+            raise ValueError("sites= is for local steps: other methods exchange gradients and do not need it")
+        return Rank(register(model, method, framework=framework, world_size=world_size, scaler=scaler,
+                             topology=topology, **given))  # fmt: skip
     inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     if sites is not None:
-        whole = getattr(model, "_orig_mod", model)
-        own = {"start_compression_step": start_compression_step, "timeout": timeout}
-        return LocalRank(attach_shards(whole, inner, local, sites=sites, **own), None)
+        return LocalRank(attach_shards(getattr(model, "_orig_mod", model), inner, method, sites=sites, **given), None)
     ddp = ddp_of(model)
     if ddp is None and world_size > 1:
         raise ValueError(no_ddp(model, framework))
     group = None if ddp is None or ddp.process_group == dist.group.WORLD else ddp.process_group
     apart = None if ddp is None else _Apart(ddp, framework)
+    given["topology"] = topology if topology is not None and topology.world_size == world_size else None
     try:
-        sync = attach(
-            getattr(model, "_orig_mod", model) if ddp is None else inside(ddp),
-            inner,
-            local,
-            process_group=group,
-            start_compression_step=start_compression_step,
-            timeout=timeout,
-            topology=topology if topology is not None and topology.world_size == world_size else None,
-        )
+        whole = getattr(model, "_orig_mod", model) if ddp is None else inside(ddp)
+        sync = attach(whole, inner, method, process_group=group, **given)
     except BaseException:
         if apart is not None:
             apart.remove()
@@ -125,8 +126,50 @@ def _readable(optimizer: torch.optim.Optimizer, state: Any) -> Any:
     return readable(state, "optimizer")
 
 
-class LocalRank:
-    """A rank with local steps as a framework's checkpoint sees it: its state has its model and optimizers, too."""
+class Rank:
+    """A rank that exchanges gradients: it has the weights of all, so nothing is lent."""
+
+    def __init__(self, sync: DDPSync) -> None:
+        self.sync: DDPSync | LocalSync = sync
+
+    @property
+    def state(self) -> State:
+        return self._hook.state
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self._hook.process_group
+
+    @property
+    def _hook(self) -> DDPSync:
+        assert isinstance(self.sync, DDPSync)
+        return self.sync
+
+    def agree(self, flag: bool) -> bool:
+        return self._hook.agree(flag)
+
+    def lend(self) -> None:
+        """Put the outer weights, which are equal on all ranks, into the model, until ``take_back``."""
+
+    def take_back(self) -> None: ...
+
+    def outer(self) -> ExitStack:
+        return ExitStack()
+
+    def finish(self) -> None:
+        """Let all ranks end with the same weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._hook.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._hook.load_state_dict(saved)
+
+
+class LocalRank(Rank):
+    """A rank with local steps: its state has its model and optimizers, too."""
+
+    sync: LocalSync
 
     def __init__(self, sync: LocalSync, group: dist.ProcessGroup | None) -> None:
         self.sync, self._group = sync, group
@@ -143,6 +186,9 @@ class LocalRank:
 
     def agree(self, flag: bool) -> bool:
         return flag if self._group is None else any_rank(flag, self._group)
+
+    def finish(self) -> None:
+        self.sync.finish()
 
     def lend(self) -> None:
         if self._lent is None:
