@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,15 +30,8 @@ def own_interface() -> str | None:
 
 def transmitted_bytes(name: str) -> int | None:
     """Return the bytes sent through an interface, headers included, as this process's namespace counts them."""
-    try:
-        lines = Path("/proc/self/net/dev").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines[2:]:
-        label, _, counters = line.partition(":")
-        if label.strip() == name:
-            return int(counters.split()[8])
-    return None
+    counted = psutil.net_io_counters(pernic=True, nowrap=False).get(name)
+    return None if counted is None else counted.bytes_sent
 
 
 def is_node_leader() -> bool:
