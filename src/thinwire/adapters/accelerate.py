@@ -16,8 +16,8 @@ from typing import Any, Literal, overload
 from torch.optim import Optimizer
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import chosen, load_from, save_in
-from thinwire.adapters.local_ddp import LocalRank, connect
+from thinwire.adapters.ddp_module import chosen
+from thinwire.adapters.local_ddp import LocalRank, connect, load_from, save_in
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
 from thinwire.engine.local.sync import LocalSync

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import chosen, gathered_state
-from thinwire.adapters.local_ddp import LocalRank, Rank, connect
+from thinwire.adapters.ddp_module import chosen
+from thinwire.adapters.local_ddp import LocalRank, Rank, connect, gathered_state
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
 from thinwire.engine.local.sync import LocalSync

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import chosen, load_from, save_in
-from thinwire.adapters.local_ddp import LocalRank, Rank, connect
+from thinwire.adapters.ddp_module import chosen
+from thinwire.adapters.local_ddp import LocalRank, Rank, connect, load_from, save_in
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
 from thinwire.engine.local.sync import LocalSync

@@ -14,8 +14,8 @@ from thinwire.predict.choose.worth import MeasuredWorth, read_worth
 from thinwire.predict.timeline.local_steps import Periodic
 from thinwire.tools.bench import race, race_losses
 from thinwire.tools.bench.race import RaceSpec, RunContext, run_race
-from thinwire.tools.bench.race_answer import line_to_write, race_data, sentences, step_times
-from thinwire.tools.bench.race_losses import own_digest
+from thinwire.tools.bench.race_answer import line_to_write, race_data, sentences
+from thinwire.tools.bench.race_losses import own_digest, step_times
 from thinwire.tools.bench.rows import Row, parse_rows
 from thinwire.tools.bench.session import BenchError, Point, RowRecord, RunRecord
 from thinwire.tools.cli.race import basis, race_table

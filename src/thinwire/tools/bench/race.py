@@ -22,11 +22,12 @@ from thinwire.engine.local.settings import PRESETS, named_local, named_method
 from thinwire.predict.measure.kernels import settle
 from thinwire.tools.bench.device import names_of_cards
 from thinwire.tools.bench.models.registry import build_model
-from thinwire.tools.bench.race_answer import StepTimes, TimeToLoss, step_times, time_to_loss
 from thinwire.tools.bench.race_losses import (
     BASE,
     FEWEST,
     StepsFactor,
+    StepTimes,
+    TimeToLoss,
     TrainingBudget,
     TrainingSetup,
     Trajectory,
@@ -37,7 +38,9 @@ from thinwire.tools.bench.race_losses import (
     own_digest,
     recalled,
     remember,
+    step_times,
     text_digest,
+    time_to_loss,
     trajectories,
     whole_factors,
     whole_runs,

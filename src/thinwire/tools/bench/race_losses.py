@@ -1,4 +1,4 @@
-"""How many steps each row needs for one of DDP's: whole runs, each at its best rate, trained once and kept.
+"""How many steps each row needs for one of DDP's, in whole runs that are trained once; and the time to a loss.
 
 The losses of a synchronous method do not depend on the network. So they are measured on ranks without a slow link:
 seconds per step times steps to a loss is the time that a user waits.
@@ -322,3 +322,93 @@ def fit(
         if steps >= (FEWEST if (count, search) == wished[-1] else ENOUGH):
             return replace(each, steps=steps // 4 * 4)
     return None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step on the link: mean over whole periods, then median, minimum and maximum over turns.
+
+    ``start_seconds``: extra time of the first steps; ``apart_seconds``: of a step on ranks without a slow link.
+    """
+
+    seconds: float = math.inf
+    least: float = math.inf
+    most: float = math.inf
+    start_seconds: float = 0.0
+    apart_seconds: float = 0.0
+    error: str = ""
+
+
+def step_times(row: RowRecord, turns: int, compute: RowRecord) -> StepTimes:
+    """Return the times of a row recorded in that many turns; ``compute``: the row without exchange.
+
+    Without a link a step takes its CPU time, stretched like a step without exchange where ranks share cores.
+    """
+    if row.error or not row.step_seconds:
+        return StepTimes(error=row.error or "no step was timed")
+    each = len(row.step_seconds) // turns
+    means = [statistics.fmean(row.step_seconds[i * each : (i + 1) * each]) for i in range(turns)]
+    step = statistics.median(means)
+    untimed = len(row.losses) - len(row.step_seconds)
+    start = max(0.0, row.untimed_seconds - untimed * step)
+    alone = statistics.fmean(compute.step_seconds)
+    busy = statistics.fmean(row.host_seconds) * max(1.0, alone / statistics.fmean(compute.host_seconds))
+    return StepTimes(step, min(means), max(means), start, min(step, max(alone, busy)))
+
+
+@dataclass(frozen=True)
+class TimeToLoss:
+    """The final result of one row; ``seconds`` to the loss include start-up, and None means not reached.
+
+    ``steps`` is the median of its steps factor, ``rate`` the best factor on the learning rate; ends are over seeds (and
+    turns), None if some seed did not reach the loss. ``sooner``: how many times sooner than DDP. ``apart``: workers
+    train apart between exchanges, which counts as less simple.
+    """
+
+    label: str
+    step_seconds: float | None = None
+    over_compute: float | None = None
+    start_seconds: float | None = None
+    rate: float = 1.0
+    steps: float | None = None
+    fewest_steps: float | None = None
+    most_steps: float | None = None
+    seeds: int = 0
+    seconds: float | None = None
+    least_seconds: float | None = None
+    most_seconds: float | None = None
+    sooner: float | None = None
+    note: str = ""
+    apart: bool = False
+    bytes_per_step: float | None = None
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds to the loss: minimum, median and maximum; infinite if it was not reached."""
+        found = (self.least_seconds, self.seconds, self.most_seconds)
+        least, median, most = (math.inf if seconds is None else seconds for seconds in found)
+        return least, median, most
+
+    @property
+    def bytes_sent(self) -> float:
+        return self.bytes_per_step or 0.0
+
+
+def time_to_loss(
+    label: str, times: StepTimes, compute: float, factor: StepsFactor | None, ddp_steps: float, note: str = ""
+) -> TimeToLoss:
+    if times.error:
+        return TimeToLoss(label, note=f"failed: {times.error}")
+    timed = TimeToLoss(label, times.seconds, times.seconds / compute, times.start_seconds, note=note)
+    if factor is None:
+        return timed
+    middle, (low, high) = factor.median, factor.ends
+
+    def seconds(steps: float | None, step: float) -> float | None:
+        return None if steps is None else times.start_seconds + ddp_steps * steps * step
+
+    return replace(
+        timed, rate=factor.rate, steps=middle, fewest_steps=low, most_steps=high, seeds=len(factor.factors),
+        seconds=seconds(middle, times.seconds), least_seconds=seconds(low, times.least),
+        most_seconds=seconds(high, times.most),
+    )  # fmt: skip
