@@ -49,7 +49,7 @@ class _Calls:
         self.rounds, self.count, self.complete = self.rounds + 1, 0, False
 
 
-class Listener(Protocol):
+class PassListener(Protocol):
     """Who is asked what is wanted, and told what is complete."""
 
     def due(self) -> bool: ...
@@ -72,7 +72,7 @@ class Capture:
         tokens: str,
         *,
         sampled: bool,  # take gradients in ``sample``, not those of the loss
-        listener: Listener,
+        listener: PassListener,
     ) -> None:
         self._layers, self._sampled, self._listener = layers, sampled, listener
         self.sums = [LayerSums(layer, scaling, tokens) for layer in layers]
