@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_map_only
 from thinwire.adapters.fsdp2_groups import across
 from thinwire.core.checks import local_path
 from thinwire.core.durable import readable
-from thinwire.core.kernels.runs import here
 from thinwire.core.program import Topology
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import in_own_modes
 from thinwire.core.program.state import extend
 from thinwire.engine.attach import attach_local, check_model
@@ -93,7 +93,7 @@ class SiteSync(LocalSync):
             kind, _, rest = key.partition("/")
             if kind == "residual":
                 name, begin = name_of(key), flat.get(key.replace(kind, "offset", 1))
-                whole = value if begin is None else extend(value, begin, here(parameters[name]).shape)
+                whole = value if begin is None else extend(value, begin, local_shard(parameters[name]).shape)
                 saved[f"{site}/residual/{name}"] = sharded_as(parameters[name], whole)
             elif kind in ("shared", "local"):
                 owner = "outer" if kind == "shared" else site

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from thinwire.core.collectives.streams import memory_of
-from thinwire.core.kernels.runs import here
 from thinwire.core.program import Method
+from thinwire.core.program.bucket import local_shard
 from thinwire.engine.ranks.agreement import bytes_of, put_bytes
 from thinwire.engine.ranks.communicator import Communicator
 
@@ -40,13 +40,13 @@ class Managed:
 
     @property
     def description(self) -> str:
-        p = here(self.parameter)
+        p = local_shard(self.parameter)
         strides = "" if p.is_contiguous() else f" strides {list(p.stride())}"
         return f"{_kind(p)}{strides}{' dense' if self.dense else ''}"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(here(self.parameter).shape)
+        return tuple(local_shard(self.parameter).shape)
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -73,7 +73,7 @@ class Named:
 
     def __init__(self, name: str, model: nn.Module, tensor: torch.Tensor) -> None:
         path, _, self.key = name.rpartition(".")
-        self.name, self.module, self.tensor = name, model.get_submodule(path), here(tensor)
+        self.name, self.module, self.tensor = name, model.get_submodule(path), local_shard(tensor)
 
     @property
     def statistic(self) -> bool:
@@ -87,7 +87,7 @@ class Named:
             found = found.clone()
             setattr(self.module, self.key, found)
         if isinstance(found, torch.Tensor):
-            found = here(found)
+            found = local_shard(found)
             if (found.shape, found.dtype) == (self.tensor.shape, self.tensor.dtype):
                 self.tensor = found
         return self.tensor
@@ -142,7 +142,7 @@ def frozen_of(model: nn.Module, managed: Iterable[str]) -> list[Named]:
 
 def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
     left_out = ignored(model)
-    yield from (here(p) for name, p in model.named_parameters() if name not in left_out)
+    yield from (local_shard(p) for name, p in model.named_parameters() if name not in left_out)
     yield from (one.tensor for one in buffers_of(model))
 
 

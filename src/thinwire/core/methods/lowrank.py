@@ -16,13 +16,12 @@ from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_count, check_flag, check_number
 from thinwire.core.kernels.lowrank import fingerprint, rebuild
-from thinwire.core.kernels.orthogonal import orthogonalise
-from thinwire.core.kernels.runs import stacked, views
+from thinwire.core.kernels.orthogonal import orthogonalise, views
 from thinwire.core.kernels.seeding import normal
 from thinwire.core.methods.base import accumulate_all, check_fusion, poison
 from thinwire.core.methods.prices import elements
 from thinwire.core.program import AllGather, Broadcast, Bucket, Method, Slot, State, working_dtype
-from thinwire.core.program.bucket import LARGE_ON_CARD, deliver
+from thinwire.core.program.bucket import LARGE_ON_CARD, deliver, stacked
 
 
 @dataclass(frozen=True)

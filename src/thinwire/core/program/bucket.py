@@ -27,6 +27,30 @@ LARGE, LARGE_ON_CARD = 1 << 12, 1 << 22
 """Number of elements from which a tensor gets a call of its own: one pass over memory costs more than the call."""
 
 
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors as one 1-D view; None if they do not lie one after the other, each contiguous."""
+    first, size = tensors[0], 0
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for x in tensors:
+        here = x.untyped_storage().data_ptr() == memory and x.storage_offset() == start + size
+        if not (here and x.is_contiguous() and x.dtype == first.dtype):
+            return None
+        size += x.numel()
+    return first.as_strided((size,), (1,), start)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as one batch: a view if they lie one after the other, else a copy."""
+    found = joined(tensors)
+    return torch.stack(list(tensors)) if found is None else found.view(len(tensors), *tensors[0].shape)
+
+
+def local_shard(x: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its shard of a DTensor, detached; else the tensor itself."""
+    shard: Tensor = x.detach().to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined,unused-ignore]
+    return shard
+
+
 class Slot:
     """One parameter's gradient in a bucket.
 

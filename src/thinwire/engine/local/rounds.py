@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from thinwire.core.checks import learning_rate
 from thinwire.core.kernels.finite import every_finite
-from thinwire.core.kernels.runs import here
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.pricing.periods import cut, steps_late
 from thinwire.core.program import (
@@ -40,6 +39,7 @@ from thinwire.core.program import (
     Topology,
     working_dtype,
 )
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import Collective
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 from thinwire.engine.local.host import HostMemory
@@ -256,7 +256,7 @@ class Fragment:
         agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.elements = sum(x.numel() for x in parameters.values())  # of whole parameters
-        self.parameters = {name: x for name, x in parameters.items() if agree is None or here(x).numel()}
+        self.parameters = {name: x for name, x in parameters.items() if agree is None or local_shard(x).numel()}
         self.index, self.state, self._agree = index, state, agree
         self._settings, self._leads, self._host = settings, first, host
         self._averages, self._codecs = settings.averages, settings.codecs
@@ -280,6 +280,8 @@ class Fragment:
 
     def _move(self, to: Callable[[str, Sequence[Tensor]], list[Tensor]]) -> None:
         """Move what is kept between rounds; on a GPU it is in host memory but for while the fragment is under way."""
+        if not self._host.away:
+            return
         for kind in ("anchors", "momenta", "slow"):
             setattr(self, kind, to(kind, getattr(self, kind)))
         kept = self.state.residuals
@@ -294,7 +296,7 @@ class Fragment:
     @property
     def weights(self) -> list[Tensor]:
         """What this rank has of the parameters, as it is in the model now."""
-        return [here(x).detach() for x in self.parameters.values()]
+        return [local_shard(x).detach() for x in self.parameters.values()]
 
     def _all(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return whether all are finite, on all ranks of this model."""
@@ -342,7 +344,8 @@ class Fragment:
         if not self.parameters:
             return []
         self._sent = [x.to(self._dtype(x.dtype), copy=True) for x in self.weights]
-        with self._host.beside():  # the programs wait for what is brought, training does not
+        beside = self._host.beside() if self._host.away else nullcontext()
+        with beside:  # the programs wait for what is brought, training does not
             self._bring()
             changes = _clones(self._sent) if self._averages else list(torch._foreach_sub(self.anchors, self._sent))
             self._kept = self._share_kept(delay)
@@ -359,7 +362,7 @@ class Fragment:
             bucket.renew(None)
             program = self._method(dense, code).reduce(bucket, self.state)
             program = program if self._leads is None else by_first_ranks(program, bucket, first=self._leads)
-            programs.append(self._host.before(program))
+            programs.append(self._host.before(program) if self._host.away else program)
         return programs
 
     def _method(self, dense: bool, code: int) -> Method:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.kernels.runs import here
 from thinwire.core.program import Method, State, Topology
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.local.memory import ADAM, Held, held
 from thinwire.engine.local.rounds import Fragment, Rounds
@@ -73,7 +73,7 @@ class LocalSync(Handle):
         state, self._settings, self._inner = State(comm.rank, topology), local, inner
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
-        self._nbytes = sum(here(m.parameter).nbytes for m in managed)
+        self._nbytes = sum(local_shard(m.parameter).nbytes for m in managed)
         self._late = LateParameters(
             model,
             "Call finish() and close(), and attach again, after such a change (in a framework: end the training, and "
@@ -299,9 +299,9 @@ class LocalSync(Handle):
 
         Before an optimizer's first step, its state is taken for Adam's.
         """
-        weights = [here(m.parameter) for m in self._parameters.values()]
+        weights = [local_shard(m.parameter) for m in self._parameters.values()]
         states = [state for optimizer in self.services.optimizers for state in optimizer.state.values()]
-        kept = [here(x) for state in states for x in state.values() if isinstance(x, Tensor)]
+        kept = [local_shard(x) for state in states for x in state.values() if isinstance(x, Tensor)]
         own = sum(x.nbytes for x in kept) if states else ADAM * self._nbytes
         return held(self._rounds, weights, own)
 
@@ -397,7 +397,7 @@ class LocalSync(Handle):
         ]
         for fragment, saved in zip(rounds.fragments, parts):
             _check_shapes(fragment, saved)
-        shapes = {name: tuple(here(x).shape) for f in rounds.fragments for name, x in f.parameters.items()}
+        shapes = {name: tuple(local_shard(x).shape) for f in rounds.fragments for name, x in f.parameters.items()}
         codec = on_device(from_flat(services.session, state, shapes), services.device)
         fragments = [
             {**saved, "codec": _part(codec, fragment, saved)} for fragment, saved in zip(rounds.fragments, parts)
@@ -536,7 +536,7 @@ def _of_trained(saved: Mapping[str, Any], frozen: Container[str]) -> dict[str, A
 
 
 def _check_shapes(fragment: Fragment, saved: Mapping[str, Any]) -> None:
-    ours = {name: list(here(x).shape) for name, x in fragment.parameters.items()}
+    ours = {name: list(local_shard(x).shape) for name, x in fragment.parameters.items()}
     there = {name: list(x.shape) for name, x in zip(saved["names"], saved["anchors"], strict=True)}
     for name in [*ours, *there]:
         if ours.get(name) != there.get(name):

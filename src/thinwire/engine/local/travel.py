@@ -17,9 +17,9 @@ from torch import Tensor
 
 from thinwire.core.collectives.exchange import Ledger
 from thinwire.core.collectives.streams import shares_memory
-from thinwire.core.kernels.runs import here
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import AllReduce, Broadcast, Program, Scope, Topology, working_dtype
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.local_world import run_lockstep
 from thinwire.core.program.trace import depths
 from thinwire.engine.local.rounds import Fragment, Rounds
@@ -155,7 +155,7 @@ class Moments:
         names = [name for name, every in self._every.items() if round_ % every == 0]
         pairs = list(zip(self._parameters, tensors))
         found = (state[name] if name in state else torch.zeros_like(p) for name in names for p, state in pairs)
-        return [here(x) for x in found]
+        return [local_shard(x) for x in found]
 
 
 class Beside:
