@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 
 from thinwire.predict.timeline import Event, Timeline, simulate
 from thinwire.predict.timeline.result import COMPUTE, METHOD
-from thinwire.tools.cli.plan_inputs import read_question
+from thinwire.tools.cli.plan import Setting
 from thinwire.tools.report.traces import joined
 
 FOLDER = Path(__file__).parent / "images"
@@ -49,18 +49,8 @@ INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 
 def timeline(label: str, link: str) -> Timeline:
     """The simulated step, with the defaults of ``thinwire plan``."""
-    asked = read_question(
-        MODEL,
-        link=link,
-        delay=None,
-        costs=None,
-        workers=WORKERS,
-        ranks_per_node=1,
-        methods=label,
-        batch_size=BATCH,
-        device=None,
-        flops=None,
-        profile=None,
+    asked = Setting(model=MODEL, link=link, workers=WORKERS, batch_size=BATCH).question(
+        label
     )
     return simulate(
         dict(asked.candidates)[label],

@@ -62,7 +62,7 @@ def test_the_package_is_the_command():
     assert "Usage: python -m thinwire" in ended.stdout
 
 
-@pytest.mark.parametrize("module", ["typer", "thinwire.systems.cli.supernet"])
+@pytest.mark.parametrize("module", ["typer", "thinwire.tools.cli.verb"])
 def test_control_c_while_python_imports(module):
     code = f"""import sys
 class Interrupted:

@@ -110,8 +110,8 @@ probe --workers 0 -> at least 1
 probe --workers 3 --ranks-per-node 2 -> multiple
 probe --max-bytes 100 -> at least 8192
 probe --max-bytes 99999999999999999999 -> and at most 68719476736
-probe --seconds 0 -> positive
-probe --backend mpi -> auto, gloo or nccl
+probe --seconds 0 -> --seconds=0.0 must be a finite number and above 0
+probe --backend mpi -> use one of auto, gloo, nccl
 probe --backend nccl -> torchrun
 probe --out nowhere/costs.json -> folder that exists
 profile chargtp -> did you mean 'chargpt'
@@ -195,7 +195,7 @@ race chargpt --steps 200 --schedule linear -> --schedule
 race chargpt --methods accumulate:every=1 -> accumulate: every=1 must be a whole number of at least 2
 race chargpt --methods ssgd:look=far -> look='far' must be a thinwire.Look
 race chargpt --methods local:look=2 -> Look: beta
-race chargpt --out own.py -> --out own.py is not a folder that can be written (File exists)
+race chargpt --out own.py -> --out own.py is not a folder that can be written (Not a directory)
 race chargpt --out own.py/results -> --out own.py/results is not a folder that can be written
 race chargpt --out /proc/results -> --out /proc/results is not a folder that can be written (
 report nowhere.json -> is not a file
@@ -237,15 +237,15 @@ kfac plan resnet50 --schedules kaisa:1/0 -> schedule='kaisa:1/0' is unknown
 kfac calibrate --costs binary.json -> binary.json cannot be read: not a text file
 kfac calibrate --costs bad.json -> bad.json: this is not a file of thinwire costs
 kfac plan resnet50 --planner best -> planner='best' is unknown
-kfac plan resnet50 --factor-update-steps 0 -> --factor-update-steps 0 must be at least 1
+kfac plan resnet50 --factor-update-steps 0 -> --factor-update-steps=0 must be a whole number of at least 1
 kfac plan resnet50 --workers 6 --schedules kaisa:1/4 -> use kaisa:1/6, kaisa:2/6
 kfac plan resnet50 --out no/such/plan.json -> --out
 kfac calibrate --device gpu -> --device gpu must be cpu or cuda
-kfac calibrate --seconds 0 -> --seconds must be positive
+kfac calibrate --seconds 0 -> --seconds=0.0 must be
 kfac calibrate --largest 0 -> largest=0
 kfac tune --dampings 0,1 -> --dampings '0,1': give numbers above 0
 kfac tune --rates fast -> --rates 'fast'
-kfac tune --steps 0 -> --steps 0 must be at least 1
+kfac tune --steps 0 -> --steps=0 must be a whole number of at least 1
 kfac tune --method lu -> method='lu' is unknown
 kfac tune --plot x.pdf -> must end in .png or .html
 kfac tune own:flat -> no trainable Linear or Conv2d layer
@@ -296,18 +296,18 @@ ps server --updates 3 --outer sgdd -> unknown optimizer
 ps server --updates 3 --model nomodel -> unknown model
 ps server --updates 3 --shards -1 -> --shards=-1 must be a whole number of at least 0
 ps server --updates 3 --model digits --shards 99999999 -> at most the model's
-ps run --updates 0 -> must be above 0
-ps run --seconds nan -> must be above 0
-ps run --seconds 1 --workers 0 -> '--workers'
+ps run --updates 0 -> --updates=0 must be a whole number of at least 1
+ps run --seconds nan -> --seconds=nan must be a finite number and above 0
+ps run --seconds 1 --workers 0 -> --workers=0 must be
 ps run --seconds 1 --pace nan -> --pace=nan must be a finite number
-ps run --seconds 1 --evaluate-every 0 -> '--evaluate-every'
+ps run --seconds 1 --evaluate-every 0 -> --evaluate-every=0 must be
 ps run --seconds 1 --journal /proc/x -> --journal /proc/x is not a file that can be written
 ps run --updates 3 --nodes 2 --shards 1 --keys none -> run thinwire keys new none --names server,shard0,node0,node1
 ps node --server somewhere -> host:port
 ps node --server nowhere.invalid:1 -> the name 'nowhere.invalid' has no address
 ps node --server 127.0.0.1:1 --pace -1 -> --pace=-1.0 must be
 ps node --server 127.0.0.1:1 --slowdown nan -> --slowdown=nan must be
-ps node --server 127.0.0.1:1 --node -1 -> '--node'
+ps node --server 127.0.0.1:1 --node -1 -> --node=-1 must be
 ps shard somewhere --index 0 -> host:port
 ps shard 127.0.0.1:1 --index -1 -> --index=-1 must be a whole number of at least 0
 ps replay nothing.jsonl -> nothing.jsonl is not a file

@@ -97,7 +97,7 @@ def test_prediction(alone):
         (["run", "digits", "--schedule", "best"], "'best' is unknown"),
         (["run", "digits", "--plot", "x.pdf"], "must end in .png or .html"),
         (["run", "digits", "--trace", "none.json"], "none.json cannot be read"),
-        (["run", "digits", "--threads", "0"], "--threads 0"),
+        (["run", "digits", "--threads", "0"], "--threads=0"),
         (["run", "digits", "--state-memory", "-1", "--algorithm", "scaffold"], "memory_bytes=-1"),
         (["run", "nowhere:build"], "cannot be loaded"),
         (["run", "mine_that_is_wrong:nothing"], "must return a thinwire.systems.federated.Federation, not int"),

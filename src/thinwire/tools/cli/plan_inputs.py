@@ -1,4 +1,4 @@
-"""The question of ``thinwire plan``: options and files become a profile, a cluster, prices and candidates."""
+"""The question of ``thinwire plan``: its options and files become a profile, a cluster, prices and candidates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from thinwire.core.checks import check_choice
 from thinwire.core.methods.registry import METHODS, candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
@@ -21,6 +20,7 @@ from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.tools.bench.rows import known_method
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, watched_load
+from thinwire.tools.cli.plan import Setting
 from thinwire.tools.lab import parse_delay, parse_loss, parse_rate
 
 _MOST_WORKERS = 65536
@@ -112,37 +112,23 @@ class Question:
         }
 
 
-def read_question(
-    model: str | None,
-    *,
-    link: str | None,
-    delay: str | None,
-    costs: Path | None,
-    workers: int | None,
-    ranks_per_node: int | None,
-    methods: str | None,
-    batch_size: int | None,
-    device: str | None,
-    flops: float | None,
-    profile: Path | None,
-    worth: Path | None = None,
-    loss: str = "0%",
-    congestion: str = "cubic",
-) -> Question:
-    bits = parse_rate("10gbit" if link is None else link)
-    seconds = _START_SECONDS if delay is None else parse_delay(delay)
-    lost, far = parse_loss(loss), max(0.0, seconds - _START_SECONDS)
-    check_choice("--congestion", congestion, ("cubic", "bbr"))
-    measured = None if costs is None else read_record(costs, Costs)
+def read_question(asked: Setting, methods: str | None, ranks_per_node: int | None, worth: Path | None) -> Question:
+    if asked.model is None and asked.profile is None:
+        raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
+    bits = parse_rate("10gbit" if asked.link is None else asked.link)
+    seconds = _START_SECONDS if asked.delay is None else parse_delay(asked.delay)
+    lost, far = parse_loss(asked.loss), max(0.0, seconds - _START_SECONDS)
+    measured = None if asked.costs is None else read_record(asked.costs, Costs)
     worth_of = None if worth is None else read_worth(worth)
-    network = measured is not None and link is None
-    if network and (delay is not None or lost):
+    network = measured is not None and asked.link is None
+    if network and (asked.delay is not None or lost):
         raise ValueError(
             "--delay and --loss belong to an assumed network: give --link too, or leave it out to use --costs"
         )
     known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
     if network and not known:
-        raise ValueError(f"{costs} contains no exchange between ranks: probe at least two, or give --link")
+        raise ValueError(f"{asked.costs} contains no exchange between ranks: probe at least two, or give --link")
+    workers = asked.workers
     if workers is None:
         workers = max((members for _, scope, members in known if scope == "world"), default=16)
     if ranks_per_node is None:
@@ -153,13 +139,14 @@ def read_question(
     if ranks_per_node < 1 or workers % ranks_per_node:
         raise ValueError(f"--workers {workers} is not a multiple of --ranks-per-node {ranks_per_node}")
     candidates, named = read_methods(methods)
-    assumed = read_device(device, built_in=profile is None and model in BUILTIN)
-    known_model, load = read_model(model, profile, batch_size, flops, assumed)
-    if not known_model.elements:
-        raise ValueError(f"{profile or model}: the profile contains no gradients: there is nothing to send")
-    return Question(known_model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed,
-                    float(bits), min(seconds, _START_SECONDS), far, lost, congestion == "bbr", measured, network,
-                    worth_of, load)  # fmt: skip
+    assumed = read_device(asked.device, built_in=asked.profile is None and asked.model in BUILTIN)
+    model, load = read_model(asked, assumed)
+    if not model.elements:
+        raise ValueError(f"{asked.profile or asked.model}: the profile contains no gradients: there is nothing to send")
+    return Question(
+        model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed, float(bits),
+        min(seconds, _START_SECONDS), far, lost, asked.congestion == "bbr", measured, network, worth_of, load,
+    )  # fmt: skip
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
@@ -197,16 +184,14 @@ def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
     return DEVICES[name]
 
 
-def read_model(
-    model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: DeviceSpec
-) -> tuple[ModelProfile, Mapping[str, Any] | None]:
+def read_model(asked: Setting, device: DeviceSpec) -> tuple[ModelProfile, Mapping[str, Any] | None]:
     """Return a built-in profile, one from a file, or a bench model measured now, then with the machine's load."""
+    model, profile, flops = asked.model, asked.profile, asked.device_flops
     if profile is None and model in BUILTIN:
         flops = device.training_flops if flops is None else flops
-        return builtin(model, batch_size=batch_size, device_flops=flops), None
-    for option, value in (("--batch-size", batch_size), ("--device-flops", flops)):
-        if value is not None:
-            raise ValueError(f"{option} is for the built-in models; a measured model has its own times")
+        return builtin(model, batch_size=asked.batch_size, device_flops=flops), None
+    if given := asked.given(("batch_size", "device_flops")):
+        raise ValueError(f"{given} is for the built-in models; a measured model has its own times")
     if profile is not None:
         found = read_record(profile, ModelProfile)
         if model is not None and found.name not in (model, model.partition(":")[0]):
