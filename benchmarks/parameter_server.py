@@ -140,10 +140,10 @@ def picture(known: dict[str, Any], options: argparse.Namespace) -> Picture:
 
 
 def asynchronous(settings: str, outer: str, options: argparse.Namespace) -> dict[str, Any]:
-    from thinwire.systems.cli.ps import Run
+    from thinwire.systems.cli.ps import PsRunVerb
     from thinwire.tools.cli.console import Output
 
-    spec = Run(
+    spec = PsRunVerb(
         model=f"{MODEL}:batch={options.batch}",
         settings=settings,
         outer=outer,
@@ -247,11 +247,11 @@ def shards(rounds: int, runs: dict[str, dict[str, list[float]]]) -> None:
 
 def pushed(link: str, count: int) -> float:
     """Gradients per second of asynchronous SGD; the nodes' own links are 1gbit."""
-    from thinwire.systems.cli.ps import Run
+    from thinwire.systems.cli.ps import PsRunVerb
     from thinwire.tools.cli.console import Output
 
     links = [link] * (1 + count) + ["1gbit"] * 4
-    spec = Run(
+    spec = PsRunVerb(
         model=SHARDED,
         settings="asp",
         outer="sgd:lr=0.001",

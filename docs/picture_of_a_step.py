@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 
 from thinwire.predict.timeline import Event, Timeline, simulate
 from thinwire.predict.timeline.result import COMPUTE, METHOD
-from thinwire.tools.cli.plan import Setting
+from thinwire.tools.cli.plan import PlanOptions
 from thinwire.tools.report.traces import joined
 
 FOLDER = Path(__file__).parent / "images"
@@ -49,9 +49,9 @@ INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 
 def timeline(label: str, link: str) -> Timeline:
     """The simulated step, with the defaults of ``thinwire plan``."""
-    asked = Setting(model=MODEL, link=link, workers=WORKERS, batch_size=BATCH).question(
-        label
-    )
+    asked = PlanOptions(
+        model=MODEL, link=link, workers=WORKERS, batch_size=BATCH
+    ).question(label)
     return simulate(
         dict(asked.candidates)[label],
         asked.profile,

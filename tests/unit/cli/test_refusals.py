@@ -171,10 +171,10 @@ plan odd.json -> of 1 bytes
 plan saved.json --batch-size 8 -> --batch-size is for the built-in models
 plan saved.json --device-flops 1e12 -> --device-flops is for the built-in models
 plan vgg16 --profile saved.json -> not of 'vgg16'
-plan resnet50 --workers 0 -> --workers 0
-plan resnet50 --workers 1000000000 -> --workers 1000000000
+plan resnet50 --workers 0 -> --workers=0 must be
+plan resnet50 --workers 1000000000 -> at most 65536
 plan resnet50 --workers 5 --ranks-per-node 2 -> not a multiple
-plan resnet50 --ranks-per-node 0 -> --ranks-per-node 0
+plan resnet50 --ranks-per-node 0 -> --ranks-per-node=0
 plan resnet50 --device a10 -> did you mean 'a100'
 plan resnet50 --device-flops 0 -> device_flops
 plan resnet50 --batch-size 0 -> batch_size
@@ -260,7 +260,7 @@ federated run digits --checkpoint-dir /proc/x ->
 federated run digits --clients-per-round 9999 ->
 supernet train --out r --size 48 -> height x width
 supernet train --out r --size 50x96 -> pad them to 54x96
-supernet train --out r --config huge -> tiny or published
+supernet train --out r --config huge -> use one of tiny, published
 supernet train --out r --data nowhere.txt -> is unknown; use one of dots, planes, scenes, or a file
 supernet train --out r --data scnes -> did you mean 'scenes'? use one of
 reproduce acpp -> did you mean 'acp'? there are omgs
@@ -273,7 +273,7 @@ supernet train --out r --max-disparity 60 -> below 48
 supernet train --out r --elastic-refinement -> published
 supernet search net.pt --limit-ms 10 -> there is no file
 supernet search net.pt --limit-ms -1 -> above 0
-supernet table --config huge -> tiny or published
+supernet table --config huge -> use one of tiny, published
 supernet export net.pt --out x.pt2 -> search calibrated.pt
 ps simulate --settings inhat -> preset 'inhat' is unknown; did you mean 'inhad'? use one of
 ps simulate --settings inhad:limit -> 'limit' is not an option

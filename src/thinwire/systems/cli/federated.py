@@ -6,17 +6,16 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.checks import check_number
 from thinwire.core.records import plain
 from thinwire.core.words import counted
 from thinwire.tools.cli.console import Output, RunFailed, exit_code, note, plain_table, progress, torchrun_group
-from thinwire.tools.cli.options import Json, Plotted
+from thinwire.tools.cli.options import JsonOption, PlotOption
 from thinwire.tools.cli.verb import Verb, argument, option
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ _MOST_ROWS = 25
 _OF_A_FEDERATION = ["rounds", "clients_per_round", "seed", "reduction", "evaluate_every"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run(Plotted, Json):
+class FederatedRunVerb(PlotOption, JsonOption):
     """Train a federation here: in this process, or on the ranks that torchrun has started.
 
     Example: thinwire federated run digits --algorithm fedavg,scaffold --rounds 20
@@ -97,12 +95,12 @@ class Run(Plotted, Json):
         begins = {name: "" if len(runs) == 1 else f"{name}, " for name in runs}
         for name, history in runs.items():
             if len(runs) == 1:
-                output.show(rounds_table(history, output.console.width))
+                output.say(rounds_table(history, output.console.width))
                 output.say(traffic(history))
             output.say(*(begins[name] + sentence for sentence in failures(history)), style="yellow")
         if len(runs) > 1:
             whole = f"{title}, {counted(made.rounds, 'round')}"
-            output.show(algorithms_table(runs, whole, output.console.width))
+            output.say(algorithms_table(runs, whole, output.console.width))
         if self.out is not None:
             from thinwire.core.durable import write_whole
             from thinwire.systems.federated.state import pack
@@ -155,8 +153,7 @@ class Run(Plotted, Json):
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predict(Json):
+class FederatedPredictVerb(JsonOption):
     """Predict the seconds per round under each schedule, by the clock alone: nothing is trained.
 
     Example: thinwire federated predict --fast 4 --slow 4
@@ -167,8 +164,8 @@ class Predict(Json):
     slow: int = option(4, "Without --devices: number of devices that are four times slower.", least=0)
     clients: int = option(1000, "Total number of clients.", least=1)
     clients_per_round: int = option(100, "How many clients train in each round.")
-    mean: float = option(50.0, "Mean number of samples per client, log-normally distributed.")
-    spread: float = option(1.0, "Standard deviation of that number's logarithm; 0: all the same.")
+    mean: float = option(50.0, "Mean number of samples per client, log-normally distributed.", above=0, most=1e9)
+    spread: float = option(1.0, "Standard deviation of that number's logarithm; 0: all the same.", least=0, most=10)
     rounds: int = option(50, "Number of rounds to average over.")
     seed: int = option(0, "Seed of sizes and cohorts.")
 
@@ -178,8 +175,6 @@ class Predict(Json):
         from thinwire.systems.federated import Speed, predict
         from thinwire.systems.federated.clocks import read_speeds
 
-        check_number("--mean", self.mean, above=0, most=1e9)
-        check_number("--spread", self.spread, least=0, most=10)
         speeds = read_speeds(self.devices) if self.devices else [Speed(0.01)] * self.fast + [Speed(0.04)] * self.slow
         middle = math.log(self.mean) - self.spread**2 / 2
         draw = np.random.default_rng(self.seed).lognormal(middle, self.spread, size=self.clients)
@@ -188,12 +183,11 @@ class Predict(Json):
         schedules = ("equal", "lpt", "pull", "auto")
         found = [predict(name, self.clients, lambda i: int(sizes[i]), speeds, **numbers) for name in schedules]
         title = f"{self.clients_per_round} of {self.clients} clients a round, {counted(len(speeds), 'device')}"
-        output.show(schedules_table(found, f"{title}, {counted(self.rounds, 'round')}"))
+        output.say(schedules_table(found, f"{title}, {counted(self.rounds, 'round')}"))
         return [{**asdict(one), "seconds": one.seconds, "ratio": one.ratio} for one in found]
 
 
-@dataclass(frozen=True, kw_only=True)
-class New(Verb):
+class FederatedNewVerb(Verb):
     """Start a federation of your own: a folder with a working one, whose data, model and algorithm you replace.
 
     Example: thinwire federated new mine
@@ -215,8 +209,7 @@ class New(Verb):
         output.line(f"next: cd {shlex.quote(str(folder))} && thinwire federated run federation:build")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Serve(Json):
+class FederatedServeVerb(JsonOption):
     """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere.
 
     Example: thinwire federated serve federation:build --nodes 2 --local
@@ -245,7 +238,7 @@ class Serve(Json):
         return history
 
 
-VERBS = (Run, Predict, New, Serve)
+VERBS = (FederatedRunVerb, FederatedPredictVerb, FederatedNewVerb, FederatedServeVerb)
 
 
 def spent(made: Federation) -> str | None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.tools.cli.console import Output
-from thinwire.tools.cli.options import Json
+from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
     from thinwire.systems.link.keys import Issued
 
 
-@dataclass(frozen=True, kw_only=True)
-class New(Json):
+class KeysNewVerb(JsonOption):
     """Make an identity for each machine, each in its own directory, and a development CA if there is none.
 
     Example: thinwire keys new keys --names server,a,b --host 10.0.0.1
@@ -24,13 +23,11 @@ class New(Json):
     directory: Path = argument(..., "Directory of the certificate authority; created if it does not exist.")
     names: str = option(..., "Machine names, separated by commas; the one that the others connect to comes first.")
     host: list[str] | None = option(None, "Name or address at which the others reach the first one; may be repeated.")
-    days: int = option(90, "Days for which the certificates are valid.")
+    days: int = option(90, "Days for which the certificates are valid.", most=36_500)  # to the year 9999
 
     def run(self, output: Output) -> Any:
         from thinwire.systems.link.keys import new_keys
 
-        if self.days > 36_500:  # no certificate goes beyond the year 9999
-            raise ValueError(f"--days {self.days} must be at most 36500")
         names = [name.strip() for name in self.names.split(",")]
         made = _listed(new_keys(self.directory, names, self.host or (), self.days), output)
         signs = self.directory / "ca.key"
@@ -38,8 +35,7 @@ class New(Json):
         return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class Show(Json):
+class KeysShowVerb(JsonOption):
     """Show the certificates of a directory: who they name, until when they are valid, and their fingerprints.
 
     Example: thinwire keys show keys
@@ -60,4 +56,4 @@ def _listed(identities: list[Issued], output: Output) -> list[dict[str, Any]]:
     return [{**asdict(one), "expires": str(one.expires)} for one in identities]
 
 
-VERBS = (New, Show)
+VERBS = (KeysNewVerb, KeysShowVerb)

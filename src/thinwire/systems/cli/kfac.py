@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.core.checks import check_choice
 from thinwire.core.records import plain
+from thinwire.core.words import run_seconds
 from thinwire.tools.cli.console import Output, plain_table, progress, watched_load
-from thinwire.tools.cli.measure import Measured
-from thinwire.tools.cli.options import Json, Plotted
-from thinwire.tools.cli.plan import Setting
+from thinwire.tools.cli.measure import CostsOptions
+from thinwire.tools.cli.options import JsonOption, PlotOption
+from thinwire.tools.cli.plan import PlanOptions
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
@@ -23,15 +24,13 @@ if TYPE_CHECKING:
     from thinwire.systems.kfac.tuning import Trial
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preconditioning(Json):
+class KfacOptions(JsonOption):
     method: str = option("inverse", "inverse, inverse_pi or eigen.")
     factor_update_steps: int = option(10, "Steps between new statistics.", least=1)
     inv_update_steps: int = option(100, "Steps between inversions.", least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan(Preconditioning, Setting):
+class KfacPlanVerb(KfacOptions, PlanOptions):
     """Predict a step of each schedule: messages, who inverts what, seconds. No GPU or cluster is needed.
 
     Example: thinwire kfac plan resnet50 --workers 16 --link 10gbit
@@ -65,9 +64,9 @@ class Plan(Preconditioning, Setting):
             found.append((made, predict(made, profile, prices)))
         found.sort(key=lambda pair: pair[1].step_seconds(*intervals))
         title = f"{profile.name}, {len(layers)} layers, {world} ranks, {question.describe_network()}"
-        output.show(_table(title, found, *intervals))
+        output.say(_table(title, found, *intervals))
         if self.explain:
-            output.show(_explained(found[0][0]))
+            output.say(_explained(found[0][0]))
         if "inverse" not in prices.compute and self.method != "eigen":
             output.say("Inversions are assumed from FLOPs: thinwire kfac calibrate measures them.")
         if self.out is not None:
@@ -83,8 +82,7 @@ class Plan(Preconditioning, Setting):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibrate(Measured):
+class KfacCalibrateVerb(CostsOptions):
     """Measure how long this device takes to invert and to decompose factors, by their side.
 
     Example: thinwire kfac calibrate --out costs.json
@@ -118,14 +116,13 @@ class Calibrate(Measured):
                 for kind in KINDS
             }  # fmt: skip
         rows = ((str(d), f"{a:.3g}", f"{b:.3g}") for (d, a), (_, b) in zip(found["inverse"], found["eigen"]))
-        output.show(plain_table(f"seconds on {name}", ("side", *KINDS), rows, close=True))
+        output.say(plain_table(f"seconds on {name}", ("side", *KINDS), rows, close=True))
         curves = {kind: curve(points, "measured here", name) for kind, points in found.items()}
         self.keep(replace(known, compute={**known.compute, **curves}), output)
         return load.with_load({"device": name, "seconds": found})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tune(Preconditioning, Plotted):
+class KfacTuneVerb(KfacOptions, PlotOption):
     """Try dampings and rates in short runs on one process, next to SGD; the fastest to a loss comes first.
 
     Example: thinwire kfac tune --plot tune.png
@@ -155,7 +152,7 @@ class Tune(Preconditioning, Plotted):
         with watched_load(self.threads) as load:
             with progress("the first steps"):
                 longest = tuning.seconds_at_most()
-            output.say(f"{len(tuning.grid)} runs of {self.steps} steps: at most about {_duration(longest)}")
+            output.say(f"{len(tuning.grid)} runs of {self.steps} steps: at most about {run_seconds(longest)}")
             with progress("", len(tuning.grid) * self.steps) as bar:
                 for damping, rate in tuning.grid:
                     bar(description=f"SGD, rate {rate:g}" if damping is None else f"damping {damping:g}, rate {rate:g}")
@@ -164,12 +161,12 @@ class Tune(Preconditioning, Plotted):
         goal = lowest_of_sgd(trials) if self.target is None else self.target
         ranked = best(trials, goal)
         picture = tuning_picture(trials, goal, f"{self.model}: K-FAC ({self.method}) and SGD, each with its best rate")
-        output.show(_trials_table(ranked, goal, f"{self.model}, {self.method}, {self.steps} steps; fastest first"))
-        output.say(*_verdict(ranked, goal, options))
+        about = f"{self.model}, {self.method}, {self.steps} steps; fastest first"
+        output.say(_trials_table(ranked, goal, about), *_verdict(ranked, goal, options))
         return load.with_load({"model": self.model, "target": goal, "trials": ranked, "picture": picture})
 
 
-VERBS = (Plan, Calibrate, Tune)
+VERBS = (KfacPlanVerb, KfacCalibrateVerb, KfacTuneVerb)
 
 
 def _schedules(text: str | None, world: int) -> list[str]:
@@ -228,10 +225,6 @@ def _numbers(option: str, text: str) -> list[float]:
     if not found or not all(0 < number < float("inf") for number in found):
         raise ValueError(f"{option} {text!r}: give numbers above 0 separated by commas, such as 0.01,0.03")
     return found
-
-
-def _duration(seconds: float) -> str:
-    return f"{max(1, round(seconds))} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
 def _trials_table(ranked: Sequence[Trial], goal: float | None, title: str) -> Table:

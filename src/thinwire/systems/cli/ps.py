@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from thinwire.core.words import counted
 from thinwire.tools.cli.console import Output, RunFailed, watched_load
-from thinwire.tools.cli.options import Json, Links, Plotted
+from thinwire.tools.cli.options import JsonOption, LinkOptions, PlotOption
 from thinwire.tools.cli.verb import Verb, argument, option
 
 if TYPE_CHECKING:
     from thinwire.tools.lab import Cluster
 
+PORT = 29400
 
-@dataclass(frozen=True, kw_only=True)
-class Trusted(Verb):
+
+class TrustOptions(Verb):
     """What shows that this process may take part."""
 
     keys: Path | None = option(
@@ -34,8 +35,7 @@ class Trusted(Verb):
         return {"keys": self.keys, "secret": None if self.secret_file is None else read_secret(self.secret_file)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listening(Trusted):
+class ListenOptions(TrustOptions):
     """Where this process listens, who may connect, and where its checkpoints are."""
 
     host: str = option("127.0.0.1", "Address to listen on; one that other machines can reach needs keys or a secret.")
@@ -51,8 +51,7 @@ class Listening(Trusted):
         return {**self.trust, **self.part(["host", "port", "insecure", "checkpoint_dir"])}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules(Json):
+class RulesOptions(JsonOption):
     """By which rules, and on how many nodes and shards, a model is trained."""
 
     settings: str = option(
@@ -66,14 +65,12 @@ class Rules(Json):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfModel(Json):
+class ModelOptions(JsonOption):
     model: str = option("chargpt", "chargpt, mlp, digits, ... or module:function; options as in mlp:width=512.")
     seed: int = option(0, "Seed of the initial weights.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training(Rules, OfModel):
+class TrainingOptions(RulesOptions, ModelOptions):
     """A model, its optimizer, and when its training ends."""
 
     outer: str = option("auto", "The server's optimizer, such as sgd:lr=0.1:momentum=0.9.")
@@ -93,8 +90,7 @@ class Training(Rules, OfModel):
         read_outer(self.outer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fleet(Rules):
+class FleetOptions(RulesOptions):
     """Nodes of several workers, some of them slow."""
 
     workers: int = option(1, "Workers per node.", least=1)
@@ -122,14 +118,13 @@ class Fleet(Rules):
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server(Listening, Training):
+class PsServerVerb(ListenOptions, TrainingOptions):
     """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes.
 
     Example: thinwire ps server --model mlp --nodes 2 --updates 100
     """
 
-    port: int = option(29400, "Port to which nodes and shards connect.")
+    port: int = option(PORT, "Port to which nodes and shards connect.")
     nodes: int = option(1, "Nodes to wait for before sending the first weights.", least=1)
     checkpoint_every: int = option(100, "Updates between checkpoints.")
 
@@ -137,22 +132,20 @@ class Server(Listening, Training):
         self.check()
         from thinwire.systems.cli.ps_work import live, make_service
 
-        with live(output.console.quiet) as screen:
-            screen.say(f"building {self.model}")
+        with live(f"building {self.model}", output.console.quiet) as (bar, show):
             service = make_service(
                 self, **self.listening, checkpoint_every=self.checkpoint_every,
-                on_status=lambda status: screen.status(status.to_dict()),
+                on_status=lambda status: show(status.to_dict()),
             )  # fmt: skip
             where = f"{self.host}:{service.port}"
-            screen.say(f"serving {self.model} at {where}; nodes to wait for: {self.nodes}, shards: {self.shards}")
+            bar.log(f"serving {self.model} at {where}; nodes to wait for: {self.nodes}, shards: {self.shards}")
             status = service.run().to_dict()
         output.line(_last_words(status))
         output.failure = service.saves.unsaved or ""
         return status
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard(Listening, Json):
+class PsShardVerb(ListenOptions, JsonOption):
     """Hold a slice of the weights for a server; it waits until the server starts, or starts again.
 
     Example: thinwire ps shard 127.0.0.1:29400 --index 0
@@ -171,8 +164,7 @@ class Shard(Listening, Json):
         return {"index": self.index, "version": version}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node(Trusted, OfModel):
+class PsNodeVerb(TrustOptions, ModelOptions):
     """Work for a server: run this node's leader and its workers; workers that die are restarted.
 
     Example: thinwire ps node --server 127.0.0.1:29400 --model mlp
@@ -193,25 +185,15 @@ class Node(Trusted, OfModel):
         output.line(f"node {result['node']}: {result['end']}")
         return result
 
-
-@dataclass(frozen=True, kw_only=True)
-class Worker(Verb):
-    """One worker of `ps node`, in its own process."""
-
-    command_settings: ClassVar[dict[str, Any]] = {"hidden": True}
-
-    of: str = argument(..., "The options of its node, as JSON.")
-    leader: str = argument(..., "Address of the node's leader.")
-    number: int = argument(..., "Number of the worker in its node.")
-
-    def run(self, output: Output) -> Any:
+    def on_rank(self, *words: str) -> None:
+        """Be a worker, in its own process."""
         from thinwire.systems.cli.ps_work import make_worker
 
-        make_worker(Node.from_json(self.of), self.leader, self.number).run()
+        leader, number = words
+        make_worker(self, leader, int(number)).run()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run(Links, Fleet, Training, Plotted):
+class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
     """Run a server and its nodes in the lab, over emulated links, with slow nodes and kills.
 
     Example: thinwire ps run --nodes 4 --slow 3:4 --link 200mbit --seconds 60
@@ -268,6 +250,24 @@ class Run(Links, Fleet, Training, Plotted):
         output.line(f"{self.machines}, and the server: {result['note']}")
         return load.with_load(result)
 
+    def on_rank(self, *words: str) -> None:
+        """Be one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
+        from thinwire.systems.cli.ps_work import serve_in_lab
+        from thinwire.systems.link.hello import is_loopback
+
+        rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+        # all addresses of an emulated machine; without keys, all ranks share a lab secret
+        host, server = "127.0.0.1" if is_loopback(address) else "0.0.0.0", f"{address}:{PORT}"
+        index, node = rank - 1, rank - 1 - self.shards
+        if rank == 0:
+            serve_in_lab(self, host, PORT)
+        elif node < 0:
+            PsShardVerb(server=server, index=index, host=host, keys=self.keys_of(f"shard{index}")).run(Output())
+        else:
+            slowdown, keys = max(1.0, self.slower.get(node, 1.0)), self.keys_of(f"node{node}")
+            shared = self.part(["model", "workers", "pace", "seed"])
+            PsNodeVerb(server=server, node=node, slowdown=slowdown, keys=keys, **shared).run(Output())
+
     def __str__(self) -> str:
         ends = ((self.seconds, "s of training"), (self.updates, "updates"), (self.gradients, "gradients"))
         most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
@@ -275,8 +275,7 @@ class Run(Links, Fleet, Training, Plotted):
         return f"a server, {shards}{self.machines}, link {self.cluster.wire}: {self.model} with {self.settings}, {most}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulate(Fleet):
+class PsSimulateVerb(FleetOptions):
     """Predict what a setting would do, in virtual time, next to synchronous all-reduces on the same nodes and links.
 
     Example: thinwire ps simulate --nodes 16 --workers 4 --slow 0:4
@@ -294,12 +293,11 @@ class Simulate(Fleet):
         from thinwire.systems.cli.ps_work import predict, prediction_table
 
         rows = predict(self)
-        output.show(prediction_table(rows))
+        output.say(prediction_table(rows))
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replay(Json):
+class PsReplayVerb(JsonOption):
     """Repeat a recorded run, update by update, and print the hash of its final weights.
 
     Example: thinwire ps replay run.jsonl
@@ -326,4 +324,4 @@ def _last_words(status: dict[str, Any]) -> str:
     return text + (f", training loss {loss:.3f}" if loss is not None else "")
 
 
-VERBS = (Server, Shard, Node, Worker, Run, Simulate, Replay)
+VERBS = (PsServerVerb, PsShardVerb, PsNodeVerb, PsRunVerb, PsSimulateVerb, PsReplayVerb)

@@ -1,7 +1,4 @@
-"""What the verbs of ``thinwire ps`` do: serve, hold a shard, lead a node, work, replay, predict, run it all in the lab.
-
-As a module, it is one process of ``thinwire ps run``.
-"""
+"""What the verbs of ``thinwire ps`` do: serve, hold a shard, lead a node, work, replay, predict, run all in the lab."""
 
 from __future__ import annotations
 
@@ -10,27 +7,21 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.core.events import LastWords, event_in, python, tell_event
+from thinwire.core.events import LastWords, event_in, tell_event
 from thinwire.core.words import counted
-from thinwire.systems.cli.ps import Node as NodeVerb
-from thinwire.systems.cli.ps import Rules, Run, Simulate, Training
-from thinwire.systems.cli.ps import Shard as ShardVerb
-from thinwire.systems.link.hello import find_trust, is_loopback
+from thinwire.systems.link.hello import find_trust
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.parameter_server import (
     DelayedNesterov,
@@ -53,34 +44,41 @@ from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model, check_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.words import nearest, split_options
-from thinwire.tools.cli.console import EVERY_SECONDS, RunFailed, exit_code, note, plain_table, progress
+from thinwire.tools.cli.console import Bar, RunFailed, note, plain_table, progress
 from thinwire.tools.pictures import Mark, Panel, Picture, Series
 
-PORT = 29400
+if TYPE_CHECKING:
+    from thinwire.systems.cli.ps import (
+        PsNodeVerb,
+        PsRunVerb,
+        PsShardVerb,
+        PsSimulateVerb,
+        RulesOptions,
+        TrainingOptions,
+    )
+
 _RESTARTS = 20
 _AWAY_SECONDS = 1.0  # between a node's death and its return
+
+
+OUTER: dict[str, Callable[..., Any]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "delayed_nesterov": DelayedNesterov,
+}  # fmt: skip
 
 
 def read_outer(text: str) -> Outer | None:
     """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None."""
     if text == "auto":
         return None
-
-    def with_betas(kind: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda p, beta1=0.9, beta2=0.999, **options: kind(p, betas=(float(beta1), float(beta2)), **options)
-
-    kinds: dict[str, Callable[..., Any]] = {
-        "sgd": torch.optim.SGD,
-        "adam": with_betas(torch.optim.Adam),
-        "adamw": with_betas(torch.optim.AdamW),
-        "delayed_nesterov": DelayedNesterov,
-    }
     name, options = split_options(text)
-    if name not in kinds:
-        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, kinds)}")
+    if name not in OUTER:
+        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OUTER)}")
+    words: dict[str, Any] = dict(options)
+    if name.startswith("adam"):
+        words["betas"] = (float(words.pop("beta1", 0.9)), float(words.pop("beta2", 0.999)))
 
     def make(params: list[Tensor]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = kinds[name](params, **options)
+        made: torch.optim.Optimizer = OUTER[name](params, **words)
         return made
 
     try:
@@ -90,7 +88,7 @@ def read_outer(text: str) -> Outer | None:
     return make
 
 
-def read_settings(asked: Rules) -> Settings:
+def read_settings(asked: RulesOptions) -> Settings:
     return replace(preset(asked.settings), start_nodes=asked.nodes)
 
 
@@ -109,7 +107,7 @@ def build(model: str, seed: int) -> Workload:
     return build_model(model, seed)
 
 
-def make_service(asked: Training, **options: Any) -> Service:
+def make_service(asked: TrainingOptions, **options: Any) -> Service:
     """Return a service for this training; ``options`` are those of :class:`Service` that are not the training's."""
     return Service(
         build(asked.model, asked.seed).model, read_settings(asked), outer=read_outer(asked.outer),
@@ -118,7 +116,7 @@ def make_service(asked: Training, **options: Any) -> Service:
     )  # fmt: skip
 
 
-def run_shard(asked: ShardVerb) -> int:
+def run_shard(asked: PsShardVerb) -> int:
     """Run one shard until the training ends, and return its last version."""
     torch.set_num_threads(1)
     check_server(asked.server)
@@ -138,7 +136,7 @@ def rank_of(node: int, worker: int) -> int:
     return 64 * node + worker
 
 
-def make_worker(asked: NodeVerb, leader: Node | str, number: int) -> Worker:
+def make_worker(asked: PsNodeVerb, leader: Node | str, number: int) -> Worker:
     workload, node = build(asked.model, asked.seed), asked.node
     assert node is not None
 
@@ -151,7 +149,7 @@ def make_worker(asked: NodeVerb, leader: Node | str, number: int) -> Worker:
     )  # fmt: skip
 
 
-def run_node(asked: NodeVerb) -> dict[str, Any]:
+def run_node(asked: PsNodeVerb) -> dict[str, Any]:
     """Run a leader with its workers: one in this process, or several in their own processes."""
     number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF if asked.node is None else asked.node
     asked = replace(asked, node=number)
@@ -168,14 +166,13 @@ def run_node(asked: NodeVerb) -> dict[str, Any]:
             node.wait(5.0)
             return {"node": number, "end": end, "submissions": stats.submissions, "restarts": 0}
         restarts = -asked.workers
-        begin = python("-c", "from thinwire.tools.cli.main import run; run()", "ps", "worker", asked.to_json())
         while not node.wait(0.2):
             for k in range(asked.workers):
                 if k not in children or children[k].poll() is not None:
                     restarts += 1
                     if restarts > _RESTARTS:
                         raise RunFailed(f"workers of node {number} died {restarts} times; see their output above")
-                    command = [*begin, node.address, str(k)]
+                    command = asked.rank_command(node.address, str(k))
                     children[k] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         until = time.monotonic() + 10.0
         while time.monotonic() < until and any(child.poll() is None for child in children.values()):
@@ -249,34 +246,18 @@ def _head(status: dict[str, Any]) -> str:
     )
 
 
-class Screen:
-    """A server's output on stderr: its status as a table below lines or, without a terminal, now and then a line."""
-
-    def __init__(self, table: Live | None, console: Console) -> None:
-        self._table, self._console = table, console
-        self._told = time.monotonic()
-
-    def status(self, status: dict[str, Any]) -> None:
-        """Show the status, unless all nodes have left: the last table with a node in it stays."""
-        if self._table is not None:
-            if status["nodes"]:
-                self._table.update(status_table(status))
-        elif time.monotonic() - self._told > EVERY_SECONDS:
-            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {counted(len(status['nodes']), 'node')}")
-
-    def say(self, text: str) -> None:
-        self._told = time.monotonic()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 @contextmanager
-def live(quiet: bool = False) -> Iterator[Screen]:
-    console = Console(stderr=True, quiet=quiet)
-    if not console.is_terminal:
-        yield Screen(None, console)
-        return
-    with Live(console=console, refresh_per_second=2, transient=False) as table:
-        yield Screen(table, console)
+def live(begins: str, quiet: bool) -> Iterator[tuple[Bar, Callable[[dict[str, Any]], None]]]:
+    """Yield a bar, and what shows a server's status: as a table of its nodes or, without a terminal, now and then."""
+    tables: list[Table] = []
+    with progress(begins, quiet=quiet, table=lambda: tables[-1] if tables else None) as bar:
+
+        def show(status: dict[str, Any]) -> None:
+            if status["nodes"]:  # once all have left, the last table with a node in it stays
+                tables[:] = [status_table(status)]
+            bar(description=f"{status['seconds']:.0f} s: {_head(status)}, {counted(len(status['nodes']), 'node')}")
+
+        yield bar, show
 
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
@@ -291,7 +272,7 @@ def prediction_table(rows: list[dict[str, Any]]) -> Table:
     return plain_table("predicted in virtual time, not measured", columns, cells, close=True)
 
 
-def predict(asked: Simulate) -> list[dict[str, Any]]:
+def predict(asked: PsSimulateVerb) -> list[dict[str, Any]]:
     """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
     nodes, workers, slower = asked.nodes, asked.workers, asked.slower
     bits, latency = lab.parse_rate(asked.link), lab.parse_delay(asked.delay)
@@ -322,36 +303,35 @@ def predict(asked: Simulate) -> list[dict[str, Any]]:
     return [dict(zip(names, row)) for row in rows]
 
 
-def run_lab(spec: Run, quiet: bool) -> dict[str, Any]:
+def run_lab(spec: PsRunVerb, quiet: bool) -> dict[str, Any]:
     """Run it, with the server's table, or a line from time to time, on stderr."""
     first = 1 + spec.shards  # the rank of node 0
     cluster = spec.cluster
     result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
-    with live(quiet) as screen:
-        screen.say(f"starting {spec}")
+    with live(f"starting {spec}", quiet) as (bar, show):
 
         def on_event(rank: int, event: dict[str, Any]) -> None:
             if rank != 0:
                 return
             if "begun" in event:
-                screen.say("first update: seconds count from here")
+                bar.log("first update: seconds count from here")
             elif "loss_at" in event:
                 seconds, gradients, value = event["loss_at"]
                 result["losses"].append(event["loss_at"])
-                screen.say(f"{seconds:.0f} s: held-out loss {value:.3f} after {gradients} gradients")
+                bar.log(f"{seconds:.0f} s: held-out loss {value:.3f} after {gradients} gradients")
             elif "weights" in event:
                 result["weights"] = event["weights"]
             else:
                 result["status"] = event
-                screen.status(event)
+                show(event)
 
         def on_fault(what: lab.Happening) -> None:
             node = what.rank - first
             result["happened"].append([what.seconds, node, what.what])
-            screen.say(f"{what.seconds:.0f} s: node {node} was {what.what}")
+            bar.log(f"{what.seconds:.0f} s: node {node} was {what.what}")
 
         words = LastWords(on_event)
-        command = python("-m", "thinwire.systems.cli.ps_work", spec.to_json())
+        command = spec.rank_command()
         launched = lab.run(
             cluster, command, on_line=words, timeout_seconds=spec.timeout, grace_seconds=10.0,
             faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kills],
@@ -364,7 +344,7 @@ def run_lab(spec: Run, quiet: bool) -> dict[str, Any]:
     return result
 
 
-def lab_picture(spec: Run, result: dict[str, Any]) -> Picture:
+def lab_picture(spec: PsRunVerb, result: dict[str, Any]) -> Picture:
     """Draw the held-out loss against seconds since the first update, with slow nodes and events marked."""
     seconds, _, losses = zip(*result["losses"])
     slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slower.items())
@@ -375,24 +355,7 @@ def lab_picture(spec: Run, result: dict[str, Any]) -> Picture:
     return Picture(f"{spec.model}, {counted(spec.nodes, 'node')}, link {spec.cluster.wire}{slow}", (panel,))
 
 
-def main(text: str) -> None:
-    """Run one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
-    spec = Run.from_json(text)
-    rank, server = int(os.environ["RANK"]), f"{os.environ['MASTER_ADDR']}:{PORT}"
-    # all addresses of an emulated machine; without keys, all ranks share a lab secret
-    host = "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
-    if rank == 0:
-        _serve(spec, host)
-    elif rank <= spec.shards:
-        run_shard(ShardVerb(server=server, index=rank - 1, host=host, keys=spec.keys_of(f"shard{rank - 1}")))
-    else:
-        node = rank - 1 - spec.shards
-        slowdown, keys = max(1.0, spec.slower.get(node, 1.0)), spec.keys_of(f"node{node}")
-        more = spec.part(["model", "workers", "pace", "seed"])
-        run_node(NodeVerb(server=server, node=node, slowdown=slowdown, keys=keys, **more))
-
-
-def _serve(spec: Run, host: str) -> None:
+def serve_in_lab(spec: PsRunVerb, host: str, port: int) -> None:
     workload = build(spec.model, spec.seed)
     layout = Layout.of(workload.model)
     began: list[float] = []
@@ -418,20 +381,10 @@ def _serve(spec: Run, host: str) -> None:
             service.stop()
 
     service = make_service(
-        spec, port=PORT, host=host, keys=spec.keys_of("server"), on_update=on_update,
+        spec, port=port, host=host, keys=spec.keys_of("server"), on_update=on_update,
         on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip
     status = service.run()
     seconds = time.monotonic() - began[0] if began else 0.0
     tell_event({"weights": weights_hash(layout.flat(service.model))})
     tell_event({**status.to_dict(), "training_seconds": seconds})
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except (RuntimeError, ValueError) as error:
-        if exit_code(error) is None:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.systems.papers import NAMES
 from thinwire.tools.cli.console import Output, plain_table, progress, watched_load
-from thinwire.tools.cli.options import Json
+from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
     from thinwire.systems.papers.paper import Reproduced
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reproduce(Json):
+class ReproduceVerb(JsonOption):
     """Show what holds of eleven papers: simulated at their scale, measured here in the small, and the verdict.
 
     Example: thinwire reproduce acp dear
@@ -72,6 +70,6 @@ def _show(result: Reproduced, output: Output) -> None:
     output.say(f"{told.system}: {told.title}, {told.authors}", style="bold")
     output.say(f"claim: {told.claim} ({told.setting}). {told.link}")
     rows = ((one.what, one.published or "-", f"{one.value:.4g} {one.unit}".rstrip(), one.how) for one in result.shown)
-    output.show(plain_table("", ("what", "paper", "here", ""), rows, left=("",)))
+    output.say(plain_table("", ("what", "paper", "here", ""), rows, left=("",)))
     output.say(result.verdict, style={"holds": "green", "holds where": "yellow"}.get(result.word, "red"))
     output.say("")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from thinwire.core.words import counted
+from thinwire.core.words import counted, run_seconds
 from thinwire.tools.cli.console import Output, Watched, note, plain_table, progress, watched_load
-from thinwire.tools.cli.options import Json, Plotted
+from thinwire.tools.cli.options import JsonOption, PlotOption
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from thinwire.systems.split.tasks import Task
 
 
-@dataclass(frozen=True, kw_only=True)
-class FineTuning(Json):
+class FineTuningOptions(JsonOption):
     """A model, a task, where the model is cut, how it is trained, and the link."""
 
     model: str = option(
@@ -68,8 +67,7 @@ class FineTuning(Json):
         return read_task(self.task, self.data, self.model, self.length, self.lines, seed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan(FineTuning):
+class SplitPlanVerb(FineTuningOptions):
     """Predict a step's bytes and seconds on a link before anything is sent; --out cuts the model for both machines.
 
     Example: thinwire split plan --cut 1 --rank 8 --link 10mbit --out halves
@@ -105,10 +103,10 @@ class Plan(FineTuning):
             built = build(found, self.seed)
             rows = advise(built, found, chosen, recipe, wire, self.measure)
         answer = load.with_load({"plan": chosen, "rows": {name: row.to_data() for name, row in rows.items()}})
-        output.show(plan_table(rows, f"{found.describe}; {self.links}"))
+        output.say(plan_table(rows, f"{found.describe}; {self.links}"))
         steps, step = recipe.steps(len(found.train)), rows[name_of(chosen)].step_seconds
         if step is not None:
-            output.say(f"{steps} steps in {self.epochs} epochs: about {_long(steps * step)} on this link")
+            output.say(f"{steps} steps in {self.epochs} epochs: about {run_seconds(steps * step)} on this link")
         if self.out is not None:
             about = {"name": self.task, "pretrained": Path(self.model).is_dir()}
             about |= self.part(["model", "length", "lines", "seed"])  # so that the edge reads the same task
@@ -118,8 +116,7 @@ class Plan(FineTuning):
         return answer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side(Json):
+class SideOptions(JsonOption):
     """One side of a training across two machines, called ``role``."""
 
     role: ClassVar[str]
@@ -175,8 +172,7 @@ class Side(Json):
         return report.to_data()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cloud(Side):
+class SplitCloudVerb(SideOptions):
     """Be the cloud: wait for an edge, train this half with it, and end when it says goodbye.
 
     Example: thinwire split cloud halves
@@ -192,8 +188,7 @@ class Cloud(Side):
         return self.train(output, facts, None, edges=self.edges, say=note, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Edge(Side):
+class SplitEdgeVerb(SideOptions):
     """Be the edge: read the data, lead the training, evaluate the result.
 
     Example: thinwire split edge halves
@@ -228,8 +223,7 @@ class Edge(Side):
             return self.train(output, facts, task, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compare(FineTuning, Plotted):
+class SplitCompareVerb(FineTuningOptions, PlotOption):
     """Train with and without cuts on the same data, seeds and initial weights: accuracy, bytes, seconds.
 
     Example: thinwire split compare --plans lowrank:int8,pack --seeds 3 --plot split.png
@@ -267,11 +261,11 @@ class Compare(FineTuning, Plotted):
                 lambda name, seed: now.update(row=name, seed=seed),
             )  # fmt: skip
         picture = compare_picture(made, losses, found.metric, f"{self.model}, {found.describe}, link {self.link}")
-        output.show(compare_table(made, found, self.links, self.seeds))
+        output.say(compare_table(made, found, self.links, self.seeds))
         return load.with_load({"task": found.describe, "rows": [row.to_data() for row in made], "picture": picture})
 
 
-VERBS = (Plan, Cloud, Edge, Compare)
+VERBS = (SplitPlanVerb, SplitCloudVerb, SplitEdgeVerb, SplitCompareVerb)
 
 
 @contextmanager
@@ -283,13 +277,6 @@ def _steps(begins: str) -> Iterator[Callable[..., None]]:
             shown(completed=done, total=total or None, description=words)
 
         yield on_step
-
-
-def _long(seconds: float) -> str:
-    for unit, size in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def read_words(text: str) -> tuple[str, ...]:

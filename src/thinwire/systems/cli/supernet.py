@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from thinwire.tools.cli.console import (
     torchrun_group,
     watched_load,
 )
-from thinwire.tools.cli.options import Json
+from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import Verb, argument, option
 
 if TYPE_CHECKING:
@@ -37,30 +37,45 @@ if TYPE_CHECKING:
 _CALIBRATION, _BATCH = 80, 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sized(Json):
+MADE_UP = {"dots": "pieces", "planes": "plane", "scenes": "scene"}
+
+
+class SizeOption(JsonOption):
     size: str = option("48x96", "Height x width of the images, or of the crops if pairs are files.")
 
     @property
     def shape(self) -> tuple[int, int]:
-        return parse_size(self.size)
+        found = re.fullmatch(r"(\d+)x(\d+)", self.size.strip())
+        if found is None or "0" in found.groups():
+            raise ValueError(f"--size {self.size}: give height x width, such as 48x96")
+        return int(found[1]), int(found[2])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Threaded(Verb):
+class ThreadsOption(Verb):
     threads: int = option(1, "Number of torch's threads, on which latencies depend.", least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Configured(Verb):
+class NetOptions(Verb):
     """Which network, untrained."""
 
-    config: str = option("tiny", "tiny or published.")
+    config: str = option("tiny", "tiny or published.", choices=("tiny", "published"))
     elastic_refinement: bool = option(False, "Extension: the refinement can be cut too.")
 
+    def make(self, deformable: int | None = None) -> ElasticStereo:
+        from thinwire.systems.supernet import Space
+        from thinwire.systems.supernet.stereo import ElasticStereo
 
-@dataclass(frozen=True, kw_only=True)
-class Paired(Sized, Threaded):
+        if self.config == "tiny":
+            if self.elastic_refinement:
+                raise ValueError("--elastic-refinement is for --config published")
+            return ElasticStereo.tiny() if deformable is None else ElasticStereo.tiny(deformable)
+        space = Space()
+        if self.elastic_refinement:
+            space = replace(space, refine_widths=(16, 32), refine_depths=(2, 4, 6))
+        return ElasticStereo(space, deformable=3 if deformable is None else deformable)
+
+
+class PairsOptions(SizeOption, ThreadsOption):
     """Pairs of images to train on, and to measure the error on."""
 
     data: str = option("dots", "dots, planes, scenes (synthetic), or a file with lines: left right disparity.")
@@ -70,9 +85,17 @@ class Paired(Sized, Threaded):
 
     def pairs(self, training: int) -> tuple[Pairs, Pairs]:
         """Return so many pairs to train on, and 32 others."""
-        made = ((self.data, training, self.seed), (self.held_out or self.data, 32, self.seed + 1))
-        first, second = (parse_pairs(data, self.shape, self.max_disparity, n, seed) for data, n, seed in made)
-        return first, second
+        return self._read(self.data, training, self.seed), self._read(self.held_out or self.data, 32, self.seed + 1)
+
+    def _read(self, data: str, count: int, seed: int) -> Pairs:
+        from thinwire.systems.supernet.stereo import RandomDots, StereoFiles
+
+        if data in MADE_UP:
+            return RandomDots(count, *self.shape, self.max_disparity, MADE_UP[data], seed)
+        if not Path(data).is_file():
+            known = f"use one of {', '.join(MADE_UP)}, or a file that lists pairs"
+            raise ValueError(f"--data {data!r} is unknown; {meant(data, MADE_UP)}{known}")
+        return StereoFiles(data, self.shape, augment=False, seed=seed)
 
 
 def _score(net: ElasticStereo, training: Pairs, testing: Pairs) -> Calibrated:
@@ -83,8 +106,7 @@ def _score(net: ElasticStereo, training: Pairs, testing: Pairs) -> Calibrated:
     return Calibrated(net, list(batches(first, _BATCH)), list(batches(testing, 8)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Train(Configured, Paired):
+class SupernetTrainVerb(NetOptions, PairsOptions):
     """Train all sub-networks, on the ranks of torchrun or of ``thinwire lab run``, or in one process.
 
     Example: thinwire supernet train --out run --data dots
@@ -109,22 +131,20 @@ class Train(Configured, Paired):
         from thinwire.systems.supernet.stereo.evaluation import constant_guess
         from thinwire.systems.supernet.stereo.training import total
 
-        parse_size(self.size)
+        training, testing = self.pairs(4096)
         torch.set_num_threads(self.threads)
         torch.manual_seed(self.seed)
-        net = make_net(self.config, self.deformable, self.elastic_refinement)
+        net = self.make(self.deformable)
         if self.max_disparity >= net.max_disparity and self.data in MADE_UP:
             limit = f"must be below {net.max_disparity}, the most that {self.config} can see"
             raise ValueError(f"--max-disparity {self.max_disparity:g} {limit}")
-        phases = make_phases(net, self.config, self.steps, self.epoch, self.sub_nets)
-        chosen = parse_method(self.method)
-        training, testing = self.pairs(4096)
+        phases, chosen = self.phases(net), parse_method(self.method)
         with torchrun_group() as (rank, _), progress("training", total(phases), quiet=rank > 0) as bar:
             before = {phase.name: sum(p.steps for p in phases[:i]) for i, phase in enumerate(phases)}
 
             def on_step(phase: Any, step: int, report: Any) -> None:
                 if not bar.completed and before[phase.name] + step:
-                    bar.say(f"continuing from step {before[phase.name] + step}", "")
+                    bar.log(f"continuing from step {before[phase.name] + step}")
                 words = f"{phase.name}, loss {report.loss:.3f}, {report.share:.0%} active"
                 bar(completed=before[phase.name] + step + 1, description=words)
 
@@ -154,7 +174,7 @@ class Train(Configured, Paired):
         sizes = {name: sum(p.numel() for p in net.extract(one).parameters()) for name, one in corners(net).items()}
         rows = [(name, f"{sizes[name]:,}", f"{one.epe:.2f} px", f"{one.bad3:.1%}") for name, one in found.items()]
         columns = ("sub-network", "parameters", "end-point error", "> 3 px")
-        output.show(plain_table("held-out pairs", columns, [*rows, ("constant guess", "", f"{guess:.2f} px", "")]))
+        output.say(plain_table("held-out pairs", columns, [*rows, ("constant guess", "", f"{guess:.2f} px", "")]))
         for phase in report.phases:
             if phase.bytes_sent:
                 output.say(
@@ -164,9 +184,23 @@ class Train(Configured, Paired):
         output.wrote(self.out / "net.pt", note=f"; next: thinwire supernet search {self.out / 'net.pt'}")
         return result
 
+    def phases(self, net: ElasticStereo) -> tuple[Phase, ...]:
+        """Return the published phases, for epochs of this many steps; or two short ones."""
+        from thinwire.systems.supernet.stereo import published, short
 
-@dataclass(frozen=True, kw_only=True)
-class Table(Configured, Sized, Threaded):
+        if self.epoch is not None:
+            if self.config != "published" or net.space.refine_widths:
+                raise ValueError("--epoch is for --config published without --elastic-refinement; else give --steps")
+            return published(self.epoch)
+        found = re.fullmatch(r"(\d+),(\d+)", self.steps.strip())
+        if found is None:
+            raise ValueError(
+                f"--steps {self.steps}: give the steps of the large and of the shrinking phase, such as 300,300"
+            )
+        return short(net.space, int(found[1]), int(found[2]), self.sub_nets)
+
+
+class SupernetTableVerb(NetOptions, SizeOption, ThreadsOption):
     """Measure the latency of every part on this device; the smallest and the largest network first.
 
     Example: thinwire supernet table run/net.pt
@@ -184,9 +218,9 @@ class Table(Configured, Sized, Threaded):
         from thinwire.systems.supernet.stereo import load_net
 
         torch.set_num_threads(self.threads)
-        made = load_net(self.net) if self.net is not None else make_net(self.config, None, self.elastic_refinement)
+        made = self.make() if self.net is None else load_net(self.net)
         with watched_load(self.threads) as load:
-            found = _measure(made, self.size, self.repeats)
+            found = _measure(made, self.shape, self.repeats)
         data = load.with_load(found)
         _range(output, made, found)
         lines = {f"volumes and aggregation, {scales} scales": one for scales, one in found.aggregation.items()}
@@ -197,17 +231,17 @@ class Table(Configured, Sized, Threaded):
             lines[f"stage {stage}, {which} block, kernel {kernel}, expansion {expand}"] = one
         title = f"milliseconds on {found.device}, {found.threads} thread(s), one pair of {self.size}"
         cells = ((part, f"{one.p50:.2f}", f"{one.p90:.2f}") for part, one in lines.items())
-        output.show(plain_table(title, ("part", "median", "p90"), cells))
+        output.say(plain_table(title, ("part", "median", "p90"), cells))
         if self.out is not None:
             output.write(self.out, json.dumps(data))
         return data
 
 
-def _measure(net: ElasticStereo, size: str, repeats: int) -> LatencyTable:
+def _measure(net: ElasticStereo, shape: tuple[int, int], repeats: int) -> LatencyTable:
     from thinwire.systems.supernet.stereo import build_table
 
     with progress("measuring parts") as bar:
-        return build_table(net, parse_size(size), repeats, on_part=bar)
+        return build_table(net, shape, repeats, on_part=bar)
 
 
 def _range(output: Output, net: ElasticStereo, found: LatencyTable) -> None:
@@ -218,8 +252,7 @@ def _range(output: Output, net: ElasticStereo, found: LatencyTable) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search(Paired):
+class SupernetSearchVerb(PairsOptions):
     """Find the best sub-network within a limit of measured latency; the ranks of torchrun share the evaluations.
 
     Example: thinwire supernet search run/net.pt
@@ -251,8 +284,8 @@ class Search(Paired):
         folder, limit = self.out or self.net.absolute().parent, self.limit_ms
         check_path("--out", folder, "folder")
         score = _score(made, *self.pairs(_CALIBRATION))
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        with torchrun_group() as (rank, world), watched_load(self.threads * ranks, quiet=rank > 0) as load:
+        own = self.threads * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        with torchrun_group() as (rank, world), watched_load(own, quiet=rank > 0) as load:
             sync = attach(made, torch.optim.SGD(made.parameters(), lr=0.0))
             if self.table is not None:
                 timings = LatencyTable.from_json(self.table.read_text())
@@ -260,7 +293,7 @@ class Search(Paired):
                     there = "x".join(map(str, timings.size))
                     raise ValueError(f"{self.table} is for images of {there}, not {self.size}")
             else:
-                timings = _measure(made, self.size, self.repeats)
+                timings = _measure(made, shape, self.repeats)
             # rank 0's: the limit must exclude the same sub-networks everywhere
             timings = LatencyTable.from_json(sync.services.gather(timings.to_json().encode())[0].decode())
             if limit is None:
@@ -286,16 +319,15 @@ class Search(Paired):
         best = found.best
         metrics = score.metrics(best.sub_net)  # leaves the statistics of this sub-network in the file
         save_net(made, folder / "calibrated.pt")
+        picture = _picture(found, limit)
         result = load.with_load({
             "sub_net": best.sub_net,
             "epe": metrics.epe, "bad3": metrics.bad3, "limit_ms": limit, "measured_ms": best.measured_ms,
             "predicted_ms": best.predicted_ms, "table_error": timings.error, "evaluated": len(found.archive),
             "parameters": sum(p.numel() for p in made.extract(best.sub_net).parameters()),
-            "picture": (picture := _picture(found, limit)),
-            "pareto": [{"ms": c.predicted_ms, "epe": -c.fitness} for c in found.pareto()],
+            "picture": picture, "pareto": [{"ms": c.predicted_ms, "epe": -c.fitness} for c in found.pareto()],
         })  # fmt: skip
-        written = output.keep(folder, "best", result)
-        written += output.draw(picture, folder / "pareto.png")
+        written = [*output.keep(folder, "best", result), *output.draw(picture, folder / "pareto.png")]
         _range(output, made, timings)
         output.say(
             f"answer: {best.sub_net}\n{result['parameters']:,} parameters, end-point error {metrics.epe:.3f} px; "
@@ -336,8 +368,7 @@ def _cost(net: ElasticStereo, score: Calibrated, limit_ms: float, evolution: Evo
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export(Sized):
+class SupernetExportVerb(SizeOption):
     """Write one sub-network to a file that runs without thinwire, and compare the two.
 
     Example: thinwire supernet export run/calibrated.pt --sub-net run/best.json --out best.pt2
@@ -351,8 +382,7 @@ class Export(Sized):
         from thinwire.systems.supernet.stereo import export, load_net
 
         made = load_net(self.net)
-        alone = made.extract(parse_sub_net(self.sub_net, made)).eval()
-        shape = self.shape
+        alone, shape = made.extract(self.chosen(made)).eval(), self.shape
         with progress(f"writing {self.out}"):
             difference = export(alone, self.out, shape)
         count = sum(p.numel() for p in alone.parameters())
@@ -362,33 +392,28 @@ class Export(Sized):
             output.failure = f"{self.out} does not compute what the network computes: off by {difference:.2g} px"
         return {"file": str(self.out), "parameters": count, "max_difference_px": difference}
 
+    def chosen(self, net: ElasticStereo) -> SubNet:
+        from thinwire.systems.supernet import SubNet
 
-VERBS = (Train, Table, Search, Export)
-
-
-MADE_UP = ("dots", "planes", "scenes")
-_KINDS = {"dots": "pieces", "planes": "plane", "scenes": "scene"}
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """Parse ``48x96``: height, then width."""
-    found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
-    if found is None or "0" in found.groups():
-        raise ValueError(f"--size {text}: give height x width, such as 48x96")
-    return int(found[1]), int(found[2])
-
-
-def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: int, seed: int) -> Pairs:
-    from thinwire.systems.supernet.stereo import RandomDots, StereoFiles
-
-    if data in MADE_UP:
-        return RandomDots(count, *size, max_disparity, _KINDS[data], seed)
-    if not Path(data).is_file():
-        known = ", ".join(MADE_UP)
-        raise ValueError(
-            f"--data {data!r} is unknown; {meant(data, MADE_UP)}use one of {known}, or a file that lists pairs"
-        )
-    return StereoFiles(data, size, augment=False, seed=seed)
+        text = self.sub_net
+        if text in ("largest", "smallest"):
+            return net.space.largest if text == "largest" else net.space.smallest
+        if found := re.fullmatch(r"(\d+),(\d+),(\d+),(\d+)", text):
+            kernel, depth, expand, scales = map(int, found.groups())
+            return net.space.uniform(kernel, depth, expand, scales)
+        if not Path(text).is_file():
+            raise ValueError(
+                f"--sub-net {text} is neither largest, smallest, k,d,e,S nor a file from thinwire supernet search"
+            )
+        content = Path(text).read_text()
+        try:
+            data = json.loads(content)
+            content = json.dumps(data["sub_net"]) if "sub_net" in data else content
+        except (TypeError, ValueError, RecursionError):
+            pass  # from_json reports what is wrong
+        made = SubNet.from_json(content)
+        net.space.check(made)
+        return made
 
 
 def parse_method(text: str) -> Method | str:
@@ -400,62 +425,11 @@ def parse_method(text: str) -> Method | str:
     return name if name in ("active", "dense") and not options else method(name, **options)
 
 
-def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> ElasticStereo:
-    from thinwire.systems.supernet import Space
-    from thinwire.systems.supernet.stereo import ElasticStereo
-
-    if config == "tiny":
-        if elastic_refinement:
-            raise ValueError("--elastic-refinement is for --config published")
-        return ElasticStereo.tiny() if deformable is None else ElasticStereo.tiny(deformable)
-    if config != "published":
-        raise ValueError(f"--config {config!r} must be tiny or published")
-    space = Space()
-    if elastic_refinement:
-        space = replace(space, refine_widths=(16, 32), refine_depths=(2, 4, 6))
-    return ElasticStereo(space, deformable=3 if deformable is None else deformable)
-
-
-def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, sub_nets: int) -> tuple[Phase, ...]:
-    """Return the published phases, for epochs of this many steps; or two short ones."""
-    from thinwire.systems.supernet.stereo import published, short
-
-    if epoch is not None:
-        if config != "published" or net.space.refine_widths:
-            raise ValueError("--epoch is for --config published without --elastic-refinement; else give --steps")
-        return published(epoch)
-    found = re.fullmatch(r"(\d+),(\d+)", steps.strip())
-    if found is None:
-        raise ValueError(f"--steps {steps}: give the steps of the large and of the shrinking phase, such as 300,300")
-    return short(net.space, int(found[1]), int(found[2]), sub_nets)
-
-
-def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
-    """``largest``, ``smallest``, a file that search wrote, or four numbers k,d,e,S for all blocks."""
-    from thinwire.systems.supernet import SubNet
-
-    if text in ("largest", "smallest"):
-        return net.space.largest if text == "largest" else net.space.smallest
-    if found := re.fullmatch(r"(\d+),(\d+),(\d+),(\d+)", text):
-        kernel, depth, expand, scales = map(int, found.groups())
-        return net.space.uniform(kernel, depth, expand, scales)
-    if not Path(text).is_file():
-        raise ValueError(
-            f"--sub-net {text} is neither largest, smallest, k,d,e,S nor a file from thinwire supernet search"
-        )
-    content = Path(text).read_text()
-    try:
-        data = json.loads(content)
-        content = json.dumps(data["sub_net"]) if "sub_net" in data else content
-    except (TypeError, ValueError, RecursionError):
-        pass  # from_json reports what is wrong
-    made = SubNet.from_json(content)
-    net.space.check(made)
-    return made
-
-
 def corners(net: ElasticStereo) -> dict[str, Any]:
     space = net.space
     small = space.smallest
     middle = space.uniform(space.kernels[-1], space.depths[0], space.expands[-1], space.scales[0])
     return {"largest": space.largest, "shallow": middle, "smallest": small}
+
+
+VERBS = (SupernetTrainVerb, SupernetTableVerb, SupernetSearchVerb, SupernetExportVerb)

@@ -26,7 +26,7 @@ from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec, Launched, RowRecord, RunRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.cli.console import RunFailed
-from thinwire.tools.cli.plan import Setting
+from thinwire.tools.cli.plan import PlanOptions
 
 Told = Callable[[str], None]
 
@@ -169,7 +169,7 @@ def predicted(
 ) -> dict[str, Timeline]:  # fmt: skip
     """Return steps by label, as ``thinwire plan`` simulates them from these assumptions."""
     named = methods if isinstance(methods, str) else "ssgd"
-    setting = Setting(model=model, link=link, delay=latency, workers=workers, batch_size=batch, device=device,
+    setting = PlanOptions(model=model, link=link, delay=latency, workers=workers, batch_size=batch, device=device,
                       device_flops=flops)  # fmt: skip
     asked = setting.question(named, ranks_per_node=ranks_per_node)
     where = (asked.profile, asked.topology, asked.costs())

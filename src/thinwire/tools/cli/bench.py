@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from thinwire.tools.cli.console import Output, RunFailed, run_ranks, watched_load
-from thinwire.tools.cli.options import MODEL, Json, Network, OnDevice, Plotted
+from thinwire.tools.cli.console import Output, run_ranks, watched_load
+from thinwire.tools.cli.options import MODEL, DeviceOption, JsonOption, LabOptions, PlotOption
 from thinwire.tools.cli.verb import option
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench(Network, OnDevice, Plotted, Json):
+class BenchVerb(LabOptions, DeviceOption, PlotOption, JsonOption):
     """Compare methods on one model and one network: step time, exposed communication, bytes, loss.
 
     Example: thinwire bench --model mlp --link 200mbit --methods ddp,powersgd:rank=4
@@ -44,12 +42,9 @@ class Bench(Network, OnDevice, Plotted, Json):
         total = (len(spec.rows) + 1) * (self.warmup + self.rounds * self.steps + self.rounds - 1)
         with watched_load(self.workers) as load:
             record, launched = run_ranks(spec, self.cluster, total_steps=total)
-        try:
-            result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
-        except RuntimeError as error:
-            raise RunFailed(str(error)) from error
+        result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
         if self.plot is not None:
             plot_bench(result, self.plot)
-        output.show(bench_table(result))
+        output.say(bench_table(result))
         output.code = int(all(row.error for row in result.rows[1:]))
         return load.with_load(result)

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,28 +64,37 @@ class Bar:
     def hidden(self) -> bool:
         return self.shown.disable
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, style: str | None = None) -> None:
         """Print a line that stays, above the bar if there is one."""
         self.told = time.monotonic()
-        self.shown.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def say(self, text: str, style: str) -> None:
-        self.shown.console.print(text, style=style, markup=False)
+        self.shown.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Bar]:
-    """Show a bar on stderr, removed when its work ends; if stderr is no terminal, a line at once and more later."""
+def progress(
+    description: str, total: float | None = None, *, quiet: bool = False, table: Callable[[], Any] = lambda: None
+) -> Iterator[Bar]:
+    """Show a bar on stderr, removed when its work ends; if stderr is no terminal, a line at once and more later.
+
+    A ``table`` stands in place of the bar as soon as there is one, and its last state stays.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True, quiet=quiet)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+
+    class Shown(Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            yield from (super().get_renderables() if (one := table()) is None else (one,))
+
+    with Shown(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         bar = Bar(shown, shown.add_task(description, total=total))
         if bar.hidden and description:
             bar.log(f"... {description}")
         yield bar
+    if console.is_terminal and (last := table()) is not None:
+        console.print(last)
 
 
 class Output:
@@ -98,19 +108,15 @@ class Output:
 
         self.console, self.code, self.failure = Console(quiet=quiet), 0, ""
 
-    def say(self, *lines: str, style: str | None = None) -> None:
-        """Print sentences, which may be wrapped."""
-        for line in lines:
-            self.console.print(line, style=style, markup=False, highlight=False)
+    def say(self, *things: Any, style: str | None = None) -> None:
+        """Print sentences, which may be wrapped, and tables."""
+        for one in things:  # only our own tables have markup
+            self.console.print(one, style=style, markup=not isinstance(one, str), highlight=False)
 
     def line(self, *lines: str) -> None:
         """Print lines as they are, however long."""
         for line in lines:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, *tables: Any) -> None:
-        for table in tables:
-            self.console.print(table)
 
     def wrote(self, *paths: Path, note: str = "") -> None:
         self.line(f"written: {', '.join(map(str, paths))}{note}")
@@ -190,7 +196,7 @@ class Watched:
     record: dict[str, Any] = field(default_factory=dict)
 
     def with_load(self, result: Any) -> dict[str, Any]:
-        return {**plain(result), "load": self.record}
+        return {**(result if isinstance(result, dict) else plain(result)), "load": self.record}
 
 
 @contextmanager
@@ -233,6 +239,20 @@ def sentence(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] if isinstance(error, ValueError) else str(error)
 
 
+@contextmanager
+def known_errors() -> Iterator[None]:
+    """Turn known errors into a sentence on stderr and an exit code; 130 is ctrl-C's."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        if (code := exit_code(error)) is None:
+            raise
+        print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from error
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -267,17 +287,22 @@ def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
         if "step" in event:
             bar(completed=bar.completed + 1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
         elif "error" in event:
-            bar.say(f"{event['row']} failed: {event['error']}", "red")
+            bar.log(f"{event['row']} failed: {event['error']}", "red")
 
     return on_progress
 
 
 def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
-    """Run ranks in the lab with a progress bar that their events ``{"done": share, "text": ...}`` update."""
+    """Run ranks in the lab with a progress bar that events ``{"done": share, "text": ...}`` of the first update."""
     from thinwire.tools import lab
 
     with progress("starting ranks", 100) as bar:
-        words = LastWords(lambda rank, event: bar(completed=round(100 * event["done"]), description=event["text"]))
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank == 0:
+                bar(completed=round(100 * event["done"]), description=event["text"])
+
+        words = LastWords(on_event)
         launched = lab.run(cluster, command, on_line=words, timeout_seconds=timeout_seconds)
     if launched.exit_code == 124:
         raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were stopped")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.tools.cli.console import Output, plain_table, run_ranks, watched_load
-from thinwire.tools.cli.options import Json
+from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import option
 
 if TYPE_CHECKING:
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 LINK, QUICK_LINK = "200mbit", "50mbit"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demo(Json):
+class DemoVerb(JsonOption):
     """Train a character GPT over an emulated slow link: DDP, then thinwire's Power-SGD until it reaches DDP's loss.
 
     Example: thinwire demo --quick
@@ -36,7 +34,7 @@ class Demo(Json):
     def run(self, output: Output) -> Any:
         from thinwire.core.words import seconds
         from thinwire.tools import lab
-        from thinwire.tools.bench.demo import advice, demo_spec, headline, judge_demo
+        from thinwire.tools.bench.demo import conclusion, demo_spec, judge_demo
         from thinwire.tools.bench.summary import loss_picture
 
         link = QUICK_LINK if self.quick else LINK
@@ -52,7 +50,7 @@ class Demo(Json):
         data = load.with_load(result)
         title = f"{result.bench.describe}, {spec.workers} workers, link {link if launched.emulated else 'no limit'}"
         written = output.keep(self.out, "demo", data, loss_picture(result.curves, title, result.target))
-        output.show(demo_table(result))
+        output.say(demo_table(result))
         output.say(
             f"compute alone {seconds(result.bench.compute_seconds)} per step; floor of an exact method at {link}: "
             f"{seconds(result.bench.floor_seconds)}"
@@ -63,7 +61,7 @@ class Demo(Json):
                 f"floor. {launched.note}"
             )
         output.wrote(*written)
-        output.line(*(f"\n{words}" for words in (headline(result), advice(result))))
+        output.line(*(f"\n{words}" for words in conclusion(result)))
         output.code = int(any(row.error for row in result.rows))
         return data
 

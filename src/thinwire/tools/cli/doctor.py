@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.tools.cli.console import Output, RunFailed
-from thinwire.tools.cli.options import Json
+from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import option
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 _COMPILE = "coupled methods give equal results; overlap only across graph breaks"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doctor(Json):
+class DoctorVerb(JsonOption):
     """Print what a bug report needs and what is wrong with this machine's network set-up.
 
     The exit code is 1 if something prevents training, else 0.
@@ -99,10 +98,10 @@ def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
 def _show(facts: Facts, diagnosis: Diagnosis, output: Output) -> None:
     from rich.text import Text
 
-    output.show(_machine(facts, diagnosis), _listeners())
+    output.say(_machine(facts, diagnosis), _listeners())
     for finding in diagnosis.findings:
         line = Text(f"{finding.level}: ", style=_COLOURS[finding.level]).append(finding.what, style="default")
-        output.show(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
+        output.say(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
     if not diagnosis.findings:
         output.say("no problems were found")
     elif diagnosis.prevents_training:

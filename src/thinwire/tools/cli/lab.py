@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from thinwire.tools import lab
 from thinwire.tools.cli.console import Output, note
-from thinwire.tools.cli.options import Json, Network
+from thinwire.tools.cli.options import JsonOption, LabOptions
 from thinwire.tools.cli.verb import argument, option
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run(Network):
+class LabRunVerb(LabOptions):
     """Run a command as the ranks of an emulated cluster; the exit code is the worst of the ranks'.
 
     It says how long the command took. Whether a method is faster at the same loss: thinwire race.
@@ -55,8 +53,7 @@ class Run(Network):
         return json.loads(result.to_json())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clean(Json):
+class LabCleanVerb(JsonOption):
     """Remove what killed runs left behind.
 
     Example: thinwire lab clean
@@ -70,4 +67,4 @@ class Clean(Json):
         return {"removed": removed}
 
 
-VERBS = (Run, Clean)
+VERBS = (LabRunVerb, LabCleanVerb)

@@ -6,8 +6,6 @@ try:
     import functools
     import gc
     import importlib
-    from collections.abc import Iterator
-    from contextlib import contextmanager
     from typing import Annotated, Any
 
     import typer
@@ -16,10 +14,10 @@ try:
 
     from thinwire import __version__
     from thinwire.tools.cli import bench, demo, doctor, measure, plan, race, report
-    from thinwire.tools.cli.console import exit_code, sentence
+    from thinwire.tools.cli.console import known_errors
     from thinwire.tools.cli.verb import PlainTypes, add
 
-    _REPRODUCE = importlib.import_module("thinwire.systems.cli.reproduce").Reproduce
+    _REPRODUCE = importlib.import_module("thinwire.systems.cli.reproduce").ReproduceVerb
 except KeyboardInterrupt:  # these imports take most of a short verb's time
     raise SystemExit(130) from None
 
@@ -40,11 +38,11 @@ class FriendlyErrors(PlainTypes, TyperGroup):
     """Known errors become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
 
     def make_context(self, *words: Any, **options: Any) -> Any:
-        with _known_errors():
+        with known_errors():
             return super().make_context(*words, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        with _known_errors():
+        with known_errors():
             return super().invoke(ctx)
 
 
@@ -59,21 +57,8 @@ class OfModule(PlainTypes, TyperGroup):
     def commands(self) -> Any:  # type: ignore[override]
         wing = "systems" if self.name in _SYSTEMS else "tools"
         app = typer.Typer()
-        add(app, *importlib.import_module(f"thinwire.{wing}.cli.{self.name}").VERBS)
+        add(app, *importlib.import_module(f"thinwire.{wing}.cli.{self.name}").VERBS, group=str(self.name))
         return get_group(app).commands
-
-
-@contextmanager
-def _known_errors() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except Exception as error:
-        if (code := exit_code(error)) is None:
-            raise
-        typer.echo(f"error: {sentence(error)}", err=True)
-        raise typer.Exit(code) from error
 
 
 app = typer.Typer(
@@ -84,8 +69,8 @@ app = typer.Typer(
     "thinwire lab run --link 1gbit -- python train.py",
 )
 _LOOK = "Look at a machine, a model, a run"
-add(app, demo.Demo, plan.Plan, race.Race, bench.Bench, _REPRODUCE, panel="Choose a method")
-add(app, doctor.Doctor, measure.Probe, measure.Profile, report.Report, report.Watch, panel=_LOOK)
+add(app, demo.DemoVerb, plan.PlanVerb, race.RaceVerb, bench.BenchVerb, _REPRODUCE, panel="Choose a method")
+add(app, doctor.DoctorVerb, measure.ProbeVerb, measure.ProfileVerb, report.ReportVerb, report.WatchVerb, panel=_LOOK)
 
 
 def _add_group(name: str, help: str, panel: str) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.events import python, tell_event
+from thinwire.core.events import tell_event
 from thinwire.tools.cli.console import (
     Output,
     RunFailed,
@@ -22,7 +22,7 @@ from thinwire.tools.cli.console import (
     under_torchrun,
     watched_load,
 )
-from thinwire.tools.cli.options import MODEL, Json, Network, OnDevice
+from thinwire.tools.cli.options import MODEL, DeviceOption, JsonOption, LabOptions
 from thinwire.tools.cli.verb import argument, option, rules_of
 
 if TYPE_CHECKING:
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 
 _SHOWN = (64 << 10, 1 << 20, 16 << 20)
 _ROWS = 12
-_SECONDS = 40.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured(Json):
+class CostsOptions(JsonOption):
     """A verb that measures costs for the planner, within a time."""
 
     seconds: float = option(40.0, "Seconds for the exchanges; what does not fit is skipped.", above=0)
@@ -50,8 +48,7 @@ class Measured(Json):
         output.write(self.out, costs.to_json(), f" ({', '.join(kinds)})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe(Measured, Network):
+class ProbeVerb(CostsOptions, LabOptions):
     """Measure every collective over message sizes: under torchrun on its network, otherwise in the lab.
 
     Example: thinwire probe --workers 2 --link 100mbit
@@ -69,12 +66,12 @@ class Probe(Measured, Network):
         first, note = not under_torchrun() or os.environ["RANK"] == "0", ""
         output.console.quiet |= not first
         if under_torchrun():
-            if self.given(rules_of(Network)):
+            if self.given(rules_of(LabOptions)):
                 raise ValueError(
                     "under torchrun the ranks and the network are fixed: leave out --workers, --link and so on"
                 )
             with watched_load(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), quiet=not first) as load:
-                result = self._join(first)
+                result = self._on_torchrun(first)
         else:
             if self.backend == "nccl":
                 raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
@@ -84,37 +81,52 @@ class Probe(Measured, Network):
             return None
         flow = result.flow_bits_per_second
         output.say(result.source + (f"; one flow alone: {rate(flow / 8)}" if flow else ""))
-        output.show(*(probe_table(result, group) for group in dict.fromkeys(key[1:] for key in result.series)))
+        output.say(*(probe_table(result, group) for group in dict.fromkeys(key[1:] for key in result.series)))
         output.say(*filter(None, [*verdict(result), note]))
         self.keep(result.costs, output)
         rest = "" if result.costs.exchanges else " --link 1gbit"
         output.say(f"next: thinwire profile MODEL, then thinwire plan profile.json --costs {self.out}{rest}")
         return load.with_load(json.loads(result.to_json()))
 
-    def _join(self, first: bool) -> ProbeResult:
-        """Probe as a rank of torchrun's; the first rank shows the progress."""
-        from rich.console import Console
-
-        from thinwire.predict.measure.worker import join_and_probe
-
-        with Console(stderr=True, quiet=not first).status("joining the ranks") as status:
+    def _on_torchrun(self, first: bool) -> ProbeResult:
+        with progress("joining the ranks", 100, quiet=not first) as bar:
             try:
-                return join_and_probe(
-                    backend=self.backend, largest_bytes=self.max_bytes, seconds=self.seconds,
-                    on_progress=lambda done, text: status.update(f"{done:4.0%} {text}"),
-                )[1]  # fmt: skip
+                return self._join(lambda done, text: bar(round(100 * done), description=text))
             except RuntimeError as error:  # torch's message about ranks that do not answer
                 raise RunFailed(f"the ranks could not be probed: {str(error).splitlines()[0]}") from error
+
+    def _join(self, on_progress: Callable[[float, str], Any]) -> ProbeResult:
+        """Probe as a rank of torchrun's, or of the lab's."""
+        import torch
+        import torch.distributed as dist
+
+        from thinwire.predict.measure import probe
+
+        local, here, backend = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), self.backend
+        if backend == "auto":
+            ready = torch.cuda.device_count() >= here and torch.cuda.is_available() and dist.is_nccl_available()
+            backend = "nccl" if ready else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(local)
+        dist.init_process_group(backend, timeout=timedelta(seconds=120))
+        try:
+            return probe(largest_bytes=self.max_bytes, seconds=self.seconds, on_progress=on_progress)
+        finally:
+            dist.destroy_process_group()
 
     def _in_lab(self) -> tuple[ProbeResult, str]:
         from thinwire.predict.measure import ProbeResult
 
         with tempfile.TemporaryDirectory(prefix="thinwire-probe-") as folder:
             path = Path(folder) / "result.json"
-            command = python("-m", "thinwire.predict.measure.worker", "--out", str(path))
-            command += ["--largest-bytes", str(self.max_bytes), "--seconds", str(self.seconds)]
+            command = replace(self, backend="gloo").rank_command(str(path))
             launched = follow(self.cluster, command, timeout_seconds=5 * self.seconds + 180)
             return ProbeResult.from_json(path.read_text()), launched.note
+
+    def on_rank(self, *words: str) -> None:
+        result = self._join(lambda done, text: tell_event({"done": done, "text": text}))
+        if os.environ["RANK"] == "0":
+            Path(words[0]).write_text(result.to_json())
 
 
 def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
@@ -138,8 +150,7 @@ def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
     return table
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profile(OnDevice, Json):
+class ProfileVerb(DeviceOption, JsonOption):
     """Time a model's forward pass by module and its backward pass by gradient.
 
     Example: thinwire profile mymodule:build --out profile.json
@@ -166,13 +177,12 @@ class Profile(OnDevice, Json):
                 with progress(f"building {self.model}", self.steps + self.warmup) as bar:
                     found = self.measure(0, lambda done, total: bar(completed=done, description=self.model))
         data = load.with_load(found)
-        output.show(profile_table(found))
-        output.say(*profile_sentences(found))
+        output.say(profile_table(found), *profile_sentences(found))
         output.write(self.out, json.dumps(data), f" ({found.hash})")
         output.say(f"next: thinwire probe, then thinwire plan {self.out} --costs costs.json")
         return data
 
-    def measure(self, rank: int, on_step: Callable[[int, int], None]) -> ModelProfile:
+    def measure(self, rank: int, on_step: Callable[[int, int], Any], seconds: float = 40.0) -> ModelProfile:
         import torch
 
         from thinwire.predict.measure import profile_model
@@ -186,7 +196,7 @@ class Profile(OnDevice, Json):
             batch += f", {self.workers} processes at once"
             torch.distributed.barrier()
         return profile_model(workload.model, count(), loss_of(workload, rank), steps=self.steps, warmup=self.warmup,
-                             name=workload.name, batch=batch, seconds=_SECONDS, on_step=on_step)  # fmt: skip
+                             name=workload.name, batch=batch, seconds=seconds, on_step=on_step)  # fmt: skip
 
     def _slowest(self) -> ModelProfile:
         """Return the profile of the slowest of several processes that compute at the same time."""
@@ -194,29 +204,21 @@ class Profile(OnDevice, Json):
         from thinwire.tools.lab import Cluster
 
         with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as folder:
-            command = python("-m", "thinwire.tools.cli.measure", folder, self.to_json())
-            follow(Cluster(self.workers, self.workers), command, timeout_seconds=600)
+            follow(Cluster(self.workers, self.workers), self.rank_command(folder), timeout_seconds=600)
             profiles = [ModelProfile.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
         return max(profiles, key=lambda p: p.forward_seconds + sum(p.backward_seconds))
 
+    def on_rank(self, *words: str) -> None:
+        import torch.distributed as dist
 
-def main(folder: str, asked: str) -> None:
-    """Be one of several processes that are profiled, with torchrun's environment variables set."""
-    import torch.distributed as dist
+        from thinwire.tools.bench.device import prepare_rank
 
-    from thinwire.tools.bench.device import prepare_rank
-
-    verb = Profile.from_json(asked)
-    dist.init_process_group(prepare_rank(verb.device))
-    rank = dist.get_rank()
-
-    def report(done: int, total: int) -> None:
-        if rank == 0:
-            tell_event({"done": done / total, "text": verb.model})
-
-    (Path(folder) / f"{rank}.json").write_text(verb.measure(rank, report).to_json())
-    dist.barrier()
-    dist.destroy_process_group()
+        dist.init_process_group(prepare_rank(self.device))
+        rank = dist.get_rank()
+        found = self.measure(rank, lambda done, total: tell_event({"done": done / total, "text": self.model}))
+        (Path(words[0]) / f"{rank}.json").write_text(found.to_json())
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def profile_table(profile: ModelProfile) -> Table:
@@ -252,7 +254,3 @@ def profile_sentences(profile: ModelProfile) -> list[str]:
             f"{rate(2 * count / backward)}; start-ups come on top"
         )
     return said
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,27 +13,23 @@ if TYPE_CHECKING:
 MODEL = "chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Json(Verb):
+class JsonOption(Verb):
     json: bool = option(False, "Print the result as JSON on stdout.", end=3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plotted(Verb):
+class PlotOption(Verb):
     """A verb whose result has a "picture"."""
 
     plot: Path | None = option(None, "Also plot the result to this .png or .html file.", writes="plot", end=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnDevice(Verb):
+class DeviceOption(Verb):
     device: str = option(
         "cpu", "Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.", end=1
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Links(Verb):
+class LinkOptions(Verb):
     """The links of an emulated cluster; each of these may be several words, one per node."""
 
     panel: ClassVar[str | None] = "The emulated network"
@@ -52,11 +47,10 @@ class Links(Verb):
         return Cluster.parse(workers, ranks_per_node, *links)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Network(Links):
+class LabOptions(LinkOptions):
     """An emulated cluster on this machine."""
 
-    panel: ClassVar[str | None] = Links.panel
+    panel: ClassVar[str | None] = LinkOptions.panel
 
     workers: int = option(2, "Total number of ranks.")
     ranks_per_node: int = option(1, "Ranks that share a node and its link.")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.tools.cli.console import Output
-from thinwire.tools.cli.options import Json
+from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
     from thinwire.tools.cli.plan_inputs import Question
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting(Json):
+class PlanOptions(JsonOption):
     """What a prediction is for: a model, a network and the devices."""
 
     model: str | None = argument(
@@ -28,7 +26,7 @@ class Setting(Json):
     loss: str = option("0%", "Share of packets that get lost, such as 0.1%.")
     congestion: str = option("cubic", "TCP's congestion control: cubic or bbr.", choices=("cubic", "bbr"))
     costs: Path | None = option(None, "Measured costs: a file from thinwire probe or thinwire kfac calibrate.")
-    workers: int | None = option(None, "Total number of ranks; by default that of --costs, or 16.")
+    workers: int | None = option(None, "Total number of ranks; by default that of --costs, or 16.", least=1, most=65536)
     batch_size: int | None = option(None, "Samples per rank, for the built-in models.")
     device: str | None = option(
         None, "Assumed rates: cpu, t4, v100, a100 or h100; by default a100 for built-in models, else cpu."
@@ -42,14 +40,13 @@ class Setting(Json):
         return read_question(self, methods, ranks_per_node, worth)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan(Setting):
+class PlanVerb(PlanOptions):
     """Predict every method's step on a network and say which one to use, if any.
 
     Example: thinwire plan resnet50 --link 1gbit --workers 4
     """
 
-    ranks_per_node: int | None = option(None, "Ranks per machine; by default that of --costs, or 1.")
+    ranks_per_node: int | None = option(None, "Ranks per machine; by default that of --costs, or 1.", least=1)
     methods: str | None = option(
         None, "Separated by commas, such as acp:rank=4,topk:density=0.01; by default all that are known."
     )

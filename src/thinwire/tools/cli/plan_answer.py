@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -20,9 +20,11 @@ from thinwire.predict.timeline.local_steps import PLAIN, Periodic
 from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.bench.words import arguments, attach_line, split_options
 from thinwire.tools.cli.console import Output, plain_table, progress
-from thinwire.tools.cli.plan import Plan
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
+
+if TYPE_CHECKING:
+    from thinwire.tools.cli.plan import PlanVerb
 
 _SHOWN = 12  # sizes of DDP's buckets in one line
 _WITHOUT_A_METHOD = {
@@ -32,7 +34,7 @@ _WITHOUT_A_METHOD = {
 """What to use and what to do next, by the labels of ``PLAIN``."""
 
 
-def answer_of(question: Question, asked: Plan, output: Output) -> dict[str, Any]:
+def answer_of(question: Question, asked: PlanVerb, output: Output) -> dict[str, Any]:
     """Rank, print results as they come, write the files. Return what JSON shows."""
     profile, topology, prices = question.profile, question.topology, question.costs()
     where = {**question.where, "worth": question.worth}
@@ -41,18 +43,18 @@ def answer_of(question: Question, asked: Plan, output: Output) -> dict[str, Any]
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
     answer["answer"] = first_answer(question, ranking)
     output.say(answer["answer"])
-    output.show(ranking_table(question, ranking))
+    output.say(ranking_table(question, ranking))
     output.say(*sentences(question, ranking, knees))
     if (ddp := ddp_answer(question, ranking)) is not None:
         answer["ddp"] = ddp
         output.say(ddp_sentence(ddp))
     if asked.explain:
         groups = _explain(question, ranking)
-        output.show(*(groups_table(label, found) for label, found in groups.items()))
+        output.say(*(groups_table(label, found) for label, found in groups.items()))
         answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
     if asked.map:
         answer["map"] = found = _map(question, asked.lossy)
-        output.show(map_table(question, found))
+        output.say(map_table(question, found))
     _write(question, ranking, answer, asked.trace, asked.out)
     for path in filter(None, (asked.trace, asked.out)):
         output.wrote(path)

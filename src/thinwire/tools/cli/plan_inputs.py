@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from thinwire.core.methods.registry import METHODS, candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
@@ -20,10 +19,12 @@ from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.tools.bench.rows import known_method
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, watched_load
-from thinwire.tools.cli.plan import Setting
+from thinwire.tools.cli.measure import ProfileVerb
 from thinwire.tools.lab import parse_delay, parse_loss, parse_rate
 
-_MOST_WORKERS = 65536
+if TYPE_CHECKING:
+    from thinwire.tools.cli.plan import PlanOptions
+
 _START_SECONDS = 50e-6  # of a message, on any wire
 
 _Readable = TypeVar("_Readable", Costs, ModelProfile)
@@ -112,7 +113,7 @@ class Question:
         }
 
 
-def read_question(asked: Setting, methods: str | None, ranks_per_node: int | None, worth: Path | None) -> Question:
+def read_question(asked: PlanOptions, methods: str | None, ranks_per_node: int | None, worth: Path | None) -> Question:
     if asked.model is None and asked.profile is None:
         raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
     bits = parse_rate("10gbit" if asked.link is None else asked.link)
@@ -134,9 +135,7 @@ def read_question(asked: Setting, methods: str | None, ranks_per_node: int | Non
     if ranks_per_node is None:
         ranks_per_node = max((members for _, scope, members in known if scope == "node"), default=1)
         ranks_per_node = ranks_per_node if workers % ranks_per_node == 0 else 1
-    if not 1 <= workers <= _MOST_WORKERS:
-        raise ValueError(f"--workers {workers} must be between 1 and {_MOST_WORKERS}")
-    if ranks_per_node < 1 or workers % ranks_per_node:
+    if workers % ranks_per_node:
         raise ValueError(f"--workers {workers} is not a multiple of --ranks-per-node {ranks_per_node}")
     candidates, named = read_methods(methods)
     assumed = read_device(asked.device, built_in=asked.profile is None and asked.model in BUILTIN)
@@ -184,7 +183,7 @@ def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
     return DEVICES[name]
 
 
-def read_model(asked: Setting, device: DeviceSpec) -> tuple[ModelProfile, Mapping[str, Any] | None]:
+def read_model(asked: PlanOptions, device: DeviceSpec) -> tuple[ModelProfile, Mapping[str, Any] | None]:
     """Return a built-in profile, one from a file, or a bench model measured now, then with the machine's load."""
     model, profile, flops = asked.model, asked.profile, asked.device_flops
     if profile is None and model in BUILTIN:
@@ -206,8 +205,7 @@ def read_model(asked: Setting, device: DeviceSpec) -> tuple[ModelProfile, Mappin
 def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
     import torch
 
-    from thinwire.predict.measure import profile_model
-    from thinwire.tools.bench.models.registry import BUILT_IN, build_model, check_model, loss_of
+    from thinwire.tools.bench.models.registry import BUILT_IN, check_model
 
     name, _ = split_options(model)
     if name in BUILTIN:
@@ -217,11 +215,7 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
         raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *BUILT_IN])}, a file or module:function")
     check_model(model)
     with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
-        workload = build_model(model)
-        found = profile_model(
-            workload.model, count(), loss_of(workload, 0), steps=10, warmup=2, name=workload.name,
-            batch=workload.describe, seconds=20.0, on_step=bar,
-        )  # fmt: skip
+        found = ProfileVerb(model=model, steps=10, warmup=2).measure(0, bar, seconds=20.0)
     return found, load.record
 
 

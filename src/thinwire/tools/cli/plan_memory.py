@@ -60,7 +60,7 @@ def show(model: str, methods: str | None, output: Output, *, shards: int, sites:
         title = f"{label.strip()}: {elements / 1e9:.3g} billion parameters in {dtype}, {sites} sites of {shards}"
         lines = [*kinds, {"kind": "all", "device": total, "host": host}]
         cells = ((line["kind"], _size(line["device"]), _size(line["host"])) for line in lines)
-        output.show(plain_table(title, ("what", "on a GPU", "in host memory"), cells))
+        output.say(plain_table(title, ("what", "on a GPU", "in host memory"), cells))
         found.append({"method": label.strip(), "rows": kinds, "device": total, "host": host})
     output.say("Of each rank, under Adam; activations and what FSDP2 gathers for a block come on top.")
     return {"model": model, "elements": elements, "sites": sites, "shards": shards, "dtype": dtype, "memory": found}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.tools.cli.console import Output, RunFailed, moving, plain_table, progress, watched_load
-from thinwire.tools.cli.options import MODEL, Json, Network, OnDevice
+from thinwire.tools.cli.options import MODEL, DeviceOption, JsonOption, LabOptions
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from thinwire.tools.bench.race import RaceResult
 
 
-@dataclass(frozen=True, kw_only=True)
-class Race(Network, OnDevice, Json):
+class RaceVerb(LabOptions, DeviceOption, JsonOption):
     """Race methods to DDP's loss on your model and link: who is first, what it costs in steps, how sure that is.
 
     Example: thinwire race mymodule:build --link 100mbit --workers 4
@@ -89,7 +87,7 @@ class Race(Network, OnDevice, Json):
         if not found.needed:
             picture = loss_picture(curves(found), _title(found), found.target, log=True)
         written = output.keep(self.out, "race", data, picture)
-        output.show(race_table(found))
+        output.say(race_table(found))
         output.say(*basis(found), style="dim")
         output.say(*data["race"]["sentences"], f"next: {data['race']['next']}")
         output.wrote(*written)

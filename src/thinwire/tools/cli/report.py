@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ from thinwire.tools.cli.console import Output, note
 from thinwire.tools.cli.verb import Verb, argument, option
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report(Verb):
+class ReportVerb(Verb):
     """Make one self-contained HTML page from results, predicted and measured.
 
     Example: thinwire report thinwire-out/race.json --out race.html
@@ -36,8 +34,7 @@ class Report(Verb):
         output.write(self.out, page, f" ({len(page) / 1e6:.1f} MB; opens without a network)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watch(Verb):
+class WatchVerb(Verb):
     """Follow a run in the browser: loss, seconds and bytes of its steps, from the file that it writes.
 
     Example: thinwire watch steps.jsonl --open

@@ -1,10 +1,9 @@
 """A verb is a record: a frozen dataclass whose fields are its options. Here it becomes a command, is read, and runs.
 
 To add a verb, write such a record in a file of this folder, or for a system in ``systems/cli``, and name it in
-``main.py``, or in its system's ``app``::
+``main.py``, or in its module's ``VERBS``::
 
-    @dataclass(frozen=True, kw_only=True)
-    class Count(Network, Json):  # options that verbs share are records too, in options.py
+    class CountVerb(LabOptions, JsonOption):  # options that verbs share are records too, in options.py
         '''Count the ranks that answer.
 
         Example: thinwire count --most 3
@@ -17,9 +16,9 @@ To add a verb, write such a record in a file of this folder, or for a system in 
             output.say("2 ranks answer")
             return {"count": 2}
 
-``--most 3`` makes ``Count(most=3)``. A record refuses wrong values wherever it is made, and before it runs, paths that
-cannot be written. ``run`` prints for people, and returns what ``--json`` prints instead. A ``ValueError`` is about the
-words (exit code 2), a ``RunFailed`` about the run (1). From Python: ``Count(most=3).run(Output())``.
+``--most 3`` makes ``CountVerb(most=3)``. A record refuses wrong values wherever it is made, and before it runs, paths
+that cannot be written. ``run`` prints for people, and returns what ``--json`` prints instead. A ``ValueError`` is about
+the words (exit code 2), a ``RunFailed`` about the run (1). From Python: ``CountVerb(most=3).run(Output())``.
 """
 
 from __future__ import annotations
@@ -30,14 +29,22 @@ import json as json_module
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
 
 from thinwire.core.checks import check_choice, check_count, check_number
+from thinwire.core.events import python
 from thinwire.core.records import Record, plain
 from thinwire.tools.cli.console import Output, RunFailed, check_path
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:  # of Python 3.11
+
+    def dataclass_transform(**_: Any) -> Any:
+        return lambda kind: kind
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
@@ -68,13 +75,17 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Verb(Record):
-    """The base of all verbs, and of the records of options that several share; processes it starts get it as JSON."""
+    """The base of all verbs, and of the records of options that several share: each is a frozen dataclass."""
 
     called: ClassVar[str] = "a verb's options"
     panel: ClassVar[str | None] = None  # the part of the help page for the options stated in this class
     command_settings: ClassVar[Mapping[str, Any]] = {}  # as typer names them
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls)
 
     def __post_init__(self) -> None:
         for name, rules in rules_of(type(self)).items():
@@ -82,13 +93,21 @@ class Verb(Record):
             value = getattr(self, name)
             if "choices" in rules:
                 check_choice(flag(name), value, rules["choices"])
-            elif bounds and isinstance(value, int):
+            elif bounds and isinstance(value, int) and "most" not in bounds:
                 check_count(flag(name), value, bounds.get("least", 1))
             elif bounds and value is not None:
                 check_number(flag(name), value, **bounds)
 
     def run(self, output: Output) -> Any:
         raise NotImplementedError
+
+    def on_rank(self, *words: str) -> None:
+        """Be one of the processes that the verb starts by the command of :meth:`rank_command`."""
+        raise NotImplementedError
+
+    def rank_command(self, *words: str) -> list[str]:
+        kind = type(self)
+        return python("-m", "thinwire.tools.cli.rank", kind.__module__, kind.__name__, self.to_json(), *words)
 
     def given(self, names: Iterable[str]) -> str:
         """Return those of the options that differ from their defaults, in words."""
@@ -122,14 +141,13 @@ def execute(verb: Verb) -> None:
         raise typer.Exit(output.code)
 
 
-def add(app: typer.Typer, *kinds: type[Verb], panel: str | None = None) -> None:
-    """Add verbs to an app, each under its class's name; their docstrings are their help, and end with an example."""
+def add(app: typer.Typer, *kinds: type[Verb], group: str = "", panel: str | None = None) -> None:
+    """Add verbs to an app: PsRunVerb of the group "ps" is called "run"; docstrings, with an example, are the help."""
     for kind in kinds:
+        name = kind.__name__.removesuffix("Verb").removeprefix(group.capitalize()).lower()
         text, _, example = inspect.cleandoc(kind.__doc__ or "").partition("Example: ")
-        app.command(
-            kind.__name__.lower(), cls=Command, help=text, epilog=f"Example: {example}", rich_help_panel=panel,
-            **kind.command_settings,
-        )(_command(kind))  # fmt: skip
+        settings = {"help": text, "epilog": f"Example: {example}", "rich_help_panel": panel, **kind.command_settings}
+        app.command(name, cls=Command, **settings)(_command(kind))
 
 
 class PlainTypes:
