@@ -265,7 +265,7 @@ supernet train --out r --data nowhere.txt -> is unknown; use one of dots, planes
 supernet train --out r --data scnes -> did you mean 'scenes'? use one of
 reproduce acpp -> did you mean 'acp'? there are omgs
 split plan --kind lowrnk -> did you mean 'lowrank'? use one of
-split plan --task sst -> did you mean 'sst2'? use stdlib
+split plan --task sst -> did you mean 'sst2'? use one of stdlib
 supernet train --out r --steps many -> --steps
 supernet train --out r --epoch 3 -> --epoch
 supernet train --out r --method topk -> density

@@ -111,8 +111,8 @@ def test_the_table_of_a_comparison():
     "says,words",
     [
         ("model 'bart' is unknown", ["plan", "--model", "bart"]),
-        ("model option colour", ["plan", "--model", "bert:colour=1"]),
-        ("task 'x' is unknown", ["plan", "--task", "x"]),
+        ("model option='colour' is unknown", ["plan", "--model", "bert:colour=1"]),
+        ("--task='x' is unknown", ["plan", "--task", "x"]),
         ("needs --data", ["plan", "--task", "cola"]),
         ("cut=9 is outside 1 to 4", ["plan", "--cut", "9"]),
         ("cut=9 is outside 1 to 2", ["compare", "--cut", "9"]),

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.words import counted, run_seconds
 from thinwire.tools.cli.console import Output, Watched, note, plain_table, progress, watched_load
 from thinwire.tools.cli.options import JsonOption, PlotOption
@@ -64,7 +65,44 @@ class FineTuningOptions(JsonOption):
         return Recipe(learning_rate=self.lr, epochs=self.epochs, batch_size=self.batch_size, seed=seed)
 
     def read_task(self, seed: int = 0) -> Task:
-        return read_task(self.task, self.data, self.model, self.length, self.lines, seed)
+        """Return ``stdlib``, or a GLUE task with its files; the tokeniser is the model's, or a trained one."""
+        from thinwire.systems.split import tasks
+
+        check_choice("--task", self.task, ("stdlib", *tasks.COLUMNS))
+        if self.task != "stdlib" and self.data is None:
+            raise ValueError(f"task {self.task!r} needs --data, the directory with its train.tsv")
+        with progress(f"reading task {self.task}"):
+            tokenizer = tasks.local_tokenizer(Path(self.model)) if Path(self.model).is_dir() else None
+            if self.data is None or self.task == "stdlib":
+                return tasks.stdlib_task(self.lines, self.length, seed=seed, tokenizer=tokenizer)
+            if tokenizer is None:
+                first, second, _ = tasks.read_tsv(self.data / "train.tsv", tasks.COLUMNS[self.task])
+                tokenizer = tasks.trained_tokenizer([*first, *(second or [])], 8000)
+            return tasks.glue_task(self.task, self.data, tokenizer, self.length)
+
+    def builder(self, plans: Iterable[SplitPlan] = ()) -> Callable[[Task, int], nn.Module]:
+        """Return what makes the model of a task and a seed, which all of the plans must be able to cut."""
+        from thinwire.systems.split.models import preset, pretrained, sizes_of
+        from thinwire.tools.bench.words import split_options
+
+        if Path(self.model).is_dir():
+            return lambda task, seed: pretrained(self.model, task.classes, seed)
+        name, options = split_options(self.model)
+        if name.startswith("vit"):
+            raise ValueError("the command line has only text tasks: split a ViT from Python, by thinwire.systems.split")
+        numbers: dict[str, Any] = options
+        for key, value in numbers.items():
+            check_choice("model option", key, ("layers", "hidden", "heads", "intermediate", "dropout"))
+            check_number(key, value, least=0) if key == "dropout" else check_count(key, value)
+        _, (layers, hidden, *_) = sizes_of(name, **{key: size for key, size in numbers.items() if key != "dropout"})
+        for plan in plans:
+            plan.check(layers, hidden)
+
+        def build(task: Task, seed: int) -> nn.Module:
+            sizes: dict[str, Any] = {"classes": task.classes, "vocabulary": task.vocabulary, "length": self.length}
+            return preset(name, **sizes, pad=task.train.pad, seed=seed, **numbers)
+
+        return build
 
 
 class SplitPlanVerb(FineTuningOptions):
@@ -92,7 +130,7 @@ class SplitPlanVerb(FineTuningOptions):
 
         codecs = {"up": read_words(self.up), "down": read_words(self.down)}
         chosen, wire = SplitPlan(**{**self.part(SplitPlan), **codecs}), self.wire
-        build = model_builder(self.model, self.length, [chosen])
+        build = self.builder([chosen])
         recipe, found = self.recipe(self.seed), self.read_task(self.seed)
         if chosen.leaves:
             note(chosen.leaves)
@@ -244,7 +282,7 @@ class SplitCompareVerb(FineTuningOptions, PlotOption):
         from thinwire.systems.split.finetune import compare_picture
 
         rows, wire = read_rows(self.plans, self.cut, self.rank, self.front_on), self.wire
-        build = model_builder(self.model, self.length, rows.values())
+        build = self.builder(rows.values())
         recipe, found = self.recipe(), self.read_task()
         losses: dict[str, list[float]] = {}
         now = {"row": "", "seed": 0}
@@ -286,67 +324,18 @@ def read_words(text: str) -> tuple[str, ...]:
 
 def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) -> Task:
     """Read the task stored next to a half; for a pre-trained model the tokeniser's directory must exist here."""
-    words = notes.get("task", {})
     try:
-        name, length, lines, seed = words["name"], words["length"], words["lines"], words["seed"]
+        words = notes["task"]
         model = str(tokenizer or words["model"])
         if words["pretrained"] and not Path(model).is_dir():
             raise ValueError(f"the tokeniser of {words['model']} is not here: give its directory as --tokenizer")
+        options = FineTuningOptions(
+            task=words["name"], data=data, model=model, length=words["length"], lines=words["lines"]
+        )
+        seed = words["seed"]
     except KeyError as error:
         raise ValueError("this file names no task: give one that thinwire split plan --out wrote") from error
-    return read_task(name, data, model, length, lines, seed)
-
-
-def read_task(name: str, data: Path | None, model: str, length: int, most: int, seed: int) -> Task:
-    """Return ``stdlib``, or a GLUE task with its files in ``data``; the tokeniser is the model's, or a trained one."""
-    from thinwire.systems.split import tasks
-
-    columns = tasks.COLUMNS
-    if name != "stdlib" and name not in columns:
-        from thinwire.core.checks import meant
-
-        ask = meant(name, ["stdlib", *columns])
-        raise ValueError(
-            f"task {name!r} is unknown; {ask}use stdlib, or one of GLUE's {', '.join(columns)} with --data"
-        )
-    if name != "stdlib" and data is None:
-        raise ValueError(f"task {name!r} needs --data, the directory with its train.tsv")
-    with progress(f"reading task {name}"):
-        tokenizer = tasks.local_tokenizer(Path(model)) if Path(model).is_dir() else None
-        if data is None or name == "stdlib":
-            return tasks.stdlib_task(most, length, seed=seed, tokenizer=tokenizer)
-        if tokenizer is None:
-            first, second, _ = tasks.read_tsv(data / "train.tsv", columns[name])
-            tokenizer = tasks.trained_tokenizer([*first, *(second or [])], 8000)
-        return tasks.glue_task(name, data, tokenizer, length)
-
-
-def model_builder(text: str, length: int, plans: Iterable[SplitPlan] = ()) -> Callable[[Task, int], nn.Module]:
-    """Return what makes the model of a task and a seed, which all of the plans must be able to cut."""
-    from thinwire.systems.split.models import preset, pretrained, sizes_of
-    from thinwire.tools.bench.words import split_options
-
-    if Path(text).is_dir():
-        return lambda task, seed: pretrained(text, task.classes, seed)
-    name, options = split_options(text)
-    known = {"layers": int, "hidden": int, "heads": int, "intermediate": int, "dropout": (int, float)}
-    for key, value in options.items():
-        if key not in known or isinstance(value, bool) or not isinstance(value, known[key]):  # type: ignore[arg-type]
-            raise ValueError(f"model option {key}={value!r} is unknown: use {', '.join(known)} with numbers")
-        if value < 0 or (value == 0 and key != "dropout"):  # type: ignore[operator]
-            raise ValueError(f"model option {key}={value!r} must be above 0")
-    if name.startswith("vit"):
-        raise ValueError("the command line has only text tasks: split a ViT from Python, with thinwire.systems.split")
-    numbers: dict[str, Any] = options
-    _, (layers, hidden, *_) = sizes_of(name, **{key: size for key, size in numbers.items() if key != "dropout"})
-    for plan in plans:
-        plan.check(layers, hidden)
-
-    def build(task: Task, seed: int) -> nn.Module:
-        sizes: dict[str, Any] = {"classes": task.classes, "vocabulary": task.vocabulary, "length": length}
-        return preset(name, **sizes, pad=task.train.pad, seed=seed, **numbers)
-
-    return build
+    return options.read_task(seed)
 
 
 def read_rows(text: str, cut: int, rank: int, front_on: str = "edge") -> dict[str, SplitPlan]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.tools.cli.console import Output, run_ranks, watched_load
 from thinwire.tools.cli.options import MODEL, DeviceOption, JsonOption, LabOptions, PlotOption
 from thinwire.tools.cli.verb import option
+
+if TYPE_CHECKING:
+    from thinwire.tools.bench.session import BenchSpec
 
 
 class BenchVerb(LabOptions, DeviceOption, PlotOption, JsonOption):
@@ -28,15 +31,20 @@ class BenchVerb(LabOptions, DeviceOption, PlotOption, JsonOption):
     operation_timeout: float = option(300.0, "Seconds that an exchange may hang before its row fails.")
     predict: bool = option(False, "Also measure the network and the model, and show what the planner predicts.")
 
+    @property
+    def spec(self) -> BenchSpec:
+        from thinwire.tools.bench.rows import parse_rows
+        from thinwire.tools.bench.session import BenchSpec
+
+        times = {"operation_seconds": self.operation_timeout, "timeout_seconds": self.timeout}
+        return BenchSpec(**{**self.part(BenchSpec), **self.wire, **times, "rows": parse_rows(self.methods)})
+
     def run(self, output: Output) -> Any:
         from thinwire.tools.bench.device import check_device
         from thinwire.tools.bench.models.registry import check_model
-        from thinwire.tools.bench.rows import parse_rows
-        from thinwire.tools.bench.session import BenchSpec
         from thinwire.tools.bench.summary import bench_table, plot_bench, summarise
 
-        times = {"operation_seconds": self.operation_timeout, "timeout_seconds": self.timeout}
-        spec = BenchSpec(**{**self.part(BenchSpec), **self.wire, **times, "rows": parse_rows(self.methods)})
+        spec = self.spec
         check_device(self.device)
         check_model(self.model)
         total = (len(spec.rows) + 1) * (self.warmup + self.rounds * self.steps + self.rounds - 1)

@@ -96,6 +96,7 @@ class Question:
         return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us{long}{lossy}"
 
     def to_data(self) -> dict[str, Any]:
+        assumed = ("bits_per_second", "latency_seconds", "delay_seconds", "loss")
         return {
             "model": self.profile.name,
             "model_source": self.profile.source,
@@ -105,10 +106,7 @@ class Question:
             "device": self.device.name,
             "backend": self.device.backend,
             "network": self.network_provenance,
-            "bits_per_second": None if self.network else self.bits_per_second,
-            "latency_seconds": None if self.network else self.latency_seconds,
-            "delay_seconds": None if self.network else self.delay_seconds,
-            "loss": None if self.network else self.loss,
+            **{name: None if self.network else getattr(self, name) for name in assumed},
             **({} if self.load is None else {"load": self.load}),
         }
 
