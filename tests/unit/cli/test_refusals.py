@@ -310,6 +310,45 @@ ps node --server 127.0.0.1:1 --slowdown nan -> --slowdown=nan must be
 ps node --server 127.0.0.1:1 --node -1 -> --node=-1 must be
 ps shard somewhere --index 0 -> host:port
 ps shard 127.0.0.1:1 --index -1 -> --index=-1 must be a whole number of at least 0
+split plan --model bart -> model 'bart' is unknown
+split plan --model bert:colour=1 -> model option='colour' is unknown
+split plan --task x -> --task='x' is unknown
+split plan --task cola -> needs --data
+split plan --cut 9 -> cut=9 is outside 1 to 4
+split compare --cut 9 -> cut=9 is outside 1 to 2
+split plan --model bert:heads=3 -> must be a multiple of heads=3
+split plan --length 2 -> --length=2 must be a whole number of at least 3
+split plan --up int7 -> codec 'int7' is unknown
+split plan --link fast -> link rate 'fast'
+split plan --model vit-small -> text tasks: split a ViT from Python
+split compare --plans '' -> --plans is empty
+split compare --plans thin -> kind='thin' is unknown
+split compare --seeds 0 -> --seeds=0 must be a whole number of at least 1
+split plan --front-on cloud --labels cloud -> cannot be used with front_on='cloud'
+split compare --front-on x -> front_on='x' is unknown
+split cloud nowhere.safetensors -> is not a half of a model
+split edge nowhere.safetensors -> is not a half of a model
+federated run digit -> unknown federation 'digit'; did you mean 'digits'?
+federated run digits:client=3 -> has no option 'client'; did you mean 'clients'?
+federated run digits:clients=abc -> clients='abc' must be a whole number of at least 1
+federated run digits:clients=-3 -> clients=-3 must be a whole number of at least 1
+federated run own:build -> own.py, line 5: KeyError: 'weights'
+federated run digits --trace deep.json -> deep.json
+federated run digits --algorithm fedprox:nu=1 -> fedprox has no option 'nu'
+federated run digits --algorithm adam -> unknown algorithm 'adam'
+federated run digits --compress topp -> unknown method
+federated run digits --clients-per-round 0 -> clients_per_round=0
+federated run digits --schedule best -> 'best' is unknown
+federated run digits --plot x.pdf -> must end in .png or .html
+federated run digits --trace none.json -> none.json cannot be read
+federated run digits --threads 0 -> --threads=0
+federated run digits --state-memory -1 --algorithm scaffold -> memory_bytes=-1
+federated run nowhere:build -> cannot be loaded
+federated run own:nothing -> must return a thinwire.systems.federated.Federation, not NoneType
+federated predict --mean 0 -> --mean=0.0 must be a finite number and above 0
+federated predict --fast 0 --slow 0 -> devices=0
+federated predict --devices none.json -> cannot be read
+federated predict --rounds 0 -> rounds=0 must be a whole number of at least 1
 ps replay nothing.jsonl -> nothing.jsonl is not a file
 """
 UNWRITABLE = """

@@ -12,7 +12,7 @@ from thinwire.core.records import plain
 from thinwire.core.words import run_seconds
 from thinwire.tools.cli.console import Output, plain_table, progress, watched_load
 from thinwire.tools.cli.measure import CostsOptions
-from thinwire.tools.cli.options import JsonOption, PlotOption
+from thinwire.tools.cli.options import JsonOption, PlotOption, ThreadsOption
 from thinwire.tools.cli.plan import PlanOptions
 from thinwire.tools.cli.verb import argument, option
 
@@ -122,7 +122,7 @@ class KfacCalibrateVerb(CostsOptions):
         return load.with_load({"device": name, "seconds": found})
 
 
-class KfacTuneVerb(KfacOptions, PlotOption):
+class KfacTuneVerb(KfacOptions, ThreadsOption, PlotOption):
     """Try dampings and rates in short runs on one process, next to SGD; the fastest to a loss comes first.
 
     Example: thinwire kfac tune --plot tune.png
@@ -136,7 +136,6 @@ class KfacTuneVerb(KfacOptions, PlotOption):
     kl_clip: float = option(1e-3, "Bound on a step; 0: none.")
     factor_update_steps: int = 5
     inv_update_steps: int = 25
-    threads: int = option(1, "Number of torch's threads.", least=1)
 
     def run(self, output: Output) -> Any:
         import torch

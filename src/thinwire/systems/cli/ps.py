@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.core.words import counted
 from thinwire.tools.cli.console import Output, RunFailed, watched_load
-from thinwire.tools.cli.options import JsonOption, LinkOptions, PlotOption
-from thinwire.tools.cli.verb import Verb, argument, option
+from thinwire.tools.cli.options import JsonOption, KeysOption, LinkOptions, PlotOption
+from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
     from thinwire.tools.lab import Cluster
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 PORT = 29400
 
 
-class TrustOptions(Verb):
+class TrustOptions(KeysOption):
     """What shows that this process may take part."""
 
-    keys: Path | None = option(
-        None, "This machine's directory from `thinwire keys new`: TLS with certificates on both sides."
-    )
     secret_file: Path | None = option(
         None, "File with this training's secret, the same on all machines; by default THINWIRE_SECRET_FILE."
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.words import counted, run_seconds
 from thinwire.tools.cli.console import Output, Watched, note, plain_table, progress, watched_load
-from thinwire.tools.cli.options import JsonOption, PlotOption
+from thinwire.tools.cli.options import JsonOption, KeysOption, PlotOption
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from thinwire.systems.split.tasks import Task
 
 
-class FineTuningOptions(JsonOption):
+class DataOption(JsonOption):
+    data: Path | None = option(None, "Directory with the task's train.tsv and dev.tsv.")
+
+
+class FineTuningOptions(DataOption):
     """A model, a task, where the model is cut, how it is trained, and the link."""
 
     model: str = option(
@@ -35,7 +39,6 @@ class FineTuningOptions(JsonOption):
         "bert-small, distilbert-base, bert:layers=2:hidden=128:heads=4 ..., or a pre-trained model's directory.",
     )
     task: str = option("stdlib", "stdlib, or a GLUE task with --data: cola, sst2, mrpc, ...")
-    data: Path | None = option(None, "Directory with the task's train.tsv and dev.tsv.")
     length: int = option(32, "Tokens per sample, two of which mark its ends; longer samples are truncated.", least=3)
     lines: int = option(1200, "With stdlib: lines per package.", least=1)
     cut: int = option(1, "The layer to cut, counted from 1.")
@@ -154,13 +157,12 @@ class SplitPlanVerb(FineTuningOptions):
         return answer
 
 
-class SideOptions(JsonOption):
+class SideOptions(KeysOption, JsonOption):
     """One side of a training across two machines, called ``role``."""
 
     role: ClassVar[str]
 
     half: Path = argument(..., "Its half: a file from thinwire split plan --out, or the directory of both.")
-    keys: Path | None = option(None, "This machine's directory from thinwire keys new; without it, no TLS.")
     fingerprint: str | None = option(None, "SHA-256 of the other side's certificate; no other is accepted.")
     insecure: bool = option(False, "Allow other machines without keys: everything goes unencrypted.")
     checkpoint_dir: Path | None = option(
@@ -226,7 +228,7 @@ class SplitCloudVerb(SideOptions):
         return self.train(output, facts, None, edges=self.edges, say=note, **options)
 
 
-class SplitEdgeVerb(SideOptions):
+class SplitEdgeVerb(SideOptions, DataOption):
     """Be the edge: read the data, lead the training, evaluate the result.
 
     Example: thinwire split edge halves
@@ -236,7 +238,6 @@ class SplitEdgeVerb(SideOptions):
 
     cloud: str = option("127.0.0.1:7443", "host:port of the cloud.")
     name: str = option("edge", "This edge's name, if no certificate gives it.")
-    data: Path | None = option(None, "Directory with the task's train.tsv and dev.tsv.")
     tokenizer: Path | None = option(None, "Directory of a pre-trained model's tokeniser.")
     share: str = option("1/1", "With several edges, this one's part of the data, such as 1/4.")
     checkpoint_every: int = option(100, "Steps between checkpoints.")

@@ -22,7 +22,7 @@ from thinwire.tools.cli.console import (
     torchrun_group,
     watched_load,
 )
-from thinwire.tools.cli.options import JsonOption
+from thinwire.tools.cli.options import JsonOption, ThreadsOption
 from thinwire.tools.cli.verb import Verb, argument, option
 
 if TYPE_CHECKING:
@@ -49,10 +49,6 @@ class SizeOption(JsonOption):
         if found is None or "0" in found.groups():
             raise ValueError(f"--size {self.size}: give height x width, such as 48x96")
         return int(found[1]), int(found[2])
-
-
-class ThreadsOption(Verb):
-    threads: int = option(1, "Number of torch's threads, on which latencies depend.", least=1)
 
 
 class NetOptions(Verb):

@@ -84,11 +84,11 @@ def progress(
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True, quiet=quiet)
 
-    class Shown(Progress):
+    class BarOrTable(Progress):
         def get_renderables(self) -> Iterator[Any]:
             yield from (super().get_renderables() if (one := table()) is None else (one,))
 
-    with Shown(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    with BarOrTable(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         bar = Bar(shown, shown.add_task(description, total=total))
         if bar.hidden and description:
             bar.log(f"... {description}")

@@ -23,6 +23,16 @@ class PlotOption(Verb):
     plot: Path | None = option(None, "Also plot the result to this .png or .html file.", writes="plot", end=2)
 
 
+class ThreadsOption(Verb):
+    threads: int = option(1, "Number of torch's threads, on which times depend.", least=1)
+
+
+class KeysOption(Verb):
+    keys: Path | None = option(
+        None, "This machine's directory from `thinwire keys new`: TLS with certificates on both sides."
+    )
+
+
 class DeviceOption(Verb):
     device: str = option(
         "cpu", "Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.", end=1

@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json as json_module
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -134,7 +135,7 @@ def execute(verb: Verb) -> None:
         write_picture(result["picture"], path)
         output.wrote(path)
     if json and result is not None:
-        typer.echo(json_module.dumps(plain(result)))
+        typer.echo(json_module.dumps(plain(result), indent=2 if sys.stdout.isatty() else None))
     if output.failure:
         raise RunFailed(output.failure)
     if output.code:
