@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from thinwire.predict.timeline import Event, Timeline, simulate
+from thinwire.predict.timeline import Event, Timeline
 from thinwire.predict.timeline.result import COMPUTE, METHOD
 from thinwire.tools.cli.plan import PlanOptions
 from thinwire.tools.report.traces import joined
@@ -50,15 +50,13 @@ INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 def timeline(label: str, link: str) -> Timeline:
     """The simulated step, with the defaults of ``thinwire plan``."""
     asked = PlanOptions(
-        model=MODEL, link=link, workers=WORKERS, batch_size=BATCH
-    ).question(label)
-    return simulate(
-        dict(asked.candidates)[label],
-        asked.profile,
-        asked.topology,
-        asked.costs(),
-        **asked.where,
-    )
+        model=MODEL,
+        link=link,
+        workers=WORKERS,
+        batch_size=BATCH,
+        methods=label,
+    ).question()
+    return asked.simulated(dict(asked.candidates)[label])
 
 
 def one_step(found: Timeline) -> list[Event]:

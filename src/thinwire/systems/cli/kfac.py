@@ -50,8 +50,9 @@ class KfacPlanVerb(KfacOptions, PlanOptions):
         from thinwire.systems.kfac.prices import LayerTimes, layers_of
         from thinwire.systems.kfac.variant import METHODS, Variant
 
-        question = self.question("ssgd")
-        world, prices, profile = question.topology.world_size, question.costs(), question.profile
+        question = self.question()
+        profile, topology, prices = question.setting
+        world = topology.world_size
         if not (layers := layers_of(profile)):
             raise ValueError(f"{profile.name} has no Linear or Conv2d layer that K-FAC can use")
         check_choice("--method", self.method, METHODS)

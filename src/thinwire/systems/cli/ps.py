@@ -222,6 +222,7 @@ class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
 
     def check(self) -> None:
         super().check()
+        _ = self.slower, self.kills, self.cluster  # words that these cannot read are refused here
         names = ["server", *(f"shard{i}" for i in range(self.shards)), *(f"node{i}" for i in range(self.nodes))]
         missing = [name for name in names if (own := self.keys_of(name)) and not (own / "identity.crt").is_file()]
         if missing:

@@ -16,8 +16,7 @@ from thinwire.core.events import LastWords, python
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.plans import PlanTensor, make_plan
 from thinwire.core.program import LocalWorld, Method
-from thinwire.predict.choose import resolved
-from thinwire.predict.timeline import Timeline, simulate
+from thinwire.predict.timeline import Timeline
 from thinwire.tools import lab
 from thinwire.tools.bench.contenders import Several, listed
 from thinwire.tools.bench.models.registry import build_model
@@ -156,17 +155,9 @@ def losses(
     return lines, {label: statistics.median(found) for label, found in ratios.items()}
 
 
-def predicted(
-    model: str, methods: str | Mapping[str, Method], *, workers: int, link: str, ranks_per_node: int = 1,
-    batch: int | None = None, device: str | None = None, flops: float | None = None, latency: str | None = None,
-) -> dict[str, Timeline]:  # fmt: skip
-    """Return steps by label, as ``thinwire plan`` simulates them from these assumptions."""
+def predicted(model: str, methods: str | Mapping[str, Method], **options: Any) -> dict[str, Timeline]:
+    """Return steps by label, as ``thinwire plan`` with these options simulates them."""
     named = methods if isinstance(methods, str) else "ssgd"
-    setting = PlanOptions(model=model, link=link, delay=latency, workers=workers, batch_size=batch, device=device,
-                      device_flops=flops)  # fmt: skip
-    asked = setting.question(named, ranks_per_node=ranks_per_node)
-    where = (asked.profile, asked.topology, asked.costs())
-    return {
-        label: simulate(resolved(method, *where, **asked.where), *where, **asked.where)
-        for label, method in (asked.candidates if isinstance(methods, str) else methods.items())
-    }
+    asked = PlanOptions(model=model, methods=named, **options).question()
+    chosen = asked.candidates if isinstance(methods, str) else methods.items()
+    return {label: asked.simulated(method) for label, method in chosen}

@@ -34,10 +34,14 @@ class PlanOptions(JsonOption):
     device_flops: float | None = option(None, "FLOP/s that training sustains, for the built-in models.")
     profile: Path | None = option(None, "The model, as a file from thinwire profile.")
 
-    def question(self, methods: str | None, *, ranks_per_node: int | None = 1, worth: Path | None = None) -> Question:
+    ranks_per_node: int | None = 1  # this and the next two are options of ``thinwire plan`` alone
+    methods: str | None = "ssgd"
+    worth: Path | None = None
+
+    def question(self) -> Question:
         from thinwire.tools.cli.plan_inputs import read_question
 
-        return read_question(self, methods, ranks_per_node, worth)
+        return read_question(self)
 
 
 class PlanVerb(PlanOptions):
@@ -76,8 +80,7 @@ class PlanVerb(PlanOptions):
             return show(self.model, self.methods, output, **self.part(["shards", "sites", "dtype"]))
         from thinwire.tools.cli.plan_answer import answer_of
 
-        question = self.question(self.methods, ranks_per_node=self.ranks_per_node, worth=self.worth)
         try:
-            return answer_of(question, self, output)
+            return answer_of(self.question(), self, output)
         except LookupError as error:
             raise ValueError(str(error.args[0] if error.args else error)) from error

@@ -14,8 +14,8 @@ from rich.table import Table
 from thinwire.adapters.ddp_buckets import bucket_arguments
 from thinwire.core.records import plain
 from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, with_steps
-from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
-from thinwire.predict.timeline import simulate, write_trace
+from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of
+from thinwire.predict.timeline import write_trace
 from thinwire.predict.timeline.local_steps import PLAIN, Periodic
 from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.bench.words import arguments, attach_line, split_options
@@ -36,15 +36,12 @@ _WITHOUT_A_METHOD = {
 
 def answer_of(question: Question, asked: PlanVerb, output: Output) -> dict[str, Any]:
     """Rank, print results as they come, write the files. Return what JSON shows."""
-    profile, topology, prices = question.profile, question.topology, question.costs()
     where = {**question.where, "worth": question.worth}
-    ranking = choose(question.candidates, profile, topology, prices, **where, lossy=asked.lossy)
+    ranking = choose(question.candidates, *question.setting, **where, lossy=asked.lossy)
     knees = _knees(question, ranking)
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
     answer["answer"] = first_answer(question, ranking)
-    output.say(answer["answer"])
-    output.say(ranking_table(question, ranking))
-    output.say(*sentences(question, ranking, knees))
+    output.say(answer["answer"], ranking_table(question, ranking), *sentences(question, ranking, knees))
     if (ddp := ddp_answer(question, ranking)) is not None:
         answer["ddp"] = ddp
         output.say(ddp_sentence(ddp))
@@ -71,9 +68,8 @@ def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
 def _explain(question: Question, ranking: Ranking) -> dict[str, tuple[ExplainedBucket, ...]]:
     wanted = question.named or (ranking.best.label, ranking.best_exact.label)
     method_of, priced = dict(question.candidates), {entry.label for entry in ranking.entries}
-    setting = (question.profile, question.topology, question.costs())
     return {
-        label: explain(method_of[label], *setting, backend=question.device.backend)
+        label: explain(method_of[label], *question.setting, backend=question.device.backend)
         for label in dict.fromkeys(wanted)
         if label in priced
     }
@@ -92,12 +88,9 @@ def _map(question: Question, lossy: bool) -> Map:
 def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
     if trace is None and out is None:
         return
-    label = ranking.best.label
-    setting = (question.profile, question.topology, question.costs())
-    method = resolved(dict(question.candidates)[label], *setting, worth=question.worth, **question.where)
-    timeline = simulate(method, *setting, **question.where)
+    timeline = question.simulated(dict(question.candidates)[ranking.best.label])
     if trace is not None:
-        write_trace(trace, timeline.events, label=f"predicted, {label}")
+        write_trace(trace, timeline.events, label=f"predicted, {ranking.best.label}")
     if out is not None:
         chosen = {"method": ranking.best.method, "options": ranking.best.options}
         out.write_text(json.dumps(plain({**plain(timeline.plan), **chosen, **answer})) + "\n", encoding="utf-8")
@@ -191,7 +184,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
         else f"predicted: {label} falls below 80 % efficiency at {bend} workers"
         for label, bend in knees.items()
     ]
-    kinds = {curve.provenance for curve in question.costs().compute.values()}
+    kinds = {curve.provenance for curve in question.setting[2].compute.values()}
     work = "measured" if kinds == {"measured here"} else f"assumed for {question.device.name}"
     said.append(
         f"measured here: {best.measured_share:.0%} of the predicted step; model {profile.provenance} "
@@ -258,7 +251,7 @@ def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
         }
     if method.decoupled:
         return {"label": label, "why_not": "it leaves part of the exchange for the next forward pass"}
-    plan = plan_of(method, profile, question.device.backend, question.topology, question.costs())
+    plan = plan_of(method, profile, question.device.backend, question.topology, question.setting[2])
     size = {tensor.name: math.prod(tensor.shape) * profile.dtype_bytes for tensor in profile.tensors}
     try:
         return {"label": label, "arguments": bucket_arguments(plan, size)}

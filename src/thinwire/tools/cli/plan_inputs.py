@@ -14,8 +14,9 @@ from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.core.pricing.wires import carried
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local.settings import CANDIDATES, PRESETS, named_method
-from thinwire.predict.choose import DEVICES, DeviceSpec
+from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
 from thinwire.predict.choose.worth import WorthOf, read_worth
+from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools.bench.rows import known_method
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, watched_load
@@ -59,8 +60,14 @@ class Question:
         """How methods run on this device: arguments of ``choose``, ``knee`` and ``simulate``."""
         return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
 
-    def costs(self) -> Costs:
-        return self.prices(self.topology)
+    @property
+    def setting(self) -> tuple[ModelProfile, Topology, Costs]:
+        return self.profile, self.topology, self.prices(self.topology)
+
+    def simulated(self, method: Method) -> Timeline:
+        """Return a step, or a period, of a method as it is resolved for this setting."""
+        chosen = resolved(method, *self.setting, worth=self.worth, **self.where)
+        return simulate(chosen, *self.setting, **self.where)
 
     def prices(self, topology: Topology) -> Costs:
         assumed = self.assumed(self.bits_per_second, topology)
@@ -111,14 +118,14 @@ class Question:
         }
 
 
-def read_question(asked: PlanOptions, methods: str | None, ranks_per_node: int | None, worth: Path | None) -> Question:
+def read_question(asked: PlanOptions) -> Question:
     if asked.model is None and asked.profile is None:
         raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
     bits = parse_rate("10gbit" if asked.link is None else asked.link)
     seconds = _START_SECONDS if asked.delay is None else parse_delay(asked.delay)
     lost, far = parse_loss(asked.loss), max(0.0, seconds - _START_SECONDS)
     measured = None if asked.costs is None else read_record(asked.costs, Costs)
-    worth_of = None if worth is None else read_worth(worth)
+    worth = None if asked.worth is None else read_worth(asked.worth)
     network = measured is not None and asked.link is None
     if network and (asked.delay is not None or lost):
         raise ValueError(
@@ -127,7 +134,7 @@ def read_question(asked: PlanOptions, methods: str | None, ranks_per_node: int |
     known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
     if network and not known:
         raise ValueError(f"{asked.costs} contains no exchange between ranks: probe at least two, or give --link")
-    workers = asked.workers
+    workers, ranks_per_node = asked.workers, asked.ranks_per_node
     if workers is None:
         workers = max((members for _, scope, members in known if scope == "world"), default=16)
     if ranks_per_node is None:
@@ -135,14 +142,14 @@ def read_question(asked: PlanOptions, methods: str | None, ranks_per_node: int |
         ranks_per_node = ranks_per_node if workers % ranks_per_node == 0 else 1
     if workers % ranks_per_node:
         raise ValueError(f"--workers {workers} is not a multiple of --ranks-per-node {ranks_per_node}")
-    candidates, named = read_methods(methods)
+    candidates, named = read_methods(asked.methods)
     assumed = read_device(asked.device, built_in=asked.profile is None and asked.model in BUILTIN)
     model, load = read_model(asked, assumed)
     if not model.elements:
         raise ValueError(f"{asked.profile or asked.model}: the profile contains no gradients: there is nothing to send")
     return Question(
         model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed, float(bits),
-        min(seconds, _START_SECONDS), far, lost, asked.congestion == "bbr", measured, network, worth_of, load,
+        min(seconds, _START_SECONDS), far, lost, asked.congestion == "bbr", measured, network, worth, load,
     )  # fmt: skip
 
 
