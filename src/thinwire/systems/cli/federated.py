@@ -33,9 +33,7 @@ class FederatedRunVerb(PlotOption, JsonOption):
     Example: thinwire federated run digits --algorithm fedavg,scaffold --rounds 20
     """
 
-    federation: str = argument(
-        "digits", "digits, text, million, or module:function of your own; options as in digits:clients=50."
-    )
+    federation: str = argument("digits", "digits, text, million or module:function; options as in digits:clients=50.")
     algorithm: str | None = option(
         None,
         "fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, fedrobust; options as in scaffold:lr=0.1; several, "
@@ -50,9 +48,7 @@ class FederatedRunVerb(PlotOption, JsonOption):
     seed: int | None = option(None, "Seed of cohorts and clients.")
     evaluate_every: int | None = option(None, "Rounds between evaluations; by default at most 20 evaluations.")
     per_client: bool = option(False, "Also show the accuracy of the median client and of the worst tenth.")
-    checkpoint_dir: Path | None = option(
-        None, "Folder for checkpoints; a run found there is continued.", writes="folder"
-    )
+    checkpoint_dir: Path | None = option(None, "Folder for checkpoints; a run found there goes on.", writes="folder")
     checkpoint_every: int = option(1, "Rounds between checkpoints.")
     state_memory: int = option(1 << 30, "Bytes of client states in memory; the rest is on disk.")
     threads: int = option(1, "torch's threads in each process; more than 1 pays off for large models.", least=1)

@@ -36,9 +36,7 @@ class KfacPlanVerb(KfacOptions, PlanOptions):
     Example: thinwire kfac plan resnet50 --workers 16 --link 10gbit
     """
 
-    schedules: str | None = option(
-        None, "Separated by commas: dkfac, mpd, spd, kaisa:<fraction>, dp; by default all that fit."
-    )
+    schedules: str | None = option(None, "Such as dkfac,mpd,spd,kaisa:<fraction>,dp; by default all that fit.")
     planner: str = option("optimal", "Fusion under spd: optimal, spd, fixed:<MiB>MB, layer, one.")
     inverse_rule: str = option("cost", "What every rank inverts under spd: cost, threshold:<side>, all, none.")
     explain: bool = option(False, "Also show the messages and owners of the fastest plan.")
@@ -91,9 +89,7 @@ class KfacCalibrateVerb(CostsOptions):
 
     costs: Path | None = option(None, "A file from thinwire probe, whose costs are written too.")
     largest: int = option(4096, "Side of the largest matrix.")
-    seconds: float = option(
-        20.0, "Time for each of the two curves; what does not fit into it is extrapolated.", above=0
-    )
+    seconds: float = option(20.0, "Time for each of the two curves; what does not fit is extrapolated.", above=0)
     device: str = option("cpu", "What to measure: cpu, or cuda: the current GPU.")
 
     def run(self, output: Output) -> Any:

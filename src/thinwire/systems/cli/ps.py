@@ -170,9 +170,7 @@ class PsNodeVerb(TrustOptions, ModelOptions):
     server: str = option(..., "host:port of the server.")
     node: int | None = option(None, "Number of this node; by default derived from the host's name.", least=0)
     workers: int = option(1, "Workers on this node, one process each.", least=1)
-    slowdown: float = option(
-        1.0, "Emulate a slower machine: each step takes this many times longer.", least=1, most=1e6
-    )
+    slowdown: float = option(1.0, "Emulate: each step takes this many times longer.", least=1, most=1e6)
     pace: float = option(0.0, "Emulate: minimum seconds per step, times slowdown.", least=0, most=1e6)
 
     def run(self, output: Output) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from thinwire.systems.split import Credentials, Link, Recipe, SplitPlan
+    from thinwire.systems.split import Credentials, Link, Recipe, SplitPlan, SplitReport
     from thinwire.systems.split.estimate import Estimate
     from thinwire.systems.split.finetune import ComparisonRow
     from thinwire.systems.split.tasks import Task
@@ -165,9 +165,7 @@ class SideOptions(KeysOption, JsonOption):
     half: Path = argument(..., "Its half: a file from thinwire split plan --out, or the directory of both.")
     fingerprint: str | None = option(None, "SHA-256 of the other side's certificate; no other is accepted.")
     insecure: bool = option(False, "Allow other machines without keys: everything goes unencrypted.")
-    checkpoint_dir: Path | None = option(
-        None, "Directory for this side's checkpoints, to continue after a stop.", writes="folder"
-    )
+    checkpoint_dir: Path | None = option(None, "This side's checkpoints, to continue after a stop.", writes="folder")
     out: Path | None = option(None, "Write the trained half to this .safetensors file.", writes="file")
 
     def begin(self, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -198,7 +196,7 @@ class SideOptions(KeysOption, JsonOption):
         from thinwire.systems.split.surgery import write_half
 
         with _steps(f"the {self.role}'s half of {facts['class']}") as on_step:
-            report = split_finetune(None, self.half, task, on_step=on_step, **options)
+            report: SplitReport = split_finetune(None, self.half, task, on_step=on_step, **options)
         seen = f"{report.steps} steps in {report.seconds:.1f} s"
         if report.steps:
             seen += f", {report.training.wire / report.steps / 1e3:.1f} kB per step through the socket"

@@ -255,11 +255,7 @@ class SupernetSearchVerb(PairsOptions):
     """
 
     net: Path = argument(..., "A network that train wrote.")
-    limit_ms: float | None = option(
-        None,
-        "Latency of one pair on this device; by default half-way between smallest and largest network.",
-        above=0,
-    )
+    limit_ms: float | None = option(None, "Latency of one pair; by default half-way from smallest to largest.", above=0)
     population: int = option(32, "Sub-networks per generation.")
     generations: int = option(8, "Generations after the first.")
     repeats: int = option(10, "Timed calls of each part and each finalist.")

@@ -24,11 +24,7 @@ class DemoVerb(JsonOption):
     """
 
     quick: bool = option(False, f"2 workers, {QUICK_LINK}, a smaller model: half a minute.")
-    steps: int | None = option(
-        None,
-        "Steps of DDP, whose final loss is then the target of Power-SGD: 25, or 15 with --quick.",
-        least=1,
-    )
+    steps: int | None = option(None, "Steps of DDP, whose last loss is the target: 25, or 15 with --quick.", least=1)
     out: Path = option(Path("thinwire-out"), "Folder for demo.png and demo.json.", writes="folder")
 
     def run(self, output: Output) -> Any:

@@ -28,15 +28,11 @@ class ThreadsOption(Verb):
 
 
 class KeysOption(Verb):
-    keys: Path | None = option(
-        None, "This machine's directory from `thinwire keys new`: TLS with certificates on both sides."
-    )
+    keys: Path | None = option(None, "This machine's directory from `thinwire keys new`, for TLS on both sides.")
 
 
 class DeviceOption(Verb):
-    device: str = option(
-        "cpu", "Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.", end=1
-    )
+    device: str = option("cpu", "Where ranks compute: cpu, or cuda: this machine's GPUs, which ranks may share.", end=1)
 
 
 class LinkOptions(Verb):
