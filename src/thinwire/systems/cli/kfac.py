@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.core.checks import check_choice
 from thinwire.core.records import plain
 from thinwire.core.words import run_seconds
-from thinwire.tools.cli.console import Output, plain_table, progress, watched_load
+from thinwire.tools.cli.console import Output, plain_table, progress, read_record, watched_load
 from thinwire.tools.cli.measure import CostsOptions
 from thinwire.tools.cli.options import JsonOption, PlotOption, ThreadsOption
 from thinwire.tools.cli.plan import PlanOptions
@@ -98,7 +98,6 @@ class KfacCalibrateVerb(CostsOptions):
         from thinwire.core.pricing.costs import Costs
         from thinwire.predict.measure.kernels import KINDS, curve, inversion_points, sides
         from thinwire.tools.bench.device import check_device, rank_device
-        from thinwire.tools.cli.plan_inputs import read_record
 
         check_device(self.device)
         device, threads = rank_device(self.device), torch.get_num_threads()

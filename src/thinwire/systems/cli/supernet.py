@@ -19,6 +19,7 @@ from thinwire.tools.cli.console import (
     note,
     plain_table,
     progress,
+    read_record,
     torchrun_group,
     watched_load,
 )
@@ -280,7 +281,7 @@ class SupernetSearchVerb(PairsOptions):
         with torchrun_group() as (rank, world), watched_load(own, quiet=rank > 0) as load:
             sync = attach(made, torch.optim.SGD(made.parameters(), lr=0.0))
             if self.table is not None:
-                timings = LatencyTable.from_json(self.table.read_text())
+                timings = read_record(self.table, LatencyTable)
                 if timings.size != shape:
                     there = "x".join(map(str, timings.size))
                     raise ValueError(f"{self.table} is for images of {there}, not {self.size}")

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typer import BadParameter
 
 from thinwire.core.checks import local_path
 from thinwire.core.events import LastWords
-from thinwire.core.records import plain
+from thinwire.core.records import Record, plain
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 EVERY_SECONDS = 15.0  # between two lines if there is no bar
 _USAGE = BadParameter.__mro__[1]  # typer brings its own click, which has no public name
+_Read = TypeVar("_Read", bound=Record)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -187,6 +188,17 @@ def check_path(option: str, path: Path, kind: str) -> None:
         what, give = ("folder", "another") if folder else ("file", "a file in a folder that exists")
         why = f"is not a {what} that can be written ({error.strerror}): give {give}"
         raise ValueError(f"{option} {path} {why}") from error
+
+
+def read_record(path: Path, kind: type[_Read]) -> _Read:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    try:
+        return kind.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 @dataclass

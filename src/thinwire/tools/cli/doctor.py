@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.tools.cli.console import Output, RunFailed
+from thinwire.tools.cli.console import Output, RunFailed, read_record
 from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import option
 
@@ -42,9 +41,9 @@ class DoctorVerb(JsonOption):
         except (ImportError, OSError) as error:
             reason = str(error).splitlines()[0]
             raise RunFailed(f"torch cannot be imported ({reason}): reinstall it, see pytorch.org") from error
-        from thinwire.tools.doctor import judge
+        from thinwire.tools.doctor import Facts, judge
 
-        facts = _here() if self.read is None else _read(self.read)
+        facts = _here() if self.read is None else read_record(self.read, Facts)
         diagnosis = judge(facts, self.nodes)
         _show(facts, diagnosis, output)
         output.code = int(diagnosis.prevents_training)
@@ -65,17 +64,6 @@ def _here() -> Facts:
         except LabError as error:
             reason = str(error)
     return collect_facts(mode, reason, control)
-
-
-def _read(path: Path) -> Facts:
-    from thinwire.tools.doctor import Facts
-
-    try:
-        return Facts.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ValueError(f"--read {path}: {error.strerror}") from error
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--read {path} contains no facts: give the output of `thinwire doctor --json`") from error
 
 
 def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:

@@ -63,20 +63,16 @@ class ProbeVerb(CostsOptions, LabOptions):
         from thinwire.predict.measure.probe import message_sizes
 
         message_sizes(largest=self.max_bytes)
-        first, note = not under_torchrun() or os.environ["RANK"] == "0", ""
+        joins = under_torchrun()
+        first = not joins or os.environ["RANK"] == "0"
         output.console.quiet |= not first
-        if under_torchrun():
-            if self.given(rules_of(LabOptions)):
-                raise ValueError(
-                    "under torchrun the ranks and the network are fixed: leave out --workers, --link and so on"
-                )
-            with watched_load(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), quiet=not first) as load:
-                result = self._on_torchrun(first)
-        else:
-            if self.backend == "nccl":
-                raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
-            with watched_load(self.workers) as load:
-                result, note = self._in_lab()
+        if joins and (given := self.given(rules_of(LabOptions))):
+            raise ValueError(f"under torchrun the ranks and the network are fixed: leave out {given}")
+        if not joins and self.backend == "nccl":
+            raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if joins else self.workers
+        with watched_load(own, quiet=not first) as load:
+            result, note = (self._on_torchrun(first), "") if joins else self._in_lab()
         if not first:
             return None
         flow = result.flow_bits_per_second
@@ -102,7 +98,8 @@ class ProbeVerb(CostsOptions, LabOptions):
 
         from thinwire.predict.measure import probe
 
-        local, here, backend = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), self.backend
+        local, here = (int(os.environ.get(name, usual)) for name, usual in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+        backend = self.backend
         if backend == "auto":
             ready = torch.cuda.device_count() >= here and torch.cuda.is_available() and dist.is_nccl_available()
             backend = "nccl" if ready else "gloo"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from thinwire.core.methods.registry import METHODS, candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
@@ -19,7 +19,7 @@ from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools.bench.rows import known_method
 from thinwire.tools.bench.words import check_module, nearest, split_options
-from thinwire.tools.cli.console import progress, watched_load
+from thinwire.tools.cli.console import progress, read_record, watched_load
 from thinwire.tools.cli.measure import ProfileVerb
 from thinwire.tools.lab import parse_delay, parse_loss, parse_rate
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from thinwire.tools.cli.plan import PlanOptions
 
 _START_SECONDS = 50e-6  # of a message, on any wire
-
-_Readable = TypeVar("_Readable", Costs, ModelProfile)
 
 
 @dataclass(frozen=True)
@@ -222,14 +220,3 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
     with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
         found = ProfileVerb(model=model, steps=10, warmup=2).measure(0, bar, seconds=20.0)
     return found, load.record
-
-
-def read_record(path: Path, kind: type[_Readable]) -> _Readable:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    try:
-        return kind.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
