@@ -8,6 +8,7 @@ import hashlib
 import json
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)
@@ -55,6 +56,8 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
         if all(isinstance(key, (str, int)) for key in value):
             return {str(key): plain(one) for key, one in value.items()}
@@ -91,6 +94,8 @@ def _made(kind: Any, value: Any) -> Any:
         return [_made(inner[0], one) for one in _listed(value)]
     if kind is float and type(value) in (int, float):
         return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if getattr(kind, "__module__", "") == "torch":
         import torch
 
