@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.core.methods.registry import METHODS, candidates, label_of, method
+from thinwire.core.methods.registry import candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.core.pricing.wires import carried
 from thinwire.core.program import Method, Topology
-from thinwire.engine.local.settings import CANDIDATES, PRESETS, named_method
+from thinwire.engine.local.settings import CANDIDATES, named_method
 from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
 from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.predict.timeline import Timeline, simulate
-from thinwire.tools.bench.rows import known_method
+from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, read_record, watched_load
 from thinwire.tools.cli.measure import ProfileVerb
@@ -163,12 +163,10 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
         labels = list(named)
     made = []
     for label in labels:
-        name, options = split_options(label)
-        known_method(name, (*METHODS, *PRESETS))
-        try:
-            made.append((label, named_method(name, options)))
-        except TypeError as error:
-            raise ValueError(f"method {label!r}: {error}") from error
+        row = parse_rows(label)[0]
+        if not row.is_thinwire or row.kind == "auto":
+            raise ValueError(f"method {label!r} has no price: thinwire bench and thinwire race run it")
+        made.append((label, named_method(row.kind, row.options)))
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
     for label in ("cast:dtype=bf16", "ssgd"):
