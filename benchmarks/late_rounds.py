@@ -78,7 +78,7 @@ def main() -> None:
     cases = [(0, 0.0), *((delay, share) for delay in DELAYS for share in SHARES if delay > 1 or not share)]
     rows = []
     for delay, share in cases:
-        rounds.KEPT = share
+        rounds.DEVIATION_KEPT = share
         settings = Local(EVERY, Cast("int8"), fragment_sync_delay=delay)
         took = [reached(train(seed, settings), target) for seed, target in targets.items()]
         rows.append({"delay": delay, "kept": share, "factors": [steps and steps / TARGET for steps in took]})

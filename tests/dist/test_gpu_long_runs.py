@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spawned import run
-from thinwire.tools.bench.contenders import Contender
+from thinwire.tools.bench.row_on_rank import RowOnRank
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec
 
@@ -28,7 +28,7 @@ def _by_ranks(rank, size, model, rate, rows):
     for row in parse_rows(rows):
         doubled = 2 if row.kind == "accumulate" else 1
         spec = BenchSpec(f"{model}:lr={doubled * rate}", (row,), size, steps=STEPS, schedule=True)
-        contender = Contender(row, spec, None)
+        contender = RowOnRank(row, spec, None)
         for _ in range(STEPS):
             contender.step(rank)
         if row.kind == "local":

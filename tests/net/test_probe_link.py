@@ -3,7 +3,7 @@
 import pytest
 
 from thinwire.predict.measure import ProbeResult
-from thinwire.predict.measure.machine import LoadWatch
+from thinwire.predict.measure.machine import LoadSample
 from verbs import call
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]
@@ -13,7 +13,7 @@ PAYLOAD = 1448 / 1514  # of an Ethernet frame, as the link counts it
 def test_bandwidth_of_a_link_within_ten_percent(any_mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("--max-bytes", 8 << 20, "--seconds", 30, "--link", "100mbit", "--json")
-    watch = LoadWatch()
+    watch = LoadSample()
     result, load = ProbeResult.from_json(call("probe", *words).stdout), watch.load()
     if load is not None and (busy := load.sentence(2)):
         pytest.skip(busy)

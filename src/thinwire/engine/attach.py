@@ -25,16 +25,16 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.plans import needs_measurement, rule_of
 from thinwire.core.program import Method, Plan, Scope, Topology
 from thinwire.core.program.ops import own_modes
+from thinwire.engine.backward_hooks import AttachSettings
 from thinwire.engine.controller.network import NetworkPrices
-from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
+from thinwire.engine.controller.pilot import MeasuredPlans, PlanController, TunedPlans
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync, tell_apart
 from thinwire.engine.look import Look, LookAhead, as_look
-from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
-from thinwire.engine.ranks.communicator import Alone, Communicator, meeting_in_attach
+from thinwire.engine.parameters import DenseRule, ManagedParameter, check_optimizers, ignore_in, managed_parameters
+from thinwire.engine.ranks.communicator import Communicator, SingleRank, meeting_in_attach
 from thinwire.engine.services import attached_to, handles
-from thinwire.engine.source import AttachSettings
 from thinwire.engine.sync import GradientSync
 from thinwire.predict.choose.worth import WorthOf, read_worth, shipped
 from thinwire.predict.measure.kernels import KERNELS
@@ -211,12 +211,14 @@ class Measuring:
     costs: Costs | None = None
     worth: WorthOf | None = None
 
-    def controller(self, model: nn.Module, method: Method, comm: Communicator, settings: AttachSettings) -> Controller:
+    def controller(
+        self, model: nn.Module, method: Method, comm: Communicator, settings: AttachSettings
+    ) -> PlanController:
         wanted = self.auto or self.adaptive or (settings.pinned is None and needs_measurement(method))
         if comm.topology.world_size == 1 or not wanted:
-            return Controller(pinned=settings.pinned is not None)
+            return PlanController(pinned=settings.pinned is not None)
         lossy = self.worth is not None
-        return (Tuner if rule_of(method) == "tune" else Pilot)(
+        return (TunedPlans if rule_of(method) == "tune" else MeasuredPlans)(
             comm, lambda m: managed_parameters(model, m, settings.keep_dense), auto=self.auto, worth=self.worth,
             adaptive=self.adaptive,
             network=NetworkPrices(comm, self.costs, KERNELS if lossy or not method.exact else ("memory",)),
@@ -227,7 +229,7 @@ def _attach_gradients(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     method: Method,
-    managed: list[Managed],
+    managed: list[ManagedParameter],
     group: dist.ProcessGroup | None,
     topology: Topology,
     settings: AttachSettings,
@@ -241,7 +243,9 @@ def _attach_gradients(
         method.check_optimizer(o)
     asks = settings.on_failure is None
     comm = (
-        Communicator(group, topology, device, settings.timeout, asks=asks, attaching=True) if several else Alone(device)
+        Communicator(group, topology, device, settings.timeout, asks=asks, attaching=True)
+        if several
+        else SingleRank(device)
     )
     try:
         controller = measuring.controller(model, method, comm, settings)
@@ -310,7 +314,7 @@ def attach_local(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     local: Local,
-    managed: list[Managed],
+    managed: list[ManagedParameter],
     group: dist.ProcessGroup | None,
     topology: Topology,
     settings: AttachSettings,
@@ -323,7 +327,7 @@ def attach_local(
     device, several, inner = managed[0].parameter.device, topology.world_size > 1, None
     if local.inside is not None and several and topology.nodes == 1:
         raise ValueError("inside= is for several machines: on one, attach the method itself")
-    comm = Communicator(group, topology, device, settings.timeout, attaching=True) if several else Alone(device)
+    comm = Communicator(group, topology, device, settings.timeout, attaching=True) if several else SingleRank(device)
     try:
         if local.inside is not None and several:
             inner = _attach_inside(model, optimizers, local.inside, comm, settings)

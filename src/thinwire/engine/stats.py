@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.core.collectives.wires import Wire
+from thinwire.core.collectives.tcp_info import Wire
 from thinwire.core.words import run_seconds, seconds, volume
 
 

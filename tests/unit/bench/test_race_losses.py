@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from thinwire.core.pricing.profiles import builtin
 from thinwire.tools.bench import race_losses
-from thinwire.tools.bench.contenders import share_of_rate
 from thinwire.tools.bench.race import RaceSpec
 from thinwire.tools.bench.race_losses import (
     BASE,
@@ -30,6 +29,7 @@ from thinwire.tools.bench.race_losses import (
     whole_factors,
     whole_runs,
 )
+from thinwire.tools.bench.row_on_rank import share_of_rate
 from thinwire.tools.bench.rows import Row, parse_rows
 from thinwire.tools.bench.session import BenchError, Point, RowRecord, RunRecord
 from thinwire.tools.bench.words import PACKAGE, is_users

@@ -10,7 +10,7 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Topology
 from thinwire.engine.controller.planning import EXACT_PLANS, AgreedTimes, PlanPrices
-from thinwire.engine.parameters import Managed
+from thinwire.engine.parameters import ManagedParameter
 from thinwire.predict.choose import choose
 from thinwire.predict.choose.worth import shipped
 
@@ -20,7 +20,7 @@ PROFILE = builtin("resnet50", batch_size=4)
 def managed(method, profile=PROFILE):
     parameters = [torch.nn.Parameter(torch.empty(t.shape, device="meta")) for t in profile.tensors]
     return [
-        Managed(i, t.name, p, method.dense(t.name, t.shape, False))
+        ManagedParameter(i, t.name, p, method.dense(t.name, t.shape, False))
         for i, (t, p) in enumerate(zip(profile.tensors, parameters))
     ]
 

@@ -3,7 +3,7 @@
 import torch
 
 import thinwire as tw
-from thinwire.core.collectives.wires import Wire
+from thinwire.core.collectives.tcp_info import Wire
 from thinwire.engine.stats import Stats
 
 

@@ -38,8 +38,8 @@ from functools import partial
 
 from torch import Tensor
 
-from thinwire.core.collectives.streams import CountdownWork, SocketLoop, memory_of
-from thinwire.core.collectives.wires import TcpInfo, Wire, congestion_control, use_congestion_control
+from thinwire.core.collectives.socket_stream import CountdownWork, SocketLoop, memory_of
+from thinwire.core.collectives.tcp_info import TcpInfo, Wire, congestion_control, use_congestion_control
 from thinwire.core.errors import PairError
 from thinwire.core.sockets import TOKEN_BYTES, not_for_children
 from thinwire.core.tls import CipherSocket
@@ -187,7 +187,7 @@ class _Inbox:
 
 
 class BundleStream:
-    """One order of messages over a bundle; as a :class:`~thinwire.core.collectives.streams.Stream` to its users."""
+    """One order of messages over a bundle; as a ``Stream`` to its users."""
 
     def __init__(self, bundle: Bundle, number: int) -> None:
         self._bundle, self._number = bundle, number

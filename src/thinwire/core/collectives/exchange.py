@@ -44,8 +44,8 @@ from thinwire.core.collectives.mesh import (
     ordered_sum,
     reduce_scatter_by_mesh,
 )
-from thinwire.core.collectives.streams import CountdownWork
-from thinwire.core.collectives.wires import Wire
+from thinwire.core.collectives.socket_stream import CountdownWork
+from thinwire.core.collectives.tcp_info import Wire
 from thinwire.core.program import Topology
 from thinwire.core.program.ops import (
     AllGather,
@@ -133,7 +133,7 @@ def disjoint_links(topology: Topology) -> bool:
     return topology.world_size == 2 or not topology.two_levels
 
 
-class Lanes:
+class LanePool:
     """The lanes that one GradientSync has leased; ``rank`` is this rank's place among the global ``ranks``.
 
     With NCCL one group serves all lanes over the same ranks: one thread issues ops in the plan's order, each group
@@ -266,7 +266,7 @@ class Lanes:
         self._first.clear()
 
 
-class Ledger:
+class ByteCounter:
     def __init__(self) -> None:
         self.issued: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -279,7 +279,7 @@ class Ledger:
         self.bytes[kind] += size
         return size
 
-    def add(self, other: Ledger) -> None:
+    def add(self, other: ByteCounter) -> None:
         self.issued.update(other.issued)
         self.bytes.update(other.bytes)
 

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from thinwire.core.collectives.bundle import OPENING_SECONDS, Accept, Ask, Bundle, BundleStream, Call
 from thinwire.core.collectives.groups import backend_for, seconds_of
-from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of, socket_loop
-from thinwire.core.collectives.wires import Wire, active_sockets, congestion_control, wanted_sockets
+from thinwire.core.collectives.socket_stream import CountdownWork, Stream, memory_of, socket_loop
+from thinwire.core.collectives.tcp_info import Wire, active_sockets, congestion_control, wanted_sockets
 from thinwire.core.program.bucket import working_dtype
 from thinwire.core.sockets import MESH_RANKS, SOCKETS, TOKEN_BYTES, check_name, readable, server_at, writable
 from thinwire.core.tls import Credentials, in_words

@@ -161,7 +161,7 @@ def put_dense(message: Tensor, dense: Sequence[Slot], ranks: int) -> None:
         return
     tail = message[-sum(slot.numel for slot in dense) :]
     pieces = views(tail, [slot.shape for slot in dense])
-    torch._foreach_copy_(pieces, [slot.raw() for slot in dense])
+    torch._foreach_copy_(pieces, [slot.value_or_zeros() for slot in dense])
     if (scale := dense[0].scale) is not None:
         tail.div_(scale)
     tail.mul_(1.0 / ranks)

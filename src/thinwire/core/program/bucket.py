@@ -83,7 +83,7 @@ class Slot:
         self.scale: Tensor | None = None
         self.result: Tensor | None = None
 
-    def raw(self) -> Tensor:
+    def value_or_zeros(self) -> Tensor:
         """Return autograd's gradient; -0.0 if unused, so that a sum over ranks shows whether any rank used it."""
         if self.value is None:
             return torch.full(self.shape, -0.0, dtype=self.dtype, device=self.device)
@@ -91,7 +91,7 @@ class Slot:
 
     def gradient(self) -> Tensor:
         """Return the gradient, working dtype, unscaled, contiguous. May share memory with ``.grad``: do not edit."""
-        x = self.raw().to(working_dtype(self.dtype)).contiguous()
+        x = self.value_or_zeros().to(working_dtype(self.dtype)).contiguous()
         return x if self.scale is None else x / self.scale
 
     def matrix(self) -> Tensor:
@@ -272,7 +272,7 @@ class Bucket:
 
     def gradient(self) -> Tensor:
         """All gradients concatenated, working dtype, unscaled: a new tensor that the program may edit."""
-        x = torch.cat([slot.raw().reshape(-1) for slot in self.slots]).to(working_dtype(self.dtype))
+        x = torch.cat([slot.value_or_zeros().reshape(-1) for slot in self.slots]).to(working_dtype(self.dtype))
         return x if self.scale is None else x.div_(self.scale)
 
     def write_gradient(self, x: Tensor) -> None:

@@ -20,7 +20,7 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Plan, Topology
 from thinwire.core.program.trace import TracedExchange, trace
 from thinwire.engine.local.settings import local_settings
-from thinwire.engine.parameters import Managed, gradient_dtype
+from thinwire.engine.parameters import ManagedParameter, gradient_dtype
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.predict.choose.rank import SimulatedMethod, judge, without_startups
 from thinwire.predict.choose.worth import EXACT, WorthOf, resolved
@@ -43,7 +43,7 @@ _ONE_BUCKET_BYTES = 1 << 20  # not worth splitting
 
 def make_plan(
     method: Method,
-    managed: Sequence[Managed],
+    managed: Sequence[ManagedParameter],
     order: Sequence[int],
     late: Iterable[int],
     backend: str,
@@ -59,7 +59,7 @@ def make_plan(
     return plans.make_plan(method, tensors, order, late, backend, measured, all_reduce)
 
 
-def measured_plan(method: Method, managed: Sequence[Managed], backend: str, measured: Measured) -> Plan:
+def measured_plan(method: Method, managed: Sequence[ManagedParameter], backend: str, measured: Measured) -> Plan:
     index = {m.name: m.index for m in managed}
     order = [index[tensor.name] for tensor in measured.profile.tensors]
     return make_plan(method, managed, order, (), backend, measured)
@@ -67,7 +67,7 @@ def measured_plan(method: Method, managed: Sequence[Managed], backend: str, meas
 
 def price_plan(
     method: Method,
-    managed: Sequence[Managed],
+    managed: Sequence[ManagedParameter],
     backend: str,
     measured: Measured,
     dense: Method | None,
@@ -87,7 +87,7 @@ def price_plan(
 
 
 def trace_plan(
-    plan: Plan, method: Method, dense: Method, managed: Sequence[Managed], topology: Topology, rank: int
+    plan: Plan, method: Method, dense: Method, managed: Sequence[ManagedParameter], topology: Topology, rank: int
 ) -> list[list[list[TracedExchange]]]:
     """Return the collectives of every bucket of every phase, found by running the programs on shapes alone."""
     by_name = {m.name: m for m in managed}
@@ -105,7 +105,7 @@ def trace_plan(
 
 def rebuild(
     method: Method,
-    managed: Sequence[Managed],
+    managed: Sequence[ManagedParameter],
     communicator: Communicator,
     order: Sequence[int],
     unseen: Sequence[int],
@@ -149,7 +149,7 @@ class PlanPrices:
 
     backend: str
     topology: Topology
-    manage: Callable[[Method], list[Managed]]
+    manage: Callable[[Method], list[ManagedParameter]]
     dense: Method
     costs: Costs
     measurement: AgreedTimes

@@ -45,7 +45,7 @@ from thinwire.core.program.trace import TracedExchange, steady_step, trace, with
 from thinwire.engine.local.host import HostMemory
 from thinwire.engine.local.settings import QSR, Local
 
-KEPT = 0.5
+DEVIATION_KEPT = 0.5
 """Share of a rank's deviation at sending that is kept, in rounds of two or more steps. At a delay of 2 or 3 steps it
 hardly matters; at 7 it saves an eighth of the steps: ``benchmarks/late_rounds.py``."""
 
@@ -68,7 +68,9 @@ def by_first_ranks(program: Program, bucket: Bucket, *, first: bool) -> Program:
     slots = bucket.slots
     if first:
         yield from across(program)
-        flat = torch.cat([(slot.raw() if slot.result is None else slot.result).reshape(-1) for slot in slots])
+        flat = torch.cat(
+            [(slot.value_or_zeros() if slot.result is None else slot.result).reshape(-1) for slot in slots]
+        )
     else:
         program.close()
         flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=slots[0].device)
@@ -86,7 +88,7 @@ def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExc
 
 
 class Rounds:
-    """The rounds of one rank; what is called after an optimizer step is in ``Travel.turn``.
+    """The rounds of one rank; what is called after an optimizer step is in ``RoundRunner.turn``.
 
     ``first``: whether this is its machine's first rank, if the machine's ranks have equal weights; ``rank`` and
     ``topology`` then count machines. ``start``: number of exact rounds before the codec begins; None: as it says.
@@ -374,7 +376,9 @@ class Fragment:
     def receive(self) -> bool:
         """Take over the results when all programs have ended. Return whether they are kept; equal on all ranks."""
         means = {
-            slot.name: slot.raw() if slot.result is None else slot.result for _, b in self._buckets for slot in b.slots
+            slot.name: slot.value_or_zeros() if slot.result is None else slot.result
+            for _, b in self._buckets
+            for slot in b.slots
         }
         ordered = [means[name] for name in self.parameters]
         self.state.verdict(self._all(ordered))
@@ -475,7 +479,7 @@ class Fragment:
     def _share_kept(self, delay: int) -> float:
         """Return the share of the deviation to keep; 0 if a machine's other ranks do not know the residual."""
         unknown = self._leads is not None and self._settings.method.has_residual
-        return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else KEPT
+        return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else DEVIATION_KEPT
 
     def _add_residuals(self, share: float) -> None:
         for name, sent in zip(self.parameters, self._sent):

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from thinwire.core.program import Method, State, Topology
 from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import own_modes
-from thinwire.engine.local.memory import ADAM, Held, held
+from thinwire.engine.backward_hooks import AttachSettings, LateParameters
+from thinwire.engine.local.memory import ADAM, MemoryRow, held
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.times import RoundTimes
-from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
+from thinwire.engine.local.travel import BuffersAndFrozen, Moments, RoundRunner, open_channels
 from thinwire.engine.look import BeforeForward
-from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
+from thinwire.engine.parameters import ManagedParameter, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.engine.services import Fitting, Handle, Services, fitting
+from thinwire.engine.services import CheckedState, Handle, Services, fitting
 from thinwire.engine.session import Session, owned
-from thinwire.engine.source import AttachSettings, LateParameters
 from thinwire.engine.state.persistence import LOCAL, check_version, from_flat, frozen_since, on_device, to_flat, without
 from thinwire.engine.state.scaler import SkippedSteps
 from thinwire.engine.stats import Stats
@@ -63,7 +63,7 @@ class LocalSync(Handle):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         local: Local,
-        managed: list[Managed],
+        managed: list[ManagedParameter],
         comm: Communicator,
         topology: Topology,
         settings: AttachSettings,
@@ -100,17 +100,17 @@ class LocalSync(Handle):
             local = dataclasses.replace(local, codec=comm.fit(local.codec))
         self._rounds = Rounds(local, weights, dense, rank, workers, first=first, start=start,
                               agree=None if site is None else site.agree)  # fmt: skip
-        self._travel: Travel | None = None  # None: there is one rank
+        self._travel: RoundRunner | None = None  # None: there is one rank
         if several:
             buffers = buffers_of(model) if settings.broadcast_buffers else []
-            beside = Beside(buffers, frozen_of(model, weights), self.services.gather,
+            beside = BuffersAndFrozen(buffers, frozen_of(model, weights), self.services.gather,
                             averaged=local.average_buffers)  # fmt: skip
             moments = Moments(dict(local.moments), optimizers, weights.values())
             before = self._compare if self._compares else lambda: None
             services = self.services
             try:
                 channels = open_channels(services, self._rounds, beside, moments)
-                self._travel = Travel(self._rounds, channels, beside, moments, before)
+                self._travel = RoundRunner(self._rounds, channels, beside, moments, before)
                 self._measure_anew()
             except Exception as error:  # a rank was lost meanwhile: the channels made so far have threads
                 session.give_up(str(error))
@@ -294,7 +294,7 @@ class LocalSync(Handle):
     def _lr(self) -> float:
         return self._rounds.rate(self.services.optimizers[0])
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryRow]:
         """Return the bytes that training holds on this rank, by kind; see :func:`thinwire.engine.local.memory.held`.
 
         Before an optimizer's first step, its state is taken for Adam's.
@@ -384,7 +384,7 @@ class LocalSync(Handle):
         self._check_own("load_state_dict()")
         super().load_state_dict(state)
 
-    def _fitting(self, state: Mapping[str, Any]) -> Fitting:
+    def _fitting(self, state: Mapping[str, Any]) -> CheckedState:
         services, rounds = self.services, self._rounds
         rank, same = services.rank, self._check_fits(state)
         frozen = frozen_since(services.model, {name for fragment in rounds.fragments for name in fragment.parameters})
@@ -404,13 +404,13 @@ class LocalSync(Handle):
         ]
         inside = None if self._inner is None else fitting(self._inner, state[f"inside/{rank}"])
         snapshot = {**outer, "fragments": fragments}
-        return Fitting(
+        return CheckedState(
             partial(self._restore, snapshot, outer["buffers"], inside, again=not same),
             lambda: None if inside is None else inside.adopt(),
         )
 
     def _restore(
-        self, snapshot: dict[str, Any], buffers: list[Tensor], inside: Fitting | None, *, again: bool
+        self, snapshot: dict[str, Any], buffers: list[Tensor], inside: CheckedState | None, *, again: bool
     ) -> Callable[[], None]:
         """Take a state over; ``again``: begin again from its outer weights. Return what undoes it."""
         held, before = self._held(), self._rounds.snapshot()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thinwire.core.collectives.wires import Wire
+from thinwire.core.collectives.tcp_info import Wire
 from thinwire.core.pricing.costs import KINDS, Costs, Curve, Key, Linear, Table
 from thinwire.core.program.ops import Scope
 from thinwire.core.records import UNREADABLE, made, plain

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from thinwire.core.checks import check_choice
 from thinwire.core.program.ops import own_modes
+from thinwire.engine.backward_hooks import BackwardEnd
 from thinwire.engine.hooks import current_task
-from thinwire.engine.source import BackwardEnd
 from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.systems.kfac.factors import LayerSums
 from thinwire.systems.kfac.layers import Preconditioned

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from thinwire.core.collectives.wires import ask_for_control, is_long, wanted_sockets
+from thinwire.core.collectives.tcp_info import ask_for_control, is_long, wanted_sockets
 from thinwire.core.errors import NotAdmitted, PairError, PairTimeout
 from thinwire.core.sockets import Selector, not_for_children
 from thinwire.core.tls import Certificate, Cipher, CipherSocket, Credentials

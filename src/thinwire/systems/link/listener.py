@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from thinwire.core.collectives.bundle import Ask
-from thinwire.core.collectives.wires import ask_for_control
+from thinwire.core.collectives.tcp_info import ask_for_control
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.sockets import TOKEN_BYTES, check_name, family_of, not_for_children
 from thinwire.systems.link.duplex import Duplex, dial, end_of

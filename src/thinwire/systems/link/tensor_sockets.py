@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from thinwire.core.collectives.bundle import FRAME_BYTES, Accept, Bundle, Call
-from thinwire.core.collectives.streams import CountdownWork, socket_loop
-from thinwire.core.collectives.wires import active_sockets
+from thinwire.core.collectives.socket_stream import CountdownWork, socket_loop
+from thinwire.core.collectives.tcp_info import active_sockets
 from thinwire.core.errors import PairError, PairTimeout
 from thinwire.systems.link.duplex import SILENT, Duplex
 

@@ -18,9 +18,9 @@ from thinwire.core.pricing.plans import PlanTensor, make_plan
 from thinwire.core.program import LocalWorld, Method
 from thinwire.predict.timeline import Timeline
 from thinwire.tools import lab
-from thinwire.tools.bench.contenders import Several, listed
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.row_on_rank import Several, listed
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec, Launched, RowRecord, RunRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.systems.link.codec import Codec, Digest, Finite
+from thinwire.systems.link.codec import Codec, FiniteFloat, Hash64
 
 PROTOCOL = 6
 MOST_WORKERS = 1 << 12  # of one node
@@ -38,7 +38,7 @@ class Hello:
 
     node: int
     workers: int
-    layout: Digest = 0
+    layout: Hash64 = 0
     protocol: int = PROTOCOL
     instance: int = 0
     ticket: int = 0
@@ -132,7 +132,7 @@ class Grad:
     in_total: int
     low: int
     grant: int
-    weight: Finite
+    weight: FiniteFloat
     rows: tuple[Row, ...] = ()
     tensor: Any = None
 
@@ -216,7 +216,7 @@ class RegisterShard:
     port: int
     protocol: int
     keeps: bool
-    outer: Digest
+    outer: Hash64
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ class UpdateShard:
     """Make version + 1: add ``rows`` in order, divide, step with ``factor`` times the rate, ``show`` the slice."""
 
     version: int
-    divisor: Finite
-    factor: Finite
+    divisor: FiniteFloat
+    factor: FiniteFloat
     show: bool = False
     rows: tuple[SumOf, ...] = ()
 

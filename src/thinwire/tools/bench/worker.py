@@ -15,10 +15,10 @@ from thinwire.core.collectives.groups import topology_of
 from thinwire.core.durable import write_whole
 from thinwire.core.events import tell_event
 from thinwire.core.program import Topology
-from thinwire.tools.bench.contenders import new_group
 from thinwire.tools.bench.device import place_of, prepare_rank, rank_device
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.round_robin import RoundRobin, RowRun, compare, draw_curves
+from thinwire.tools.bench.row_on_rank import new_group
 from thinwire.tools.bench.rows import COMPUTE, Row
 from thinwire.tools.bench.session import REFUSED, BenchSpec, RowRecord, RunRecord
 

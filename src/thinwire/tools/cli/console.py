@@ -214,9 +214,9 @@ class Watched:
 @contextmanager
 def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
     """Watch the load during a measurement with that many processes; warn on stderr if the machine was too busy."""
-    from thinwire.predict.measure.machine import LoadWatch
+    from thinwire.predict.measure.machine import LoadSample
 
-    watch, seen = LoadWatch(), Watched()
+    watch, seen = LoadSample(), Watched()
     yield seen
     load = watch.load()
     if load is not None:

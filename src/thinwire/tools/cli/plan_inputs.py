@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.core.methods.registry import candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
-from thinwire.core.pricing.wires import carried
+from thinwire.core.pricing.wire_model import carried
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local.settings import CANDIDATES, named_method
 from thinwire.predict.choose import DEVICES, DeviceSpec, resolved

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.core.checks import check_choice, check_count
 from thinwire.core.pricing.profiles import BUILTIN, builtin
 from thinwire.core.words import volume
-from thinwire.engine.local.memory import held_by
+from thinwire.engine.local.memory import predict_memory
 from thinwire.engine.local.settings import PRESETS, local_settings
 from thinwire.tools.bench.models.registry import BUILT_IN, build_model, model_in
 from thinwire.tools.bench.words import load_function, split_options, told
@@ -54,7 +54,7 @@ def show(model: str, methods: str | None, output: Output, *, shards: int, sites:
         name, options = split_options(label.strip())
         if name.lower() not in PRESETS:
             raise ValueError(f'--memory counts "local" and "diloco", with their options, not {name!r}')
-        rows = held_by(local_settings(name, options), shapes, sites=sites, shards=shards, dtype=DTYPES[dtype])
+        rows = predict_memory(local_settings(name, options), shapes, sites=sites, shards=shards, dtype=DTYPES[dtype])
         total, host = (sum(getattr(row, where) for row in rows) for where in ("device", "host"))
         kinds = [{"kind": row.kind, "device": row.device, "host": row.host} for row in rows]
         title = f"{label.strip()}: {elements / 1e9:.3g} billion parameters in {dtype}, {sites} sites of {shards}"
