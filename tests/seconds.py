@@ -47,7 +47,8 @@ class Seconds:
         if report.when == "teardown":
             wall, used = dict(report.user_properties)["seconds"]
             self.tests += 1
-            self.folders["/".join(report.nodeid.split("::")[0].split("/")[:3])] += used
+            folder = report.nodeid.partition("::")[0].split("/")[: 3 if "/unit/" in report.nodeid else 2]
+            self.folders["/".join(folder)] += used
             self.each[report.nodeid] = round(wall, 2), round(used, 2)
 
     @pytest.hookimpl(trylast=True)

@@ -1,7 +1,7 @@
 """The gradients of an attached model: hooks on its parameters tell when buckets are ready and when backward has ended.
 
 hooks -> BackwardHooks -> Buckets -> executor     a gradient arrives; its bucket's program runs while backward runs
-         BackwardHooks  -> Session.finish -> Coupled.deliver -> Session.commit                    the end of backward
+         BackwardHooks -> Session.finish -> Coupled.deliver -> Session.commit                    the end of backward
 """
 
 from __future__ import annotations
