@@ -1,8 +1,8 @@
 """How large the project is: ``python benchmarks/size.py [REVISION ...]``.
 
 Lines of code (without docstrings, comments, blank lines and imports), lines and files of each wing and of the tests,
-beside those of the last release and of the last commit that CHANGELOG.md names, or of the revisions given. Then what the
-last ``make test`` took, by folder and by test. A line of code that several statements or strings share counts once.
+beside those of the last release and of the last commit that CHANGELOG.md names, or of the revisions given. Then what
+the last ``make test`` took, by folder and by test. A line of code that several statements or strings share counts once.
 """
 
 from __future__ import annotations
