@@ -33,8 +33,9 @@ demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 4
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest -m ''
+# What takes longer than 30 s, or repeats what `make test` does with more cases.
+test-all: test
+	$(BIN)/python -m pytest -n 2 -m slow
 
 # For the owner of a CUDA card: see docs/gpu.md.
 gpu: $(STAMP)

@@ -1,6 +1,6 @@
 """Rows of whole runs for options of local steps that a row's text cannot hold: every 4 steps in 2 bits, and one more.
 
-From this folder: ``python race.py --whole 1504 --methods "ddp,local_variants:second_moments,local_variants:growing"``.
+From this folder: ``python race.py --methods "ddp,local_variants:second_moments,local_variants:growing"``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools import lab
-from thinwire.tools.bench.race_answer import step_times
+from thinwire.tools.bench.race_losses import step_times
 from thinwire.tools.bench.rows import COMPUTE, parse_rows
 from thinwire.tools.bench.session import BenchSpec, run_session
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 import in_lab
 from thinwire.tools import lab
-from thinwire.tools.bench.contenders import dense_ring_bytes
+from thinwire.tools.bench.row_on_rank import dense_ring_bytes
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec, Point, run_session
 from thinwire.tools.bench.summary import BenchResult, bench_table, floor

@@ -140,28 +140,21 @@ def picture(known: dict[str, Any], options: argparse.Namespace) -> Picture:
 
 
 def asynchronous(settings: str, outer: str, options: argparse.Namespace) -> dict[str, Any]:
-    from thinwire.systems.cli.ps_work import LabSpec, run_lab
+    from thinwire.systems.cli.ps import PsRunVerb
+    from thinwire.tools.cli.console import Output
 
-    spec = LabSpec(
+    spec = PsRunVerb(
         model=f"{MODEL}:batch={options.batch}",
         settings=settings,
         outer=outer,
-        nodes=4,
-        workers=1,
         link=options.link,
-        delay="0",
         pace=options.pace,
-        slow=[(3, options.slow)],
-        kill=[],
-        updates=None,
-        gradients=None,
+        slow=[f"3:{options.slow}"],
         seconds=options.seconds,
         evaluate_every=EVERY,
-        journal=None,
-        seed=0,
         timeout=options.seconds + 120,
     )
-    result = run_lab(spec, quiet=True)
+    result = spec.run(Output())
     status = result["status"]
     sent = status["up_bytes"] + status["down_bytes"]
     return summary(result["losses"], status["gradients"], status["training_seconds"], sent)
@@ -254,30 +247,22 @@ def shards(rounds: int, runs: dict[str, dict[str, list[float]]]) -> None:
 
 def pushed(link: str, count: int) -> float:
     """Gradients per second of asynchronous SGD; the nodes' own links are 1gbit."""
-    from thinwire.systems.cli.ps_work import LabSpec, run_lab
+    from thinwire.systems.cli.ps import PsRunVerb
+    from thinwire.tools.cli.console import Output
 
     links = [link] * (1 + count) + ["1gbit"] * 4
-    spec = LabSpec(
+    spec = PsRunVerb(
         model=SHARDED,
         settings="asp",
         outer="sgd:lr=0.001",
-        nodes=4,
-        workers=1,
         link=",".join(links),
-        delay="0",
         pace=0.2,
-        slow=[],
-        kill=[],
-        updates=None,
-        gradients=None,
         seconds=SHARD_SECONDS,
         evaluate_every=10**9,
-        journal=None,
-        seed=0,
         timeout=SHARD_SECONDS + 120,
         shards=count,
     )
-    status = run_lab(spec, quiet=True)["status"]
+    status = spec.run(Output())["status"]
     return float(status["gradients"] / status["training_seconds"])
 
 

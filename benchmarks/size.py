@@ -1,8 +1,8 @@
 """How large the project is: ``python benchmarks/size.py [REVISION ...]``.
 
 Lines of code (without docstrings, comments, blank lines and imports), lines and files of each wing and of the tests,
-beside those of the last release and of the last commit that CHANGELOG.md names, or of the revisions given; and what the
-last ``make test`` took. A line of code that several statements or strings share counts once.
+beside those of the last release and of the last commit that CHANGELOG.md names, or of the revisions given. Then what
+the last ``make test`` took, by folder and by test. A line of code that several statements or strings share counts once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
     tokenize.ENCODING,
 }  # fmt: skip
+MOST = 25
+"""Folders and tests that are listed."""
 Sizes = dict[str, Counter[str]]
 
 
@@ -104,7 +106,12 @@ def main() -> None:
     if last.exists():
         took = json.loads(last.read_text())
         used = f"{took['wall']:,.0f} s, {took['processor']:,.0f} processor seconds"
-        print(f"last make test: {took['tests']:,} tests, {used}")
+        print(f"\nlast make test: {took['tests']:,} tests, {used}\n\nprocessor seconds of folders")
+        for name, seconds in list(took["folders"].items())[:MOST]:
+            print(f"{seconds:8.1f}  {name}")
+        print("\n    wall  processor seconds of tests")
+        for name, (wall, seconds) in list(took["longest"].items())[:MOST]:
+            print(f"{wall:8.1f}{seconds:8.1f}  {name}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.systems.cli.split import model_builder
+from thinwire.systems.cli.split import FineTuningOptions
 from thinwire.systems.link.keys import new_keys
 from thinwire.systems.split import (
     Batch,
@@ -84,7 +84,7 @@ def pretrain(folder: Path, options: argparse.Namespace) -> None:
     """A small encoder with its tokeniser, that has learned to tell lines of other packages apart."""
     tokenizer = trained_tokenizer([line for lines in lines_of(OTHERS).values() for line in lines], 2000)
     task = stdlib_task(options.lines, options.length, tokenizer=tokenizer, packages=OTHERS)
-    model = model_builder(options.model, options.length)(task, options.seeds[0])
+    model = FineTuningOptions(model=options.model, length=options.length).builder()(task, options.seeds[0])
     recipe = Recipe(learning_rate=options.lr, epochs=options.epochs, seed=options.seeds[0])
     optimizer, total = recipe.optimizer(model), recipe.steps(len(task.train))
     for step, indices in enumerate(remaining(recipe, len(task.train), 0)):
@@ -107,7 +107,7 @@ def task_row(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any
     tokenizer = local_tokenizer(Path(options.model)) if pretrained else None
     task = stdlib_task(options.lines, options.length, tokenizer=tokenizer, every=options.every)
     recipe = Recipe(learning_rate=options.lr, epochs=options.epochs, batch_size=32, seed=seed)
-    model = model_builder(options.model, options.length)(task, seed)
+    model = FineTuningOptions(model=options.model, length=options.length).builder()(task, seed)
     total = recipe.steps(len(task.train))
 
     def show(step: int, of: int, loss: float) -> None:

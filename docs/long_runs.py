@@ -1,6 +1,6 @@
 """The page "Local steps: what they cost": ``python docs/long_runs.py`` writes it from ``benchmarks/results/race.json``.
 
-``python benchmarks/race.py --whole 1504`` measures that file's whole runs anew.
+``python benchmarks/race.py`` measures that file's whole runs anew.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ cosine, at the rate that serves this row best. *Sent* is a share of what DDP sen
 final loss, by DDP's own runs of several lengths.
 """
 TAIL = """
-With your own model: [`thinwire race MODEL --link 100mbit --steps 2000`](race.md#whole-runs). In a checkout:
-`python benchmarks/race.py --whole 1504`, then `python docs/long_runs.py`.
+With your own model: [`thinwire race MODEL --link 100mbit --steps 2000`](race.md#how-it-is-measured). In a checkout:
+`python benchmarks/race.py`, then `python docs/long_runs.py`.
 """
 
 

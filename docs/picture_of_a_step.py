@@ -16,9 +16,9 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from thinwire.predict.timeline import Event, Timeline, simulate
+from thinwire.predict.timeline import Event, Timeline
 from thinwire.predict.timeline.result import COMPUTE, METHOD
-from thinwire.tools.cli.plan_inputs import read_question
+from thinwire.tools.cli.plan import PlanOptions
 from thinwire.tools.report.traces import joined
 
 FOLDER = Path(__file__).parent / "images"
@@ -49,26 +49,14 @@ INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 
 def timeline(label: str, link: str) -> Timeline:
     """The simulated step, with the defaults of ``thinwire plan``."""
-    asked = read_question(
-        MODEL,
+    asked = PlanOptions(
+        model=MODEL,
         link=link,
-        delay=None,
-        costs=None,
         workers=WORKERS,
-        ranks_per_node=1,
-        methods=label,
         batch_size=BATCH,
-        device=None,
-        flops=None,
-        profile=None,
-    )
-    return simulate(
-        dict(asked.candidates)[label],
-        asked.profile,
-        asked.topology,
-        asked.costs(),
-        **asked.where,
-    )
+        methods=label,
+    ).question()
+    return asked.simulated(dict(asked.candidates)[label])
 
 
 def one_step(found: Timeline) -> list[Event]:

@@ -3,14 +3,11 @@
 import atexit
 import contextlib
 import gc
-import json
 import os
-import resource
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,8 @@ from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "unit"), str(HERE / "abuse"), str(HERE / "unit" / "split")]
+from seconds import Seconds  # noqa: E402
+
 torch.set_num_threads(1)
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="thinwire-tests-")  # nothing is remembered from other runs
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -29,18 +28,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: wh
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-BEGAN = time.monotonic()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session):
-    """Leave what the whole suite took, its ranks included, for ``benchmarks/size.py``."""
-    if not hasattr(session.config, "workerinput") and session.testscollected > 1000:
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        took = {"tests": session.testscollected, "wall": time.monotonic() - BEGAN}
-        took["processor"] = sum(one.ru_utime + one.ru_stime for one in used)
-        (session.config.rootpath / ".pytest_cache").mkdir(exist_ok=True)
-        (session.config.rootpath / ".pytest_cache" / "seconds.json").write_text(json.dumps(took))
+def pytest_configure(config):
+    config.pluginmanager.register(Seconds())
 
 
 def pytest_collection_finish(session):

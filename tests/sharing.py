@@ -3,7 +3,6 @@
 from xdist.scheduler import LoadScopeScheduling
 
 WIRES, RANKS, OTHERS, FUZZ = "tests/net/", "tests/dist/", "tests/third_party/", "tests/fuzz/"
-SITES = "tests/dist/test_sites_example.py"
 
 
 class ByFile(LoadScopeScheduling):
@@ -19,8 +18,6 @@ class ByFile(LoadScopeScheduling):
             return WIRES
         if file.startswith(FUZZ):
             return nodeid  # each has ranks of its own, and some of the scripts
-        if file == SITES:
-            return file  # torchrun starts its ranks; a file by itself comes last, when the cores are free
         if file.startswith(RANKS):
             return "ranks, a to f" if file < RANKS + "test_g" else "ranks, g to z"
         return "ranks, a to f" if file.startswith(OTHERS) else file

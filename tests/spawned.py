@@ -8,6 +8,7 @@ that has nothing but its imports behind it, which end as a script does.
 import atexit
 import contextlib
 import ctypes
+import gc
 import itertools
 import multiprocessing
 import os
@@ -57,6 +58,7 @@ def _serve(pipe):
     # Plain DDP dropped right after its last backward can hang in torch 2.13: under the GIL its group waits for Gloo's
     # thread, and that thread for the GIL, to let go of the contextvars that backward keeps for compiled code alone.
     torch._C._stash_obj_in_tls = lambda *_: None
+    gc.freeze()  # what was imported: at a process's end, looking through it takes three times as long as all else
     while True:
         try:
             call = pipe.recv()
@@ -65,6 +67,7 @@ def _serve(pipe):
         pipe.send_bytes(pickle.dumps(_one(*call)))  # plain bytes: torch would send tensors through shared memory
         last, call = call[-1], None
         if last:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nanobind would list what is frozen
             ctypes.pythonapi.Py_Exit(0)  # what `sys.exit` comes to; a fork's own end would skip what is torn down there
 
 

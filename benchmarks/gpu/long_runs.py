@@ -35,9 +35,9 @@ from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import LocalWorld
 from thinwire.engine.local.settings import named_local
 from thinwire.engine.local.travel import LocalRanks
-from thinwire.tools.bench.contenders import share_of_rate
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.text import standard_library
+from thinwire.tools.bench.row_on_rank import share_of_rate
 from thinwire.tools.bench.rows import Row, parse_rows
 
 BETAS, DECAY, CLIP, HELD_OUT = (0.9, 0.95), 0.1, 1.0, 64

@@ -17,8 +17,7 @@ import store
 from catalogue import TOLLS, TRIED
 
 from thinwire.core.words import megabytes, seconds
-from thinwire.tools.bench.race_answer import StepTimes, TimeToLoss, time_to_loss
-from thinwire.tools.bench.race_losses import StepsFactor
+from thinwire.tools.bench.race_losses import StepsFactor, StepTimes, TimeToLoss, time_to_loss
 from thinwire.tools.bench.rows import COMPUTE, TORCH_ROWS
 
 ROOT = Path(__file__).parents[2]

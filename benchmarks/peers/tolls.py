@@ -22,8 +22,7 @@ from typing import Any
 from catalogue import BASELINE, TOLLS, trained_as
 
 from thinwire.tools import lab
-from thinwire.tools.bench.race_answer import step_times
-from thinwire.tools.bench.race_losses import TrainingSetup
+from thinwire.tools.bench.race_losses import TrainingSetup, step_times
 from thinwire.tools.bench.rows import COMPUTE, Row
 from thinwire.tools.bench.session import BenchSpec, run_session
 

@@ -34,7 +34,7 @@ def rank_of_site(site, rank, shards, port, lighthouse, folder, options, dies, pa
     from torchft import Manager, ProcessGroupGloo
 
     from thinwire.adapters.torchft import attach
-    from thinwire.core.kernels.runs import here
+    from thinwire.core.program.bucket import local_shard
 
     torch.set_num_threads(1)
     os.dup2(os.open(f"{folder}/{site}{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -64,7 +64,7 @@ def rank_of_site(site, rank, shards, port, lighthouse, folder, options, dies, pa
         return ask()
 
     def held():
-        return {name: here(p).detach() for name, p in model.named_parameters()}
+        return {name: local_shard(p).detach() for name, p in model.named_parameters()}
 
     def started():
         may_die("quorum")

@@ -41,7 +41,10 @@ def _run(rank, size, page, code, folder):
     return sorted(name for name in vars(module) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("name", ["frameworks", "larger_than_a_card", "checkpoints", "gpu"])
+SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in ("frameworks", "larger_than_a_card")]
+
+
+@pytest.mark.parametrize("name", [*SLOW, "checkpoints", "gpu"])
 def test_blocks_run_on_ranks(name, tmp_path):
     page = DOCS / f"{name}.md"
     blocks = _blocks(page)

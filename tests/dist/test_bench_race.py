@@ -14,9 +14,9 @@ from thinwire.core.events import event_in
 from thinwire.core.program import Plan
 from thinwire.core.records import made
 from thinwire.tools.bench import worker
-from thinwire.tools.bench.contenders import UNUSED, Contender, share_of_rate
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.row_on_rank import UNUSED, RowOnRank, share_of_rate
 from thinwire.tools.bench.rows import Row, parse_rows
 from thinwire.tools.bench.session import BenchSpec, RowRecord, seconds_to
 from thinwire.tools.bench.trainer import Trainer
@@ -120,7 +120,7 @@ def _counted(rank, size):
     plan = Plan.from_json(lags.plan)
     fewest = [[dataclasses.replace(b, kept=0 if b.dense else 3) for b in phase] for phase in plan.phases]
     fewest = Plan(tuple(map(tuple, fewest)))
-    pinned = Contender(Row("lags", "lags", plan=fewest.to_json()), spec, None)
+    pinned = RowOnRank(Row("lags", "lags", plan=fewest.to_json()), spec, None)
     pinned.step(rank)
     pinned.close()
     counts = [[bucket.kept for bucket in of.phases[0] if not bucket.dense] for of in (plan, pinned.sync.plan)]
@@ -276,7 +276,7 @@ def _rows_of_everybody(rank, size):
     for schedule in (False, True):
         spec = BenchSpec("test_bench_race:line", (), size, steps=8, warmup=0, schedule=schedule)
         for row in parse_rows("ddp,accumulate:every=4,alone"):
-            contender = Contender(row, spec, None)
+            contender = RowOnRank(row, spec, None)
             weights = []
             for _ in range(8):
                 contender.step(rank)

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from spawned import run
-from thinwire.adapters.ddp_module import checked, load_from, register, save_in
+from thinwire.adapters.ddp_module import checked
+from thinwire.adapters.local_ddp import connect, load_from, save_in
 
 pytestmark = pytest.mark.dist
 
@@ -375,8 +376,9 @@ def _kept(rank, size, folder):
         net = cases.model()
         ddp = DistributedDataParallel(net, bucket_cap_mb=SMALL)
         topology = tw.Topology(size) if name == "hitopk" else None
-        sync = register(ddp, checked(name, **options), framework="a test", world_size=size, topology=topology)
-        known = load_from(pathlib.Path(folder), name, sync)
+        seen = connect(ddp, checked(name, **options), (), framework="a test", world_size=size, topology=topology)
+        sync = seen.sync
+        known = load_from(pathlib.Path(folder), name, seen)
         shapes = {n: p.shape for n, p in net.named_parameters()}
         owed = [{}, {}]
         for i in range(2):
@@ -384,7 +386,7 @@ def _kept(rank, size, folder):
             if not i:
                 _train(net, ddp, rank, 3)
         dist.barrier()
-        save_in(pathlib.Path(folder), name, sync)
+        save_in(pathlib.Path(folder), name, seen)
         dist.barrier()
         found.append((known, *owed))
         sync.close()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from spawned import run
-from thinwire.core.collectives.exchange import Lanes
+from thinwire.core.collectives.exchange import LanePool
 
 pytestmark = pytest.mark.dist
 
@@ -129,13 +129,13 @@ def _two_in_one_backward(rank, size, method):
     """Two attached models whose exchanges overlap: their groups must not be made on the way, in threads."""
     nets = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))) for _ in range(2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    lanes, get = set(), Lanes.get
+    lanes, get = set(), LanePool.get
 
     def noting(held, *key, **how):
         lanes.add((id(held), *key))
         return get(held, *key, **how)
 
-    with patch.object(Lanes, "get", noting):
+    with patch.object(LanePool, "get", noting):
         syncs = [tw.attach(n, o, method) for n, o in zip(nets, optimizers)]
         at_attach = set(lanes)
         for step in range(6):

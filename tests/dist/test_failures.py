@@ -372,6 +372,7 @@ def _same(results):
     return all(torch.equal(results[0], other) for other in results)
 
 
+@pytest.mark.slow
 def test_random_delays_never_hang():
     assert _same(run(_delayed, 4, len(LOSSY), 60, seconds=250))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spawned import run
-from thinwire.tools.bench.contenders import Contender
+from thinwire.tools.bench.row_on_rank import RowOnRank
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec
 
@@ -28,7 +28,7 @@ def _by_ranks(rank, size, model, rate, rows):
     for row in parse_rows(rows):
         doubled = 2 if row.kind == "accumulate" else 1
         spec = BenchSpec(f"{model}:lr={doubled * rate}", (row,), size, steps=STEPS, schedule=True)
-        contender = Contender(row, spec, None)
+        contender = RowOnRank(row, spec, None)
         for _ in range(STEPS):
             contender.step(rank)
         if row.kind == "local":
@@ -42,11 +42,12 @@ ALL = f"{long_runs.ROWS},{long_runs.ACCUMULATE}"
 SOME = "local:sync_every=4:codec=int2:look=0.5,ddp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compared",
     [
         pytest.param({"adamw": f"{SOME},cast:dtype=int4,accumulate:every=4", "muon": SOME}, id="some rows"),
-        pytest.param(dict.fromkeys(long_runs.INNERS, ALL), marks=pytest.mark.slow, id="all rows"),
+        pytest.param(dict.fromkeys(long_runs.INNERS, ALL), id="all rows"),
     ],
 )
 def test_a_stack_trains_as_ranks_do(compared, tmp_path):

@@ -52,6 +52,7 @@ def check(rows, names):
     assert gpu_report.shown("ways", rows, ("as_ddp", "right")).row_count == len(names)
 
 
+@pytest.mark.slow
 def test_a_few_ways_of_training():
     check(run(_ways, 2, FEW, fresh=True)[0], FEW)  # DTensor remembers meshes beyond the life of a process group
 

@@ -689,7 +689,7 @@ def _rounds_apart(rank, size, delay):
     return said
 
 
-@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_nobody_finishes_while_another_rank_is_in_a_round(delay):
     for said in run(_rounds_apart, 2, delay, seconds=60, fresh=True):
         assert said

@@ -14,9 +14,9 @@ import thinwire as tw
 from spawned import run
 from thinwire.core.collectives import exchange as exchange_module
 from thinwire.core.collectives import meeting as meeting_module
-from thinwire.core.collectives.exchange import Lanes, issue
+from thinwire.core.collectives.exchange import LanePool, issue
 from thinwire.core.collectives.mesh import ordered_sum
-from thinwire.core.collectives.streams import socket_loop
+from thinwire.core.collectives.socket_stream import socket_loop
 from thinwire.core.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
 from thinwire.core.tls import CipherSocket
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.dist
 def _lanes(rank, size):
     exchange_module.meshes.clear()
     exchange_module.unreachable.clear()
-    return Lanes(tuple(range(size)), Topology(size), rank, None)
+    return LanePool(tuple(range(size)), Topology(size), rank, None)
 
 
 def _values(rank, n, dtype):
@@ -384,7 +384,7 @@ def _pooled(rank, size):
     first = _lanes(rank, size)
     mesh = first.get("mesh-test", Scope.WORLD, 0, bidirectional=True).mesh
     first.release()
-    second = Lanes(tuple(range(size)), Topology(size), rank, None)
+    second = LanePool(tuple(range(size)), Topology(size), rank, None)
     again = second.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
     same = again.mesh is mesh
     pending = issue(AllReduce(_values(0, 70_001, torch.float32)), again, 0) if rank == 0 else None

@@ -9,7 +9,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.core.collectives.exchange import Lanes, issue
+from thinwire.core.collectives.exchange import LanePool, issue
 from thinwire.core.program import (
     AllGather,
     AllReduce,
@@ -77,7 +77,7 @@ def test_every_op_equals_local_world(size):
 
 
 def _of_two(rank, size, dtypes):
-    lane = Lanes(tuple(range(size)), Topology(size), rank, None).get("test", Scope.WORLD, 0, bidirectional=True)
+    lane = LanePool(tuple(range(size)), Topology(size), rank, None).get("test", Scope.WORLD, 0, bidirectional=True)
     found = []
     for n, dtype in dtypes:
         x = torch.randn(n, generator=torch.Generator().manual_seed(rank)).mul(50).to(dtype)

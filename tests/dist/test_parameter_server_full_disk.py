@@ -9,10 +9,11 @@ import torch
 from parameter_cluster import Cluster, flat, gradient_of, model, sgd, started
 
 from spawned import free_port
-from thinwire.systems.cli.ps_work import run_node
+from thinwire.systems.cli.ps import PsNodeVerb
 from thinwire.systems.parameter_server import Journal, Layout, Service, replay
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server.presets import bsp, inhad
+from thinwire.tools.cli.console import Output
 from thinwire.tools.cli.main import app
 from verbs import CliRunner
 
@@ -81,7 +82,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_and_the_next_is
 def test_the_verb_ends_with_a_sentence_and_exit_code_1(tmp_path):
     folder, port = tmp_path / "c", free_port()
     obstruct(folder, "", range(1, 5))
-    node = started(run_node, f"127.0.0.1:{port}", "mlp:width=16:layers=1", 1, 1)
+    node = started(PsNodeVerb(server=f"127.0.0.1:{port}", model="mlp:width=16:layers=1", node=1).run, Output())
     words = ["--model", "mlp:width=16:layers=1", "--updates", 4, "--checkpoint-every", 2, "--checkpoint-dir", folder]
     result = CliRunner().invoke(app, ["ps", "server", "--port", str(port), "--json", *map(str, words)])
     node.join(60)

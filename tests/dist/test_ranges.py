@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import thinwire as tw
 from spawned import run
-from thinwire.tools.report import read_files
+from thinwire.tools.report.inputs import read_files
 from thinwire.tools.report.log import read_log
 
 pytestmark = pytest.mark.dist

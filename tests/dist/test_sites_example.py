@@ -27,6 +27,7 @@ def _train(folder, steps):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_the_pages_training_and_its_continuation(tmp_path):
     said = _train(tmp_path, 16)

@@ -103,7 +103,7 @@ def test_a_site_that_is_killed_comes_back_with_its_shards(tmp_path, method):
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-@pytest.mark.parametrize("where", ["step", "quorum", "vote"])
+@pytest.mark.parametrize("where", ["step", *(pytest.param(at, marks=pytest.mark.slow) for at in ("quorum", "vote"))])
 def test_a_site_that_loses_a_rank_ends_with_a_sentence_and_starts_again(tmp_path, where):
     """In a quorum that lacks a rank its site, and the other with it, wait until the quorum is late."""
     outer = {"momentum": 0.5, "lr": 0.7}
@@ -122,6 +122,7 @@ def test_a_site_that_loses_a_rank_ends_with_a_sentence_and_starts_again(tmp_path
         assert check_outer(sites, **outer) >= 8  # momentum too has come through all quorums
 
 
+@pytest.mark.slow
 def test_a_site_of_another_number_of_ranks_is_refused(tmp_path):
     with Sites(tmp_path, 1, OPTIONS["local"]) as sites:
         sites.wait(lambda: sites.round_of(0) >= 2)

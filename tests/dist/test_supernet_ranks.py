@@ -151,6 +151,7 @@ def _resumed(rank, size, folder, stop):
     return cases.weights(net)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_goes_on_bit_for_bit(tmp_path):
     whole = run(_resumed, 2, str(tmp_path / "a"), None)
     run(_resumed, 2, str(tmp_path / "b"), 2)

@@ -162,7 +162,7 @@ def check(found):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.parametrize("as_on_cards", [False, True])
+@pytest.mark.parametrize("as_on_cards", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_accelerate_makes_the_steps_of_a_plain_loop(as_on_cards):
     found = run(_accelerate, SITES * SHARDS, as_on_cards, fresh=True)
     check(found)
@@ -170,6 +170,7 @@ def test_accelerate_makes_the_steps_of_a_plain_loop(as_on_cards):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.slow
 def test_the_trainer_makes_the_steps_of_a_plain_loop(tmp_path):
     found = run(_trainer, SITES * SHARDS, str(tmp_path), fresh=True)
     check(found)

@@ -16,7 +16,7 @@ from spawned import run
 pytestmark = pytest.mark.dist
 PACKAGE = Path(tw.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "how.md"
-MOST = {"attach": 20, "DDP hook": 18, "local steps": 22}
+MOST = {"attach": 19, "DDP hook": 17, "local steps": 20}
 WARM, COUNTED = 8, 4
 
 

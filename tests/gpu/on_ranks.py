@@ -29,7 +29,7 @@ METHODS = [
     ("acp", {"rank": 2, "decoupled": True}),
     ("powersgd", {"rank": 2}),
     ("topk", {**ALONE, "density": 0.1}),
-    ("topk", {**ALONE, "density": 0.1, "select": "histogram"}),
+    ("topk", {**ALONE, "density": 0.1, "select": "threshold"}),
     ("gtopk", {**ALONE, "density": 0.1}),
     ("oktopk", {**ALONE, "density": 0.1}),
     ("hitopk", {**ALONE, "density": 0.1}),

@@ -45,7 +45,7 @@ def test_as_on_the_cpu(algorithm, d, k, no_host_read):
     assert indices.numel() == k
     assert (indices.diff() > 0).all()
     got = values.abs().sort().values.cpu()
-    if algorithm in ("exact", "histogram", "threshold"):
+    if algorithm in ("exact", "threshold"):
         assert torch.equal(got, want)
     else:  # the mean is summed in another order
         assert (got != want).float().mean() < 0.01

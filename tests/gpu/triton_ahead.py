@@ -26,7 +26,7 @@ from thinwire.core.kernels.select.ranked import (
     write_kernel,
 )
 from thinwire.core.kernels.symmetric import pack_kernel, unpack_kernel
-from thinwire.core.kernels.tables import choose_kernel, copy_kernel
+from thinwire.core.kernels.tables import choose_kernel
 from thinwire.systems.kfac.averages import finite_kernel, renew_kernel
 from thinwire.systems.optim.advance import advance_kernel
 from thinwire.systems.optim.moments import moments_kernel, shrinkage_kernel
@@ -39,7 +39,7 @@ TARGETS = [
 _SELECT = {"bits": "*i32", "state": "*i64", "size": "i32", "span": "i32", "stride": "i32", "place": "i32", "k": "i32"}
 _SELECT |= {"lists": "*i32", "found": "*i32", "sums": "*fp64", "counts": "*i32", "out": "*i64", "share": "i64"}
 _SELECT |= {"most": "i32", "programs": "i32", "quantile": "i64", **dict.fromkeys(("rank0", "rank1", "rank2"), "i32")}
-_SELECT |= {"TILED": 2048, "SAMPLED": 4096, "WIDTH": 1024, "SHIFT": 0, "CELLS": 3102}
+_SELECT |= {"TILED": 2048, "SAMPLED": 4096, "WIDTH": 1024, "CELLS": 3102}
 _LARGE = {"size": "i64", "k": "i64", "most": "i64", "rank0": "i64"}
 _PAIRS = {"a": "*fp32", "out": "*fp32", "indices": "*i64", "finite": "*i1", "values": "*fp32", "scale": "*fp32"}
 _PAIRS |= {
@@ -149,7 +149,6 @@ _RULE = dict.fromkeys(("coefficient", "decay", "eps", "least", "most"), "fp32")
 _ADAM = dict.fromkeys(("sign", "decay", "beta1", "beta2", "factor", "addend"), "fp32")
 CASES += [
     (choose_kernel, {**_TABLE, "flag": "*u8"}),
-    (copy_kernel, {**_TABLE, "factor": "fp32"}),
     *((squares_kernel, {**_TABLE, "squares": "*fp64", "LISTS": lists}) for lists in (1, 2)),
     (ratios_kernel, {**_LAYERS, **_RULE, "columns": "i32"}),
     (shrinkage_kernel, {"squares": "*fp64", "count": "i32", "limit": "fp32", "shrink": "*fp32", "BLOCK": 1024}),

@@ -13,7 +13,7 @@ from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, s
 from thinwire.core.kernels.quantise.ternary import magnitudes, ternary, ternary_values
 from thinwire.core.kernels.seeding import noise
 from thinwire.core.kernels.symmetric import packed_times, unpacked
-from thinwire.core.kernels.tables import choose, copy_times
+from thinwire.core.kernels.tables import choose
 from thinwire.core.methods.rows import Rows
 from thinwire.core.program import Slot
 from thinwire.systems.kfac.averages import renewed
@@ -21,9 +21,8 @@ from thinwire.systems.optim.advance import Advance, advance, step
 from thinwire.systems.optim.moments import Adam, moments, shrinkage
 from thinwire.systems.optim.norms import Rule, ratios
 
-exact, gaussian, histogram, mstopk, threshold = (
-    import_module(f"thinwire.core.kernels.select.{name}")
-    for name in ("exact", "gaussian", "histogram", "mstopk", "threshold")
+exact, gaussian, mstopk, threshold = (
+    import_module(f"thinwire.core.kernels.select.{name}") for name in ("exact", "gaussian", "mstopk", "threshold")
 )
 
 
@@ -43,8 +42,6 @@ def selection(device):
                 x[torch.arange(d) % 9 > 0] = 0
             x = (0 * x if kind == "zeros" else x.round() if kind == "few" else x).to(device)
             ways = (
-                (histogram.choose, u, None, "line"),
-                (histogram.choose, u, 2, "circular"),
                 (exact.choose,),
                 (threshold.choose, 0.1, 0.5, u, 0.01, 10),
                 (mstopk.choose, u, 30, "auto", "circular"),
@@ -277,9 +274,6 @@ def choices(device):
         want = [(x if flag else y).clone() for x, y in zip(new, old)]
         choose.launch(torch.tensor(flag, device=device), new, old)
         assert all(map(torch.equal, new, want)), flag
-    made = [torch.full_like(x, 9.0) for x in old]
-    copy_times.launch(made, old, 0.3)
-    assert all(torch.equal(x, y * 0.3) for x, y in zip(made, old))
 
 
 def layers(device, seed):

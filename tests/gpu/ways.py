@@ -319,7 +319,6 @@ WAYS: dict[str, Way] = {
     "acp, decoupled": Way("acp", {**low, "decoupled": True}),
     "acp, two passes": Way("acp", low, passes=2),
     "topk": Way("topk", sparse),
-    "topk, histogram": Way("topk", {**sparse, "select": "histogram"}),
     "topk, mstopk": Way("topk", {**sparse, "select": "mstopk"}),
     "topk, gaussian": Way("topk", {**sparse, "select": "gaussian"}),
     "topk, unused": Way("topk", {**sparse, "find_unused_parameters": True}, model="spare"),

@@ -8,7 +8,7 @@ from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.predict.choose.worth import read_worth
 from thinwire.tools.bench import race_losses
-from thinwire.tools.report import read_files
+from thinwire.tools.report.inputs import Bench, read_files
 from verbs import call
 
 pytestmark = pytest.mark.net
@@ -36,8 +36,7 @@ def here(any_mode, tmp_path, monkeypatch):
     (tmp_path / "small_racer.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(race_losses, "RATES", (1.0,))  # each rate is a session of ranks
-    monkeypatch.setattr(race_losses, "MOST", 96)
+    monkeypatch.setattr(race_losses, "MOST", 100)  # too few to search for rates, each of which is a session of ranks
     return tmp_path
 
 
@@ -60,7 +59,7 @@ def test_what_sends_little_is_first_on_a_thin_link(here):
     assert len(data["race"]["sentences"]) == 3
     assert "not sure yet: one seed may be luck" in data["race"]["sentences"][2]
     assert "... seconds per step on 20mbit" in said
-    assert "... losses of ddp, powersgd rank=4: 96 steps, seed 0" in " ".join(said.split())
+    assert "... losses of ddp, powersgd rank=4: 100 steps, seed 0" in " ".join(said.split())
 
     file = here / "thinwire-out" / "race.json"
     assert json.loads(file.read_text()) == data
@@ -69,19 +68,19 @@ def test_what_sends_little_is_first_on_a_thin_link(here):
     worth = read_worth(file)
     assert worth(PowerSGD(rank=4), 100_000, 2).middle == max(1.0, rows["powersgd rank=4"]["steps"])
     assert not worth(ACP(rank=4), 100_000, 2).known
-    (bench,) = read_files([file]).benches
-    assert {curve.label for curve in bench.curves} == {"ddp", "ssgd", "powersgd rank=4"}
-    assert not any(curve.held_out for curve in bench.curves)
+    (bench,) = read_files([file]).of(Bench)
+    assert bench.curves.keys() == {"ddp", "ssgd", "powersgd rank=4"}
+    assert all(p.validation is None for curve in bench.curves.values() for p in curve)
 
     again, said = race("--methods", "ssgd,powersgd:rank=4")
     assert {**again, "load": data["load"]} == data
-    assert "all 2 runs were known from an earlier race, and none was trained again" in " ".join(said.split())
+    assert "all 5 runs were known from an earlier race, and none was trained again" in " ".join(said.split())
     assert "seconds per step: as measured here on" in said
     assert "..." not in said  # nothing is learnt
 
 
 def test_minutes_that_are_over_leave_the_times_of_steps(here, monkeypatch):
-    monkeypatch.setattr(race_losses, "FEWEST", 10**6)  # however fast this machine is
+    monkeypatch.setattr(race_losses, "MOST", 50)  # however fast this machine is
     data, said = race("--methods", "powersgd:rank=4")
     assert data["race"]["winner"] is None
     assert data["race"]["next"].startswith("the same command with --minutes ")

@@ -39,6 +39,7 @@ def on_both(command, *options):
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_the_page_ends_in_a_training_that_runs_although_the_wire_is_cut(folder):
     (make,) = (command for command in SHOWN if command.startswith("thinwire keys"))
     python = [sys.executable, "-c", "from thinwire.tools.cli.main import run; run()"]

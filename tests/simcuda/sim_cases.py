@@ -53,7 +53,7 @@ METHODS: dict[str, Case] = {
     )
     for m in [
         *EVERY,
-        *(TopK(0.1, select=how) for how in ("histogram", "mstopk", "gaussian", "threshold")),
+        *(TopK(0.1, select=how) for how in ("mstopk", "gaussian", "threshold")),
         TopK(0.1, exchange="gtopk"),
         SignSGD(vote="majority", error_feedback=False),
     ]
@@ -106,12 +106,11 @@ WAYS: dict[str, Case] = {
     "cuda:1": partial(training, "ssgd", device=SECOND),
     "cuda:1, dear": partial(training, "dear", device=SECOND),
     "cuda:1, topk": partial(training, "topk", density=0.1, device=SECOND),
-    "cuda:1, histogram": partial(training, "topk", density=0.1, select="histogram", device=SECOND),
     "cuda:1, adaptive": partial(training, "ssgd", plan="adaptive", costs=_costs, device=SECOND),
     "cuda:1, K-FAC": partial(training, "ssgd", kfac=_kfac, device=SECOND),
     "two cards": partial(two_cards, "ssgd"),
     "two cards, dear": partial(two_cards, "dear"),
-    "two cards, topk": partial(two_cards, "topk", density=0.1, select="histogram"),
+    "two cards, topk": partial(two_cards, "topk", density=0.1, select="threshold"),
     "two cards, acp": partial(two_cards, "acp", **_low),
     "local": partial(training, "local", **LOCAL),
     "local, late": partial(training, "local", **LOCAL, fragments=2, fragment_sync_delay=1, look=0.5),

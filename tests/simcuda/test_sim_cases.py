@@ -25,7 +25,7 @@ from sim_cases import CASES, DILOCO, LOCAL, STEPS, WAITING
 from training import training
 
 import thinwire as tw
-from thinwire.engine.local.memory import held_by
+from thinwire.engine.local.memory import predict_memory
 from thinwire.engine.local.settings import local_settings
 
 GOLDEN = Path(__file__).with_name("counts.json")
@@ -172,7 +172,9 @@ def test_the_memory_between_rounds_is_what_was_counted(options):
         gc.collect()
         rows = {row.kind: row for row in run.sync.memory()}
         shapes = [(name, tuple(p.shape)) for name, p in run.model.named_parameters()]
-        before = held_by(local_settings("local", {"sync_every": 2, **options}), shapes, sites=4, dtype=torch.float32)
+        before = predict_memory(
+            local_settings("local", {"sync_every": 2, **options}), shapes, sites=4, dtype=torch.float32
+        )
         assert [row.kind for row in before] == list(rows)
         for row in before:  # but for the steps that Adam counts
             assert (row.device, row.host) == pytest.approx((rows[row.kind].device, rows[row.kind].host), rel=0.001)

@@ -82,7 +82,7 @@ def _exact(rank, size, held):
     return {way: _train(rank, way, held=held) for way in ("ddp", "hook", "attach")}
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ssgd_is_ddp(held):
     results = run(_exact, 2, held)
     for found in results:

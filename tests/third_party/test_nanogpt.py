@@ -172,6 +172,7 @@ RESUMED += [("attach", *lossy) for lossy in (*LOSSY[1::2], LOSSY[-1])]
 RESUMED += [("hook", *LOSSY[1])]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     for pairs in run(_resumed, 2, str(tmp_path), RESUMED):
         for way, method, whole, rest in pairs:

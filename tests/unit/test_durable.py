@@ -23,7 +23,7 @@ from thinwire.systems.federated.state import ClientStateStore
 from thinwire.systems.parameter_server import checkpoint as served
 from thinwire.systems.split.ends import Checkpoints
 from thinwire.systems.split.errors import SessionError
-from thinwire.tools.cli.console import check_folder, check_output
+from thinwire.tools.cli.console import check_path
 
 
 @contextmanager
@@ -89,9 +89,9 @@ def test_paths_that_are_no_addresses_stay_as_they_are(tmp_path):
 
 def test_a_command_refuses_an_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for check in (lambda path: check_output("--out", path), check_folder):
+    for kind in ("file", "folder"):
         with pytest.raises(ValueError, match="is an address"):
-            check(pathlib.Path("s3://bucket/run"))
+            check_path("--out", pathlib.Path("s3://bucket/run"), kind)
     assert not list(tmp_path.iterdir())
 
 

@@ -16,11 +16,10 @@ from typing import Any, Literal, overload
 from torch.optim import Optimizer
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import checked, load_from, register, save_in
-from thinwire.adapters.local_ddp import LocalRank, attach_local
+from thinwire.adapters.ddp_module import chosen
+from thinwire.adapters.local_ddp import LocalRank, connect, load_from, save_in
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
-from thinwire.engine.local.settings import named_local
 from thinwire.engine.local.sync import LocalSync
 
 try:
@@ -85,63 +84,49 @@ def register_comm_hook(
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"register_comm_hook takes the Accelerator first, not {type(accelerator).__name__}")
-    given: dict[str, Any] = {"framework": "Accelerate", "world_size": accelerator.num_processes}
-    given |= {"start_compression_step": start_compression_step, "timeout": timeout}
-    if (local := named_local(method, options)) is not None:
-        return _register_local(accelerator, model, local, optimizer, sites, given)
-    for name, value in (("optimizer", optimizer), ("sites", sites)):
-        if value is not None:
-            raise ValueError(f"{name}= is for local steps: other methods exchange gradients and do not need it")
-    chosen = checked(method, **options)
-    sync = register(model, chosen, scaler=accelerator.scaler, **given)
-    name = _file_of_next(accelerator)
-
-    def save(models: Any, weights: Any, output_dir: str) -> None:
-        save_in(Path(output_dir), name, sync)
-
-    def load(models: Any, input_dir: str) -> None:
-        if not load_from(Path(input_dir), name, sync) and chosen.has_residual:
-            log.warning("thinwire: %s holds no state of thinwire's hook: residuals begin at zero", input_dir)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-    return sync
-
-
-def _file_of_next(accelerator: Accelerator) -> str:
-    count = _registered.get(accelerator, 0)
-    _registered[accelerator] = count + 1
-    return "thinwire" if count == 0 else f"thinwire_{count}"
-
-
-def _register_local(
-    accelerator: Accelerator, model: Any, local: Local, optimizer: Any, sites: Any, given: dict[str, Any]
-) -> LocalSync:
-    if optimizer is None:
+    chosen_method = chosen(method, **options)
+    local = isinstance(chosen_method, Local)
+    if local and optimizer is None:
         raise ValueError(
             "local steps are counted by the optimizer's steps: add optimizer=, as returned by accelerator.prepare"
         )
+    if not local and optimizer is not None:
+        raise ValueError("optimizer= is for local steps: other methods exchange gradients and do not need it")
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    rank = attach_local(model, optimizers, local, sites=sites, **given)
+    rank = connect(
+        model, chosen_method, optimizers, framework="Accelerate", world_size=accelerator.num_processes,
+        scaler=accelerator.scaler, start_compression_step=start_compression_step, timeout=timeout, sites=sites,
+    )  # fmt: skip
     if sites is not None:
         return rank.sync
-    name, again = _file_of_next(accelerator), _Again(rank)
+    name = _file_of_next(accelerator)
+    again = _Again(rank) if isinstance(rank, LocalRank) else None
 
     def save(models: Any, weights: Any, output_dir: str) -> None:
         save_in(Path(output_dir), name, rank)
         for one, found in zip(models, weights):
-            if one is model or one is rank.sync.services.model:  # Accelerate keeps either of them
+            if isinstance(rank, LocalRank) and (one is model or one is rank.sync.services.model):  # it keeps either
                 with rank.outer():
                     outer = accelerator.get_state_dict(one, unwrap=False)
                     found.update({key: value.clone() for key, value in outer.items()})
 
     def load(models: Any, input_dir: str) -> None:
         if load_from(Path(input_dir), name, rank):
-            again.expect()
+            if again is not None:
+                again.expect()
+        elif isinstance(chosen_method, Method) and chosen_method.has_residual:
+            log.warning("thinwire: %s holds no state of thinwire's hook: residuals begin at zero", input_dir)
 
-    for handle in (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)):
-        rank.sync.services.handles.append(handle)
+    hooks = accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)
+    if isinstance(rank, LocalRank):
+        rank.sync.services.handles.extend(hooks)
     return rank.sync
+
+
+def _file_of_next(accelerator: Accelerator) -> str:
+    count = _registered.get(accelerator, 0)
+    _registered[accelerator] = count + 1
+    return "thinwire" if count == 0 else f"thinwire_{count}"
 
 
 class _Again:

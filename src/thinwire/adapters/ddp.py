@@ -28,7 +28,7 @@ from thinwire.core.program.trace import TracedExchange, steady_step, trace, with
 from thinwire.engine.attach import check_scaler, check_topology, checked_timeout
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.ranks.communicator import Communicator, SingleRank
 from thinwire.engine.services import Closing
 from thinwire.engine.session import Session
 from thinwire.engine.state.persistence import VERSION, blank, from_flat, to_flat, warn_left_out
@@ -170,7 +170,7 @@ class DDPSync(Closing):
                 runs = SSGD()
             state = State(dist.get_rank(options.process_group) if here else 0, topology)
             self._session = Session(
-                runs, Alone(), state, options.scaler, self._ordinals.names,
+                runs, SingleRank(), state, options.scaler, self._ordinals.names,
                 start=options.start, named=self._method,
             )  # fmt: skip
             if self._saved is not None:
@@ -538,10 +538,10 @@ def into_values(slots: Sequence[Slot]) -> None:
 
 def joined(slots: Sequence[Slot]) -> Tensor | None:
     """Return the gradients as one 1-D tensor if they are consecutive and contiguous; else None."""
-    first = slots[0].raw()
+    first = slots[0].value_or_zeros()
     start = first.storage_offset()
     for slot in slots:
-        value = slot.raw()
+        value = slot.value_or_zeros()
         if not value.is_contiguous() or value.storage_offset() != start:
             return None
         start += slot.numel

@@ -27,11 +27,11 @@ from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.program import Method, ReduceScatter, Topology, working_dtype
 from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.attach import checked_timeout, listed
+from thinwire.engine.backward_hooks import AttachSettings
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Closing
-from thinwire.engine.source import AttachSettings
 from thinwire.engine.stats import Stats
 
 _OF_SITES = ("timeout", "start_compression_step", "broadcast_buffers", "detect_desync", "keep_dense")

@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from thinwire.adapters.ddp import into_values, joined, traced
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.core.program import Bucket, Method, Slot, State, Topology
+from thinwire.engine.backward_hooks import BackwardEnd
 from thinwire.engine.executors.events import Failure
 from thinwire.engine.executors.streams import read_here
 from thinwire.engine.parameters import buffers_of
-from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.ranks.communicator import Communicator, SingleRank
 from thinwire.engine.services import Closing
 from thinwire.engine.session import Session
-from thinwire.engine.source import BackwardEnd
 from thinwire.engine.state.persistence import VERSION, blank, from_flat, frozen_since, name_of, to_flat, without
 from thinwire.engine.stats import BucketStats, Stats
 
@@ -56,7 +56,7 @@ class ReplicaSync(Closing):
     ) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
         state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.ranks)))
-        self._session = Session(method, comm or Alone(), state, scaler, names, start=start)
+        self._session = Session(method, comm or SingleRank(), state, scaler, names, start=start)
         self._model, self._groups, self._note, self.shards = model, tuple(groups), note, groups[0].shards
         self._end = BackwardEnd(self._finish)
         self._reduced: set[int] = set()  # modules reduced in the current backward

@@ -29,17 +29,17 @@ from torch.utils._pytree import tree_map_only
 from thinwire.adapters.fsdp2_groups import across
 from thinwire.core.checks import local_path
 from thinwire.core.durable import readable
-from thinwire.core.kernels.runs import here
 from thinwire.core.program import Topology
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import in_own_modes
 from thinwire.core.program.state import extend
 from thinwire.engine.attach import attach_local, check_model
+from thinwire.engine.backward_hooks import AttachSettings
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync
-from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters
+from thinwire.engine.parameters import DenseRule, ManagedParameter, check_optimizers, managed_parameters
 from thinwire.engine.services import fitting
-from thinwire.engine.source import AttachSettings
 from thinwire.engine.state.checkpoint import take_over, together
 from thinwire.engine.state.persistence import frozen_since, name_of, split, warn_left_out
 
@@ -93,7 +93,7 @@ class SiteSync(LocalSync):
             kind, _, rest = key.partition("/")
             if kind == "residual":
                 name, begin = name_of(key), flat.get(key.replace(kind, "offset", 1))
-                whole = value if begin is None else extend(value, begin, here(parameters[name]).shape)
+                whole = value if begin is None else extend(value, begin, local_shard(parameters[name]).shape)
                 saved[f"{site}/residual/{name}"] = sharded_as(parameters[name], whole)
             elif kind in ("shared", "local"):
                 owner = "outer" if kind == "shared" else site
@@ -255,7 +255,7 @@ def attach_sites(
 
 def shards_of(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], local: Local, keep_dense: DenseRule
-) -> tuple[list[Managed], Site]:
+) -> tuple[list[ManagedParameter], Site]:
     """Return a sharded model's parameters, and the ranks over which it is sharded."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -271,7 +271,7 @@ def shards_of(
     return managed, Site(_groups(managed), managed[0].device, changed)
 
 
-def _groups(managed: Sequence[Managed]) -> list[dist.ProcessGroup]:
+def _groups(managed: Sequence[ManagedParameter]) -> list[dist.ProcessGroup]:
     """Return this rank's groups along the dimensions of all meshes over which the model is sharded."""
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for one in managed:

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import chosen, gathered_state, register
-from thinwire.adapters.local_ddp import LocalRank, attach_local
+from thinwire.adapters.ddp_module import chosen
+from thinwire.adapters.local_ddp import LocalRank, Rank, connect, gathered_state
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
 from thinwire.engine.local.sync import LocalSync
@@ -81,7 +81,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         self._method = chosen(method, **options)
         self._given: dict[str, Any] = {"start_compression_step": start_compression_step, "timeout": timeout}
         self.sync: DDPSync | LocalSync | None = None
-        self._local: LocalRank | None = None
+        self._rank: Rank | None = None
         self._running = self._failed = False
         self._saved: Mapping[str, Any] | None = None
         self._model: weakref.ref[Any] | None = None
@@ -99,30 +99,22 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         topology = Topology(world, here) if world % here == 0 else None
         self._given |= {"framework": "Lightning", "world_size": world, "topology": topology}
         self._running, self._failed = True, False
-        if isinstance(self._method, Local):  # saved state is loaded when training starts: optimizers come later
-            self._local = attach_local(strategy.model, trainer.optimizers, self._method, **self._given)
-            self.sync = self._local.sync
-            self._meet(trainer)
-            return
         same = self._model is not None and self._model() is pl_module
-        if self._saved is None and same and self.sync is not None:
+        if self._saved is None and same and isinstance(self.sync, DDPSync):
             self._saved = self.sync.state_dict()  # fit continues, with a new DDP module
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.sync = register(strategy.model, self._method, scaler=scaler, **self._given)
-        if self._saved is not None:
-            self.sync.load_state_dict(self._saved)
-        elif trainer.ckpt_path and self._method.has_residual:
-            log.warning("thinwire: %s holds no state of ThinwireCallback: residuals begin at zero", trainer.ckpt_path)
-        self._saved, self._model = None, weakref.ref(pl_module)
+        self._rank = connect(strategy.model, self._method, trainer.optimizers, scaler=scaler, **self._given)
+        self.sync, self._model = self._rank.sync, weakref.ref(pl_module)
+        if isinstance(self._rank, LocalRank):
+            self._meet(trainer, self._rank)
 
-    def _meet(self, trainer: Any) -> None:
+    def _meet(self, trainer: Any, rank: LocalRank) -> None:
         """With local steps, let Lightning's averages follow the outer weights, and finish after all who write weights.
 
         Raises:
             ValueError: a callback averages this rank's own weights in a way of its own.
         """
         callbacks = sys.modules[_Callback.__module__.rpartition(".")[0]]
-        assert self._local is not None
         for one in trainer.callbacks:
             if isinstance(one, callbacks.StochasticWeightAveraging):
                 raise ValueError(
@@ -131,34 +123,35 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
                 )
             if (averaging := getattr(callbacks, "WeightAveraging", None)) and isinstance(one, averaging):
                 average: Any = one._average_model
-                average.update_parameters = partial(_of_outer, self._local, average.update_parameters)
+                average.update_parameters = partial(_of_outer, rank, average.update_parameters)
         others = [one for one in trainer.callbacks if one is not self]
         place = sum(not isinstance(one, callbacks.Checkpoint) for one in others)  # Lightning puts these last
         trainer.callbacks = [*others[:place], self, *others[place:]]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """With local steps, load this rank's part of a checkpoint: Lightning has given all ranks rank 0's."""
-        if self._local is not None and self._saved:
-            self._local.load_state_dict(self._saved)
-        if self._local is not None:
-            self._saved = None
+        """Load this rank's part of a checkpoint, after Lightning has given all ranks rank 0's optimizer state."""
+        assert self._rank is not None
+        if self._saved:
+            self._rank.load_state_dict(self._saved)
+        elif trainer.ckpt_path and isinstance(self._method, Method) and self._method.has_residual:
+            log.warning("thinwire: %s holds no state of ThinwireCallback: residuals begin at zero", trainer.ckpt_path)
+        self._saved = None
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """With local steps, put the outer weights, which are equal on all ranks, into the model."""
-        if self._local is not None and self._running:
-            self._local.lend()
+        if self._rank is not None and self._running:
+            self._rank.lend()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._local is not None:
-            self._local.take_back()
+        if self._rank is not None:
+            self._rank.take_back()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._local is not None:
-            self._local.sync.finish()
+        if self._rank is not None:
+            self._rank.finish()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self._local is not None and self._running and not self._failed:
-            with self._local.outer():
+        if isinstance(self._rank, LocalRank) and self._running and not self._failed:
+            with self._rank.outer():
                 outer = trainer.strategy.lightning_module_state_dict()
                 place = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
                 checkpoint[place] = {key: value.clone() for key, value in outer.items()}
@@ -174,24 +167,21 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all ranks' states on rank 0, and this rank's elsewhere. Lightning calls it on all ranks."""
-        if self.sync is None:
+        if self._rank is None:
             return dict(self._saved or {})
         if self._failed:
             log.warning("thinwire: a checkpoint after an exception holds no residuals: other ranks may be gone")
             return {}
-        if self._local is not None:
-            self._local.take_back()  # saved during validation: what follows must see this rank's own
-            return gathered_state(self._local)
-        assert not isinstance(self.sync, LocalSync)
-        return gathered_state(self.sync)
+        self._rank.take_back()  # saved during validation: what follows must see this rank's own
+        return gathered_state(self._rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state until ``fit`` starts, since there is no DDP module before; during ``fit``, load it."""
-        if self._running and self.sync is not None:
-            (self._local or self.sync).load_state_dict(state_dict)
+        if self._running and self._rank is not None:
+            self._rank.load_state_dict(state_dict)
         else:
             self._saved = dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Support strategies that start processes: the method is sent along, this process's own objects are not."""
-        return {**self.__dict__, "sync": None, "_local": None, "_model": None, "_running": False}
+        return {**self.__dict__, "sync": None, "_rank": None, "_model": None, "_running": False}

@@ -35,9 +35,16 @@ from thinwire.engine import attach as engine
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.local.site import Site
-from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
-from thinwire.engine.parameters import DenseRule, Managed, buffers_of, check_optimizers, managed_parameters, model_facts
-from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.local.travel import BuffersAndFrozen, Moments, RoundRunner, open_channels
+from thinwire.engine.parameters import (
+    DenseRule,
+    ManagedParameter,
+    buffers_of,
+    check_optimizers,
+    managed_parameters,
+    model_facts,
+)
+from thinwire.engine.ranks.communicator import Communicator, SingleRank
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
 from thinwire.engine.stats import Stats
@@ -229,7 +236,7 @@ class QuorumExchange:
         member: QuorumMember,
         quorum: Quorum,
         local: Local,
-        managed: Sequence[Managed],
+        managed: Sequence[ManagedParameter],
         site: Site,
         options: RoundOptions,
     ) -> None:
@@ -240,9 +247,9 @@ class QuorumExchange:
         if quorum.size > 1:
             assert member.circle is not None
             comm = Communicator(member.circle.whole, topology, managed[0].device, member.quorums.timeout, asks=False)
-        self._session = Session(local.method, comm or Alone(), State(quorum.rank, topology), None, {}, start=0)
+        self._session = Session(local.method, comm or SingleRank(), State(quorum.rank, topology), None, {}, start=0)
         self.services = Services(model, member.optimizers, managed[0].device, self._session)
-        self._travel: Travel | None = None
+        self._travel: RoundRunner | None = None
         if comm is not None:
             buffers = buffers_of(model) if options.broadcast_buffers else []
             moments = Moments({}, member.optimizers, weights.values())
@@ -251,9 +258,9 @@ class QuorumExchange:
                     {"local steps": repr(local), "start": start, "shard": member.place} | model_facts(model, managed)
                 )
                 services = self.services
-                beside = Beside(buffers, [], services.gather, local.average_buffers)
+                beside = BuffersAndFrozen(buffers, [], services.gather, local.average_buffers)
                 channels = open_channels(services, self.rounds, beside, moments)
-                self._travel = Travel(self.rounds, channels, beside, moments)
+                self._travel = RoundRunner(self.rounds, channels, beside, moments)
             except Exception as error:
                 self.close(error)
                 raise
@@ -308,7 +315,7 @@ class QuorumRounds(QuorumHandle):
     """One replica's local steps, across all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
 
     def __init__(
-        self, member: QuorumMember, local: Local, options: RoundOptions, managed: Sequence[Managed], site: Site
+        self, member: QuorumMember, local: Local, options: RoundOptions, managed: Sequence[ManagedParameter], site: Site
     ) -> None:
         self._local, self._options, self._managed, self._site = local, options, managed, site
         self._exchange: QuorumExchange | None = None  # None: the memory has everything that counts

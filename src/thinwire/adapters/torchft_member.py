@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.adapters.fsdp2_sites import sharded_as
 from thinwire.core.collectives.circle import Circle
-from thinwire.core.kernels.runs import here
 from thinwire.core.program import Plan
+from thinwire.core.program.bucket import local_shard
 from thinwire.engine.local.rounds import Rounds
 from thinwire.engine.local.site import WHOLE
 from thinwire.engine.services import Closing
@@ -289,16 +289,16 @@ class QuorumMember:
 
 def _here_of(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of which each tensor is what this rank holds of it."""
-    return {name: here(x) if isinstance(x, Tensor) else x for name, x in named.items()}
+    return {name: local_shard(x) if isinstance(x, Tensor) else x for name, x in named.items()}
 
 
 def _shapes(named: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(here(x).shape) for name, x in named.items() if isinstance(x, Tensor)}
+    return {name: tuple(local_shard(x).shape) for name, x in named.items() if isinstance(x, Tensor)}
 
 
 def _as_in(own: Any, x: Any) -> Any:
     """Return what this rank holds of a tensor as a part of one sharded as ``own``, if that is sharded."""
-    fits = isinstance(own, DTensor) and isinstance(x, Tensor) and x.shape == here(own).shape
+    fits = isinstance(own, DTensor) and isinstance(x, Tensor) and x.shape == local_shard(own).shape
     return sharded_as(own, x) if fits else x
 
 

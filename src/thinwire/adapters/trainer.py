@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import chosen, load_from, register, save_in
-from thinwire.adapters.local_ddp import LocalRank, attach_local
+from thinwire.adapters.ddp_module import chosen
+from thinwire.adapters.local_ddp import LocalRank, Rank, connect, load_from, save_in
 from thinwire.core.program import Method
 from thinwire.engine.local import Local
 from thinwire.engine.local.sync import LocalSync
@@ -85,7 +85,7 @@ class ThinwireCallback(TrainerCallback):
             raise ValueError("sites= is for local steps: other methods exchange gradients and do not need it")
         self.sync: DDPSync | LocalSync | None = None
         self._module: Any = None
-        self._local: LocalRank | None = None
+        self._rank: Rank | None = None
         self._finished = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -97,79 +97,68 @@ class ThinwireCallback(TrainerCallback):
                 'the Trainer\'s checkpoints do not hold what sites continue from: pass save_strategy="no", and save by '
                 "callback.sync.save(folder), or a model inside callback.sync.outer_weights()"
             )
-        if isinstance(self._method, Local):
-            self._attach(module, self._method)
-        elif self.sync is None or module is not self._module:
-            self.sync = register(module, self._method, scaler=accelerator.scaler, **self._given)
-            self._module = module
+        optimizer, self._finished = self._trainer.optimizer, False
+        inner = getattr(optimizer, "optimizer", optimizer)
+        local = self._rank if isinstance(self._rank, LocalRank) else None
+        if module is not self._module or (local is not None and inner not in local.sync.services.optimizers):
+            if local is not None:
+                local.sync.close()
+            given = self._given | {"sites": self._sites, "scaler": accelerator.scaler}
+            self._rank, self._module = connect(module, self._method, [optimizer], **given), module
+            self.sync = self._rank.sync
         if state.global_step > 0:
             self._resume(args, state.global_step)
 
-    def _attach(self, module: Any, local: Local) -> None:
-        optimizer, self._finished = self._trainer.optimizer, False
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if self._local is not None and module is self._module and inner in self._local.sync.services.optimizers:
-            return
-        if self._local is not None:
-            self._local.sync.close()
-        self._local = attach_local(module, [optimizer], local, sites=self._sites, **self._given)
-        self.sync, self._module = self._local.sync, module
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._local is not None:
-            self._local.take_back()
+        if self._rank is not None:
+            self._rank.take_back()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate and save the outer weights, which are equal on all ranks."""
-        if self._local is not None and (control.should_evaluate or control.should_save):
+        if self._rank is not None and (control.should_evaluate or control.should_save):
             self._whole()
-            self._local.lend()
+            self._rank.lend()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._local is None:
-            return
-        self._local.take_back()
-        if control.should_training_stop or state.global_step >= state.max_steps:
-            self._finish()
+        if self._rank is not None:
+            self._rank.take_back()
+            if control.should_training_stop or state.global_step >= state.max_steps:
+                self._finish(self._rank)
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End with the same weights on all ranks: those of the last round, or of the best checkpoint if loaded."""
-        if self._local is None:
-            return
-        self._local.take_back()
-        if not (self._finished or (args.load_best_model_at_end and state.best_model_checkpoint is not None)):
-            self._finish()
+        if self._rank is not None:
+            self._rank.take_back()
+            if not (self._finished or (args.load_best_model_at_end and state.best_model_checkpoint is not None)):
+                self._finish(self._rank)
 
-    def _finish(self) -> None:
-        assert self._local is not None
+    def _finish(self, rank: Rank) -> None:
         self._whole()
-        self._local.sync.finish()
+        rank.finish()
         self._finished = True
 
     def _whole(self) -> None:
         """Let a schedule-free optimizer hand its weights over; the Trainer takes it back to training at each step."""
-        if callable(whole := getattr(self._trainer.optimizer, "eval", None)):
+        if isinstance(self._rank, LocalRank) and callable(whole := getattr(self._trainer.optimizer, "eval", None)):
             whole()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kept, weights = self._local or self.sync, _checksum(self._trainer.model)
-        if self._local is not None:
-            self._local.take_back()
-        if kept is None or args.save_only_model:
+        weights = _checksum(self._trainer.model)
+        if self._rank is None:
+            return
+        self._rank.take_back()
+        if args.save_only_model:
             return
         if state.is_hyper_param_search:
             log.warning("thinwire: checkpoints of a hyper-parameter search hold no residuals")
             return
-        assert not isinstance(kept, LocalSync)
-        save_in(_folder(args, state.global_step), "thinwire", kept, weights=weights)
+        save_in(_folder(args, state.global_step), "thinwire", self._rank, weights=weights)
 
     def _resume(self, args: Any, step: int) -> None:
-        kept = self._local or self.sync
-        assert kept is not None
-        assert not isinstance(kept, LocalSync)
+        assert self._rank is not None
         folder = Path(self._resume_from) if self._resume_from else _folder(args, step)
-        if not load_from(folder, "thinwire", kept, weights=_checksum(self._trainer.model)) and (
+        if not load_from(folder, "thinwire", self._rank, weights=_checksum(self._trainer.model)) and (
             isinstance(self._method, Local) or self._method.has_residual
         ):
             log.warning(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)
@@ -32,13 +33,17 @@ class Record:
     def from_json(cls: type[_Record], text: str | bytes) -> _Record:
         """Read what :meth:`to_json` wrote; ``ValueError`` for any other text."""
         try:
-            data = json.loads(text)
-            if not cls.alone and isinstance(data, Mapping):
-                own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-                data = {name: value for name, value in data.items() if name in own}
-            return made(cls, data)
+            return cls.from_data(json.loads(text))
         except UNREADABLE as error:
             raise ValueError(f"this is not {cls.called}: {error}") from error
+
+    @classmethod
+    def from_data(cls: type[_Record], data: Any) -> _Record:
+        """Read JSON's content; one of the errors in ``UNREADABLE`` if something else is in it."""
+        if not cls.alone and isinstance(data, Mapping):
+            own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            data = {name: value for name, value in data.items() if name in own}
+        return made(cls, data)
 
     @property
     def hash(self) -> str:
@@ -51,6 +56,8 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
         if all(isinstance(key, (str, int)) for key in value):
             return {str(key): plain(one) for key, one in value.items()}
@@ -87,6 +94,8 @@ def _made(kind: Any, value: Any) -> Any:
         return [_made(inner[0], one) for one in _listed(value)]
     if kind is float and type(value) in (int, float):
         return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if getattr(kind, "__module__", "") == "torch":
         import torch
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -25,18 +25,18 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.plans import needs_measurement, rule_of
 from thinwire.core.program import Method, Plan, Scope, Topology
 from thinwire.core.program.ops import own_modes
+from thinwire.engine.backward_hooks import AttachSettings
 from thinwire.engine.controller.network import NetworkPrices
-from thinwire.engine.controller.pilot import Controller, Pilot, Tuner
+from thinwire.engine.controller.pilot import MeasuredPlans, PlanController, TunedPlans
 from thinwire.engine.local.settings import Local, named_local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync, tell_apart
 from thinwire.engine.look import Look, LookAhead, as_look
-from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, ignore_in, managed_parameters
-from thinwire.engine.ranks.communicator import Alone, Communicator, meeting_in_attach
+from thinwire.engine.parameters import DenseRule, ManagedParameter, check_optimizers, ignore_in, managed_parameters
+from thinwire.engine.ranks.communicator import Communicator, SingleRank, meeting_in_attach
 from thinwire.engine.services import attached_to, handles
-from thinwire.engine.source import AttachSettings
 from thinwire.engine.sync import GradientSync
-from thinwire.predict.choose.worth import read_worth, shipped
+from thinwire.predict.choose.worth import WorthOf, read_worth, shipped
 from thinwire.predict.measure.kernels import KERNELS
 
 logger = logging.getLogger("thinwire")
@@ -156,43 +156,25 @@ def attach(
     check_model(model)
     if ignore is not None:
         ignore_in(model, ignore)
-    optimizers = listed(optimizer)
-    ahead = as_look(look)
+    optimizers, ahead = listed(optimizer), as_look(look)
     local = named_local(method, options if ahead is None else {**options, "look": ahead})
     if local is not None:
         if not (plan is None and bucket_cap_mb is None and costs is None and worth is None and not lossy):
             raise ValueError("local steps send no gradients: leave out plan, bucket_cap_mb, costs, worth and lossy")
-        method, options = local.method, {}
+        method, options, ahead = local.method, {}, None
     assert not isinstance(method, Local)  # named_local has taken it
-    auto = isinstance(method, str) and method.lower() == "auto"
     if bucket_cap_mb is not None:
         options = capped(method, options, bucket_cap_mb)
-    if auto and options:
-        raise ValueError(f'"auto" chooses the options itself; leave out {", ".join(options)} or name a method')
-    if lossy and not auto:
-        raise ValueError('lossy=True is for attach(..., "auto"); the method named here is what runs')
-    if worth is not None and not lossy:
-        raise ValueError('worth= is for attach(..., "auto", lossy=True), which chooses by what a lossy step is worth')
-    worth_of = (shipped() if worth is None else read_worth(Path(worth))) if lossy else None
+    auto = isinstance(method, str) and method.lower() == "auto"
+    _check_choice(auto, options, plan, lossy, worth)
     chosen = resolve("ssgd" if auto else method, **options)
-    if not optimizers and deferring(chosen) is not None:
-        raise ValueError(
-            f"{chosen.name} updates weights during the next forward, so it must know the optimizer: pass it, or use a "
-            "method that is not decoupled"
-        )
-    adaptive = plan == "adaptive"
-    if not (plan is None or adaptive or isinstance(plan, Plan)):
-        raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
-    if auto and isinstance(plan, Plan):
-        raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
-    if ahead is not None and local is None and (auto or deferring(chosen) is not None or not optimizers):
-        what = "the optimizer" if not optimizers else "a method by name that is not decoupled"
-        raise ValueError(f"look= follows the weights after each step of an optimizer: give attach {what}")
+    if local is None:
+        _check_ends(chosen, auto, optimizers, ahead)
     if on_failure is not None and (chosen.decoupled or local is not None):
         what = "local steps have" if local is not None else f"{chosen.name} is decoupled: it has"
         raise ValueError(f"{what} no end of backward at which a failed step could be abandoned: leave out on_failure")
     check_scaler(scaler)
-    check_topology(topology)
+    topology = _topology_of(process_group, topology)
     settings = AttachSettings(
         start_compression_step=start_compression_step,
         find_unused_parameters=find_unused_parameters,
@@ -205,20 +187,7 @@ def attach(
         on_failure=on_failure,
         look=ahead,
     )
-    joined = process_group is not None or (dist.is_available() and dist.is_initialized())
-    if not joined and topology != Topology(1) and (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
-        raise RuntimeError(
-            f"WORLD_SIZE is {ranks}, but there is no process group, so each rank would train alone: call "
-            'torch.distributed.init_process_group("gloo") before attach, or attach(..., topology=thinwire.Topology(1)) '
-            "if that is meant"
-        )
-    world = dist.get_world_size(process_group) if joined else 1
-    if world < 1:
-        raise ValueError("this rank is not in the process group that was given to attach")
-    topology = topology or topology_of(world)
-    if topology.world_size != world:
-        raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
-    if world == 1:
+    if topology.world_size == 1:
         chosen, settings = _on_one_rank(chosen, settings)
     elif lossy:  # checkpoints are saved under the chosen method, not under the one used while measuring
         settings, chosen = replace(settings, named=chosen), measuring_method(topology, start_compression_step)
@@ -228,45 +197,124 @@ def attach(
     check_optimizers(managed, optimizers)
     if local is not None:
         return attach_local(model, optimizers, local, managed, process_group, topology, settings, LocalSync)
-    if world > 1:
+    worth_of = (shipped() if worth is None else read_worth(Path(worth))) if lossy else None
+    measuring = Measuring(auto, plan == "adaptive", costs, worth_of)
+    return _attach_gradients(model, optimizers, chosen, managed, process_group, topology, settings, scaler, measuring)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How plans are made from measured times. ``worth``: of a step of lossy methods, if these may be chosen."""
+
+    auto: bool = False
+    adaptive: bool = False
+    costs: Costs | None = None
+    worth: WorthOf | None = None
+
+    def controller(
+        self, model: nn.Module, method: Method, comm: Communicator, settings: AttachSettings
+    ) -> PlanController:
+        wanted = self.auto or self.adaptive or (settings.pinned is None and needs_measurement(method))
+        if comm.topology.world_size == 1 or not wanted:
+            return PlanController(pinned=settings.pinned is not None)
+        lossy = self.worth is not None
+        return (TunedPlans if rule_of(method) == "tune" else MeasuredPlans)(
+            comm, lambda m: managed_parameters(model, m, settings.keep_dense), auto=self.auto, worth=self.worth,
+            adaptive=self.adaptive,
+            network=NetworkPrices(comm, self.costs, KERNELS if lossy or not method.exact else ("memory",)),
+        )  # fmt: skip
+
+
+def _attach_gradients(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    method: Method,
+    managed: list[ManagedParameter],
+    group: dist.ProcessGroup | None,
+    topology: Topology,
+    settings: AttachSettings,
+    scaler: Any,
+    measuring: Measuring,
+) -> GradientSync:
+    several, device = topology.world_size > 1, managed[0].parameter.device
+    if several:
         tell_apart(optimizers)
     for o in optimizers:
-        chosen.check_optimizer(o)
-    pinned, device = settings.pinned, managed[0].parameter.device
-    asks = on_failure is None
+        method.check_optimizer(o)
+    asks = settings.on_failure is None
     comm = (
-        Communicator(process_group, topology, device, settings.timeout, asks=asks, attaching=True)
-        if world > 1
-        else Alone(device)
+        Communicator(group, topology, device, settings.timeout, asks=asks, attaching=True)
+        if several
+        else SingleRank(device)
     )
-    controller = Controller(pinned=pinned is not None)
-    if world > 1 and (auto or adaptive or (pinned is None and needs_measurement(chosen))):
-        controller = (Tuner if rule_of(chosen) == "tune" else Pilot)(
-            comm, lambda m: managed_parameters(model, m, keep_dense), auto=auto, worth=worth_of, adaptive=adaptive,
-            network=NetworkPrices(comm, costs, KERNELS if lossy or not chosen.exact else ("memory",)),
-        )  # fmt: skip
     try:
-        sync = GradientSync(model, optimizers, chosen, managed, comm, topology, scaler, settings, controller)
+        controller = measuring.controller(model, method, comm, settings)
+        sync = GradientSync(model, optimizers, method, managed, comm, topology, scaler, settings, controller)
     except BaseException as error:
         comm.dismiss(error)
         raise
     comm.attaching = False
     try:
         sync.services.bind(optimizers, sync, scaler)
-        if ahead is not None:
+        if settings.look is not None:
             trained = {m.name: m.parameter for m in managed}
-            sync.services.companions["look"] = LookAhead(ahead, model, trained)
+            sync.services.companions["look"] = LookAhead(settings.look, model, trained)
     except BaseException:
         sync.close()
         raise
     return sync
 
 
+def _check_choice(auto: bool, options: Mapping[str, Any], plan: Any, lossy: bool, worth: Any) -> None:
+    """Refuse what does not go together with "auto", or without it."""
+    if auto and options:
+        raise ValueError(f'"auto" chooses the options itself; leave out {", ".join(options)} or name a method')
+    if lossy and not auto:
+        raise ValueError('lossy=True is for attach(..., "auto"); the method named here is what runs')
+    if worth is not None and not lossy:
+        raise ValueError('worth= is for attach(..., "auto", lossy=True), which chooses by what a lossy step is worth')
+    if not (plan is None or plan == "adaptive" or isinstance(plan, Plan)):
+        raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
+    if auto and isinstance(plan, Plan):
+        raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
+
+
+def _check_ends(method: Method, auto: bool, optimizers: list[torch.optim.Optimizer], look: Look | None) -> None:
+    """Refuse a method that must know of the optimizer's steps without one, and a look that cannot follow them."""
+    if not optimizers and deferring(method) is not None:
+        raise ValueError(
+            f"{method.name} updates weights during the next forward, so it must know the optimizer: pass it, or use a "
+            "method that is not decoupled"
+        )
+    if look is not None and (auto or deferring(method) is not None or not optimizers):
+        what = "the optimizer" if not optimizers else "a method by name that is not decoupled"
+        raise ValueError(f"look= follows the weights after each step of an optimizer: give attach {what}")
+
+
+def _topology_of(group: dist.ProcessGroup | None, topology: Topology | None) -> Topology:
+    """Return the group's topology, as given or from torchrun's variables; without a group, that of one rank."""
+    check_topology(topology)
+    joined = group is not None or (dist.is_available() and dist.is_initialized())
+    if not joined and topology != Topology(1) and (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
+        raise RuntimeError(
+            f"WORLD_SIZE is {ranks}, but there is no process group, so each rank would train alone: call "
+            'torch.distributed.init_process_group("gloo") before attach, or attach(..., topology=thinwire.Topology(1)) '
+            "if that is meant"
+        )
+    world = dist.get_world_size(group) if joined else 1
+    if world < 1:
+        raise ValueError("this rank is not in the process group that was given to attach")
+    topology = topology or topology_of(world)
+    if topology.world_size != world:
+        raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
+    return topology
+
+
 def attach_local(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     local: Local,
-    managed: list[Managed],
+    managed: list[ManagedParameter],
     group: dist.ProcessGroup | None,
     topology: Topology,
     settings: AttachSettings,
@@ -279,7 +327,7 @@ def attach_local(
     device, several, inner = managed[0].parameter.device, topology.world_size > 1, None
     if local.inside is not None and several and topology.nodes == 1:
         raise ValueError("inside= is for several machines: on one, attach the method itself")
-    comm = Communicator(group, topology, device, settings.timeout, attaching=True) if several else Alone(device)
+    comm = Communicator(group, topology, device, settings.timeout, attaching=True) if several else SingleRank(device)
     try:
         if local.inside is not None and several:
             inner = _attach_inside(model, optimizers, local.inside, comm, settings)

@@ -12,7 +12,7 @@ from thinwire.core.program import Bucket, Method, Plan, PlanBucket, Program, Slo
 from thinwire.core.program.trace import TracedExchange, with_rare_rounds
 from thinwire.engine.controller.planning import trace_plan
 from thinwire.engine.executors.streams import read_here
-from thinwire.engine.parameters import Managed, gradient_dtype
+from thinwire.engine.parameters import ManagedParameter, gradient_dtype
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats
 
@@ -47,7 +47,9 @@ class Buckets:
     step: Step  # the backward in progress, or the last
     _phase: _Phase
 
-    def __init__(self, session: Session, managed: Sequence[Managed], plan: Plan, *, views: bool, pauses: bool) -> None:
+    def __init__(
+        self, session: Session, managed: Sequence[ManagedParameter], plan: Plan, *, views: bool, pauses: bool
+    ) -> None:
         self.session, self.plan, self.views, self.pauses = session, plan, views, pauses
         self.manage(managed)
         self.inline = False  # programs with one exchange run in the thread of backward
@@ -55,7 +57,7 @@ class Buckets:
         self._first: list[_Phase] = []  # of the method that runs before the other begins
         self._memory: dict[tuple[int, int], Memory] = {}
 
-    def manage(self, managed: Sequence[Managed]) -> None:
+    def manage(self, managed: Sequence[ManagedParameter]) -> None:
         """Replace the parameters, for example by what another method compresses; adopt a plan afterwards."""
         self.managed = list(managed)
         self.by_name = {m.name: m for m in managed}

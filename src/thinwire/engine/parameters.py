@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
-from thinwire.core.collectives.streams import memory_of
-from thinwire.core.kernels.runs import here
+from thinwire.core.collectives.socket_stream import memory_of
 from thinwire.core.program import Method
+from thinwire.core.program.bucket import local_shard
 from thinwire.engine.ranks.agreement import bytes_of, put_bytes
 from thinwire.engine.ranks.communicator import Communicator
 
@@ -24,7 +24,7 @@ DenseRule = str | Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True, eq=False)
-class Managed:
+class ManagedParameter:
     """One trainable parameter, as it was at ``attach``. ``dense``: not compressed; it goes into S-SGD buckets."""
 
     index: int
@@ -40,13 +40,13 @@ class Managed:
 
     @property
     def description(self) -> str:
-        p = here(self.parameter)
+        p = local_shard(self.parameter)
         strides = "" if p.is_contiguous() else f" strides {list(p.stride())}"
         return f"{_kind(p)}{strides}{' dense' if self.dense else ''}"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(here(self.parameter).shape)
+        return tuple(local_shard(self.parameter).shape)
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -54,7 +54,7 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
 
 
-def model_facts(model: nn.Module, managed: Iterable[Managed]) -> dict[str, Any]:
+def model_facts(model: nn.Module, managed: Iterable[ManagedParameter]) -> dict[str, Any]:
     kinds = {m.name: m.description for m in managed}
     return {
         "parameters": kinds,
@@ -73,7 +73,7 @@ class Named:
 
     def __init__(self, name: str, model: nn.Module, tensor: torch.Tensor) -> None:
         path, _, self.key = name.rpartition(".")
-        self.name, self.module, self.tensor = name, model.get_submodule(path), here(tensor)
+        self.name, self.module, self.tensor = name, model.get_submodule(path), local_shard(tensor)
 
     @property
     def statistic(self) -> bool:
@@ -87,7 +87,7 @@ class Named:
             found = found.clone()
             setattr(self.module, self.key, found)
         if isinstance(found, torch.Tensor):
-            found = here(found)
+            found = local_shard(found)
             if (found.shape, found.dtype) == (self.tensor.shape, self.tensor.dtype):
                 self.tensor = found
         return self.tensor
@@ -142,13 +142,13 @@ def frozen_of(model: nn.Module, managed: Iterable[str]) -> list[Named]:
 
 def sent_at_start(model: nn.Module) -> Iterator[torch.Tensor]:
     left_out = ignored(model)
-    yield from (here(p) for name, p in model.named_parameters() if name not in left_out)
+    yield from (local_shard(p) for name, p in model.named_parameters() if name not in left_out)
     yield from (one.tensor for one in buffers_of(model))
 
 
 def managed_parameters(
     model: nn.Module, method: Method, keep_dense: DenseRule, *, sharded: bool = False
-) -> list[Managed]:
+) -> list[ManagedParameter]:
     """Return all trainable parameters in order of registration; shared ones once. Refuse what cannot be exchanged."""
     if not (callable(keep_dense) or keep_dense in ("auto", "none")):
         raise ValueError(f'keep_dense={keep_dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
@@ -160,7 +160,7 @@ def managed_parameters(
                 f"{name} ({type(module).__name__}) gives sparse gradients, which thinwire does not exchange: build it "
                 "with sparse=False"
             )
-    found: list[Managed] = []
+    found: list[ManagedParameter] = []
     left_out = ignored(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
@@ -178,7 +178,7 @@ def managed_parameters(
             keep = bool(keep_dense(name, parameter))
         else:
             keep = keep_dense == "auto" and method.dense(name, tuple(parameter.shape), id(parameter) in embedded)
-        found.append(Managed(len(found), name, parameter, keep))
+        found.append(ManagedParameter(len(found), name, parameter, keep))
     if not found:
         raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
     devices = {m.parameter.device for m in found}
@@ -189,7 +189,7 @@ def managed_parameters(
     return found
 
 
-def check_optimizers(managed: Iterable[Managed], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def check_optimizers(managed: Iterable[ManagedParameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Raise ``ValueError`` unless the optimizers, if there are any, own every managed parameter."""
     optimizers = list(optimizers)
     if not optimizers:

@@ -14,10 +14,10 @@ from torch import nn
 from thinwire.core.pricing.costs import Costs, assumed_compute
 from thinwire.core.program import Method, Program, Scope, State, Topology
 from thinwire.core.program.ops import in_own_modes
-from thinwire.engine.controller.pilot import Controller
+from thinwire.engine.backward_hooks import BackwardHooks
+from thinwire.engine.controller.pilot import PlanController
 from thinwire.engine.hooks import ModuleHook, WithoutHooks
 from thinwire.engine.session import Channel, Session
-from thinwire.engine.source import GradientSource
 
 if TYPE_CHECKING:
     from thinwire.engine.local.site import Site
@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Fitting:
+class CheckedState:
     """A saved state that was checked and fits: call ``restore``, then ``adopt``."""
 
     restore: Callable[[], Callable[[], None]]  # returns what undoes it, but for weights; all or nothing
@@ -63,7 +63,7 @@ class Handle(Closing):
     def state_dict(self) -> dict[str, Any]: ...
 
     @abc.abstractmethod
-    def _fitting(self, state: Mapping[str, Any]) -> Fitting: ...
+    def _fitting(self, state: Mapping[str, Any]) -> CheckedState: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over this rank's ``state_dict``; on another number of ranks, the union of all ranks'."""
@@ -72,10 +72,10 @@ class Handle(Closing):
         found.adopt()
 
 
-def fitting(handle: Handle, state: Mapping[str, Any]) -> Fitting:
+def fitting(handle: Handle, state: Mapping[str, Any]) -> CheckedState:
     """Return what a handle would take over of a state. Changes nothing; ``ValueError`` if it does not fit."""
     found = in_own_modes()(handle._fitting)(state)
-    return Fitting(in_own_modes()(found.restore), in_own_modes()(found.adopt))
+    return CheckedState(in_own_modes()(found.restore), in_own_modes()(found.adopt))
 
 
 _attached: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -106,8 +106,8 @@ class Services:
         optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device,
         session: Session,
-        source: GradientSource | None = None,
-        controller: Controller | None = None,
+        source: BackwardHooks | None = None,
+        controller: PlanController | None = None,
         *,
         apart: bool = False,
     ) -> None:

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thinwire.core.collectives.exchange import Ledger, long_wire
+from thinwire.core.collectives.exchange import ByteCounter, long_wire
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.program import Method, Scope, State, Topology
 from thinwire.engine.executors.events import Failure, MakeProgram
-from thinwire.engine.ranks.communicator import Alone, Communicator, Names
+from thinwire.engine.ranks.communicator import Communicator, Names, SingleRank
 from thinwire.engine.ranks.late_ranks import in_words
 from thinwire.engine.state.scaler import loss_scale, unscale_state
 from thinwire.engine.stats import BucketStats, Stats
@@ -66,7 +66,7 @@ class Session:
         self.scale: Tensor | None = None  # the loss scale in this step's gradients, 0-dim
         self.rejected, self.dense_bytes, self.exposed_seconds, self.deferred_seconds = 0, 0.0, 0.0, 0.0
         self._opened: tuple[int, Names] = (0, ())
-        self.watch = StepWatch(state, names, expected=expected)
+        self.watch = OptimizerObserver(state, names, expected=expected)
         self.watch.listen(self.find_scaler)
 
     def run_as(self, method: Method, start: int | None) -> None:
@@ -238,7 +238,7 @@ def warn_if_state_missing(method: Method, state: State) -> None:
         )  # fmt: skip
 
 
-class StepWatch:
+class OptimizerObserver:
     """Detects when gradients have been used, by watching every optimizer that owns some of a model's parameters."""
 
     _before: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]
@@ -351,8 +351,8 @@ class Channel:
     """
 
     def __init__(self, session: Session | None, topology: Topology, purpose: str, depth: Mapping[Scope, int]) -> None:
-        self._session, self._comm = session, Alone() if session is None else session.comm
-        self.topology, self.ledger, self.rank = topology, Ledger(), self._comm.rank
+        self._session, self._comm = session, SingleRank() if session is None else session.comm
+        self.topology, self.ledger, self.rank = topology, ByteCounter(), self._comm.rank
         self._executor, self._release = self._comm.executor_beside(purpose, depth, topology, self.ledger)
         self._opened: tuple[int, Names] = (0, ())
         self._broken = False

@@ -19,18 +19,18 @@ from thinwire.core.methods.decoupling import deferring
 from thinwire.core.methods.start import exact_method
 from thinwire.core.program import Method, Plan, State, Topology, working_dtype
 from thinwire.core.program.trace import memory
+from thinwire.engine.backward_hooks import AttachSettings, BackwardHooks
 from thinwire.engine.buckets import Buckets, prime_allocator
-from thinwire.engine.controller.pilot import Controller
+from thinwire.engine.controller.pilot import PlanController
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.executors.events import Recorder
-from thinwire.engine.parameters import Managed, gradient_dtype, managed_parameters, model_facts, sent_at_start
-from thinwire.engine.ranks.agreement import OrderWatch
+from thinwire.engine.parameters import ManagedParameter, gradient_dtype, managed_parameters, model_facts, sent_at_start
+from thinwire.engine.ranks.agreement import OrderCheck
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.schedules.decoupled import Decoupled
-from thinwire.engine.services import Fitting, Handle, Services
+from thinwire.engine.services import CheckedState, Handle, Services
 from thinwire.engine.session import Session
-from thinwire.engine.source import AttachSettings, GradientSource
 from thinwire.engine.state.persistence import (
     LOCAL,
     blank,
@@ -63,12 +63,12 @@ class GradientSync(Handle):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         method: Method,
-        managed: list[Managed],
+        managed: list[ManagedParameter],
         comm: Communicator,
         topology: Topology,
         scaler: Any,
         settings: AttachSettings,
-        controller: Controller,
+        controller: PlanController,
     ) -> None:
         self._settings, self._controller = settings, controller
         order, options = [m.index for m in reversed(managed)], deferring(method)
@@ -90,7 +90,7 @@ class GradientSync(Handle):
             self._schedule = Coupled(buckets, find_unused=find_unused)
         else:
             self._schedule = Decoupled(model, buckets, optimizers, options, find_unused=find_unused)
-        self._source = GradientSource(model, buckets, self._schedule, controller, settings)
+        self._source = BackwardHooks(model, buckets, self._schedule, controller, settings)
         if self._exchanges:
             controller.bind(buckets, self._schedule)
             self._source.install()
@@ -101,7 +101,7 @@ class GradientSync(Handle):
     def _start(self, model: nn.Module, plan: Plan) -> None:
         session, settings, comm = self._session, self._settings, self._session.comm
         if settings.detect_desync:
-            comm.order = OrderWatch(comm.topology)
+            comm.order = OrderCheck(comm.topology)
         comm.agree(
             session.facts()
             | model_facts(model, self._buckets.managed)
@@ -281,7 +281,7 @@ class GradientSync(Handle):
                     flat[f"offset/{rank}/{name}"] = found.offsets[name]
         return flat | blank(dense, [(m.name, m.parameter) for m in managed if m.dense], topology, rank)
 
-    def _fitting(self, state: Mapping[str, Any]) -> Fitting:
+    def _fitting(self, state: Mapping[str, Any]) -> CheckedState:
         check_version(state)
         if LOCAL in state:
             raise ValueError(
@@ -310,7 +310,7 @@ class GradientSync(Handle):
                 plan.check(m.name for m in managed)
             except ValueError:
                 plan = None  # another set of trainable parameters: the fresh plan stays
-        return Fitting(
+        return CheckedState(
             partial(self._restore, snapshot, companions), lambda: None if plan is None else self.adopt_plan(plan)
         )
 

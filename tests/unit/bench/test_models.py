@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fences import blocks
-from thinwire.tools.bench.contenders import at_rate
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.text import standard_library
 from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.row_on_rank import at_rate
 
 SIZES = {"chargpt": (10_868_736, 0), "resnet18": (11_173_962, 0), "mlp": (100e6, 0.01), "bert-small": (28.8e6, 0.02)}
 SMALL = ["chargpt:layers=1:width=32:heads=2:batch=2", "mlp:width=64:layers=2", "resnet18:width=8:batch=2:classes=100"]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from thinwire.tools.bench.demo import advice, headline, judge_demo
+from thinwire.tools.bench.demo import conclusion, judge_demo
 from thinwire.tools.bench.rows import Row
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, seconds_to
 from thinwire.tools.bench.summary import bench_table, chosen_elsewhere, families, plot_bench, summarise
@@ -111,7 +111,7 @@ def test_the_demo_recommends_what_won_and_nothing_else(losses, said):
         row("thinwire powersgd", 1.0, "powersgd", curve=curve),
     ]
     result = judge_demo(SPEC, record(*rows), emulated=True, note="")
-    words = headline(result) + "\n" + advice(result)
+    words = "\n".join(conclusion(result))
     for one in said:
         assert one in words
     assert ('tw.attach(model, optimizer, "powersgd", rank=4)' in words) == ("tw.attach(model" in said)

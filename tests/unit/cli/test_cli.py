@@ -1,14 +1,18 @@
+import inspect
 import json
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer.testing
 from typer.main import get_command
 
 from thinwire.tools.bench.session import Point, RowRecord, RunRecord
-from thinwire.tools.cli import console
-from thinwire.tools.cli.main import app
+from thinwire.tools.cli import console, options, verb
+from thinwire.tools.cli.main import FriendlyErrors, app
 from verbs import call
 
 
@@ -40,6 +44,34 @@ def test_help_names_no_type_of_python(verb):
     assert not [line for line in shown.splitlines() if line.strip(" *│|").startswith("--") and "list[" in line]
 
 
+def test_a_verb_is_added_as_its_page_says(monkeypatch, tmp_path):
+    """The docstring's own verb: its options, its refusals, its JSON and its use from Python."""
+    text = inspect.cleandoc(verb.__doc__.partition("::\n")[2].partition("\n\n``")[0])
+    found = {**vars(verb), **vars(options), "Any": object, "Path": Path}
+    exec("from __future__ import annotations\n" + text, found)
+    mine = typer.Typer(cls=FriendlyErrors)
+    mine.callback()(lambda: None)
+    verb.add(mine, found["CountVerb"])
+    runner = typer.testing.CliRunner()
+    shown = runner.invoke(mine, ["count", "--help"]).stdout
+    for words in ("Count the ranks that answer.", "--most", "--link", "Example: thinwire count --most 3"):
+        assert words in shown
+    assert runner.invoke(mine, ["count"]).stdout == "2 ranks answer\n"
+    assert json.loads(runner.invoke(mine, ["count", "--json"]).stdout) == {"count": 2}
+    for words, says in (
+        ("--most 0", "--most=0 must be a whole number of at least 1"), ("--out /proc/x", "can be written"),
+    ):  # fmt: skip
+        refused = runner.invoke(mine, ["count", *words.split()])
+        assert (refused.exit_code, says in refused.stderr) == (2, True)
+    asked = found["CountVerb"](most=3, out=tmp_path)
+    assert asked.run(console.Output()) == {"count": 2}
+    assert vars(type(asked).from_json(asked.to_json())) == vars(asked)
+    with pytest.raises(ValueError, match="--most=0"):
+        found["CountVerb"](most=0)
+    with pytest.raises(FrozenInstanceError):
+        asked.most = 4
+
+
 def test_help_begins_with_what_to_try_first():
     shown = " ".join(call("--help").stdout.split())
     assert "thinwire demo --quick" in shown
@@ -48,12 +80,12 @@ def test_help_begins_with_what_to_try_first():
 
 
 def test_one_thing_has_one_name_in_every_verb():
-    options = {verb: {name for one in found.params for name in one.opts} for verb, found in VERBS.items()}
+    options = {path: {name for one in found.params for name in one.opts} for path, found in VERBS.items()}
     other_names = {"--latency", "--gpu", "--batch", "--ranks"}  # of --delay, --device, --batch-size, --workers
-    assert {verb: names & other_names for verb, names in options.items() if names & other_names} == {}
+    assert {path: names & other_names for path, names in options.items() if names & other_names} == {}
     links = {"--link", "--delay", "--jitter", "--loss", "--congestion"}
-    for verb in ("lab run", "bench", "race", "probe", "ps run"):
-        assert links <= options[verb], verb
+    for name in ("lab run", "bench", "race", "probe", "ps run"):
+        assert links <= options[name], name
 
 
 def test_the_package_is_the_command():
@@ -62,7 +94,7 @@ def test_the_package_is_the_command():
     assert "Usage: python -m thinwire" in ended.stdout
 
 
-@pytest.mark.parametrize("module", ["typer", "thinwire.systems.cli.supernet"])
+@pytest.mark.parametrize("module", ["typer", "thinwire.tools.cli.verb"])
 def test_control_c_while_python_imports(module):
     code = f"""import sys
 class Interrupted:
@@ -105,10 +137,10 @@ assert not {"torch", "plotly"} & set(sys.modules)
 
 @pytest.mark.parametrize("words,name", [([], "report.html"), (["--out", "mine.html"], "mine.html")])
 def test_a_report_is_one_page(words, name, tmp_path):
-    ranking = {"entries": [{"label": "ssgd", "exact": True, "step_seconds": 0.5}], "sentence": "ssgd it is"}
-    (tmp_path / "ranking.json").write_text(json.dumps(ranking))
-    assert f"written: {name}" in call("report", "ranking.json", *words).stdout
-    assert "ssgd it is" in (tmp_path / name).read_text()
+    picture = {"title": "it fell", "panels": [{"x": "step", "y": "loss", "lines": [{"name": "a", "x": [1], "y": [2]}]}]}
+    (tmp_path / "run.json").write_text(json.dumps({"picture": picture}))
+    assert f"written: {name}" in call("report", "run.json", *words).stdout
+    assert "it fell" in (tmp_path / name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from fences import outputs
 from thinwire.systems.kfac.tuning import Trial, best, lowest_of_sgd
 from thinwire.tools.report.inputs import read_files
+from thinwire.tools.report.runs import RunPicture
 from verbs import call
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +67,7 @@ def test_a_model_of_ones_own_and_its_json():
     assert all(one["steps"] == list(range(0, 41, 2)) and len(one["losses"]) == 21 for one in data["trials"])
     assert data["target"] == min(min(one["losses"][1:]) for one in data["trials"] if one["damping"] is None)
     Path("tune.json").write_text(json.dumps(data))
-    (drawn,) = read_files([Path("tune.json")]).runs
+    (drawn,) = read_files([Path("tune.json")]).of(RunPicture)
     assert [panel.x for panel in drawn.picture.panels] == ["steps", "seconds"]
     assert [line.name for line in drawn.picture.panels[0].lines] == ["SGD", "K-FAC damping 0.01", "K-FAC damping 0.1"]
 

@@ -59,7 +59,7 @@ BUSY = "this machine is overloaded: load average 9.0 on 2 cores before the start
 
 @pytest.fixture
 def busy(monkeypatch):
-    monkeypatch.setattr("thinwire.predict.measure.machine.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
+    monkeypatch.setattr("thinwire.predict.measure.machine.LoadSample.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
 
 
 BERT = ["--model", "bert:layers=1:hidden=16:heads=2", "--lines", "20", "--length", "8", "--batch-size", "8"]

@@ -38,11 +38,11 @@ def test_what_takes_long_says_first_what_it_begins():
     model = ["--model", "mlp:width=16:layers=1"]
     words = ["--nodes", "1", "--updates", "3", "--seconds", "9", "--timeout", "0.1"]
     said = call("ps", "run", *model, *words, code=1).stderr.splitlines()
-    begins = "starting a server, 1 node of 1 worker, link unlimited: mlp:width=16:layers=1 with inhad, "
+    begins = "... starting a server, 1 node of 1 worker, link unlimited: mlp:width=16:layers=1 with inhad, "
     assert said[0] == begins + "9 s of training or 3 updates"
     assert said[-1].startswith("error: the server ended")
     said = call("ps", "server", *model, "--updates", "3", "--port", "99999", code=2).stderr.splitlines()
-    assert said[0] == "building mlp:width=16:layers=1"
+    assert said[0] == "... building mlp:width=16:layers=1"
 
 
 def test_outer_optimizers_by_name():

@@ -110,8 +110,8 @@ probe --workers 0 -> at least 1
 probe --workers 3 --ranks-per-node 2 -> multiple
 probe --max-bytes 100 -> at least 8192
 probe --max-bytes 99999999999999999999 -> and at most 68719476736
-probe --seconds 0 -> positive
-probe --backend mpi -> auto, gloo or nccl
+probe --seconds 0 -> --seconds=0.0 must be a finite number and above 0
+probe --backend mpi -> use one of auto, gloo, nccl
 probe --backend nccl -> torchrun
 probe --out nowhere/costs.json -> folder that exists
 profile chargtp -> did you mean 'chargpt'
@@ -171,10 +171,10 @@ plan odd.json -> of 1 bytes
 plan saved.json --batch-size 8 -> --batch-size is for the built-in models
 plan saved.json --device-flops 1e12 -> --device-flops is for the built-in models
 plan vgg16 --profile saved.json -> not of 'vgg16'
-plan resnet50 --workers 0 -> --workers 0
-plan resnet50 --workers 1000000000 -> --workers 1000000000
+plan resnet50 --workers 0 -> --workers=0 must be
+plan resnet50 --workers 1000000000 -> at most 65536
 plan resnet50 --workers 5 --ranks-per-node 2 -> not a multiple
-plan resnet50 --ranks-per-node 0 -> --ranks-per-node 0
+plan resnet50 --ranks-per-node 0 -> --ranks-per-node=0
 plan resnet50 --device a10 -> did you mean 'a100'
 plan resnet50 --device-flops 0 -> device_flops
 plan resnet50 --batch-size 0 -> batch_size
@@ -190,12 +190,12 @@ race chargpt --methods acp,acp -> given twice
 race chargpt --workers 1 -> --workers 1: a race needs at least 2
 race chargpt --minutes 0 -> --minutes 0 must be above 0
 race chargpt --seeds 0 -> --seeds 0 must be at least 1
-race chargpt --steps 50 -> --steps 50: a whole run has at least 100 steps
+race chargpt --steps 50 -> --steps 50: a run has at least 100 steps
 race chargpt --steps 200 --schedule linear -> --schedule
 race chargpt --methods accumulate:every=1 -> accumulate: every=1 must be a whole number of at least 2
 race chargpt --methods ssgd:look=far -> look='far' must be a thinwire.Look
 race chargpt --methods local:look=2 -> Look: beta
-race chargpt --out own.py -> --out own.py is not a folder that can be written (File exists)
+race chargpt --out own.py -> --out own.py is not a folder that can be written (Not a directory)
 race chargpt --out own.py/results -> --out own.py/results is not a folder that can be written
 race chargpt --out /proc/results -> --out /proc/results is not a folder that can be written (
 report nowhere.json -> is not a file
@@ -237,15 +237,15 @@ kfac plan resnet50 --schedules kaisa:1/0 -> schedule='kaisa:1/0' is unknown
 kfac calibrate --costs binary.json -> binary.json cannot be read: not a text file
 kfac calibrate --costs bad.json -> bad.json: this is not a file of thinwire costs
 kfac plan resnet50 --planner best -> planner='best' is unknown
-kfac plan resnet50 --factor-update-steps 0 -> --factor-update-steps 0 must be at least 1
+kfac plan resnet50 --factor-update-steps 0 -> --factor-update-steps=0 must be a whole number of at least 1
 kfac plan resnet50 --workers 6 --schedules kaisa:1/4 -> use kaisa:1/6, kaisa:2/6
 kfac plan resnet50 --out no/such/plan.json -> --out
 kfac calibrate --device gpu -> --device gpu must be cpu or cuda
-kfac calibrate --seconds 0 -> --seconds must be positive
+kfac calibrate --seconds 0 -> --seconds=0.0 must be
 kfac calibrate --largest 0 -> largest=0
 kfac tune --dampings 0,1 -> --dampings '0,1': give numbers above 0
 kfac tune --rates fast -> --rates 'fast'
-kfac tune --steps 0 -> --steps 0 must be at least 1
+kfac tune --steps 0 -> --steps=0 must be a whole number of at least 1
 kfac tune --method lu -> method='lu' is unknown
 kfac tune --plot x.pdf -> must end in .png or .html
 kfac tune own:flat -> no trainable Linear or Conv2d layer
@@ -260,12 +260,12 @@ federated run digits --checkpoint-dir /proc/x ->
 federated run digits --clients-per-round 9999 ->
 supernet train --out r --size 48 -> height x width
 supernet train --out r --size 50x96 -> pad them to 54x96
-supernet train --out r --config huge -> tiny or published
+supernet train --out r --config huge -> use one of tiny, published
 supernet train --out r --data nowhere.txt -> is unknown; use one of dots, planes, scenes, or a file
 supernet train --out r --data scnes -> did you mean 'scenes'? use one of
 reproduce acpp -> did you mean 'acp'? there are omgs
 split plan --kind lowrnk -> did you mean 'lowrank'? use one of
-split plan --task sst -> did you mean 'sst2'? use stdlib
+split plan --task sst -> did you mean 'sst2'? use one of stdlib
 supernet train --out r --steps many -> --steps
 supernet train --out r --epoch 3 -> --epoch
 supernet train --out r --method topk -> density
@@ -273,7 +273,7 @@ supernet train --out r --max-disparity 60 -> below 48
 supernet train --out r --elastic-refinement -> published
 supernet search net.pt --limit-ms 10 -> there is no file
 supernet search net.pt --limit-ms -1 -> above 0
-supernet table --config huge -> tiny or published
+supernet table --config huge -> use one of tiny, published
 supernet export net.pt --out x.pt2 -> search calibrated.pt
 ps simulate --settings inhat -> preset 'inhat' is unknown; did you mean 'inhad'? use one of
 ps simulate --settings inhad:limit -> 'limit' is not an option
@@ -296,20 +296,59 @@ ps server --updates 3 --outer sgdd -> unknown optimizer
 ps server --updates 3 --model nomodel -> unknown model
 ps server --updates 3 --shards -1 -> --shards=-1 must be a whole number of at least 0
 ps server --updates 3 --model digits --shards 99999999 -> at most the model's
-ps run --updates 0 -> must be above 0
-ps run --seconds nan -> must be above 0
-ps run --seconds 1 --workers 0 -> '--workers'
+ps run --updates 0 -> --updates=0 must be a whole number of at least 1
+ps run --seconds nan -> --seconds=nan must be a finite number and above 0
+ps run --seconds 1 --workers 0 -> --workers=0 must be
 ps run --seconds 1 --pace nan -> --pace=nan must be a finite number
-ps run --seconds 1 --evaluate-every 0 -> '--evaluate-every'
+ps run --seconds 1 --evaluate-every 0 -> --evaluate-every=0 must be
 ps run --seconds 1 --journal /proc/x -> --journal /proc/x is not a file that can be written
 ps run --updates 3 --nodes 2 --shards 1 --keys none -> run thinwire keys new none --names server,shard0,node0,node1
 ps node --server somewhere -> host:port
 ps node --server nowhere.invalid:1 -> the name 'nowhere.invalid' has no address
 ps node --server 127.0.0.1:1 --pace -1 -> --pace=-1.0 must be
 ps node --server 127.0.0.1:1 --slowdown nan -> --slowdown=nan must be
-ps node --server 127.0.0.1:1 --node -1 -> '--node'
+ps node --server 127.0.0.1:1 --node -1 -> --node=-1 must be
 ps shard somewhere --index 0 -> host:port
 ps shard 127.0.0.1:1 --index -1 -> --index=-1 must be a whole number of at least 0
+split plan --model bart -> model 'bart' is unknown
+split plan --model bert:colour=1 -> model option='colour' is unknown
+split plan --task x -> --task='x' is unknown
+split plan --task cola -> needs --data
+split plan --cut 9 -> cut=9 is outside 1 to 4
+split compare --cut 9 -> cut=9 is outside 1 to 2
+split plan --model bert:heads=3 -> must be a multiple of heads=3
+split plan --length 2 -> --length=2 must be a whole number of at least 3
+split plan --up int7 -> codec 'int7' is unknown
+split plan --link fast -> link rate 'fast'
+split plan --model vit-small -> text tasks: split a ViT from Python
+split compare --plans '' -> --plans is empty
+split compare --plans thin -> kind='thin' is unknown
+split compare --seeds 0 -> --seeds=0 must be a whole number of at least 1
+split plan --front-on cloud --labels cloud -> cannot be used with front_on='cloud'
+split compare --front-on x -> front_on='x' is unknown
+split cloud nowhere.safetensors -> is not a half of a model
+split edge nowhere.safetensors -> is not a half of a model
+federated run digit -> unknown federation 'digit'; did you mean 'digits'?
+federated run digits:client=3 -> has no option 'client'; did you mean 'clients'?
+federated run digits:clients=abc -> clients='abc' must be a whole number of at least 1
+federated run digits:clients=-3 -> clients=-3 must be a whole number of at least 1
+federated run own:build -> own.py, line 5: KeyError: 'weights'
+federated run digits --trace deep.json -> deep.json
+federated run digits --algorithm fedprox:nu=1 -> fedprox has no option 'nu'
+federated run digits --algorithm adam -> unknown algorithm 'adam'
+federated run digits --compress topp -> unknown method
+federated run digits --clients-per-round 0 -> clients_per_round=0
+federated run digits --schedule best -> 'best' is unknown
+federated run digits --plot x.pdf -> must end in .png or .html
+federated run digits --trace none.json -> none.json cannot be read
+federated run digits --threads 0 -> --threads=0
+federated run digits --state-memory -1 --algorithm scaffold -> memory_bytes=-1
+federated run nowhere:build -> cannot be loaded
+federated run own:nothing -> must return a thinwire.systems.federated.Federation, not NoneType
+federated predict --mean 0 -> --mean=0.0 must be a finite number and above 0
+federated predict --fast 0 --slow 0 -> devices=0
+federated predict --devices none.json -> cannot be read
+federated predict --rounds 0 -> rounds=0 must be a whole number of at least 1
 ps replay nothing.jsonl -> nothing.jsonl is not a file
 """
 UNWRITABLE = """
@@ -439,7 +478,7 @@ def test_what_cannot_be_raced_is_told_before_ranks_start(monkeypatch):
     assert "links cannot be emulated here" in refused(["race", "chargpt", "--link", "100mbit"], 1)
     monkeypatch.setattr("thinwire.tools.lab.available", lambda: "root")
     said = refused(["race", "mlp:width=64", "--minutes", "0.01", "--link", "100kbit"], 1)
-    assert "timing 7 methods takes " in said
+    assert "timing 8 methods takes " in said
     assert "give --minutes " in said
 
 
@@ -449,8 +488,8 @@ def test_a_torch_that_cannot_be_imported_is_one_sentence(monkeypatch):
 
 
 def test_without_plotly_a_report_says_what_to_install(monkeypatch, tmp_path):
-    ranking = {"entries": [{"label": "ssgd", "exact": True, "step_seconds": 0.5}], "sentence": "ssgd it is"}
-    (tmp_path / "ranking.json").write_text(json.dumps(ranking))
+    picture = {"title": "it fell", "panels": [{"x": "step", "y": "loss", "lines": [{"name": "a", "x": [1], "y": [2]}]}]}
+    (tmp_path / "run.json").write_text(json.dumps({"picture": picture}))
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.delitem(sys.modules, "plotly.graph_objects", raising=False)
-    assert "pip install 'thinwire[report]'" in refused(["report", str(tmp_path / "ranking.json")])
+    assert "pip install 'thinwire[report]'" in refused(["report", str(tmp_path / "run.json")])

@@ -16,7 +16,7 @@ import torch
 from thinwire.core.collectives import bundle as bundle_module
 from thinwire.core.collectives.bundle import FRAME_BYTES, Bundle
 from thinwire.core.collectives.meeting import accepting, calling
-from thinwire.core.collectives.streams import CountdownWork, socket_loop
+from thinwire.core.collectives.socket_stream import CountdownWork, socket_loop
 
 HEADER = struct.Struct("<BHIQI")
 
@@ -252,7 +252,7 @@ def test_who_asks_for_sockets_without_end_gets_few():
 _LEAVES = """
 import socket, sys, torch
 from thinwire.core.collectives.bundle import Bundle
-from thinwire.core.collectives.streams import CountdownWork, socket_loop
+from thinwire.core.collectives.socket_stream import CountdownWork, socket_loop
 ends = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(3)]
 bundle, work = Bundle(ends, "the test", 20.0, socket_loop(), active=3), CountdownWork(1)
 bundle.stream().send(torch.full((1_500_000,), 7, dtype=torch.uint8), work)

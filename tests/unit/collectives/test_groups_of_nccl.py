@@ -7,7 +7,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 import thinwire as tw
 from thinwire.adapters.ddp import traced
-from thinwire.core.collectives.exchange import Lanes
+from thinwire.core.collectives.exchange import LanePool
 from thinwire.core.program import AllReduce, Topology
 from thinwire.core.program.ops import WORLD
 from thinwire.engine.ranks import communicator
@@ -51,7 +51,7 @@ def test_a_group_that_cpus_have_used_is_not_taken_for_cards(ranks, monkeypatch):
     used = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group=None, **_: used.append(group))
     for device, connected in ((None, 0), (torch.device("cpu"), 1), (torch.device("cpu"), 1), (None, 1)):
-        lanes = Lanes(tuple(range(ranks)), Topology(ranks), 1, None, device)
+        lanes = LanePool(tuple(range(ranks)), Topology(ranks), 1, None, device)
         lanes.get("gradients", WORLD, 0)
         lanes.release()
         assert len(used) == connected

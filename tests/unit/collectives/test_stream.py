@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from thinwire.core.collectives.streams import CountdownWork, SocketLoop, Stream, socket_loop
+from thinwire.core.collectives.socket_stream import CountdownWork, SocketLoop, Stream, socket_loop
 
 
 def _pair(timeout=20.0, other_loop=None):

@@ -2,14 +2,14 @@ import pytest
 import torch
 
 from thinwire.core.pricing.costs import KINDS, Table
-from thinwire.engine.executors.events import ExchangeWatch, typical
+from thinwire.engine.executors.events import ExchangeTimes, typical
 from thinwire.predict.measure.gradual import with_seen
 from thinwire.predict.measure.kernels import Stopwatch
 
 
 def watched(rows):
     now = [0.0]
-    watch = ExchangeWatch(Stopwatch(torch.device("cpu"), lambda: now[0]))
+    watch = ExchangeTimes(Stopwatch(torch.device("cpu"), lambda: now[0]))
     for issued, done, sent in rows:
         now[0] = done
         watch.add(issued, sent)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
 from thinwire.engine.ranks import late_ranks as late
-from thinwire.engine.ranks.communicator import Alone
+from thinwire.engine.ranks.communicator import SingleRank
 
 
 @pytest.fixture
@@ -50,5 +50,5 @@ def test_a_rank_that_leaves_after_a_meeting_does_not_undo_it(monkeypatch):
 def test_what_the_system_says_is_told_without_gloos_comparison():
     gloo = "[enforce fail at /gloo/transport/tcp/device.cc:33] rv != -1. -1 vs -1. Too many open files"
     words = r"^rank 0: connecting failed: RuntimeError: Too many open files\. "
-    with pytest.raises(RuntimeError, match=words), Alone().meeting("connecting"):
+    with pytest.raises(RuntimeError, match=words), SingleRank().meeting("connecting"):
         raise RuntimeError(gloo)

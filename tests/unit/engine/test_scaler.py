@@ -6,7 +6,7 @@ import torch
 
 from thinwire.core.methods.topk import TopK
 from thinwire.core.program import State, Topology
-from thinwire.engine.ranks.communicator import Alone
+from thinwire.engine.ranks.communicator import SingleRank
 from thinwire.engine.session import Session
 from thinwire.engine.state.scaler import SkippedSteps
 
@@ -14,7 +14,7 @@ from thinwire.engine.state.scaler import SkippedSteps
 def _step_hook():
     """What an optimizer's hook finds."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    comm, names = Alone(), {id(weight): "weight"}
+    comm, names = SingleRank(), {id(weight): "weight"}
     comm.ranks = (0, 1)
     session = Session(TopK(0.1), comm, State(0, Topology(2)), None, names)
     session.find_scaler(torch.optim.SGD([weight], 0.1))

@@ -81,40 +81,6 @@ def test_prediction(alone):
     assert "to the bound" in call(*words).stdout
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["run", "digit"], "unknown federation 'digit'; did you mean 'digits'?"),
-        (["run", "digits:client=3"], "has no option 'client'; did you mean 'clients'?"),
-        (["run", "digits:clients=abc"], "clients='abc' must be a whole number of at least 1"),
-        (["run", "digits:clients=-3"], "clients=-3 must be a whole number of at least 1"),
-        (["run", "mine_that_is_wrong:raises"], "mine_that_is_wrong.py, line 18: KeyError: 'x'"),
-        (["run", "digits", "--trace", "deep.json"], "deep.json"),
-        (["run", "digits", "--algorithm", "fedprox:nu=1"], "fedprox has no option 'nu'"),
-        (["run", "digits", "--algorithm", "adam"], "unknown algorithm 'adam'"),
-        (["run", "digits", "--compress", "topp"], "unknown method"),
-        (["run", "digits", "--clients-per-round", "0"], "clients_per_round=0"),
-        (["run", "digits", "--schedule", "best"], "'best' is unknown"),
-        (["run", "digits", "--plot", "x.pdf"], "must end in .png or .html"),
-        (["run", "digits", "--trace", "none.json"], "none.json cannot be read"),
-        (["run", "digits", "--threads", "0"], "--threads 0"),
-        (["run", "digits", "--state-memory", "-1", "--algorithm", "scaffold"], "memory_bytes=-1"),
-        (["run", "nowhere:build"], "cannot be loaded"),
-        (["run", "mine_that_is_wrong:nothing"], "must return a thinwire.systems.federated.Federation, not int"),
-        (["predict", "--mean", "0"], "--mean=0.0 must be a finite number and above 0"),
-        (["predict", "--fast", "0", "--slow", "0"], "devices=0"),
-        (["predict", "--devices", "none.json"], "cannot be read"),
-        (["predict", "--rounds", "0"], "rounds=0 must be a whole number of at least 1"),
-    ],
-)
-def test_what_is_wrong_is_a_sentence(alone, arguments, words):
-    (alone / "mine_that_is_wrong.py").write_text(MINE)
-    (alone / "deep.json").write_text("[" * 100_000)
-    done = call("federated", *arguments, code=2)
-    assert words in done.output
-    assert "Traceback" not in done.output
-
-
 def test_a_deployment_whose_result_cannot_be_written_does_not_begin(alone):
     (alone / "file").write_text("")
     assert "--out file/deployed is not a folder that can be written" in call(

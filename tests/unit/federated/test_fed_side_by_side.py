@@ -9,6 +9,7 @@ from thinwire.systems.federated import History
 from thinwire.systems.federated.history import history_picture
 from thinwire.systems.federated.server import evaluation_due
 from thinwire.tools.report.inputs import read_files
+from thinwire.tools.report.runs import RunPicture
 
 
 def test_the_untrained_model_is_evaluated(alone):
@@ -37,15 +38,15 @@ def test_algorithms_side_by_side(alone):
     rows = {line[1:15].strip(): line.split() for line in lines if line.startswith((" FedAvg", " Scaffold"))}
     assert list(rows) == ["FedAvg", "FedAvg lr=0.01", "Scaffold"]
     assert "written: curves.png" in lines
-    assert " ".join(lines[-2:]).startswith("Scaffold, after 2 rounds: training loss")
-    assert "(chance: 0.1)" in " ".join(lines[-2:])
+    assert " ".join(lines[-3:-1]).startswith("Scaffold, after 2 rounds: training loss")
+    assert "(chance: 0.1)" in " ".join(lines[-3:])
     assert max(map(len, lines)) <= 80
     assert sorted(path.name for path in (alone / "runs").iterdir()) == ["fedavg", "fedavg-lr=0.01", "scaffold"]
     data = call(*SMALL, *words, "--json").stdout
     found = json.loads(data)
     assert [History.from_json(json.dumps(run)).about["lr"] for run in found["runs"].values()] == [0.2, 0.01, 0.2]
     (alone / "runs.json").write_text(data)
-    (run,) = read_files([alone / "runs.json"]).runs
+    (run,) = read_files([alone / "runs.json"]).of(RunPicture)
     assert [[line.name for line in panel.lines] for panel in run.picture.panels] == [list(rows)] * 4
     alone_again = History.from_json(call(*SMALL, "--algorithm", "fedavg:lr=0.01", "--json").stdout)
     assert alone_again.rounds[-1].evaluation == found["runs"]["FedAvg lr=0.01"]["rounds"][-1]["evaluation"]

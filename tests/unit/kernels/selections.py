@@ -7,7 +7,7 @@ import torch
 
 from thinwire.core.kernels.select import magnitudes
 
-SEARCHES = ("histogram", "mstopk", "gaussian", "threshold")
+SEARCHES = ("mstopk", "gaussian", "threshold")
 
 
 def seeded(seed=0):

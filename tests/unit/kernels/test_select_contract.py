@@ -122,8 +122,7 @@ def test_refusals():
         with pytest.raises(ValueError, match=words):
             call()
     for algorithm, options, words in (
-        ("histogram", {"passes": 0}, "passes=0 must be in 1..3"),
-        ("histogram", {"samplings": 3}, "no option 'samplings'; its options: passes, window"),
+        ("gaussian", {"samplings": 3}, "no option 'samplings'; its options: rounds, window"),
         ("mstopk", {"samplings": 0}, "samplings=0"),
         ("mstopk", {"base": "median"}, "base='median' is unknown"),
         ("mstopk", {"window": "square"}, 'use "circular" or "line"'),

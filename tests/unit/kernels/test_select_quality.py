@@ -3,7 +3,7 @@
 import pytest
 import torch
 from scipy.stats import chisquare
-from selections import SEARCHES, laplace, recall, seeded, static_shapes
+from selections import SEARCHES, laplace, recall, seeded
 
 from thinwire.core.kernels.select import ALGORITHMS, top_k
 from thinwire.core.kernels.select.band import Band, draw, take
@@ -94,21 +94,6 @@ def test_the_sharper_bound_does_not_hold_for_every_vector():
         rest = x.clone()
         rest[top_k(x, k)[1]] = 0
         assert (rest.square().sum() <= (1 - k / d) ** 2 * x.square().sum()) == holds
-
-
-@pytest.mark.parametrize("d,k", [(1000, 10), (70_001, 700), (300_007, 9000)])
-def test_histogram_equals_exact(d, k):
-    for x in (torch.randn(d, generator=seeded()), laplace(d).double(), torch.randn(d, generator=seeded()).bfloat16()):
-        want = top_k(x, k)[0].abs().sort().values
-        assert torch.equal(top_k(x, k, "histogram", seeded())[0].abs().sort().values, want)
-        with static_shapes():
-            assert torch.equal(top_k(x, k, "histogram", seeded())[0].abs().sort().values, want)
-
-
-def test_two_passes_of_the_histogram():
-    x = torch.randn(200_001, generator=seeded())
-    least = top_k(x, 2000)[0].abs().amin()
-    assert top_k(x, 2000, "histogram", seeded(), passes=2)[0].abs().amin() >= least * (1 - 2**-13)
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)

@@ -27,6 +27,7 @@ def _said(script, *arguments, **variables):
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_kernels_equal_their_twins_in_the_interpreter():
     assert _said("triton_cases.py", TRITON_INTERPRET="1") == "equal"
@@ -34,10 +35,9 @@ def test_kernels_equal_their_twins_in_the_interpreter():
 
 @needs_triton
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "cards", [["90"], pytest.param(["75", "80", "100", "gfx90a", "gfx942"], marks=pytest.mark.slow)], ids=len
-)
-def test_kernels_compile_for_six_cards_without_a_spill(cards, tmp_path):
+@pytest.mark.slow
+def test_kernels_compile_for_six_cards_without_a_spill(tmp_path):
+    cards = ["75", "80", "90", "100", "gfx90a", "gfx942"]
     found = json.loads(_said("triton_ahead.py", *cards, TRITON_CACHE_DIR=str(tmp_path)))
     assert found == dict.fromkeys(cards, 0)
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from thinwire.core.collectives.streams import Stream, socket_loop
+from thinwire.core.collectives.socket_stream import Stream, socket_loop
 from thinwire.core.connect import ListeningPort
 from thinwire.core.duplex import Duplex, dial, end_of
 from thinwire.systems.link.listener import server_of

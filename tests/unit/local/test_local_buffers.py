@@ -9,7 +9,7 @@ from torch import nn
 from thinwire.core.program import Topology
 from thinwire.core.program.local_world import run_lockstep
 from thinwire.engine.local.settings import Local
-from thinwire.engine.local.travel import Averages, Beside
+from thinwire.engine.local.travel import Averages, BuffersAndFrozen
 from thinwire.engine.parameters import buffers_of, frozen_of
 
 
@@ -67,7 +67,7 @@ class Kept(nn.Module):
 
 def _beside(model, rows, averaged=()):
     """``rows``: what other ranks see, added to this one's message."""
-    return Beside(
+    return BuffersAndFrozen(
         buffers_of(model), frozen_of(model, ["norm.weight", "norm.bias"]), lambda mine: [mine, *rows], averaged
     )
 

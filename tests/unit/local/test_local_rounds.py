@@ -16,7 +16,7 @@ from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.program import Topology
 from thinwire.engine.local import QSR, Local, Nesterov
-from thinwire.engine.local.rounds import KEPT
+from thinwire.engine.local.rounds import DEVIATION_KEPT
 from thinwire.engine.local.settings import local_settings
 
 CODECS = [
@@ -350,7 +350,7 @@ def test_more_fragments_than_parameters():
 
 
 @pytest.mark.parametrize("codec", [None, SSGD()], ids=["none", "changes"])
-@pytest.mark.parametrize(("delay", "kept"), [(0, 0.0), (1, 0.0), (2, KEPT), (3, KEPT)])
+@pytest.mark.parametrize(("delay", "kept"), [(0, 0.0), (1, 0.0), (2, DEVIATION_KEPT), (3, DEVIATION_KEPT)])
 def test_of_a_late_round_half_is_taken_out(codec, delay, kept):
     """What set ranks apart when they sent, and not what they made meanwhile; the mean over ranks stays."""
     world = Ranks(Local(4, codec, fragment_sync_delay=delay), equal(3))

@@ -1,9 +1,8 @@
 """Machines that are broken in one way each, as recorded facts, and what doctor says of them."""
 
-import json
 import re
 import socket
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -266,7 +265,7 @@ FACTS = st.builds(
 
 @given(FACTS, st.none() | st.integers(1, 9))
 def test_any_machine_can_be_judged_and_facts_survive_json(facts, nodes):
-    assert Facts.from_dict(json.loads(json.dumps(asdict(facts)))) == facts
+    assert Facts.from_json(facts.to_json()) == facts
     diagnosis = judge(facts, nodes)
     assert all(finding.what and finding.remedy for finding in diagnosis.findings)
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from thinwire.predict.measure.machine import Load, LoadWatch
+from thinwire.predict.measure.machine import Load, LoadSample
 
 
 def machine(root, average, stolen, ticks, throttled, periods, group="sys/fs/cgroup/cpu.stat"):
@@ -19,16 +19,16 @@ def machine(root, average, stolen, ticks, throttled, periods, group="sys/fs/cgro
 @pytest.mark.parametrize("group", ["sys/fs/cgroup/cpu.stat", "sys/fs/cgroup/cpu/cpu.stat"])
 def test_what_happened_meanwhile_is_the_difference(tmp_path, group):
     machine(tmp_path, 0.3, 100, 1000, 7, 50, group)
-    watch = LoadWatch(tmp_path)
+    watch = LoadSample(tmp_path)
     machine(tmp_path, 2.5, 130, 2000, 9, 90, group)
     assert watch.load() == Load(os.cpu_count(), 0.3, 2.5, 0.03, 2, 40)
 
 
 def test_without_a_control_group_nobody_was_held_back_and_elsewhere_nothing_is_known(tmp_path):
-    assert LoadWatch(tmp_path).load() is None
+    assert LoadSample(tmp_path).load() is None
     machine(tmp_path, 0.3, 0, 1000, 0, 0)
     (tmp_path / "sys/fs/cgroup/cpu.stat").unlink()
-    assert LoadWatch(tmp_path).load() == Load(os.cpu_count(), 0.3, 0.3, 0.0, 0, 0)
+    assert LoadSample(tmp_path).load() == Load(os.cpu_count(), 0.3, 0.3, 0.0, 0, 0)
 
 
 CALM = {"cores": 4, "before": 0.5, "after": 4.2, "stolen": 0.001, "throttled": 1, "periods": 100}

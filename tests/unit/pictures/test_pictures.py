@@ -57,7 +57,7 @@ def test_a_picture_as_html_has_each_name_once_in_its_legend(tmp_path):
 def test_a_report_draws_what_a_result_brings(tmp_path):
     pytest.importorskip("plotly")
     inputs = read_files([on_disk(tmp_path, "run.json", PICTURE, rounds=[1, 2])])
-    assert inputs.runs == [RunPicture("run.json", PICTURE)]
+    assert inputs.of(RunPicture) == [RunPicture("run.json", PICTURE)]
     page = render(inputs)
     assert "digits &lt;b&gt;" in page
     assert "was predicted" not in page

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.core.pricing.costs import KINDS, Costs, Linear, Table
-from thinwire.core.pricing.wires import carried
+from thinwire.core.pricing.wire_model import carried
 from thinwire.core.program import CROSS, NODE, WORLD, Topology
 from thinwire.core.program.trace import trace
 

@@ -15,7 +15,7 @@ from thinwire.core.pricing.plans import PlanTensor, balanced, by_size, default_f
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import Topology
 from thinwire.engine.controller.planning import make_plan as engine_plan
-from thinwire.engine.parameters import Managed
+from thinwire.engine.parameters import ManagedParameter
 from thinwire.predict.choose.explain import explain
 from thinwire.predict.timeline.simulate import simulate
 
@@ -86,7 +86,7 @@ def test_the_engine_makes_the_same_plans(tensors, data):
         for i, (shape, dense, (dtype, itemsize)) in enumerate(tensors)
     ]
     managed = [
-        Managed(i, f"t{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")), dense)
+        ManagedParameter(i, f"t{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")), dense)
         for i, (shape, dense, (dtype, _)) in enumerate(tensors)
     ]
     for method in (SSGD(fusion=fusion), ACP(fusion=fusion), TopK(0.1, fusion=fusion)):

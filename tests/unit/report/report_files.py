@@ -10,6 +10,9 @@ import thinwire as tw
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile, ModuleTime, TensorTime
 from thinwire.core.program import Topology
+from thinwire.core.records import plain
+from thinwire.predict.choose import Entry, Map, Ranking
+from thinwire.predict.choose.grid import Cell
 from thinwire.predict.timeline import simulate
 from thinwire.predict.timeline.result import to_chrome_trace
 from thinwire.tools.bench.demo import judge_demo
@@ -48,22 +51,21 @@ def demo(emulated=False):
     return asdict(judge_demo(SPEC, record(curves=True), emulated=emulated, note="no rights"))
 
 
-def ranking(label="acp rank=4", bound="network bandwidth"):
+def ranking(label="acp rank=4", bound="network bandwidth", sentence=""):
     def entry(name, exact, seconds):
-        figures = {"step_seconds": seconds, "low_seconds": 0.9 * seconds, "high_seconds": 1.2 * seconds}
-        more = {"exposed_seconds": 0.1, "bytes_sent": 2_000_000, "bound_by": bound}
-        return {"label": name, "exact": exact, **figures, **more}
+        return Entry(name, name, {}, exact, exact, seconds, 0.9 * seconds, 1.2 * seconds, 0.1, 2_000_000, bound, 1,
+                     1.0 if exact else None, None, "", 1.0, 0.0)  # fmt: skip
 
-    return {"entries": [entry("ssgd", True, 0.5), entry(label, False, 0.2)], "sentence": f"{label} is fastest"}
+    entries = entry("ssgd", True, 0.5), entry(label, False, 0.2)
+    return Ranking("bert-base", 2, entries, entries[1], entries[0], sentence or f"{label} is fastest").to_data()
 
 
 def winners():
     def cell(winner, dense):
-        why = f"the network bounds dense, not {winner}"
-        return {"winner": winner, "winner_exact": "ssgd", "step_seconds": 0.5, "dense_seconds": dense, "why": why}
+        return Cell(winner, "ssgd", 0.5, 0.5, dense, f"the network bounds dense, not {winner}")
 
-    cells = [[cell("acp rank=4", 5.0), cell("topk density=0.01", 8.0)], [cell("ssgd", 0.5), None]]
-    return {"model": "bert-base", "bits_per_second": [1e8, 1e10], "workers": [2, 16], "cells": cells}
+    cells = (cell("acp rank=4", 5.0), cell("topk density=0.01", 8.0)), (cell("ssgd", 0.5), cell("ssgd", 0.5))
+    return {"model": "bert-base", **plain(Map((1e8, 1e10), (2, 16), cells))}
 
 
 def six():

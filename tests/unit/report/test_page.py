@@ -4,7 +4,8 @@ from html.parser import HTMLParser
 import pytest
 import report_files as results
 
-from thinwire.tools.report import read_files, render
+from thinwire.tools.report.inputs import read_files
+from thinwire.tools.report.page import render
 
 NASTY = '<script>alert("x")</script><img src=http://evil/a.png> & %{x}'
 
@@ -45,7 +46,7 @@ def page_of(folder, **data):
         ({"a": results.bench()}, ["bench"]),
         ({"a": results.demo()}, ["bench", "loss"]),
         ({"a": results.trace()}, ["timeline", "buckets"]),
-        ({"a": {**results.winners(), **results.ranking()}}, ["map", "ranking"]),
+        ({"a": {"map": results.winners(), "ranking": results.ranking()}}, ["map", "ranking"]),
         (
             {"a": results.trace("measured"), "b": results.demo(), "c": results.winners(), "d": results.ranking()},
             ["map", "ranking", "bench", "timeline", "buckets", "loss"],
@@ -73,7 +74,7 @@ def test_what_comes_from_files_is_escaped(tmp_path):
     trace["traceEvents"][-1]["name"] = NASTY
     plain = Reader(page_of(tmp_path, a=results.bench(), b=results.ranking(), c=results.winners(), d=results.trace()))
     (tmp_path / "x").mkdir()
-    page = page_of(tmp_path / "x", a=bench, b=results.ranking(NASTY, NASTY), c=nasty_map, d=trace)
+    page = page_of(tmp_path / "x", a=bench, b=results.ranking(NASTY, sentence=NASTY), c=nasty_map, d=trace)
     read = Reader(page)
     assert "<script>alert" not in page
     assert sorted(set(read.tags)) == sorted(set(plain.tags))
@@ -84,7 +85,7 @@ def test_what_comes_from_files_is_escaped(tmp_path):
 def test_what_the_texts_say(tmp_path):
     read = Reader(page_of(tmp_path, a=results.winners(), b=results.bench(), c=results.demo(), d=results.ranking()))
     for said in (
-        "Of 3 clusters: acp rank=4 in 1, topk density=0.01 in 1, ssgd in 1. The largest gain is 16.0×",
+        "Of 4 clusters: ssgd in 2, acp rank=4 in 1, topk density=0.01 in 1. The largest gain is 16.0×",
         "A small model; 1.0 M parameters, 4.0 MB of gradients; 2 workers; link 10mbit.",
         "Shortest step: thinwire acp, 2 s, 2.00× as fast as ddp.",
         "floor of exact methods at 10mbit: 3.5 s",
@@ -118,4 +119,4 @@ def test_a_row_that_failed_is_named_and_not_drawn(tmp_path):
 
 def test_results_without_anything_in_them(tmp_path):
     with pytest.raises(ValueError, match="no results"):
-        page_of(tmp_path, a={"entries": []})
+        page_of(tmp_path, a={"cells": [], "bits_per_second": [], "workers": []})

@@ -6,7 +6,7 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.program import Topology
 from thinwire.predict.timeline import Event, simulate
 from thinwire.predict.timeline.result import to_chrome_trace
-from thinwire.tools.report import read_files
+from thinwire.tools.report.inputs import read_files
 from thinwire.tools.report.traces import joined, outermost, read_trace
 
 

@@ -9,7 +9,8 @@ import threading
 import pytest
 from test_step_log import Counter, train
 
-from thinwire.tools.report import read_files
+from thinwire.tools.report.inputs import read_files
+from thinwire.tools.report.runs import RunPicture
 
 pytest.importorskip("plotly")
 
@@ -48,7 +49,7 @@ def state(page):
 
 
 def picture_of(path):
-    (run,) = read_files([path]).runs
+    (run,) = read_files([path]).of(RunPicture)
     return run.picture
 
 

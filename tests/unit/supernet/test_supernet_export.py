@@ -8,7 +8,8 @@ from thinwire.systems.supernet.stereo import ElasticStereo, export
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.9's own reader
-@pytest.mark.parametrize("deformable", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("deformable", [0, 1])
 def test_the_exported_file_computes_the_same(tmp_path, deformable):
     net = shaken(ElasticStereo.tiny(deformable)).eval()
     plain = net.extract(net.space.smallest).eval()

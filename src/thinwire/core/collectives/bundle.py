@@ -37,7 +37,7 @@ from functools import partial
 
 from torch import Tensor
 
-from thinwire.core.collectives.streams import CountdownWork, SocketLoop, memory_of
+from thinwire.core.collectives.socket_stream import CountdownWork, SocketLoop, memory_of
 from thinwire.core.connect import Ask
 from thinwire.core.errors import PairError
 from thinwire.core.sockets import TOKEN_BYTES, not_for_children
@@ -184,7 +184,7 @@ class _Inbox:
 
 
 class BundleStream:
-    """One order of messages over a bundle; as a :class:`~thinwire.core.collectives.streams.Stream` to its users."""
+    """One order of messages over a bundle; as a ``Stream`` to its users."""
 
     def __init__(self, bundle: Bundle, number: int) -> None:
         self._bundle, self._number = bundle, number

@@ -38,7 +38,7 @@ from thinwire.core.collectives.circle import circle_of, group_named
 from thinwire.core.collectives.groups import backend_of_new, backends_of, bounded, seconds_of
 from thinwire.core.collectives.meeting import open_mesh
 from thinwire.core.collectives.mesh import Mesh, ordered_sum
-from thinwire.core.collectives.streams import CountdownWork
+from thinwire.core.collectives.socket_stream import CountdownWork
 from thinwire.core.program import Topology
 from thinwire.core.program.ops import (
     AllGather,
@@ -127,7 +127,7 @@ def disjoint_links(topology: Topology) -> bool:
     return topology.world_size == 2 or not topology.two_levels
 
 
-class Lanes:
+class LanePool:
     """The lanes that one GradientSync has leased; ``rank`` is this rank's place among the global ``ranks``.
 
     With NCCL one group serves all lanes over the same ranks: one thread issues ops in the plan's order, each group
@@ -260,7 +260,7 @@ class Lanes:
         self._first.clear()
 
 
-class Ledger:
+class ByteCounter:
     def __init__(self) -> None:
         self.issued: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -273,7 +273,7 @@ class Ledger:
         self.bytes[kind] += size
         return size
 
-    def add(self, other: Ledger) -> None:
+    def add(self, other: ByteCounter) -> None:
         self.issued.update(other.issued)
         self.bytes.update(other.bytes)
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from thinwire.core.collectives.bundle import OPENING_SECONDS, Accept, Bundle, Call
 from thinwire.core.collectives.groups import backend_for, seconds_of
 from thinwire.core.collectives.mesh import CHANNELS, Mesh
-from thinwire.core.collectives.streams import Stream, socket_loop
+from thinwire.core.collectives.socket_stream import Stream, socket_loop
 from thinwire.core.connect import MOST_UNKNOWN, Ask, Invitations, ListeningPort
 from thinwire.core.duplex import Duplex, dial, end_of
 from thinwire.core.errors import NotAdmitted, PairError

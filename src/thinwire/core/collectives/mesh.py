@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.collectives.bundle import Bundle, BundleStream
-from thinwire.core.collectives.streams import CountdownWork, Stream, memory_of
+from thinwire.core.collectives.socket_stream import CountdownWork, Stream, memory_of
 from thinwire.core.program.bucket import working_dtype
 from thinwire.core.tcp_info import Wire
 

@@ -18,13 +18,18 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.fused import Kernel, fused
-from thinwire.core.kernels.runs import views
 from thinwire.core.kernels.seeding import upload
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 Shape = Sequence[int]
+
+
+def views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return tensors of these shapes that lie one after the other in a 1-D tensor, from its first element on."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [piece.view(torch.Size(shape)) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
 
 
 def orthogonalise(x: Tensor) -> Tensor:

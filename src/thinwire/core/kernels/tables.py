@@ -102,26 +102,3 @@ def choose(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
     where = table(new, old)
     if where.programs:
         choose_kernel(where.programs, where.rows, flag.view(torch.uint8), BLOCK=BLOCK)
-
-
-def _copy_times(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    torch._foreach_copy_(targets, sources)
-    torch._foreach_mul_(targets, factor)
-
-
-@Kernel
-def copy_kernel(rows, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = rows + tl.program_id(0) * 6
-    size = tl.load(row + 3)
-    target, source = tl.load(row + 4).to(tl.pointer_type(tl.float32)), tl.load(row + 5).to(tl.pointer_type(tl.float32))
-    for begin in range(0, size, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(source + at, at < size) * factor, at < size)
-
-
-@fused(_copy_times, lambda targets, sources, factor: alike(targets, sources))
-def copy_times(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    """Copy each source, times a factor."""
-    where = table(targets, sources)
-    if where.programs:
-        copy_kernel(where.programs, where.rows, factor, BLOCK=BLOCK)

@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from thinwire.core.kernels.lowrank import peel_left, peel_right, project_left, project_right
-from thinwire.core.kernels.orthogonal import orthogonalise_all
-from thinwire.core.kernels.runs import views
+from thinwire.core.kernels.orthogonal import orthogonalise_all, views
 from thinwire.core.methods.base import all_finite, all_reduce, average_flat
 from thinwire.core.methods.decoupling import Decoupling, average_decoupled, check_decoupling, decoupled_sum
 from thinwire.core.methods.exchanges import check_collective

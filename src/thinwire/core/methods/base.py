@@ -16,11 +16,10 @@ from torch import Tensor
 
 from thinwire.core.checks import check_count
 from thinwire.core.kernels.finite import all_finite as all_finite
-from thinwire.core.kernels.runs import joined
 from thinwire.core.methods.exchanges import over_nodes, padded
 from thinwire.core.pricing.merge import Merge
 from thinwire.core.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State
-from thinwire.core.program.bucket import LARGE, LARGE_ON_CARD
+from thinwire.core.program.bucket import LARGE, LARGE_ON_CARD, joined
 
 
 def check_fusion(fusion: Any, *, sparse: bool = False) -> None:

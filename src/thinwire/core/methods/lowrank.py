@@ -16,13 +16,12 @@ from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_count, check_flag, check_number
 from thinwire.core.kernels.lowrank import fingerprint, rebuild
-from thinwire.core.kernels.orthogonal import orthogonalise
-from thinwire.core.kernels.runs import stacked, views
+from thinwire.core.kernels.orthogonal import orthogonalise, views
 from thinwire.core.kernels.seeding import normal
 from thinwire.core.methods.base import accumulate_all, check_fusion, poison
 from thinwire.core.methods.prices import elements
 from thinwire.core.program import AllGather, Broadcast, Bucket, Method, Slot, State, working_dtype
-from thinwire.core.program.bucket import LARGE_ON_CARD, deliver
+from thinwire.core.program.bucket import LARGE_ON_CARD, deliver, stacked
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def put_dense(message: Tensor, dense: Sequence[Slot], ranks: int) -> None:
         return
     tail = message[-sum(slot.numel for slot in dense) :]
     pieces = views(tail, [slot.shape for slot in dense])
-    torch._foreach_copy_(pieces, [slot.raw() for slot in dense])
+    torch._foreach_copy_(pieces, [slot.value_or_zeros() for slot in dense])
     if (scale := dense[0].scale) is not None:
         tail.div_(scale)
     tail.mul_(1.0 / ranks)

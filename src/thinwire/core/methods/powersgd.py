@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from thinwire.core.kernels.lowrank import project_left, project_right, subtract
-from thinwire.core.kernels.orthogonal import orthogonalise_all
-from thinwire.core.kernels.runs import views
+from thinwire.core.kernels.orthogonal import orthogonalise_all, views
 from thinwire.core.methods.base import all_finite, all_reduce, average_flat
 from thinwire.core.methods.lowrank import (
     LowRank,

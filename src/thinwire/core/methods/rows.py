@@ -97,7 +97,7 @@ class Rows:
         if x.device.type == "meta":
             return x
         self._clear(x)
-        torch._foreach_copy_(self._shaped(x), [slot.raw() for slot in self.slots])
+        torch._foreach_copy_(self._shaped(x), [slot.value_or_zeros() for slot in self.slots])
         return x if first.scale is None else x.div_(first.scale)
 
     def accumulate(self, state: State) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from thinwire.core.checks import check_choice, check_number
-from thinwire.core.pricing.wires import turns
+from thinwire.core.pricing.wire_model import turns
 from thinwire.core.program.ops import Scope
 from thinwire.core.records import Record
 

@@ -15,8 +15,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.tables import copy_times
-
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -27,6 +25,30 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 LARGE, LARGE_ON_CARD = 1 << 12, 1 << 22
 """Number of elements from which a tensor gets a call of its own: one pass over memory costs more than the call."""
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors as one 1-D view; None if they do not lie one after the other, each contiguous."""
+    first, size = tensors[0], 0
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for x in tensors:
+        here = x.untyped_storage().data_ptr() == memory and x.storage_offset() == start + size
+        if not (here and x.is_contiguous() and x.dtype == first.dtype):
+            return None
+        size += x.numel()
+    return first.as_strided((size,), (1,), start)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as one batch: a view if they lie one after the other, else a copy."""
+    found = joined(tensors)
+    return torch.stack(list(tensors)) if found is None else found.view(len(tensors), *tensors[0].shape)
+
+
+def local_shard(x: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its shard of a DTensor, detached; else the tensor itself."""
+    shard: Tensor = x.detach().to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined,unused-ignore]
+    return shard
 
 
 class Slot:
@@ -61,7 +83,7 @@ class Slot:
         self.scale: Tensor | None = None
         self.result: Tensor | None = None
 
-    def raw(self) -> Tensor:
+    def value_or_zeros(self) -> Tensor:
         """Return autograd's gradient; -0.0 if unused, so that a sum over ranks shows whether any rank used it."""
         if self.value is None:
             return torch.full(self.shape, -0.0, dtype=self.dtype, device=self.device)
@@ -69,7 +91,7 @@ class Slot:
 
     def gradient(self) -> Tensor:
         """Return the gradient, working dtype, unscaled, contiguous. May share memory with ``.grad``: do not edit."""
-        x = self.raw().to(working_dtype(self.dtype)).contiguous()
+        x = self.value_or_zeros().to(working_dtype(self.dtype)).contiguous()
         return x if self.scale is None else x / self.scale
 
     def matrix(self) -> Tensor:
@@ -206,7 +228,8 @@ class Bucket:
                 targets.append(view)
                 sources.append(slot.value)
         if targets and factor is not None:  # many small tensors: one call for all
-            copy_times(targets, sources, factor)
+            torch._foreach_copy_(targets, sources)
+            torch._foreach_mul_(targets, factor)
         elif targets:
             torch._foreach_copy_(targets, sources)
         self._flat = flat  # set last: it tells another thread that gradients are no longer read
@@ -249,7 +272,7 @@ class Bucket:
 
     def gradient(self) -> Tensor:
         """All gradients concatenated, working dtype, unscaled: a new tensor that the program may edit."""
-        x = torch.cat([slot.raw().reshape(-1) for slot in self.slots]).to(working_dtype(self.dtype))
+        x = torch.cat([slot.value_or_zeros().reshape(-1) for slot in self.slots]).to(working_dtype(self.dtype))
         return x if self.scale is None else x.div_(self.scale)
 
     def write_gradient(self, x: Tensor) -> None:

@@ -213,7 +213,7 @@ class LocalWorld:
                 self._sent = [a + b for a, b in zip(self._sent, sent)]
                 for rank, bucket in enumerate(ranks):
                     for slot in bucket.slots:
-                        results[rank][slot.name] = slot.raw().clone() if slot.result is None else slot.result
+                        results[rank][slot.name] = slot.value_or_zeros().clone() if slot.result is None else slot.result
         except BaseException:
             for state in self.states:
                 state.drop_step()

@@ -24,8 +24,8 @@ from thinwire.core.program import Method, Plan
 from thinwire.engine.buckets import Buckets, Step
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.planning import AgreedTimes, PlanPrices, rebuild
-from thinwire.engine.executors.events import ExchangeWatch
-from thinwire.engine.parameters import Managed
+from thinwire.engine.executors.events import ExchangeTimes
+from thinwire.engine.parameters import ManagedParameter
 from thinwire.engine.ranks.agreement import gather_bytes
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.coupled import Coupled
@@ -54,7 +54,7 @@ class Decision:
     why: tuple[str, ...] = ()
 
 
-class Controller:
+class PlanController:
     """Makes the plan of one attached model once, from the first step."""
 
     timings: Timings | None = None  # None: nothing is measured
@@ -70,7 +70,7 @@ class Controller:
         self._buckets, self._schedule = buckets, schedule
         if not self.rebuilt or self.timings is not None:
             comm = buckets.session.comm
-            comm.executor.watch = ExchangeWatch(Stopwatch(comm.device))
+            comm.executor.watch = ExchangeTimes(Stopwatch(comm.device))
 
     @property
     def settled(self) -> bool:
@@ -135,7 +135,7 @@ class Timings:
         self.stopwatch.settle()
         return [self.stopwatch.between(a.start, b.start) - a.paused for a, b in pairwise(self._steps)]
 
-    def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> AgreedTimes:
+    def agreed(self, managed: Sequence[ManagedParameter], lane: Lane, device: torch.device) -> AgreedTimes:
         """Return the medians, for each the slowest rank's. All ranks call it."""
         mine = self._medians(len(managed))
         rows = [json.loads(raw) for raw in gather_bytes(json.dumps(mine).encode(), lane, device)]
@@ -165,13 +165,13 @@ class Timings:
         return [max(0.0, forward), max(0.0, outside), max(0.0, step), *offsets]
 
 
-class Pilot(Controller):
+class MeasuredPlans(PlanController):
     """Measures the first steps, plans, then watches whether the prediction holds."""
 
     def __init__(
         self,
         communicator: Communicator,
-        manage: Callable[[Method], list[Managed]],
+        manage: Callable[[Method], list[ManagedParameter]],
         *,
         auto: bool,
         worth: WorthOf | None,
@@ -289,7 +289,7 @@ class Pilot(Controller):
             logger.log(level, "%s", line)
 
 
-class Tuner(Pilot):
+class TunedPlans(MeasuredPlans):
     """``fusion="tune"``: tries plans around the planner's optimum, each for a few steps, and keeps the fastest."""
 
     _trying = False
@@ -378,7 +378,7 @@ class Tuner(Pilot):
         return f"{limit:.3g} MiB, {len(self._plans[limit].phases[0])} buckets"
 
 
-def _limit(plan: Plan, managed: Sequence[Managed]) -> float:
+def _limit(plan: Plan, managed: Sequence[ManagedParameter]) -> float:
     """Return the fusion limit that a plan stands for: MiB of gradients per bucket, over compressed buckets if any."""
     size = {m.name: m.parameter.numel() * m.parameter.element_size() for m in managed}
     buckets = [bucket for bucket in plan.phases[0] if not bucket.dense] or plan.phases[0]

@@ -20,9 +20,9 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Plan, Topology
 from thinwire.core.program.trace import TracedExchange, trace
 from thinwire.engine.local.settings import local_settings
-from thinwire.engine.parameters import Managed, gradient_dtype
+from thinwire.engine.parameters import ManagedParameter, gradient_dtype
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.predict.choose.rank import LOSSY_GAIN, SimulatedMethod, as_soon, simplest
+from thinwire.predict.choose.rank import SimulatedMethod, judge, without_startups
 from thinwire.predict.choose.worth import EXACT, WorthOf, resolved
 from thinwire.predict.timeline import Timeline, simulate
 
@@ -39,12 +39,11 @@ HIERARCHICAL: tuple[Named, ...] = (
     ("ssgd", {"collective": "auto", "fusion": "optimal"}),
 )
 _ONE_BUCKET_BYTES = 1 << 20  # not worth splitting
-_GAIN = 0.03  # another exact plan must be faster by this share to be taken
 
 
 def make_plan(
     method: Method,
-    managed: Sequence[Managed],
+    managed: Sequence[ManagedParameter],
     order: Sequence[int],
     late: Iterable[int],
     backend: str,
@@ -60,7 +59,7 @@ def make_plan(
     return plans.make_plan(method, tensors, order, late, backend, measured, all_reduce)
 
 
-def measured_plan(method: Method, managed: Sequence[Managed], backend: str, measured: Measured) -> Plan:
+def measured_plan(method: Method, managed: Sequence[ManagedParameter], backend: str, measured: Measured) -> Plan:
     index = {m.name: m.index for m in managed}
     order = [index[tensor.name] for tensor in measured.profile.tensors]
     return make_plan(method, managed, order, (), backend, measured)
@@ -68,7 +67,7 @@ def measured_plan(method: Method, managed: Sequence[Managed], backend: str, meas
 
 def price_plan(
     method: Method,
-    managed: Sequence[Managed],
+    managed: Sequence[ManagedParameter],
     backend: str,
     measured: Measured,
     dense: Method | None,
@@ -88,7 +87,7 @@ def price_plan(
 
 
 def trace_plan(
-    plan: Plan, method: Method, dense: Method, managed: Sequence[Managed], topology: Topology, rank: int
+    plan: Plan, method: Method, dense: Method, managed: Sequence[ManagedParameter], topology: Topology, rank: int
 ) -> list[list[list[TracedExchange]]]:
     """Return the collectives of every bucket of every phase, found by running the programs on shapes alone."""
     by_name = {m.name: m for m in managed}
@@ -106,7 +105,7 @@ def trace_plan(
 
 def rebuild(
     method: Method,
-    managed: Sequence[Managed],
+    managed: Sequence[ManagedParameter],
     communicator: Communicator,
     order: Sequence[int],
     unseen: Sequence[int],
@@ -130,34 +129,6 @@ def rebuild(
     return make_plan(method, managed, order, late, communicator.backend, all_reduce=rate)
 
 
-def sooner_apart(
-    measured: Measured,
-    backend: str,
-    optimizer_seconds: float,
-    worth_of: WorthOf,
-    *,
-    taken: str,
-    seconds: float,
-    steps: float,
-) -> list[str]:
-    """Return a sentence if ``"local"`` at its most steps is sooner by a tenth; "auto" never chooses it itself."""
-    profile, topology, costs = measured.profile, measured.topology, measured.costs
-    where: dict[str, Any] = {"backend": backend, "shared_compute": not measured.side_stream}
-    try:
-        method = resolved(local_settings("local", {}).priced(), profile, topology, costs, worth=worth_of, **where)
-        timeline = simulate(method, profile, topology, costs, optimizer_seconds=optimizer_seconds, **where)
-    except (LookupError, ValueError):  # something cannot be priced here
-        return []
-    worth = worth_of(method, profile.elements, topology.world_size)
-    if not timeline.step_seconds * worth.high < (1 - LOSSY_GAIN) * seconds * steps:
-        return []
-    return [
-        f'auto: attach(model, optimizer, "local") would be faster: {timeline.step_seconds:.4g} s a step x '
-        f"{worth.middle:.2f} steps, exchanging every {timeline.every}, "
-        f"against {seconds:.4g} s x {steps:.2f} for {taken}"
-    ]
-
-
 @dataclass(frozen=True)
 class AgreedTimes:
     """The times that the ranks agree on: for each, the slowest rank's."""
@@ -178,7 +149,7 @@ class PlanPrices:
 
     backend: str
     topology: Topology
-    manage: Callable[[Method], list[Managed]]
+    manage: Callable[[Method], list[ManagedParameter]]
     dense: Method
     costs: Costs
     measurement: AgreedTimes
@@ -196,36 +167,58 @@ class PlanPrices:
         return {"method": "", "options": {}, "plan": plan.to_json(), "seconds": seconds, "why": [why]}
 
     def best(self) -> dict[str, Any]:
-        """Return the fastest exact plan; with ``worth``, what is soonest at a loss, by ``planner.choose``'s rule."""
+        """Return what ``judge`` recommends of exact plans; with ``worth``, of lossy methods too.
+
+        "auto" never takes local steps itself, but says where they would be recommended.
+        """
         lossy = self.worth is not None
-        levels = self.topology.two_levels
-        exact = [self._offer(*candidate) for candidate in (*EXACT_PLANS, *(HIERARCHICAL if levels else ()))]
-        usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
-        if chosen.seconds > (1 - _GAIN) * usual.seconds:
-            chosen = usual
-        others = [self._offer(*candidate) for candidate in lossy_candidates()] if lossy else []
-        limit = (1 - LOSSY_GAIN) * min(offer.seconds for offer in exact)
-        sooner = [offer for offer in others if offer.most_loss_seconds < limit]
-        if sooner:
-            first = min(sooner, key=lambda offer: offer.loss_seconds)
-            chosen = simplest(first, [offer for offer in sooner if as_soon(offer, first)])
+        exact = (*EXACT_PLANS, *(HIERARCHICAL if self.topology.two_levels else ()))
+        offers = [self._offer(*candidate) for candidate in (*exact, *(lossy_candidates() if lossy else ()))]
+        alone = without_startups(self.measurement.profile, self.topology, self.costs, self._where)
+        chosen = judge(offers, self.topology, alone, lossy=lossy).best
+        assert isinstance(chosen, _Offer)
         words = "".join(f", {key}={value}" for key, value in chosen.options.items())
         allowed = "allowed" if lossy else "not asked for (lossy=True)"
-        steps = f" x {chosen.worth.middle:.2f} steps ({chosen.worth.source})" if chosen in sooner else ""
+        steps = "" if chosen.exact else f" x {chosen.worth.middle:.2f} steps ({chosen.worth.source})"
         plan, name = chosen.timeline.plan, chosen.label
         buckets = f"{len(plan.phases[0])} buckets"
         why = [
             f"auto: {name}{words}: {buckets}, {chosen.seconds:.4g} s predicted{steps}",
-            f"auto: plain ssgd: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
+            f"auto: plain ssgd: {offers[0].seconds:.4g} s; {len(offers)} plans priced on measured "
             f"times and network; lossy methods were {allowed}",
         ]
-        if self.worth is not None:
-            why += sooner_apart(
-                self._measured, self.backend, self.measurement.outside_seconds, self.worth,
-                taken=name, seconds=chosen.seconds, steps=chosen.worth.middle,
-            )  # fmt: skip
+        local = self._local() if lossy else None
+        if local is not None and judge([*offers, local], self.topology, alone, lossy=True).best is local:
+            why.append(
+                f'auto: attach(model, optimizer, "local") would be faster: {local.seconds:.4g} s a step x '
+                f"{local.worth.middle:.2f} steps, exchanging every {local.timeline.every}, "
+                f"against {chosen.seconds:.4g} s x {chosen.worth.middle:.2f} for {name}"
+            )
         found = {"method": name, "options": chosen.options, "plan": plan.to_json()}
         return {**found, "seconds": chosen.seconds, "why": why}
+
+    def _local(self) -> SimulatedMethod | None:
+        """Return ``"local"`` as it comes; None if something cannot be priced here."""
+        assert self.worth is not None
+        profile, where = self.measurement.profile, {**self._where}
+        outside = where.pop("optimizer_seconds")
+        try:
+            asked = local_settings("local", {}).priced()
+            method = resolved(asked, profile, self.topology, self.costs, worth=self.worth, **where)
+            timeline = simulate(method, profile, self.topology, self.costs, optimizer_seconds=outside, **where)
+        except (LookupError, ValueError):
+            return None
+        return SimulatedMethod(
+            "local", method, timeline, self.worth(method, profile.elements, self.topology.world_size)
+        )
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "shared_compute": not self.side_stream,
+            "optimizer_seconds": self.measurement.outside_seconds,
+        }
 
     def _offer(self, name: str, options: dict[str, Any]) -> _Offer:
         method = named(name, **options)

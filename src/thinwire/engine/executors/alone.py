@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.program.ops import AllGather, NextForward, Op, Paused, Program, drive
-from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder
+from thinwire.engine.executors.events import ExchangeTimes, Failure, MakeProgram, Recorder
 
 
 def result_alone(op: Op) -> Tensor | None:
@@ -24,7 +24,7 @@ def run_alone(program: Program) -> Any:
 
 class AloneExecutor:
     failure = None
-    watch: ExchangeWatch | None = None  # not used, as nothing takes time; nor is the recorder
+    watch: ExchangeTimes | None = None  # not used, as nothing takes time; nor is the recorder
     recorder: Recorder | None = None
     paused: dict[int, Paused]
     _make: MakeProgram

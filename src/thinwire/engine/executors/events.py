@@ -1,6 +1,6 @@
 """What executors share: a failure in a program, and what is told of each exchange.
 
-An exchange is told to a recording (``trace``), to the prices of plans (``ExchangeWatch``), and to ``torch.profiler``,
+An exchange is told to a recording (``trace``), to the prices of plans (``ExchangeTimes``), and to ``torch.profiler``,
 as a range ``thinwire::<phase>::<bucket>``. Phases are the kinds of ops, from issue to completion, and ``segment``: a
 stretch of a method's own computation. (A profiler sees only the thread that started it, unless ``profile_all_threads``
 is set.)
@@ -69,7 +69,7 @@ class Recorder:
         return tuple(sorted(self._events, key=lambda event: event.start_seconds))
 
 
-class ExchangeWatch:
+class ExchangeTimes:
     """The last exchanges over all ranks that this rank issued; on a GPU, by the current stream. Any thread may add."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
@@ -123,7 +123,7 @@ def span(phase: str, bucket: int | None) -> AbstractContextManager[Any]:
 
 
 def issued(
-    kind: str, scope: Scope, bucket: int, recorder: Recorder | None, watch: ExchangeWatch | None, *, spanned: bool
+    kind: str, scope: Scope, bucket: int, recorder: Recorder | None, watch: ExchangeTimes | None, *, spanned: bool
 ) -> list[Callable[[int], None]]:
     """Note that an exchange is issued. Return what to call with the bytes sent, from any thread, when it has ended."""
     ends: list[Callable[[int], None]] = []

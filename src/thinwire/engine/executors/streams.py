@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.core.program.ops import NextForward, Op, Paused, Program, drive
 from thinwire.core.program.plan import SIDE_STREAMS
-from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder, issued, profiling, span
+from thinwire.engine.executors.events import ExchangeTimes, Failure, MakeProgram, Recorder, issued, profiling, span
 from thinwire.engine.executors.threads import Issuer
 
 
@@ -47,7 +47,7 @@ class StreamExecutor:
         self._over: dict[int, Any] = {}
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
-        self.watch: ExchangeWatch | None = None
+        self.watch: ExchangeTimes | None = None
 
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False

@@ -19,17 +19,19 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd import profiler
 
-from thinwire.core.collectives.exchange import Lanes, Ledger, Pending, issue
+from thinwire.core.collectives.exchange import ByteCounter, LanePool, Pending, issue
 from thinwire.core.program.ops import Collective, Paused, Scope, own_modes
-from thinwire.engine.executors.events import ExchangeWatch, Failure, MakeProgram, Recorder, issued, span
+from thinwire.engine.executors.events import ExchangeTimes, Failure, MakeProgram, Recorder, issued, span
 from thinwire.engine.executors.runner import Runner
-from thinwire.engine.ranks.agreement import OrderWatch
+from thinwire.engine.ranks.agreement import OrderCheck
 
 
 class Issuer:
     """Issues ops on the lanes of one purpose, and records them; ``order``: for the comparison between ranks."""
 
-    def __init__(self, lanes: Lanes, ledger: Ledger, purpose: str = "bucket", order: OrderWatch | None = None) -> None:
+    def __init__(
+        self, lanes: LanePool, ledger: ByteCounter, purpose: str = "bucket", order: OrderCheck | None = None
+    ) -> None:
         self.lanes, self.ledger, self.purpose, self.order = lanes, ledger, purpose, order
 
     def issue(self, op: Collective, scope: Scope, round_: int, bucket: int) -> Pending:
@@ -89,7 +91,7 @@ class ThreadExecutor:
         self._second: _Step | None = None  # likewise, a second half
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
-        self.watch: ExchangeWatch | None = None
+        self.watch: ExchangeTimes | None = None
         self._thread = threading.Thread(target=self._loop, name="thinwire-communicator", daemon=True)
         self._thread.start()
 

@@ -22,6 +22,7 @@ class HostMemory:
     def __init__(self, device: torch.device, *, away: bool) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
+        self.away = self._stream is not None
         self._places: dict[Any, list[Tensor]] = {}
 
     @contextmanager

@@ -18,7 +18,7 @@ ADAM = 2
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryRow:
     """Bytes of one kind, on the device of the weights and in host memory beside a GPU."""
 
     kind: str
@@ -26,7 +26,7 @@ class Held:
     host: int = 0
 
 
-def held(rounds: Rounds, weights: Sequence[Tensor], optimizer_bytes: int) -> list[Held]:
+def held(rounds: Rounds, weights: Sequence[Tensor], optimizer_bytes: int) -> list[MemoryRow]:
     """Return what training with these rounds holds; not what a forward, or a gathering of shards, needs on top.
 
     ``under way`` is the most that fragments need from being sent until they are merged; nothing of it is left between
@@ -34,8 +34,8 @@ def held(rounds: Rounds, weights: Sequence[Tensor], optimizer_bytes: int) -> lis
     """
     away, own = rounds.settings.anchors == "cpu", sum(x.nbytes for x in weights)
 
-    def kept(kind: str, count: int, beside: int = 0) -> Held:
-        return Held(kind, beside, count) if away else Held(kind, count + beside)
+    def kept(kind: str, count: int, beside: int = 0) -> MemoryRow:
+        return MemoryRow(kind, beside, count) if away else MemoryRow(kind, count + beside)
 
     fragments = rounds.fragments
     codecs = {fragment.index: _codec_state(fragment, rounds) for fragment in fragments}
@@ -50,21 +50,21 @@ def held(rounds: Rounds, weights: Sequence[Tensor], optimizer_bytes: int) -> lis
         if away:
             under_way += sum(x.nbytes for some in (f.anchors, f.momenta, f.slow) for x in some) + codecs[f.index][0]
     rows = [
-        Held("weights", own),
-        Held("gradients", own),
-        Held("optimizer", optimizer_bytes),
+        MemoryRow("weights", own),
+        MemoryRow("gradients", own),
+        MemoryRow("optimizer", optimizer_bytes),
         kept("outer weights", outer),
         kept("outer momentum", momenta),
         kept("slow means", slow),
         kept("residuals", residuals, factors),
-        Held("under way, at most", under_way),
+        MemoryRow("under way, at most", under_way),
     ]
     return [row for row in rows if row.device or row.host]
 
 
-def held_by(
+def predict_memory(
     local: Local, shapes: Iterable[tuple[str, Sequence[int]]], *, sites: int, shards: int = 1, dtype: torch.dtype
-) -> list[Held]:
+) -> list[MemoryRow]:
     """Return what the first rank of a site will hold, whose shards are the largest, under Adam.
 
     Args:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from thinwire.core.checks import learning_rate
 from thinwire.core.kernels.finite import every_finite
-from thinwire.core.kernels.runs import here
 from thinwire.core.methods.start import exact_method, start_method
 from thinwire.core.pricing.periods import cut, steps_late
 from thinwire.core.program import (
@@ -40,12 +39,13 @@ from thinwire.core.program import (
     Topology,
     working_dtype,
 )
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import Collective
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 from thinwire.engine.local.host import HostMemory
 from thinwire.engine.local.settings import QSR, Local
 
-KEPT = 0.5
+DEVIATION_KEPT = 0.5
 """Share of a rank's deviation at sending that is kept, in rounds of two or more steps. At a delay of 2 or 3 steps it
 hardly matters; at 7 it saves an eighth of the steps: ``benchmarks/late_rounds.py``."""
 
@@ -68,7 +68,9 @@ def by_first_ranks(program: Program, bucket: Bucket, *, first: bool) -> Program:
     slots = bucket.slots
     if first:
         yield from across(program)
-        flat = torch.cat([(slot.raw() if slot.result is None else slot.result).reshape(-1) for slot in slots])
+        flat = torch.cat(
+            [(slot.value_or_zeros() if slot.result is None else slot.result).reshape(-1) for slot in slots]
+        )
     else:
         program.close()
         flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=slots[0].device)
@@ -86,7 +88,7 @@ def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExc
 
 
 class Rounds:
-    """The rounds of one rank; what is called after an optimizer step is in ``Travel.turn``.
+    """The rounds of one rank; what is called after an optimizer step is in ``RoundRunner.turn``.
 
     ``first``: whether this is its machine's first rank, if the machine's ranks have equal weights; ``rank`` and
     ``topology`` then count machines. ``start``: number of exact rounds before the codec begins; None: as it says.
@@ -256,7 +258,7 @@ class Fragment:
         agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.elements = sum(x.numel() for x in parameters.values())  # of whole parameters
-        self.parameters = {name: x for name, x in parameters.items() if agree is None or here(x).numel()}
+        self.parameters = {name: x for name, x in parameters.items() if agree is None or local_shard(x).numel()}
         self.index, self.state, self._agree = index, state, agree
         self._settings, self._leads, self._host = settings, first, host
         self._averages, self._codecs = settings.averages, settings.codecs
@@ -280,6 +282,8 @@ class Fragment:
 
     def _move(self, to: Callable[[str, Sequence[Tensor]], list[Tensor]]) -> None:
         """Move what is kept between rounds; on a GPU it is in host memory but for while the fragment is under way."""
+        if not self._host.away:
+            return
         for kind in ("anchors", "momenta", "slow"):
             setattr(self, kind, to(kind, getattr(self, kind)))
         kept = self.state.residuals
@@ -294,7 +298,7 @@ class Fragment:
     @property
     def weights(self) -> list[Tensor]:
         """What this rank has of the parameters, as it is in the model now."""
-        return [here(x).detach() for x in self.parameters.values()]
+        return [local_shard(x).detach() for x in self.parameters.values()]
 
     def _all(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return whether all are finite, on all ranks of this model."""
@@ -342,7 +346,8 @@ class Fragment:
         if not self.parameters:
             return []
         self._sent = [x.to(self._dtype(x.dtype), copy=True) for x in self.weights]
-        with self._host.beside():  # the programs wait for what is brought, training does not
+        beside = self._host.beside() if self._host.away else nullcontext()
+        with beside:  # the programs wait for what is brought, training does not
             self._bring()
             changes = _clones(self._sent) if self._averages else list(torch._foreach_sub(self.anchors, self._sent))
             self._kept = self._share_kept(delay)
@@ -359,7 +364,7 @@ class Fragment:
             bucket.renew(None)
             program = self._method(dense, code).reduce(bucket, self.state)
             program = program if self._leads is None else by_first_ranks(program, bucket, first=self._leads)
-            programs.append(self._host.before(program))
+            programs.append(self._host.before(program) if self._host.away else program)
         return programs
 
     def _method(self, dense: bool, code: int) -> Method:
@@ -371,7 +376,9 @@ class Fragment:
     def receive(self) -> bool:
         """Take over the results when all programs have ended. Return whether they are kept; equal on all ranks."""
         means = {
-            slot.name: slot.raw() if slot.result is None else slot.result for _, b in self._buckets for slot in b.slots
+            slot.name: slot.value_or_zeros() if slot.result is None else slot.result
+            for _, b in self._buckets
+            for slot in b.slots
         }
         ordered = [means[name] for name in self.parameters]
         self.state.verdict(self._all(ordered))
@@ -472,7 +479,7 @@ class Fragment:
     def _share_kept(self, delay: int) -> float:
         """Return the share of the deviation to keep; 0 if a machine's other ranks do not know the residual."""
         unknown = self._leads is not None and self._settings.method.has_residual
-        return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else KEPT
+        return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else DEVIATION_KEPT
 
     def _add_residuals(self, share: float) -> None:
         for name, sent in zip(self.parameters, self._sent):

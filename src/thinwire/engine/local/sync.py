@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.kernels.runs import here
 from thinwire.core.program import Method, State, Topology
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import own_modes
-from thinwire.engine.local.memory import ADAM, Held, held
+from thinwire.engine.backward_hooks import AttachSettings, LateParameters
+from thinwire.engine.local.memory import ADAM, MemoryRow, held
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.times import RoundTimes
-from thinwire.engine.local.travel import Beside, Moments, Travel, open_channels
+from thinwire.engine.local.travel import BuffersAndFrozen, Moments, RoundRunner, open_channels
 from thinwire.engine.look import BeforeForward
-from thinwire.engine.parameters import Managed, buffers_of, frozen_of, model_facts, sent_at_start
+from thinwire.engine.parameters import ManagedParameter, buffers_of, frozen_of, model_facts, sent_at_start
 from thinwire.engine.ranks.communicator import Communicator
-from thinwire.engine.services import Fitting, Handle, Services, fitting
+from thinwire.engine.services import CheckedState, Handle, Services, fitting
 from thinwire.engine.session import Session, owned
-from thinwire.engine.source import AttachSettings, LateParameters
 from thinwire.engine.state.persistence import LOCAL, check_version, from_flat, frozen_since, on_device, to_flat, without
 from thinwire.engine.state.scaler import SkippedSteps
 from thinwire.engine.stats import Stats
@@ -63,7 +63,7 @@ class LocalSync(Handle):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         local: Local,
-        managed: list[Managed],
+        managed: list[ManagedParameter],
         comm: Communicator,
         topology: Topology,
         settings: AttachSettings,
@@ -73,7 +73,7 @@ class LocalSync(Handle):
         state, self._settings, self._inner = State(comm.rank, topology), local, inner
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
-        self._nbytes = sum(here(m.parameter).nbytes for m in managed)
+        self._nbytes = sum(local_shard(m.parameter).nbytes for m in managed)
         self._late = LateParameters(
             model,
             "Call finish() and close(), and attach again, after such a change (in a framework: end the training, and "
@@ -100,17 +100,17 @@ class LocalSync(Handle):
             local = dataclasses.replace(local, codec=comm.fit(local.codec))
         self._rounds = Rounds(local, weights, dense, rank, workers, first=first, start=start,
                               agree=None if site is None else site.agree)  # fmt: skip
-        self._travel: Travel | None = None  # None: there is one rank
+        self._travel: RoundRunner | None = None  # None: there is one rank
         if several:
             buffers = buffers_of(model) if settings.broadcast_buffers else []
-            beside = Beside(buffers, frozen_of(model, weights), self.services.gather,
+            beside = BuffersAndFrozen(buffers, frozen_of(model, weights), self.services.gather,
                             averaged=local.average_buffers)  # fmt: skip
             moments = Moments(dict(local.moments), optimizers, weights.values())
             before = self._compare if self._compares else lambda: None
             services = self.services
             try:
                 channels = open_channels(services, self._rounds, beside, moments)
-                self._travel = Travel(self._rounds, channels, beside, moments, before)
+                self._travel = RoundRunner(self._rounds, channels, beside, moments, before)
                 self._measure_anew()
             except Exception as error:  # a rank was lost meanwhile: the channels made so far have threads
                 session.give_up(str(error))
@@ -294,14 +294,14 @@ class LocalSync(Handle):
     def _lr(self) -> float:
         return self._rounds.rate(self.services.optimizers[0])
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryRow]:
         """Return the bytes that training holds on this rank, by kind; see :func:`thinwire.engine.local.memory.held`.
 
         Before an optimizer's first step, its state is taken for Adam's.
         """
-        weights = [here(m.parameter) for m in self._parameters.values()]
+        weights = [local_shard(m.parameter) for m in self._parameters.values()]
         states = [state for optimizer in self.services.optimizers for state in optimizer.state.values()]
-        kept = [here(x) for state in states for x in state.values() if isinstance(x, Tensor)]
+        kept = [local_shard(x) for state in states for x in state.values() if isinstance(x, Tensor)]
         own = sum(x.nbytes for x in kept) if states else ADAM * self._nbytes
         return held(self._rounds, weights, own)
 
@@ -384,7 +384,7 @@ class LocalSync(Handle):
         self._check_own("load_state_dict()")
         super().load_state_dict(state)
 
-    def _fitting(self, state: Mapping[str, Any]) -> Fitting:
+    def _fitting(self, state: Mapping[str, Any]) -> CheckedState:
         services, rounds = self.services, self._rounds
         rank, same = services.rank, self._check_fits(state)
         frozen = frozen_since(services.model, {name for fragment in rounds.fragments for name in fragment.parameters})
@@ -397,20 +397,20 @@ class LocalSync(Handle):
         ]
         for fragment, saved in zip(rounds.fragments, parts):
             _check_shapes(fragment, saved)
-        shapes = {name: tuple(here(x).shape) for f in rounds.fragments for name, x in f.parameters.items()}
+        shapes = {name: tuple(local_shard(x).shape) for f in rounds.fragments for name, x in f.parameters.items()}
         codec = on_device(from_flat(services.session, state, shapes), services.device)
         fragments = [
             {**saved, "codec": _part(codec, fragment, saved)} for fragment, saved in zip(rounds.fragments, parts)
         ]
         inside = None if self._inner is None else fitting(self._inner, state[f"inside/{rank}"])
         snapshot = {**outer, "fragments": fragments}
-        return Fitting(
+        return CheckedState(
             partial(self._restore, snapshot, outer["buffers"], inside, again=not same),
             lambda: None if inside is None else inside.adopt(),
         )
 
     def _restore(
-        self, snapshot: dict[str, Any], buffers: list[Tensor], inside: Fitting | None, *, again: bool
+        self, snapshot: dict[str, Any], buffers: list[Tensor], inside: CheckedState | None, *, again: bool
     ) -> Callable[[], None]:
         """Take a state over; ``again``: begin again from its outer weights. Return what undoes it."""
         held, before = self._held(), self._rounds.snapshot()
@@ -536,7 +536,7 @@ def _of_trained(saved: Mapping[str, Any], frozen: Container[str]) -> dict[str, A
 
 
 def _check_shapes(fragment: Fragment, saved: Mapping[str, Any]) -> None:
-    ours = {name: list(here(x).shape) for name, x in fragment.parameters.items()}
+    ours = {name: list(local_shard(x).shape) for name, x in fragment.parameters.items()}
     there = {name: list(x.shape) for name, x in zip(saved["names"], saved["anchors"], strict=True)}
     for name in [*ours, *there]:
         if ours.get(name) != there.get(name):

@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.core.collectives.exchange import Ledger
-from thinwire.core.collectives.streams import shares_memory
-from thinwire.core.kernels.runs import here
+from thinwire.core.collectives.exchange import ByteCounter
+from thinwire.core.collectives.socket_stream import shares_memory
 from thinwire.core.methods.base import all_finite
 from thinwire.core.program import AllReduce, Broadcast, Program, Scope, Topology, working_dtype
+from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.local_world import run_lockstep
 from thinwire.core.program.trace import depths
 from thinwire.engine.local.rounds import Fragment, Rounds
@@ -35,7 +35,7 @@ _IN_VAIN = 3  # consecutive dropped rounds of a fragment after which to warn: mo
 
 
 class RoundChannel(Protocol):
-    ledger: Ledger
+    ledger: ByteCounter
 
     def begin(self, names: Sequence[Sequence[str]], make: Callable[[int], Program]) -> None: ...
 
@@ -155,10 +155,10 @@ class Moments:
         names = [name for name, every in self._every.items() if round_ % every == 0]
         pairs = list(zip(self._parameters, tensors))
         found = (state[name] if name in state else torch.zeros_like(p) for name in names for p, state in pairs)
-        return [here(x) for x in found]
+        return [local_shard(x) for x in found]
 
 
-class Beside:
+class BuffersAndFrozen:
     """What travels with the last fragment: buffers, and frozen parameters that a script changes, as targets do.
 
     Running statistics, buffers ``averaged`` by name, and frozen parameters become the mean.
@@ -230,7 +230,7 @@ def _sample(x: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // 1000)].clone().view(torch.uint8)
 
 
-def open_channels(services: Services, rounds: Rounds, beside: Beside, moments: Moments) -> list[Channel]:
+def open_channels(services: Services, rounds: Rounds, beside: BuffersAndFrozen, moments: Moments) -> list[Channel]:
     """Return a channel for each round that can be under way at once. All ranks must call it."""
     depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
     depth |= Counter({Scope.WORLD: len(beside.kinds(moments.dtypes))})
@@ -238,14 +238,14 @@ def open_channels(services: Services, rounds: Rounds, beside: Beside, moments: M
     return [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
 
 
-class Travel:
+class RoundRunner:
     """Sends, receives and merges fragments. Fragments sent together share a channel; channels are used in turn."""
 
     def __init__(
         self,
         rounds: Rounds,
         channels: Sequence[RoundChannel],
-        beside: Beside,
+        beside: BuffersAndFrozen,
         moments: Moments,
         before_leaving: Callable[[], None] = lambda: None,
     ) -> None:
@@ -345,8 +345,8 @@ class Travel:
         if merged:
             self._averages.merge(self.beside.left())
 
-    def ledger(self) -> Ledger:
-        total = Ledger()
+    def ledger(self) -> ByteCounter:
+        total = ByteCounter()
         for channel in self._channels:
             total.add(channel.ledger)
         return total
@@ -373,9 +373,9 @@ class LocalRanks:
         self._left: list[list[Program]] = [[] for _ in weights]
         self._travels = [self._travel(rank, rounds) for rank, rounds in enumerate(self.rounds)]
 
-    def _travel(self, rank: int, rounds: Rounds) -> Travel:
+    def _travel(self, rank: int, rounds: Rounds) -> RoundRunner:
         channels = [_Lockstep(self._left[rank])] * rounds.most_travelling()
-        return Travel(rounds, channels, Beside([], [], lambda message: [message]), Moments({}, [], []))
+        return RoundRunner(rounds, channels, BuffersAndFrozen([], [], lambda message: [message]), Moments({}, [], []))
 
     def look(self) -> None:
         """Look ahead, before gradients are taken at ``weights``."""
@@ -406,7 +406,7 @@ class LocalRanks:
 
 class _Lockstep:
     def __init__(self, left: list[Program]) -> None:
-        self._left, self.ledger = left, Ledger()
+        self._left, self.ledger = left, ByteCounter()
 
     def begin(self, names: Sequence[Sequence[str]], make: Callable[[int], Program]) -> None:
         self._left += [make(index) for index in range(len(names))]

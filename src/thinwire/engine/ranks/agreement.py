@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.collectives.exchange import Lane, all_gather_flat, issue
-from thinwire.core.collectives.streams import memory_of, shares_memory
+from thinwire.core.collectives.socket_stream import memory_of, shares_memory
 from thinwire.core.program import Collective, Scope, Topology
 from thinwire.core.program.ops import Broadcast
 
@@ -146,7 +146,7 @@ def put_bytes(x: Tensor, piece: Tensor, *, quietly: bool = False) -> None:
         x.detach().copy_(value)
 
 
-class OrderWatch:
+class OrderCheck:
     """Records every op per lane, for debugging; the order between lanes is free."""
 
     def __init__(self, topology: Topology) -> None:

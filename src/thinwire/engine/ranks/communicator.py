@@ -1,6 +1,6 @@
 """What one rank uses to communicate for one handle: group, lanes, ledger, executor, words for failures.
 
-A single rank has a communicator too, ``Alone``, whose exchanges are the identity.
+A single rank has a communicator too, ``SingleRank``, whose exchanges are the identity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import thinwire
 from thinwire.core.collectives.circle import circle_of, place_in
-from thinwire.core.collectives.exchange import Lane, Lanes, Ledger, Pending, all_gather_flat, issue, pairwise
+from thinwire.core.collectives.exchange import ByteCounter, Lane, LanePool, Pending, all_gather_flat, issue, pairwise
 from thinwire.core.collectives.groups import backend_for, backends_to_ask_for, seconds_of
 from thinwire.core.collectives.meeting import identity
 from thinwire.core.kernels.lowrank import arithmetic
@@ -35,13 +35,13 @@ from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.executors.threads import Issuer, ThreadExecutor
 from thinwire.engine.ranks.agreement import (
     Disagreement,
-    OrderWatch,
+    OrderCheck,
     agree,
     broadcast_tensors,
     deepest_of_all,
     gather_bytes,
 )
-from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks, in_words, refused
+from thinwire.engine.ranks.late_ranks import LateRanks, NoFailureNotes, in_words, refused
 from thinwire.predict.measure.machine import place, spare_places
 
 if TYPE_CHECKING:
@@ -105,21 +105,21 @@ class Communicator:
         self.group, self.topology, self.device = group, topology, device
         self.timeout = timeout or _timeout_of(group, device)
         self.attaching = attaching  # the caller ends it; until then, a rank that fails is noticed by the others
-        self._late: LateRanks | NobodyAsks = NobodyAsks()
+        self._late: LateRanks | NoFailureNotes = NoFailureNotes()
         if asks:
             self._late = LateRanks(self.ranks, self.rank, _next_label(self.ranks), seconds_of(self.timeout))
         self._lanes = self.lanes_of(topology)
         with self.meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
-        self.ledger = Ledger()  # of what gradients' programs have sent
-        self.order: OrderWatch | None = None  # of the ops issued; None: not recorded
+        self.ledger = ByteCounter()  # of what gradients' programs have sent
+        self.order: OrderCheck | None = None  # of the ops issued; None: not recorded
         self._beside: bool | None = None
         self._mixed: bool | None = None
 
-    def lanes_of(self, topology: Topology) -> Lanes:
+    def lanes_of(self, topology: Topology) -> LanePool:
         """Return lanes of these ranks, none opened yet; with NCCL, they use few communicators."""
         card = self.device if self.backend == "nccl" else None
-        return Lanes(self.ranks, topology, self.rank, self.timeout, card, self.group, self._come)
+        return LanePool(self.ranks, topology, self.rank, self.timeout, card, self.group, self._come)
 
     def _encrypts(self) -> bool:
         """Return whether thinwire's connections are encrypted; ``ValueError``: something would not go over them."""
@@ -243,7 +243,7 @@ class Communicator:
                     self._lanes.get("bucket", scope, round_, bidirectional=bidirectional, mesh_only=mesh_only)
 
     def executor_beside(
-        self, purpose: str, depth: Mapping[Scope, int], topology: Topology, ledger: Ledger
+        self, purpose: str, depth: Mapping[Scope, int], topology: Topology, ledger: ByteCounter
     ) -> tuple[Executor, Callable[..., None]]:
         """Return an executor with lanes of its own, ``depth`` in each scope, and what gives these back. Collective."""
         lanes = self.lanes_of(topology)
@@ -324,11 +324,11 @@ class Communicator:
         self._lanes.release(broken=broken)
 
 
-class Alone(Communicator):
+class SingleRank(Communicator):
     def __init__(self, device: torch.device | None = None) -> None:
         self.ranks, self.rank, self.backend, self.topology = (0,), 0, "none", Topology(1)
-        self.device, self.ledger, self.order = device or torch.device("cpu"), Ledger(), None
-        self.attaching, self._late, self._beside = False, NobodyAsks(), True
+        self.device, self.ledger, self.order = device or torch.device("cpu"), ByteCounter(), None
+        self.attaching, self._late, self._beside = False, NoFailureNotes(), True
         self.executor = AloneExecutor()
 
     def agree(self, facts: dict[str, Any], doing: str = "") -> None: ...
@@ -349,7 +349,7 @@ class Alone(Communicator):
     def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None: ...
 
     def executor_beside(
-        self, purpose: str, depth: Mapping[Scope, int], topology: Topology, ledger: Ledger
+        self, purpose: str, depth: Mapping[Scope, int], topology: Topology, ledger: ByteCounter
     ) -> tuple[Executor, Callable[..., None]]:
         return AloneExecutor(), lambda broken: None
 

@@ -58,7 +58,7 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-class NobodyAsks:
+class NoFailureNotes:
     """Replaces :class:`LateRanks` if the caller decides which ranks continue, so that no notes are needed."""
 
     def close(self) -> None: ...

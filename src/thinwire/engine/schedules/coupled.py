@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.kernels.runs import joined
 from thinwire.core.kernels.seeding import upload
 from thinwire.core.methods.exchanges import padded
 from thinwire.core.program import Method
-from thinwire.core.program.bucket import Slot, used_by_nobody
+from thinwire.core.program.bucket import Slot, joined, used_by_nobody
 from thinwire.engine.buckets import Buckets, delivered
 
 logger = logging.getLogger("thinwire")

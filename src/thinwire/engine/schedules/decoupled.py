@@ -29,7 +29,7 @@ from thinwire.core.program.bucket import used_by_nobody
 from thinwire.core.program.ops import Paused, own_modes
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.hooks import ModuleHook, current_task
-from thinwire.engine.parameters import Managed, gradient_dtype
+from thinwire.engine.parameters import ManagedParameter, gradient_dtype
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.coupled import Coupled, norm_dtype, powers_of, scaling, total_norm
 from thinwire.engine.schedules.deferred import (
@@ -301,7 +301,7 @@ class Decoupled(Coupled):
         for index in indices:
             bucket, place = shards.where[index]
             memory, slot = shards.memories[bucket], shards.memories[bucket].slots[place]
-            value = slot.raw() if slot.result is None else slot.result
+            value = slot.value_or_zeros() if slot.result is None else slot.result
             grad = memory.gradients[place] if memory.gradients else value.data
             slot.value = slot.result = None
             if index in unused:
@@ -338,7 +338,7 @@ class ForwardOrder:
     reads the weight of its ``out_proj`` without calling it. A shared parameter is read by all its owners.
     """
 
-    def __init__(self, model: nn.Module, managed: Sequence[Managed], early: Iterable[int] = ()) -> None:
+    def __init__(self, model: nn.Module, managed: Sequence[ManagedParameter], early: Iterable[int] = ()) -> None:
         self.model, self.index, self.early = model, {id(m.parameter): m.index for m in managed}, sorted(early)
         self.learning, index = True, self.index
         self._names: dict[nn.Module, list[str]] = {}
@@ -417,7 +417,7 @@ def _delivered(paused: Paused, bucket: Bucket | None, rank: int, ranks: int, nor
 class _Poison:
     """With ``poison_stale=True``: keeps NaN in parameters until they are updated, so that a read too early shows."""
 
-    def __init__(self, managed: Sequence[Managed]) -> None:
+    def __init__(self, managed: Sequence[ManagedParameter]) -> None:
         self._managed = managed
         self._values: dict[int, Tensor] = {}
 
@@ -440,7 +440,7 @@ def _refuse_second() -> NoReturn:
     )
 
 
-def _early(model: nn.Module, managed: Iterable[Managed], options: Decoupling) -> set[int]:
+def _early(model: nn.Module, managed: Iterable[ManagedParameter], options: Decoupling) -> set[int]:
     if isinstance(options.update_in_step, bool):
         return set()
     modules = dict(model.named_modules())

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from thinwire.core.durable import CheckpointDirectory, digest_of, read_file, write_file
 from thinwire.core.program.ops import in_own_modes
 from thinwire.engine.parameters import private
-from thinwire.engine.services import Fitting, Handle, fitting
+from thinwire.engine.services import CheckedState, Handle, fitting
 
 _MODEL, _SUMS = "model.pt", "files.json"
 _QUOTED = 3  # the most ranks to quote
@@ -347,7 +347,7 @@ def take_over(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     sync: Handle,
-    found: Fitting,
+    found: CheckedState,
 ) -> None:
     """Load into model, optimizer and sync, on all ranks; or change nothing, if it does not fit on one of them."""
     undo: list[Callable[[], Any]] = []

@@ -37,12 +37,18 @@ class Cell:
     dense_seconds: float
     why: str
 
+    @property
+    def sooner(self) -> float:
+        """How many times sooner than the fastest dense form it reaches a loss."""
+        return self.dense_seconds / self.loss_seconds if self.loss_seconds > 0 else 1.0
+
 
 @dataclass(frozen=True)
 class Map(Record):
     """``cells[i][j]`` belongs to ``bits_per_second[i]`` and ``workers[j]``."""
 
     called: ClassVar[str] = "a thinwire map"
+    alone: ClassVar[bool] = False
 
     bits_per_second: tuple[float, ...]
     workers: tuple[int, ...]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from thinwire.core.records import UNREADABLE, Record, made, plain
+from thinwire.core.records import Record, plain
 from thinwire.predict.timeline.simulate import Bound
 
 
@@ -62,6 +62,9 @@ class Ranking(Record):
         left_out: (label, reason) of candidates that cannot run on this cluster or have no price.
     """
 
+    called: ClassVar[str] = "a thinwire ranking"
+    alone: ClassVar[bool] = False
+
     model: str
     workers: int
     entries: tuple[Entry, ...]
@@ -101,15 +104,10 @@ class Ranking(Record):
         return json.dumps(self.to_data())
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Ranking:
-        """Read back what ``to_json`` wrote; ``ValueError`` for any other text."""
-        try:
-            data: Any = json.loads(text)
-            del data["measured_share"]
-            entries = {entry["label"]: entry for entry in data["entries"]}
-            return made(cls, {**data, **{name: entries[data[name]] for name in ("best", "best_exact")}})
-        except UNREADABLE as error:
-            raise ValueError(f"this is not a thinwire ranking: {error}") from error
+    def from_data(cls, data: Any) -> Ranking:
+        """Read back what ``to_data`` returned."""
+        entries = {entry["label"]: entry for entry in data["entries"]}
+        return super().from_data({**data, **{name: entries[data[name]] for name in ("best", "best_exact")}})
 
     def __hash__(self) -> int:
         return hash(self.to_json())

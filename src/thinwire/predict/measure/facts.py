@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from thinwire.core.records import UNREADABLE, made
+from thinwire.core.records import Record
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Facts(Record):
     """A machine, as one process on it sees it.
 
     Attributes:
@@ -70,6 +70,9 @@ class Facts:
         lab: with which rights the lab emulates links: "root", "user" or "loopback" (it cannot). lab_reason: why not.
         lab_congestion_control: TCP's congestion control on those links; None: unknown, or there are no links.
     """
+
+    called: ClassVar[str] = "the output of `thinwire doctor --json`"
+    alone: ClassVar[bool] = False  # doctor tells more
 
     thinwire: str
     python: str
@@ -97,14 +100,6 @@ class Facts:
     lab: str = "loopback"
     lab_reason: str = ""
     lab_congestion_control: str | None = None
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """Build facts from ``asdict`` or the output of ``thinwire doctor --json``; unknown fields are ignored."""
-        try:
-            return made(cls, {field.name: data[field.name] for field in fields(cls) if field.name in data})
-        except UNREADABLE as error:
-            raise ValueError(f"this is not the output of `thinwire doctor --json`: {error}") from None
 
     def interface(self, name: str | None) -> Interface | None:
         """Return the interface with that name."""

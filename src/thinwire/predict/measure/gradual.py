@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from thinwire.core.collectives.exchange import Lanes
+from thinwire.core.collectives.exchange import LanePool
 from thinwire.core.pricing.costs import KINDS, Costs, Curve, Key, Table, copies
 from thinwire.core.program.ops import Scope
 from thinwire.core.program.topology import Topology
@@ -33,7 +33,7 @@ class GradualProbe:
     """A probe during training. All ranks call every method together, between two steps."""
 
     def __init__(
-        self, lanes: Lanes, topology: Topology, rank: int, device: torch.device, backend: str, *, mesh_only: bool
+        self, lanes: LanePool, topology: Topology, rank: int, device: torch.device, backend: str, *, mesh_only: bool
     ) -> None:
         self._topology, self._backend = topology, backend
         self._wire = ExchangeTimer(

@@ -76,7 +76,7 @@ class Load:
         return f"this machine is overloaded: {'; '.join(said)}: figures are too high and scattered" if said else ""
 
 
-class LoadWatch:
+class LoadSample:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._before = self._average()

@@ -10,20 +10,19 @@ otherwise those, in this order.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from thinwire.predict.measure.facts import Facts, Interface, Name
 
-_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40  # IFF_*
 _LOOKUP_SECONDS = 20.0
 _SYSFS, _SYSCTL = Path("/sys/class/net"), Path("/proc/sys/net")
 _SETTINGS = (
@@ -37,80 +36,29 @@ _SETTINGS = (
 )
 
 
-class _IfAddrs(ctypes.Structure):
-    """``struct ifaddrs`` of getifaddrs(3), as far as needed; the same on Linux and macOS."""
-
-
-_IfAddrs._fields_ = [
-    ("next", ctypes.POINTER(_IfAddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
-
-
 def interfaces() -> tuple[Interface, ...]:
     """Return all interfaces with their addresses, in the order in which Gloo and NCCL see them."""
-    flags: dict[str, int] = {}
-    addresses: dict[str, list[str]] = {}
-    for name, bits, address in _listed():
-        flags[name] = bits
-        known = addresses.setdefault(name, [])
-        if address is not None:
-            known.append(address)
-    return tuple(_interface(name, bits, tuple(addresses[name])) for name, bits in flags.items())
-
-
-def _listed() -> list[tuple[str, int, str | None]]:
-    """Return (interface, flags, address) of each entry; an entry without address stands for the interface itself."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "getifaddrs"):
-        return [(name, _UP | _RUNNING, None) for _, name in socket.if_nameindex()]
-    head = ctypes.POINTER(_IfAddrs)()
-    if libc.getifaddrs(ctypes.byref(head)):
-        return []
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    counters = psutil.net_io_counters(pernic=True)
+    inet = socket.AF_INET, socket.AF_INET6
     found = []
-    entry = head
-    while entry:
-        one = entry.contents
-        found.append((one.name.decode(), one.flags, _address(one.address)))
-        entry = one.next
-    libc.freeifaddrs(head)
-    return found
-
-
-def _address(at: int | None) -> str | None:
-    """Return the text of a ``struct sockaddr``; None if it is neither IPv4 nor IPv6."""
-    if not at:
-        return None
-    start = ctypes.string_at(at, 2)
-    family = start[1] if sys.platform == "darwin" else int.from_bytes(start, sys.byteorder)
-    if family == socket.AF_INET:
-        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(at + 4, 4))
-    if family == socket.AF_INET6:
-        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(at + 8, 16))
-    return None
-
-
-def _interface(name: str, flags: int, addresses: tuple[str, ...]) -> Interface:
-    folder = _SYSFS / name
-    kind = "loopback" if flags & _LOOPBACK else _kind(folder)
-    mbits = _number(folder / "speed")
-
-    def counted(what: str) -> int:
-        return sum(_number(folder / "statistics" / f"{way}_{what}") or 0 for way in ("rx", "tx"))
-
-    return Interface(
-        name=name,
-        up=bool(flags & _UP and flags & _RUNNING),
-        kind=kind,
-        addresses=addresses,
-        mbits=mbits if mbits is not None and mbits > 0 else None,
-        mtu=_number(folder / "mtu"),
-        packets=counted("packets"),
-        errors=counted("errors"),
-        drops=counted("dropped"),
-    )
+    for name in (name for _, name in socket.if_nameindex() if name in states):
+        state, counted, folder = states[name], counters.get(name), _SYSFS / name
+        known = sorted((one for one in addresses.get(name, ()) if one.family in inet), key=lambda one: one.family)
+        found.append(
+            Interface(
+                name=name,
+                up=state.isup,
+                kind="loopback" if "loopback" in state.flags.split(",") else _kind(folder),
+                addresses=tuple(one.address.partition("%")[0] for one in known),
+                mbits=state.speed or None,
+                mtu=state.mtu,
+                packets=counted.packets_sent + counted.packets_recv if counted else 0,
+                errors=counted.errin + counted.errout if counted else 0,
+                drops=counted.dropin + counted.dropout if counted else 0,
+            )
+        )
+    return tuple(found)
 
 
 def _kind(folder: Path) -> str:
@@ -188,14 +136,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    try:
-        return int(text)
-    except ValueError:
-        return None
 
 
 _LAST = ("docker", "lo", "virbr")

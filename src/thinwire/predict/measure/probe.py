@@ -16,7 +16,7 @@ from datetime import date, timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.core.collectives.exchange import Lane, Lanes, all_gather_flat, issue, long_wire
+from thinwire.core.collectives.exchange import Lane, LanePool, all_gather_flat, issue, long_wire
 from thinwire.core.collectives.groups import backend_for, topology_of
 from thinwire.core.pricing.costs import KINDS, Curve, Table
 from thinwire.core.program.ops import (
@@ -53,7 +53,7 @@ class Times:
 class ExchangeTimer:
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: LanePool,
         topology: Topology,
         rank: int,
         device: torch.device,
@@ -355,7 +355,7 @@ def probe(
     if backend is None:
         raise ValueError(f"the process group ({dist.get_backend_config(process_group)}) has no backend for {device}")
     sizes = message_sizes(largest=largest_bytes)
-    lanes = Lanes(ranks, topology, rank, timeout, device if backend == "nccl" else None, process_group)
+    lanes = LanePool(ranks, topology, rank, timeout, device if backend == "nccl" else None, process_group)
     broken = True
     try:
         wire = ExchangeTimer(lanes, topology, rank, device, counts_cpu=backend == "gloo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import math
 import re
 import shlex
@@ -11,23 +10,13 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from thinwire.core.checks import check_number
+from thinwire.core.records import plain
 from thinwire.core.words import counted
-from thinwire.tools.cli.console import (
-    Plot,
-    RunFailed,
-    check_folder,
-    check_output,
-    check_plot,
-    exit_code,
-    plain_table,
-    progress,
-    torchrun_group,
-)
+from thinwire.tools.cli.console import Output, RunFailed, exit_code, note, plain_table, progress, torchrun_group
+from thinwire.tools.cli.options import JsonOption, PlotOption
+from thinwire.tools.cli.verb import Verb, argument, option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,258 +24,217 @@ if TYPE_CHECKING:
     from thinwire.systems.federated import Federation, History, Prediction, RoundRecord
 
 _MOST_ROWS = 25
+_OF_A_FEDERATION = ["rounds", "clients_per_round", "seed", "reduction", "evaluate_every"]
 
 
-def _help(text: str) -> Any:
-    return typer.Option(help=text)
+class FederatedRunVerb(PlotOption, JsonOption):
+    """Train a federation here: in this process, or on the ranks that torchrun has started.
+
+    Example: thinwire federated run digits --algorithm fedavg,scaffold --rounds 20
+    """
+
+    federation: str = argument("digits", "digits, text, million or module:function; options as in digits:clients=50.")
+    algorithm: str | None = option(
+        None,
+        "fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, fedrobust; options as in scaffold:lr=0.1; several, "
+        "separated by commas, run side by side. Options not named stay as the federation has them.",
+    )
+    compress: str | None = option(None, "Method for the clients' changes, such as topk:density=0.01.")
+    rounds: int | None = option(None, "Total number of rounds; a resumed run continues up to it.")
+    clients_per_round: int | None = option(None, "How many clients train in each round.")
+    devices: int | None = option(None, "Number of emulated devices. Not under torchrun, where each rank is one.")
+    schedule: str = option("auto", "auto, equal, lpt or pull.")
+    reduction: str | None = option(None, "fp32, fp64 or exact.")
+    seed: int | None = option(None, "Seed of cohorts and clients.")
+    evaluate_every: int | None = option(None, "Rounds between evaluations; by default at most 20 evaluations.")
+    per_client: bool = option(False, "Also show the accuracy of the median client and of the worst tenth.")
+    checkpoint_dir: Path | None = option(None, "Folder for checkpoints; a run found there goes on.", writes="folder")
+    checkpoint_every: int = option(1, "Rounds between checkpoints.")
+    state_memory: int = option(1 << 30, "Bytes of client states in memory; the rest is on disk.")
+    threads: int = option(1, "torch's threads in each process; more than 1 pays off for large models.", least=1)
+    trace: Path | None = option(None, "File with the speeds of the clients' own devices, to compute their seconds.")
+    out: Path | None = option(None, "File for the weights, by name, as safetensors.", writes="file")
+
+    def run(self, output: Output) -> Any:
+        import torch
+
+        from thinwire.systems.federated import ClientStateStore, ClientTrace
+        from thinwire.systems.federated.history import history_picture
+        from thinwire.systems.federated.schedule import check_schedule
+        from thinwire.systems.federated.simulate import use_ranks
+
+        asked = self.federations()
+        use_ranks("auto", self.devices, None, None)
+        check_schedule(self.schedule)
+        if self.out is not None and len(asked) > 1:
+            raise ValueError("--out takes the weights of one algorithm: name only one")
+        torch.set_num_threads(self.threads)
+        options: dict[str, Any] = self.part(["checkpoint_every", "schedule", "devices"])
+        options["trace"] = None if self.trace is None else ClientTrace.read(self.trace)
+        runs: dict[str, History] = {}
+        with torchrun_group() as (rank, _):
+            output.console.quiet |= rank != 0
+            for name, made in asked.items():
+                folder = self.checkpoint_dir
+                if folder is not None and len(asked) > 1:  # each run has its own
+                    folder /= re.sub(r"[^\w.=-]+", "-", name).lower()
+                store = {}
+                if made.algorithm.stateful:
+                    states = None if folder is None else folder / "states"
+                    store["state"] = ClientStateStore(len(made.clients), states, self.state_memory)
+                output.say(in_force(made.algorithm))
+                runs[name] = train(name, made, rank, checkpoint_dir=folder, **options, **store)
+        if rank != 0:
+            return None
+        made = list(asked.values())[-1]
+        title = f"{self.federation}, {made.clients_per_round} of {len(made.clients)} clients a round"
+        begins = {name: "" if len(runs) == 1 else f"{name}, " for name in runs}
+        for name, history in runs.items():
+            if len(runs) == 1:
+                output.say(rounds_table(history, output.console.width))
+                output.say(traffic(history))
+            output.say(*(begins[name] + sentence for sentence in failures(history)), style="yellow")
+        if len(runs) > 1:
+            whole = f"{title}, {counted(made.rounds, 'round')}"
+            output.say(algorithms_table(runs, whole, output.console.width))
+        if self.out is not None:
+            from thinwire.core.durable import write_whole
+            from thinwire.systems.federated.state import pack
+
+            write_whole(self.out, pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
+            output.wrote(self.out)
+        said = [(name, spent(one)) for name, one in asked.items()]
+        said += [(name, outcome(history, made.chance)) for name, history in runs.items()]
+        output.say(*(begins[name] + words for name, words in said if words is not None))
+        data = plain(next(iter(runs.values()))) if len(runs) == 1 else {"runs": plain(runs)}
+        return {**data, "picture": history_picture(runs, title, made.chance)}
+
+    def federations(self) -> dict[str, Federation]:
+        """Return what runs, by name: the federation with each of the algorithms."""
+        from thinwire.core.checks import check_choice
+        from thinwire.systems.federated.builtin import build_algorithm, build_federation, compressed
+        from thinwire.systems.federated.device import REDUCTIONS
+        from thinwire.systems.federated.simulate import check_numbers
+
+        texts = (
+            [None] if self.algorithm is None else [text.strip() for text in self.algorithm.split(",") if text.strip()]
+        )
+        if not texts:
+            raise ValueError("--algorithm: name one, or several separated by commas, such as scaffold,fedavg")
+        found: dict[str, Federation] = {}
+        for text in texts:
+            made = build_federation(self.federation)
+            own, compress = made.algorithm, self.compress
+            made.algorithm = compressed(own, compress) if text is None else build_algorithm(text, own, compress)
+            for attribute, value in self.part(_OF_A_FEDERATION).items():
+                if value is not None:
+                    setattr(made, attribute, value)
+            check_choice("reduction", made.reduction, REDUCTIONS)
+            numbers = (made.rounds, made.clients_per_round, len(made.clients), made.evaluate_every)
+            check_numbers(*numbers, self.checkpoint_every)
+            if self.per_client:
+                if made.per_client is None:
+                    raise ValueError(
+                        f"--per-client: give {self.federation} a per_client=, such as fl.over_clients(right, clients)"
+                    )
+                parts = [part for part in (made.evaluate, made.per_client) if part is not None]
+                made.evaluate = lambda model, round, parts=parts: {
+                    k: v for f in parts for k, v in f(model, round).items()
+                }
+            inner = getattr(made.algorithm, "inner", made.algorithm)
+            name = " ".join([type(inner).__name__, *(text or "").split(":")[1:]])
+            if name in found:
+                raise ValueError(f"--algorithm names {name} twice")
+            found[name] = made
+        return found
 
 
-app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
+class FederatedPredictVerb(JsonOption):
+    """Predict the seconds per round under each schedule, by the clock alone: nothing is trained.
 
-_FEDERATION = Annotated[
-    str, typer.Argument(help="digits, text, million, or module:function of your own; options as in digits:clients=50.")
-]
+    Example: thinwire federated predict --fast 4 --slow 4
+    """
+
+    devices: Path | None = option(None, 'File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
+    fast: int = option(4, "Without --devices: number of devices that take 10 ms per sample.", least=0)
+    slow: int = option(4, "Without --devices: number of devices that are four times slower.", least=0)
+    clients: int = option(1000, "Total number of clients.", least=1)
+    clients_per_round: int = option(100, "How many clients train in each round.")
+    mean: float = option(50.0, "Mean number of samples per client, log-normally distributed.", above=0, most=1e9)
+    spread: float = option(1.0, "Standard deviation of that number's logarithm; 0: all the same.", least=0, most=10)
+    rounds: int = option(50, "Number of rounds to average over.")
+    seed: int = option(0, "Seed of sizes and cohorts.")
+
+    def run(self, output: Output) -> Any:
+        import numpy as np
+
+        from thinwire.systems.federated import Speed, predict
+        from thinwire.systems.federated.clocks import read_speeds
+
+        speeds = read_speeds(self.devices) if self.devices else [Speed(0.01)] * self.fast + [Speed(0.04)] * self.slow
+        middle = math.log(self.mean) - self.spread**2 / 2
+        draw = np.random.default_rng(self.seed).lognormal(middle, self.spread, size=self.clients)
+        sizes = np.maximum(1, np.rint(draw)).astype(int)
+        numbers = self.part(["rounds", "clients_per_round", "seed"])
+        schedules = ("equal", "lpt", "pull", "auto")
+        found = [predict(name, self.clients, lambda i: int(sizes[i]), speeds, **numbers) for name in schedules]
+        title = f"{self.clients_per_round} of {self.clients} clients a round, {counted(len(speeds), 'device')}"
+        output.say(schedules_table(found, f"{title}, {counted(self.rounds, 'round')}"))
+        return [{**asdict(one), "seconds": one.seconds, "ratio": one.ratio} for one in found]
 
 
-@app.command(epilog="Example: thinwire federated run digits --algorithm fedavg,scaffold --rounds 20")
-def run(
-    federation: _FEDERATION = "digits",
-    algorithm: Annotated[
-        str | None,
-        typer.Option(
-            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, fedrobust; options as in scaffold:lr=0.1; "
-            "several, separated by commas, run side by side. Options not named stay as the federation has them."
-        ),
-    ] = None,
-    compress: Annotated[str | None, _help("Method for the clients' changes, such as topk:density=0.01.")] = None,
-    rounds: Annotated[int | None, _help("Total number of rounds; a resumed run continues up to it.")] = None,
-    clients_per_round: Annotated[int | None, _help("How many clients train in each round.")] = None,
-    devices: Annotated[
-        int | None, _help("Number of emulated devices. Not under torchrun, where each rank is one.")
-    ] = None,
-    schedule: Annotated[str, _help("auto, equal, lpt or pull.")] = "auto",
-    reduction: Annotated[str | None, _help("fp32, fp64 or exact.")] = None,
-    seed: Annotated[int | None, _help("Seed of cohorts and clients.")] = None,
-    evaluate_every: Annotated[
-        int | None, _help("Rounds between evaluations; by default at most 20 evaluations.")
-    ] = None,
-    per_client: Annotated[
-        bool, typer.Option("--per-client", help="Also show the accuracy of the median client and of the worst tenth.")
-    ] = False,
-    checkpoint_dir: Annotated[Path | None, _help("Folder for checkpoints; a run found there is continued.")] = None,
-    checkpoint_every: Annotated[int, _help("Rounds between checkpoints.")] = 1,
-    state_memory: Annotated[int, _help("Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
-    threads: Annotated[int, _help("torch's threads in each process; more than 1 pays off for large models.")] = 1,
-    trace: Annotated[
-        Path | None, _help("File with the speeds of the clients' own devices, to compute their seconds.")
-    ] = None,
-    out: Annotated[Path | None, _help("File for the weights, by name, as safetensors.")] = None,
-    plot: Plot = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
-) -> None:
-    """Train a federation here: in this process, or on the ranks that torchrun has started."""
-    import torch
-    from rich.console import Console
+class FederatedNewVerb(Verb):
+    """Start a federation of your own: a folder with a working one, whose data, model and algorithm you replace.
 
-    from thinwire.systems.federated import ClientStateStore, ClientTrace
-    from thinwire.systems.federated.history import history_picture
-    from thinwire.systems.federated.schedule import check_schedule
-    from thinwire.systems.federated.simulate import use_ranks
-    from thinwire.tools.pictures import write_picture
+    Example: thinwire federated new mine
+    """
 
-    check_plot(plot)
-    check_output("--out", out)
-    if threads < 1:
-        raise ValueError(f"--threads {threads} must be at least 1")
-    given = {
-        "rounds": rounds, "clients_per_round": clients_per_round, "seed": seed, "reduction": reduction,
-        "evaluate_every": evaluate_every,
-    }  # fmt: skip
-    asked = federations(federation, algorithm, compress, given, checkpoint_every, per_client=per_client)
-    use_ranks("auto", devices, None, None)
-    check_schedule(schedule)
-    if checkpoint_dir is not None:
-        check_folder(checkpoint_dir, "--checkpoint-dir")
-    if out is not None and len(asked) > 1:
-        raise ValueError("--out takes the weights of one algorithm: name only one")
-    torch.set_num_threads(threads)
-    options: dict[str, Any] = {"checkpoint_every": checkpoint_every, "schedule": schedule, "devices": devices}
-    options["trace"] = None if trace is None else ClientTrace.read(trace)
-    console = Console(quiet=json)
-    runs: dict[str, History] = {}
-    with torchrun_group() as (rank, _):
-        console.quiet = json or rank != 0
-        for name, made in asked.items():
-            folder = checkpoint_dir
-            if folder is not None and len(asked) > 1:  # each run has its own
-                folder /= re.sub(r"[^\w.=-]+", "-", name).lower()
-            store = {}
-            if made.algorithm.stateful:
-                states = None if folder is None else folder / "states"
-                store["state"] = ClientStateStore(len(made.clients), states, state_memory)
-            console.print(in_force(made.algorithm), markup=False, highlight=False)
-            runs[name] = train(name, made, rank, checkpoint_dir=folder, **options, **store)
-    if rank != 0:
-        return
-    made = list(asked.values())[-1]
-    title = f"{federation}, {made.clients_per_round} of {len(made.clients)} clients a round"
-    picture = history_picture(runs, title, made.chance)
-    if json:
-        only = [json_module.loads(history.to_json()) for history in runs.values()]
-        data = only[0] if len(runs) == 1 else {"runs": dict(zip(runs, only))}
-        typer.echo(json_module.dumps({**data, "picture": asdict(picture)}))
-    for name, history in runs.items():
-        if len(runs) == 1:
-            console.print(rounds_table(history, console.width))
-            console.print(traffic(history), markup=False)
+    folder: Path = argument(..., "Folder to write to; created if it does not exist.")
+
+    def run(self, output: Output) -> Any:
+        template, folder = resources.files("thinwire.systems.federated") / "template", self.folder
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} already exists and is not empty: give another folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in ("README.md", "federation.py", "speeds.json"):
+                (folder / name).write_bytes(template.joinpath(name).read_bytes())
+                output.wrote(folder / name)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be written: {error.strerror}") from error
+        output.line(f"next: cd {shlex.quote(str(folder))} && thinwire federated run federation:build")
+
+
+class FederatedServeVerb(JsonOption):
+    """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere.
+
+    Example: thinwire federated serve federation:build --nodes 2 --local
+    """
+
+    federation: str = argument(..., "module:function of your own, from a file in this folder.")
+    nodes: int = option(2, "SuperNodes to wait for.")
+    local: bool = option(False, "Also start these SuperNodes here.")
+    host: str = option("127.0.0.1", "Address of the SuperLink.")
+    port: int = option(0, "Port of the SuperLink; 0: a free one.")
+    certificates: Path | None = option(None, "Folder of ca.crt, server.pem, server.key; created if it does not exist.")
+    out: Path = option(Path("federated-result"), "Folder for weights and history.", writes="folder")
+    timeout: float = option(600.0, "Seconds for nodes to connect and to answer.")
+
+    def run(self, output: Output) -> Any:
+        from thinwire.systems.federated import History
+        from thinwire.systems.federated.flower.deploy import Deployment
+
+        names = ["federation", "nodes", "local", "host", "port", "certificates", "out", "timeout"]
+        with progress("starting the SuperLink") as bar:
+            Deployment(**self.part(names)).run(lambda text: bar(description=text), bar.log)
+        history = History.from_json((self.out / "history.json").read_text())
+        output.line(f"{outcome(history)}, on {history.about['nodes']} nodes; written: {self.out}")
         for sentence in failures(history):
-            console.print(sentence if len(runs) == 1 else f"{name}, {sentence}", style="yellow", markup=False)
-    if len(runs) > 1:
-        console.print(algorithms_table(runs, f"{title}, {counted(made.rounds, 'round')}", console.width))
-    if out is not None:
-        from thinwire.core.durable import write_whole
-        from thinwire.systems.federated.state import pack
-
-        write_whole(out, pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
-        console.print(f"written: {out}", markup=False)
-    if plot is not None:
-        write_picture(picture, plot)
-        console.print(f"written: {plot}", markup=False)
-    said = [(name, spent(one)) for name, one in asked.items()]
-    said += [(name, outcome(history, made.chance)) for name, history in runs.items()]
-    for name, words in said:
-        if words is not None:
-            console.print(words if len(runs) == 1 else f"{name}, {words}", markup=False, highlight=False)
+            note(sentence, "yellow", quiet=self.json)
+        return history
 
 
-@app.command(epilog="Example: thinwire federated predict --fast 4 --slow 4")
-def predict(
-    devices: Annotated[
-        Path | None, _help('File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
-    ] = None,
-    fast: Annotated[int, _help("Without --devices: number of devices that take 10 ms per sample.")] = 4,
-    slow: Annotated[int, _help("Without --devices: number of devices that are four times slower.")] = 4,
-    clients: Annotated[int, _help("Total number of clients.")] = 1000,
-    clients_per_round: Annotated[int, _help("How many clients train in each round.")] = 100,
-    mean: Annotated[float, typer.Option(help="Mean number of samples per client, log-normally distributed.")] = 50.0,
-    spread: Annotated[
-        float, typer.Option(help="Standard deviation of that number's logarithm; 0: all the same.")
-    ] = 1.0,
-    rounds: Annotated[int, _help("Number of rounds to average over.")] = 50,
-    seed: Annotated[int, _help("Seed of sizes and cohorts.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print all rounds as JSON on stdout.")] = False,
-) -> None:
-    """Predict the seconds per round under each schedule, by the clock alone: nothing is trained."""
-    import numpy as np
-    from rich.console import Console
-
-    from thinwire.systems.federated import Speed
-    from thinwire.systems.federated import predict as predicted
-    from thinwire.systems.federated.clocks import read_speeds
-
-    check_number("--mean", mean, above=0, most=1e9)
-    check_number("--spread", spread, least=0, most=10)
-    if min(fast, slow) < 0 or clients < 1:
-        raise ValueError("--fast and --slow must be at least 0, and --clients at least 1")
-    speeds = read_speeds(devices) if devices else [Speed(0.01)] * fast + [Speed(0.04)] * slow
-    draw = np.random.default_rng(seed).lognormal(math.log(mean) - spread**2 / 2, spread, size=clients)
-    sizes = np.maximum(1, np.rint(draw)).astype(int)
-    numbers: dict[str, Any] = {"rounds": rounds, "clients_per_round": clients_per_round, "seed": seed}
-    schedules = ("equal", "lpt", "pull", "auto")
-    found = [predicted(name, clients, lambda i: int(sizes[i]), speeds, **numbers) for name in schedules]
-    if json:
-        typer.echo(json_module.dumps([{**asdict(one), "seconds": one.seconds, "ratio": one.ratio} for one in found]))
-        return
-    title = f"{clients_per_round} of {clients} clients a round, {counted(len(speeds), 'device')}"
-    title += f", {counted(rounds, 'round')}"
-    Console().print(schedules_table(found, title))
-
-
-@app.command(epilog="Example: thinwire federated new mine")
-def new(
-    folder: Annotated[Path, typer.Argument(help="Folder to write to; created if it does not exist.")],
-) -> None:
-    """Start a federation of your own: a folder with a working one, whose data, model and algorithm you replace."""
-    template = resources.files("thinwire.systems.federated") / "template"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists and is not empty: give another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("README.md", "federation.py", "speeds.json"):
-            (folder / name).write_bytes(template.joinpath(name).read_bytes())
-            typer.echo(f"written: {folder / name}")
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error.strerror}") from error
-    typer.echo(f"next: cd {shlex.quote(str(folder))} && thinwire federated run federation:build")
-
-
-@app.command(epilog="Example: thinwire federated serve federation:build --nodes 2 --local")
-def serve(
-    federation: Annotated[str, typer.Argument(help="module:function of your own, from a file in this folder.")],
-    nodes: Annotated[int, _help("SuperNodes to wait for.")] = 2,
-    local: Annotated[bool, typer.Option("--local", help="Also start these SuperNodes here.")] = False,
-    host: Annotated[str, _help("Address of the SuperLink.")] = "127.0.0.1",
-    port: Annotated[int, _help("Port of the SuperLink; 0: a free one.")] = 0,
-    certificates: Annotated[
-        Path | None, _help("Folder of ca.crt, server.pem, server.key; created if it does not exist.")
-    ] = None,
-    out: Annotated[Path, _help("Folder for weights and history.")] = Path("federated-result"),
-    timeout: Annotated[float, _help("Seconds for nodes to connect and to answer.")] = 600.0,
-    json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
-) -> None:
-    """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere."""
-    from rich.console import Console
-
-    from thinwire.systems.federated import History
-    from thinwire.systems.federated.flower.deploy import Deployment
-
-    check_folder(out)
-    deployment = Deployment(federation, nodes, local, host, port, certificates, out, timeout)
-    with progress("starting the SuperLink") as bar:
-        deployment.run(lambda text: bar(description=text), bar.log)
-    history = History.from_json((out / "history.json").read_text())
-    if json:
-        typer.echo(history.to_json())
-        return
-    typer.echo(f"{outcome(history)}, on {history.about['nodes']} nodes; written: {out}")
-    for sentence in failures(history):
-        Console(stderr=True).print(sentence, style="yellow", markup=False)
-
-
-def federations(
-    federation: str, algorithms: str | None, compress: str | None, given: Mapping[str, Any], checkpoint_every: int, *,
-    per_client: bool,
-) -> dict[str, Federation]:  # fmt: skip
-    from thinwire.core.checks import check_choice
-    from thinwire.systems.federated.builtin import build_algorithm, build_federation, compressed
-    from thinwire.systems.federated.device import REDUCTIONS
-    from thinwire.systems.federated.simulate import check_numbers
-
-    texts = [None] if algorithms is None else [text.strip() for text in algorithms.split(",") if text.strip()]
-    if not texts:
-        raise ValueError("--algorithm: name one, or several separated by commas, such as scaffold,fedavg")
-    found: dict[str, Federation] = {}
-    for text in texts:
-        made = build_federation(federation)
-        own = made.algorithm
-        made.algorithm = compressed(own, compress) if text is None else build_algorithm(text, own, compress)
-        for option, value in given.items():
-            if value is not None:
-                setattr(made, option, value)
-        check_choice("reduction", made.reduction, REDUCTIONS)
-        check_numbers(made.rounds, made.clients_per_round, len(made.clients), made.evaluate_every, checkpoint_every)
-        if per_client:
-            if made.per_client is None:
-                raise ValueError(
-                    f"--per-client: give {federation} a per_client=, such as fl.over_clients(right, clients)"
-                )
-            parts = [part for part in (made.evaluate, made.per_client) if part is not None]
-            made.evaluate = lambda model, round, parts=parts: {k: v for f in parts for k, v in f(model, round).items()}
-        name = " ".join([type(getattr(made.algorithm, "inner", made.algorithm)).__name__, *(text or "").split(":")[1:]])
-        if name in found:
-            raise ValueError(f"--algorithm names {name} twice")
-        found[name] = made
-    return found
+VERBS = (FederatedRunVerb, FederatedPredictVerb, FederatedNewVerb, FederatedServeVerb)
 
 
 def spent(made: Federation) -> str | None:
@@ -420,13 +368,12 @@ def _fitting(title: str, columns: Mapping[str, Sequence[str]], width: int) -> Ta
     needed = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
     while len(names) > 2 and sum(needed[name] + 1 for name in names) + 1 > width:
         names.pop()
-    table = plain_table(title, names, ("schedule",), close=sum(needed[name] + 3 for name in names) > width)
-    for cells in zip(*(columns[name] for name in names), strict=True):
-        table.add_row(*cells)
-    if left_out := [name for name in columns if name not in names]:
-        table.caption = f"no room here for: {', '.join(left_out)} (--json has all)"
-        table.caption_justify = "left"
-    return table
+    left_out = ", ".join(name for name in columns if name not in names)
+    return plain_table(
+        title, names, zip(*(columns[name] for name in names), strict=True), left=("schedule",),
+        close=sum(needed[name] + 3 for name in names) > width,
+        caption=f"no room here for: {left_out} (--json has all)" if left_out else "",
+    )  # fmt: skip
 
 
 def traffic(history: History) -> str:
@@ -442,12 +389,11 @@ def failures(history: History, most: int = 5) -> list[str]:
 
 
 def schedules_table(found: Sequence[Prediction], title: str) -> Table:
-    table = plain_table(title, ("schedule", "seconds a round", "to the bound", "devices busy"))
-    table.caption = "Means. lpt and auto deal out the first 2 rounds as equal does."
-    table.caption_justify = "left"
-    for one in found:
-        table.add_row(one.schedule, f"{one.seconds:.3g}", f"{one.ratio:.2f}", f"{one.busy_share:.0%}")
-    return table
+    rows = ((one.schedule, f"{one.seconds:.3g}", f"{one.ratio:.2f}", f"{one.busy_share:.0%}") for one in found)
+    return plain_table(
+        title, ("schedule", "seconds a round", "to the bound", "devices busy"), rows,
+        caption="Means. lpt and auto deal out the first 2 rounds as equal does.",
+    )  # fmt: skip
 
 
 def _number(value: float | None) -> str:

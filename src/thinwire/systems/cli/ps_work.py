@@ -1,36 +1,27 @@
-"""What the verbs of ``thinwire ps`` do: serve, hold a shard, lead a node, work, replay, predict, run it all in the lab.
-
-As a module, it is one process of ``thinwire ps run``.
-"""
+"""What the verbs of ``thinwire ps`` do: serve, hold a shard, lead a node, work, replay, predict, run all in the lab."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import socket
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_count, check_number
-from thinwire.core.events import LastWords, event_in, python, tell_event
-from thinwire.core.secret_file import VARIABLE
+from thinwire.core.events import LastWords, event_in, tell_event
 from thinwire.core.words import counted
-from thinwire.systems.link.hello import Trust, find_trust, is_loopback, read_secret
+from thinwire.systems.link.hello import find_trust
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.parameter_server import (
     DelayedNesterov,
@@ -53,35 +44,41 @@ from thinwire.tools import lab
 from thinwire.tools.bench.models.registry import build_model, check_model
 from thinwire.tools.bench.models.workload import Workload
 from thinwire.tools.bench.words import nearest, split_options
-from thinwire.tools.cli.console import EVERY_SECONDS, RunFailed, exit_code, plain_table, progress
-from thinwire.tools.lab.network import Network
+from thinwire.tools.cli.console import Bar, RunFailed, note, plain_table, progress
 from thinwire.tools.pictures import Mark, Panel, Picture, Series
 
-PORT = 29400
+if TYPE_CHECKING:
+    from thinwire.systems.cli.ps import (
+        PsNodeVerb,
+        PsRunVerb,
+        PsShardVerb,
+        PsSimulateVerb,
+        RulesOptions,
+        TrainingOptions,
+    )
+
 _RESTARTS = 20
 _AWAY_SECONDS = 1.0  # between a node's death and its return
+
+
+OUTER: dict[str, Callable[..., Any]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "delayed_nesterov": DelayedNesterov,
+}  # fmt: skip
 
 
 def read_outer(text: str) -> Outer | None:
     """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None."""
     if text == "auto":
         return None
-
-    def with_betas(kind: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda p, beta1=0.9, beta2=0.999, **options: kind(p, betas=(float(beta1), float(beta2)), **options)
-
-    kinds: dict[str, Callable[..., Any]] = {
-        "sgd": torch.optim.SGD,
-        "adam": with_betas(torch.optim.Adam),
-        "adamw": with_betas(torch.optim.AdamW),
-        "delayed_nesterov": DelayedNesterov,
-    }
     name, options = split_options(text)
-    if name not in kinds:
-        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, kinds)}")
+    if name not in OUTER:
+        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OUTER)}")
+    words: dict[str, Any] = dict(options)
+    if name.startswith("adam"):
+        words["betas"] = (float(words.pop("beta1", 0.9)), float(words.pop("beta2", 0.999)))
 
     def make(params: list[Tensor]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = kinds[name](params, **options)
+        made: torch.optim.Optimizer = OUTER[name](params, **words)
         return made
 
     try:
@@ -91,16 +88,8 @@ def read_outer(text: str) -> Outer | None:
     return make
 
 
-def read_settings(text: str, nodes: int) -> Settings:
-    return replace(preset(text), start_nodes=nodes)
-
-
-def check_words(model: str, settings: str, outer: str, nodes: int, shards: int) -> None:
-    """Refuse impossible settings before any output or process."""
-    check_count("--shards", shards, 0)
-    check_model(model)
-    read_settings(settings, nodes)
-    read_outer(outer)
+def read_settings(asked: RulesOptions) -> Settings:
+    return replace(preset(asked.settings), start_nodes=asked.nodes)
 
 
 def check_server(address: str) -> None:
@@ -113,41 +102,28 @@ def check_server(address: str) -> None:
             raise ValueError(f"server {address}: the name {host!r} has no address: {error.strerror}") from error
 
 
-def read_secret_file(path: Path | None) -> bytes | None:
-    return None if path is None else read_secret(path)
-
-
 def build(model: str, seed: int) -> Workload:
     torch.set_num_threads(1)
     return build_model(model, seed)
 
 
-def make_service(
-    model: str, settings: str, outer: str, *, nodes: int, seed: int, secret: bytes | None = None,
-    keys: Path | None = None, insecure: bool = False, **options: Any,
-) -> Service:  # fmt: skip
-    facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
+def make_service(asked: TrainingOptions, **options: Any) -> Service:
+    """Return a service for this training; ``options`` are those of :class:`Service` that are not the training's."""
     return Service(
-        build(model, seed).model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer,
-        nodes=nodes, facts=facts, trust=find_trust(secret, keys, insecure), **options,
+        build(asked.model, asked.seed).model, read_settings(asked), outer=read_outer(asked.outer),
+        outer_text=asked.outer, facts=asked.part(["model", "seed", "outer", "nodes"]),
+        **asked.part(["nodes", "shards", "updates", "gradients", "journal"]), **options,
     )  # fmt: skip
 
 
-def run_shard(
-    server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, host: str,
-    secret: bytes | None = None, keys: Path | None = None, insecure: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Run one shard until the training ends."""
+def run_shard(asked: PsShardVerb) -> int:
+    """Run one shard until the training ends, and return its last version."""
     torch.set_num_threads(1)
-    check_count("--index", index, 0)
-    check_server(server)
-    made, words = (None, _published) if outer is None else (read_outer(outer), None)
-    shard = Shard(
-        server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, host=host,
-        trust=find_trust(secret, keys, insecure),
-    )  # fmt: skip
-    print(f"shard {index}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
-    return {"index": index, "version": shard.run()}
+    check_server(asked.server)
+    made, words = (None, _published) if asked.outer is None else (read_outer(asked.outer), None)
+    shard = Shard(asked.server, asked.index, outer=made, read_outer=words, **asked.listening)
+    note(f"shard {asked.index}, for the server at {asked.server}; waits up to a minute for it")
+    return shard.run()
 
 
 def _published(words: str) -> Outer | None:
@@ -160,57 +136,44 @@ def rank_of(node: int, worker: int) -> int:
     return 64 * node + worker
 
 
-def make_worker(
-    leader: Node | str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
-    keys: Path | None = None, trust: Trust = None,
-) -> Worker:  # fmt: skip
-    workload = build(model, seed)
+def make_worker(asked: PsNodeVerb, leader: Node | str, number: int) -> Worker:
+    workload, node = build(asked.model, asked.seed), asked.node
+    assert node is not None
 
     def loss(network: nn.Module, step: int) -> Tensor:
         return workload.loss(network, step, rank_of(node, number))
 
     return Worker(
-        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace,
-        trust=trust or find_trust(keys=keys),
+        workload.model, lambda step: step, loss, leader, number, slowdown=asked.slowdown, pace_seconds=asked.pace,
+        trust=asked.trust,
     )  # fmt: skip
 
 
-def run_node(
-    server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
-    seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def run_node(asked: PsNodeVerb) -> dict[str, Any]:
     """Run a leader with its workers: one in this process, or several in their own processes."""
-    check_count("--workers", workers)
-    if number is None:
-        number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
-    check_server(server)
-    check_model(model)
-    trust = find_trust(read_secret_file(secret_file), keys)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if secret_file is not None:
-        environment[VARIABLE] = str(secret_file.absolute())
+    number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF if asked.node is None else asked.node
+    asked = replace(asked, node=number)
+    check_server(asked.server)
+    check_model(asked.model)
+    trust = asked.trust  # refuses unusable secrets or keys before any output
     children: dict[int, subprocess.Popen[bytes]] = {}
     node, end = None, "training has ended"
-    print(f"node {number}, for the server at {server}; waits up to a minute for it", file=sys.stderr, flush=True)
+    note(f"node {number}, for the server at {asked.server}; waits up to a minute for it")
     try:
-        node = Node(server, number, workers, trust=trust)
-        if workers == 1:
-            worker = make_worker(node, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, trust=trust)
-            stats = worker.run()
+        node = Node(asked.server, number, asked.workers, trust=trust)
+        if asked.workers == 1:
+            stats = make_worker(asked, node, 0).run()
             node.wait(5.0)
             return {"node": number, "end": end, "submissions": stats.submissions, "restarts": 0}
-        restarts = -workers
+        restarts = -asked.workers
         while not node.wait(0.2):
-            for k in range(workers):
+            for k in range(asked.workers):
                 if k not in children or children[k].poll() is not None:
                     restarts += 1
                     if restarts > _RESTARTS:
                         raise RunFailed(f"workers of node {number} died {restarts} times; see their output above")
-                    command = python("-c", "from thinwire.tools.cli.main import run; run()", "ps", "worker")
-                    command += [node.address, str(k), model, str(number)]
-                    command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
-                    command += [] if keys is None else ["--keys", str(keys)]
-                    children[k] = subprocess.Popen(command, env=environment)
+                    command = asked.rank_command(node.address, str(k))
+                    children[k] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         until = time.monotonic() + 10.0
         while time.monotonic() < until and any(child.poll() is None for child in children.values()):
             time.sleep(0.05)
@@ -257,20 +220,21 @@ def weights_hash(theta: Tensor) -> str:
 
 
 def status_table(status: dict[str, Any]) -> Table:
-    table = plain_table(_head(status), ("node", "workers", "rounds seen", "behind", "step", "MB up", "MB down"))
-    for node in status["nodes"]:
-        table.add_row(
-            str(node["node"]), str(node["alive"]), str(node["seen"]),
-            "idle" if node["behind"] < 0 else str(node["behind"]), f"{node['step_seconds']:.3f} s",
-            f"{node['up_bytes'] / 1e6:.1f}", f"{node['down_bytes'] / 1e6:.1f}",
-        )  # fmt: skip
     counters = status["counters"]
     words = [f"{name} {counters[name]}" for name in ("joined", "left", "late", "lost") if name in counters]
     for shard in status["shards"]:
         bytes_ = f"{shard['up_bytes'] / 1e6:.1f} MB up, {shard['down_bytes'] / 1e6:.1f} down"
         words.append(f"shard {shard['index']} " + (bytes_ if shard["there"] else "has not connected yet"))
-    table.caption = "; ".join(words)
-    return table
+    rows = (
+        (
+            str(node["node"]), str(node["alive"]), str(node["seen"]),
+            "idle" if node["behind"] < 0 else str(node["behind"]), f"{node['step_seconds']:.3f} s",
+            f"{node['up_bytes'] / 1e6:.1f}", f"{node['down_bytes'] / 1e6:.1f}",
+        )
+        for node in status["nodes"]
+    )  # fmt: skip
+    columns = ("node", "workers", "rounds seen", "behind", "step", "MB up", "MB down")
+    return plain_table(_head(status), columns, rows, caption="; ".join(words))
 
 
 def _head(status: dict[str, Any]) -> str:
@@ -282,70 +246,47 @@ def _head(status: dict[str, Any]) -> str:
     )
 
 
-class Screen:
-    """A server's output on stderr: its status as a table below lines or, without a terminal, now and then a line."""
-
-    def __init__(self, table: Live | None, console: Console) -> None:
-        self._table, self._console = table, console
-        self._told = time.monotonic()
-
-    def status(self, status: dict[str, Any]) -> None:
-        """Show the status, unless all nodes have left: the last table with a node in it stays."""
-        if self._table is not None:
-            if status["nodes"]:
-                self._table.update(status_table(status))
-        elif time.monotonic() - self._told > EVERY_SECONDS:
-            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {counted(len(status['nodes']), 'node')}")
-
-    def say(self, text: str) -> None:
-        self._told = time.monotonic()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 @contextmanager
-def live(quiet: bool = False) -> Iterator[Screen]:
-    console = Console(stderr=True, quiet=quiet)
-    if not console.is_terminal:
-        yield Screen(None, console)
-        return
-    with Live(console=console, refresh_per_second=2, transient=False) as table:
-        yield Screen(table, console)
+def live(begins: str, quiet: bool) -> Iterator[tuple[Bar, Callable[[dict[str, Any]], None]]]:
+    """Yield a bar, and what shows a server's status: as a table of its nodes or, without a terminal, now and then."""
+    tables: list[Table] = []
+    with progress(begins, quiet=quiet, table=lambda: tables[-1] if tables else None) as bar:
+
+        def show(status: dict[str, Any]) -> None:
+            if status["nodes"]:  # once all have left, the last table with a node in it stays
+                tables[:] = [status_table(status)]
+            bar(description=f"{status['seconds']:.0f} s: {_head(status)}, {counted(len(status['nodes']), 'node')}")
+
+        yield bar, show
 
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
     columns = ("scheme", "gradients/s", "updates/s", "staleness, max", "MB a gradient")
-    table = plain_table("predicted in virtual time, not measured", columns, close=True)
-    for row in rows:
-        table.add_row(
+    cells = (
+        (
             row["scheme"], f"{row['gradients_per_second']:.2f}", f"{row['updates_per_second']:.2f}",
             f"{row['mean_staleness']:.2f}, {row['max_staleness']:2d}", f"{row['bytes_per_gradient'] / 1e6:.2f}",
-        )  # fmt: skip
-    return table
+        )
+        for row in rows
+    )  # fmt: skip
+    return plain_table("predicted in virtual time, not measured", columns, cells, close=True)
 
 
-def predict(
-    settings: str, nodes: int, workers: int, step: float, spread: float, slow: dict[int, float], millions: float,
-    link: str, delay: str, seconds: float, seed: int, shards: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
+def predict(asked: PsSimulateVerb) -> list[dict[str, Any]]:
     """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
-    check_count("--shards", shards, 0)
-    for name, number in (("--step", step), ("--parameters", millions), ("--seconds", seconds)):
-        check_number(name, number, above=0, most=1e6)
-    check_number("--spread", spread, least=0, most=10)
-    for name, count in (("--nodes", nodes), ("--workers", workers)):
-        check_count(name, count)
-    bits, latency = lab.parse_rate(link), lab.parse_delay(delay)
-    payload, wire = int(4e6 * millions), Link(latency, bits)
+    nodes, workers, slower = asked.nodes, asked.workers, asked.slower
+    bits, latency = lab.parse_rate(asked.link), lab.parse_delay(asked.delay)
+    payload, wire = int(4e6 * asked.parameters), Link(latency, bits)
 
     def step_seconds(node: int, worker: int, number: int, rng: random.Random) -> float:
-        return step * slow.get(node, 1.0) * rng.lognormvariate(0.0, spread)
+        return asked.step * slower.get(node, 1.0) * rng.lognormvariate(0.0, asked.spread)
 
     rows: list[tuple[Any, ...]] = []
-    for text in dict.fromkeys([settings, "asp", "bsp"]):
-        chosen = replace(preset(text), start_nodes=nodes)
+    for text in dict.fromkeys([asked.settings, "asp", "bsp"]):
+        chosen = read_settings(replace(asked, settings=text))
         trace = simulate(
-            chosen, nodes=nodes, workers=workers, seconds=seconds, step_seconds=step_seconds, link=wire,
-            server_link=wire, payload_bytes=payload, seed=seed, shards=shards,
+            chosen, step_seconds=step_seconds, link=wire, server_link=wire, payload_bytes=payload,
+            **asked.part(["nodes", "workers", "seconds", "seed", "shards"]),
         )  # fmt: skip
         ages = trace.staleness()
         batches = trace.gradients * chosen.local_update.steps
@@ -354,7 +295,7 @@ def predict(
         speed = batches / trace.seconds, len(trace.updates) / trace.seconds
         rows.append((text, *speed, mean, max(ages, default=0), traffic))
     exchange = hierarchical_seconds(payload, nodes, bits, latency)
-    period = synchronous_step_seconds(step_seconds, nodes, workers, exchange, seed=seed)
+    period = synchronous_step_seconds(step_seconds, nodes, workers, exchange, seed=asked.seed)
     traffic = 2 * payload * (nodes - 1) / (nodes * workers)  # of all cards, for a ring over nodes after a sum in each
     rows.append(("hierarchical all-reduce", nodes * workers / period, 1 / period, 0.0, 0, traffic))
     rates = "gradients_per_second", "updates_per_second"
@@ -362,90 +303,38 @@ def predict(
     return [dict(zip(names, row)) for row in rows]
 
 
-@dataclass(frozen=True)
-class LabSpec:
-    model: str
-    settings: str
-    outer: str
-    nodes: int
-    workers: int
-    link: str
-    delay: str
-    pace: float
-    slow: list[tuple[int, float]]
-    kill: list[tuple[int, float]]
-    updates: int | None
-    gradients: int | None
-    seconds: float | None
-    evaluate_every: int
-    journal: str | None
-    seed: int
-    timeout: float
-    shards: int = 0
-    keys: str | None = None
-    jitter: str = "0"
-    loss: str = "0"
-    congestion: str | None = None
-
-    @property
-    def cluster(self) -> lab.Cluster:
-        machines = 1 + self.shards + self.nodes
-        return lab.Cluster.parse(machines, 1, self.link, self.delay, self.jitter, self.loss, self.congestion)
-
-    def keys_of(self, name: str) -> Path | None:
-        return None if self.keys is None else Path(self.keys) / name
-
-    def check_keys(self) -> None:
-        names = ["server", *(f"shard{i}" for i in range(self.shards)), *(f"node{i}" for i in range(self.nodes))]
-        missing = [name for name in names if (own := self.keys_of(name)) and not (own / "identity.crt").is_file()]
-        if missing:
-            command = f"thinwire keys new {self.keys} --names {','.join(missing)}"
-            host = f" --host {Network.address(0)}" if "server" in missing else ""
-            raise ValueError(f"{self.keys} has no identity for {', '.join(missing)}: run {command}{host}")
-
-    def __str__(self) -> str:
-        ends = ((self.seconds, "s of training"), (self.updates, "updates"), (self.gradients, "gradients"))
-        most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
-        shards = f"{counted(self.shards, 'shard')}, " if self.shards else ""
-        workers = f"{counted(self.nodes, 'node')} of {counted(self.workers, 'worker')}"
-        return f"a server, {shards}{workers}, link {self.cluster.wire}: {self.model} with {self.settings}, {most}"
-
-
-def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
+def run_lab(spec: PsRunVerb, quiet: bool) -> dict[str, Any]:
     """Run it, with the server's table, or a line from time to time, on stderr."""
-    check_words(spec.model, spec.settings, spec.outer, spec.nodes, spec.shards)
-    spec.check_keys()
     first = 1 + spec.shards  # the rank of node 0
     cluster = spec.cluster
     result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
-    with live(quiet) as screen:
-        screen.say(f"starting {spec}")
+    with live(f"starting {spec}", quiet) as (bar, show):
 
         def on_event(rank: int, event: dict[str, Any]) -> None:
             if rank != 0:
                 return
             if "begun" in event:
-                screen.say("first update: seconds count from here")
+                bar.log("first update: seconds count from here")
             elif "loss_at" in event:
                 seconds, gradients, value = event["loss_at"]
                 result["losses"].append(event["loss_at"])
-                screen.say(f"{seconds:.0f} s: held-out loss {value:.3f} after {gradients} gradients")
+                bar.log(f"{seconds:.0f} s: held-out loss {value:.3f} after {gradients} gradients")
             elif "weights" in event:
                 result["weights"] = event["weights"]
             else:
                 result["status"] = event
-                screen.status(event)
+                show(event)
 
         def on_fault(what: lab.Happening) -> None:
             node = what.rank - first
             result["happened"].append([what.seconds, node, what.what])
-            screen.say(f"{what.seconds:.0f} s: node {node} was {what.what}")
+            bar.log(f"{what.seconds:.0f} s: node {node} was {what.what}")
 
         words = LastWords(on_event)
-        command = python("-m", "thinwire.systems.cli.ps_work", json.dumps(asdict(spec)))
+        command = spec.rank_command()
         launched = lab.run(
             cluster, command, on_line=words, timeout_seconds=spec.timeout, grace_seconds=10.0,
-            faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kill],
+            faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kills],
             faults_begin=lambda rank, text: rank == 0 and "begun" in (event_in(text)[0] or {}), on_fault=on_fault,
         )  # fmt: skip
     if launched.exit_codes[0] or result["status"] is None or launched.exit_code == 124:
@@ -455,10 +344,10 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     return result
 
 
-def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
+def lab_picture(spec: PsRunVerb, result: dict[str, Any]) -> Picture:
     """Draw the held-out loss against seconds since the first update, with slow nodes and events marked."""
     seconds, _, losses = zip(*result["losses"])
-    slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slow)
+    slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slower.items())
     panel = Panel(
         "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
         tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
@@ -466,26 +355,7 @@ def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
     return Picture(f"{spec.model}, {counted(spec.nodes, 'node')}, link {spec.cluster.wire}{slow}", (panel,))
 
 
-def main(text: str) -> None:
-    """Run one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
-    spec = LabSpec(**json.loads(text))
-    rank, server = int(os.environ["RANK"]), f"{os.environ['MASTER_ADDR']}:{PORT}"
-    # all addresses of an emulated machine; without keys, all ranks share a lab secret
-    host = "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
-    if rank == 0:
-        _serve(spec, host)
-    elif rank <= spec.shards:
-        run_shard(server, rank - 1, None, 0, None, host=host, keys=spec.keys_of(f"shard{rank - 1}"))
-    else:
-        node = rank - 1 - spec.shards
-        slowdown = max(1.0, dict(spec.slow).get(node, 1.0))
-        run_node(
-            server, spec.model, node, spec.workers, slowdown=slowdown, pace=spec.pace, seed=spec.seed,
-            keys=spec.keys_of(f"node{node}"),
-        )  # fmt: skip
-
-
-def _serve(spec: LabSpec, host: str) -> None:
+def serve_in_lab(spec: PsRunVerb, host: str, port: int) -> None:
     workload = build(spec.model, spec.seed)
     layout = Layout.of(workload.model)
     began: list[float] = []
@@ -511,21 +381,10 @@ def _serve(spec: LabSpec, host: str) -> None:
             service.stop()
 
     service = make_service(
-        spec.model, spec.settings, spec.outer, port=PORT, host=host, keys=spec.keys_of("server"), nodes=spec.nodes,
-        shards=spec.shards, updates=spec.updates, gradients=spec.gradients, journal=spec.journal, seed=spec.seed,
-        on_update=on_update, on_update_every=spec.evaluate_every, on_status=on_status,
+        spec, port=port, host=host, trust=find_trust(keys=spec.keys_of("server")), on_update=on_update,
+        on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip
     status = service.run()
     seconds = time.monotonic() - began[0] if began else 0.0
     tell_event({"weights": weights_hash(layout.flat(service.model))})
     tell_event({**status.to_dict(), "training_seconds": seconds})
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except (RuntimeError, ValueError) as error:
-        if exit_code(error) is None:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)

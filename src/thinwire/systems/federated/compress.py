@@ -92,7 +92,7 @@ class Compressed:
             drive(self.method.reduce(bucket, state), _counting(size))
             if not state.end_step():
                 raise ValueError("the change is not finite")
-            found = [slot.raw() if slot.result is None else slot.result for slot in slots]
+            found = [slot.value_or_zeros() if slot.result is None else slot.result for slot in slots]
         return torch.cat([piece.reshape(-1) for piece in found]), _plain(state), size[0]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.collectives.streams import shares_memory
+from thinwire.core.collectives.socket_stream import shares_memory
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 """(model in eval mode, round) -> numbers by name; round -1 is before the first."""

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,11 @@ from torch import Tensor, nn
 
 from thinwire.core.checks import check_choice
 from thinwire.core.program.ops import own_modes
+from thinwire.engine.backward_hooks import BackwardEnd
 from thinwire.engine.hooks import current_task
-from thinwire.engine.source import BackwardEnd
 from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.systems.kfac.factors import LayerSums
 from thinwire.systems.kfac.layers import Preconditioned
-
-if TYPE_CHECKING:
-    from thinwire.systems.kfac.kfac import KFAC
 
 logger = logging.getLogger("thinwire")
 
@@ -52,6 +49,17 @@ class _Calls:
         self.rounds, self.count, self.complete = self.rounds + 1, 0, False
 
 
+class PassListener(Protocol):
+    """Who is asked what is wanted, and told what is complete."""
+
+    def due(self) -> bool: ...
+    def last_pass(self) -> bool: ...
+    def loss_scale(self) -> Tensor | None: ...
+    def begin_round(self) -> None: ...
+    def complete(self, layer: int, side: int) -> None: ...
+    def end_round(self) -> None: ...
+
+
 class Capture:
     """The hooks of one model; ``watched``: for each layer, whether this rank needs its statistics."""
 
@@ -64,7 +72,7 @@ class Capture:
         tokens: str,
         *,
         sampled: bool,  # take gradients in ``sample``, not those of the loss
-        listener: KFAC,  # is asked what is wanted, and told what is complete
+        listener: PassListener,
     ) -> None:
         self._layers, self._sampled, self._listener = layers, sampled, listener
         self.sums = [LayerSums(layer, scaling, tokens) for layer in layers]

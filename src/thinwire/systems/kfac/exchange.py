@@ -103,7 +103,9 @@ class FromAll(_OnRows):
         place, lengths = members.index(state.rank), [0] * len(members)
         for slot, owner in zip(bucket.slots, self.owners, strict=True):
             lengths[owner] += slot.numel
-        own = [s.raw().reshape(-1) for s, owner in zip(bucket.slots, self.owners, strict=True) if owner == place]
+        own = [
+            s.value_or_zeros().reshape(-1) for s, owner in zip(bucket.slots, self.owners, strict=True) if owner == place
+        ]
         padding = torch.zeros(max(lengths) - lengths[place], dtype=bucket.dtype, device=bucket.device)
         everyone = yield AllGather(torch.cat([*own, padding]), self.group)
         offsets = [0] * len(members)

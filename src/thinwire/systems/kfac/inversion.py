@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.runs import stacked
 from thinwire.core.kernels.seeding import upload
 from thinwire.core.kernels.symmetric import (
     FAILED,
@@ -32,6 +31,7 @@ from thinwire.core.kernels.symmetric import (
 )
 from thinwire.core.pricing.placement import place
 from thinwire.core.program import CROSS, NODE, Bucket, Program, Slot, State
+from thinwire.core.program.bucket import stacked
 from thinwire.engine.session import Channel
 from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FromAll, FromOwner, gather
 from thinwire.systems.kfac.plan import InverseMessage, KFACPlan

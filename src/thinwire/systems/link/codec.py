@@ -14,8 +14,8 @@ ROW_BYTES = 32
 MOST_ROWS = 1 << 16
 _MOST = 1 << 62
 
-Finite = Annotated[float, "finite"]
-Digest = Annotated[int, "of a hash"]
+FiniteFloat = Annotated[float, "finite"]
+Hash64 = Annotated[int, "of a hash"]
 _Fields = tuple[tuple[str, Any], ...]
 
 
@@ -23,9 +23,9 @@ class Codec:
     """Encodes records of some kinds, and refuses everything else that arrives.
 
     A kind is a frozen dataclass of up to thirteen numbers, told apart by their annotations: ``int`` (at most 2**62),
-    ``Digest`` (any 64 bits), ``bool``, ``float``, ``Finite``. After the frame follow ``rows``, if the kind has a field
-    of that name, a tuple of records with up to four numbers, and ``tensor``, bytes of which the frame tells the number;
-    a ``tensor`` without a default must come. ``of``: what the messages belong to, for errors. ``kinds``: in an
+    ``Hash64`` (any 64 bits), ``bool``, ``float``, ``FiniteFloat``. After the frame follow ``rows``, if the kind has a
+    field of that name, a tuple of records with up to four numbers, and ``tensor``, bytes of which the frame tells the
+    number; a ``tensor`` without a default must come. ``of``: what the messages belong to, for errors. ``kinds``: in an
     order that both sides share.
     """
 
@@ -81,19 +81,19 @@ class Codec:
     def _numbers(self, record: Any) -> list[int]:
         values = [(getattr(record, name), hint) for name, hint in self._fields[type(record)]]
         return [
-            struct.unpack("<q", struct.pack("<d", value))[0] if hint in (float, Finite) else int(value)
+            struct.unpack("<q", struct.pack("<d", value))[0] if hint in (float, FiniteFloat) else int(value)
             for value, hint in values
         ]
 
     def _read(self, kind: type, values: Sequence[int], most: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for (name, hint), number in zip(self._fields[kind], values):
-            if hint in (float, Finite):
+            if hint in (float, FiniteFloat):
                 (found[name],) = struct.unpack("<d", struct.pack("<q", number))
-                if hint is Finite and not math.isfinite(found[name]):
+                if hint is FiniteFloat and not math.isfinite(found[name]):
                     raise ValueError(f"a {kind.__name__} with {name}={found[name]} is not a message of {self.of}")
                 continue
-            if hint is not Digest and not -most <= number <= most:
+            if hint is not Hash64 and not -most <= number <= most:
                 raise ValueError(f"{number} in a message is larger than anything that {self.of} counts")
             found[name] = bool(number) if hint is bool else number
         return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.collectives.streams import memory_of
+from thinwire.core.collectives.socket_stream import memory_of
 from thinwire.core.duplex import Duplex, end_of
 from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec

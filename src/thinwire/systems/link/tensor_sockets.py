@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from thinwire.core.collectives.bundle import FRAME_BYTES, Accept, Bundle, Call
-from thinwire.core.collectives.streams import CountdownWork, socket_loop
+from thinwire.core.collectives.socket_stream import CountdownWork, socket_loop
 from thinwire.core.duplex import SILENT, Duplex
 from thinwire.core.errors import PairError, PairTimeout
 from thinwire.core.tcp_info import active_sockets

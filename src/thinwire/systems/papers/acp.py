@@ -23,8 +23,8 @@ def simulated() -> Iterator[Shown]:
         over: tuple[list[float], list[float]] = [], []
         for model, (batch, rank) in CASES.items():
             ours, powersgd = f"acp:rank={rank}", f"powersgd:rank={rank}:fusion=single"
-            steps = predicted(model, f"ssgd,{ours},{powersgd}", workers=32, ranks_per_node=4, link=link, batch=batch,
-                              device="t4", flops=FLOPS)  # fmt: skip
+            steps = predicted(model, f"ssgd,{ours},{powersgd}", workers=32, ranks_per_node=4, link=link,
+                              batch_size=batch, device="t4", device_flops=FLOPS)  # fmt: skip
             for ratios, other in zip(over, ("ssgd", powersgd)):
                 ratios.append(steps[other].step_seconds / steps[ours].step_seconds)
         for ratios, other, said in zip(over, ("S-SGD", "Power-SGD in one bucket"), PUBLISHED.get(link, ("", ""))):

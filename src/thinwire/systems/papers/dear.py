@@ -42,8 +42,8 @@ def simulated() -> Iterator[Shown]:
     for link, (published, latency) in LINKS.items():
         most = dict.fromkeys([*RIVALS, "best bucket", "25 MB of its own", "trials"], 0.0)
         for model, batch in BATCH.items():
-            steps = predicted(model, rows, workers=64, ranks_per_node=4, link=link, latency=latency, batch=batch,
-                              device="t4", flops=FLOPS)  # fmt: skip
+            steps = predicted(model, rows, workers=64, ranks_per_node=4, link=link, delay=latency, batch_size=batch,
+                              device="t4", device_flops=FLOPS)  # fmt: skip
             took = {label: step.step_seconds for label, step in steps.items()}
             chosen, tried = tuned({limit: took[row] for limit, row in ours.items()})
             rivals = {label: took[row] for label, row in RIVALS.items()}

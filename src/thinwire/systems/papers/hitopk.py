@@ -27,7 +27,7 @@ SIZES, DENSITY = (1 << 20, 1 << 24), 0.001
 
 def simulated() -> Iterator[Shown]:
     for model, batch in CASES:
-        asked: dict[str, Any] = {"link": "25gbit", "batch": batch, "device": "v100"}
+        asked: dict[str, Any] = {"link": "25gbit", "batch_size": batch, "device": "v100"}
         steps = predicted(model, ",".join(ROWS), workers=128, ranks_per_node=8, **asked)
         torus, ring, topk, ours = (steps[row].step_seconds for row in ROWS)
         where = f"over HiTopK, density 0.01, {model}, {batch} samples, 16 x 8 V100, 25gbit"

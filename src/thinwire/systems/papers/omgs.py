@@ -45,7 +45,7 @@ def simulated() -> Iterator[Shown]:
     for workers, delay, density in product((4, 16, 64), ("50us", "1ms"), (0.001, 0.01)):
         rules = {"one group": "single", "per layer": EACH, "OMGS": "optimal"}
         rows = {label: TopK(density, fusion=rule) for label, rule in rules.items()}
-        steps = predicted("resnet50", rows, workers=workers, link="1gbit", latency=delay, device="t4")
+        steps = predicted("resnet50", rows, workers=workers, link="1gbit", delay=delay, device="t4")
         one, each, ours = (steps[label].step_seconds for label in rows)
         found.append((min(one, each) / ours, f"{workers} workers, start-up {delay}, density {density:g}"))
     for key, (gain, where) in {"least": min(found), "most": max(found)}.items():

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 
 from thinwire.systems.papers.paper import Paper, Shown, Word
-from thinwire.systems.papers.reviews import encoder, reviews
+from thinwire.systems.papers.sst2_like_data import encoder, reviews
 from thinwire.systems.papers.workbench import Workbench
 from thinwire.systems.split import Link, Recipe, Shape, SplitPlan, crossings, estimate, split_finetune
 from thinwire.systems.split.estimate import shape_of, steps_of

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +16,17 @@ from thinwire.core.events import LastWords, python
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.plans import PlanTensor, make_plan
 from thinwire.core.program import LocalWorld, Method
-from thinwire.predict.choose import resolved
-from thinwire.predict.timeline import Timeline, simulate
+from thinwire.predict.timeline import Timeline
 from thinwire.tools import lab
-from thinwire.tools.bench.contenders import Several, listed
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
+from thinwire.tools.bench.row_on_rank import Several, listed
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.session import BenchSpec, Launched, RowRecord, RunRecord, run_session, seconds_to
 from thinwire.tools.bench.summary import BenchResult, summarise
+from thinwire.tools.cli.bench import BenchVerb
 from thinwire.tools.cli.console import RunFailed
-from thinwire.tools.cli.plan_inputs import read_question
+from thinwire.tools.cli.plan import PlanOptions
 
 Told = Callable[[str], None]
 
@@ -38,18 +38,12 @@ class Workbench:
     full: bool = False
     tell: Told = lambda text: None
 
-    def bench(
-        self, model: str, methods: str, *, workers: int = 2, ranks_per_node: int = 1, link: str | None = None,
-        steps: int = 8, rounds: int = 3, warmup: int = 3,
-    ) -> BenchResult:  # fmt: skip
-        """Return steps of the rows of ``methods``, in turns on an emulated link, as ``thinwire bench`` does."""
-        bits = lab.parse_rate(link) if link else None
-        spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds, warmup,
-                         ranks_per_node=ranks_per_node)  # fmt: skip
-        cluster = lab.Cluster.parse(workers, ranks_per_node, link, None)
-        self.tell(f"{model}, {workers} workers, {link or 'no limit'}: {methods}")
-        record, launched = self._run(spec, cluster)
-        return summarise(spec, record, emulated=launched.emulated, note=launched.note)
+    def bench(self, model: str, methods: str, **options: Any) -> BenchResult:
+        """Return steps of the rows of ``methods``, in turns, as ``thinwire bench`` with these options measures them."""
+        asked = BenchVerb(**{"steps": 8, **options, "model": model, "methods": methods})
+        self.tell(f"{model}, {asked.workers} workers, link {asked.link}: {methods}")
+        record, launched = self._run(asked.spec, asked.cluster)
+        return summarise(asked.spec, record, emulated=launched.emulated, note=launched.note)
 
     def train(
         self, model: str, methods: str, *, workers: int = 2, steps: int = 240, every: int = 8
@@ -60,23 +54,21 @@ class Workbench:
         record, _ = self._run(spec, lab.Cluster(workers))
         return {row.label: row for row in record.rows}
 
-    def sooner(
-        self, model: str, methods: str, loss: float, *, workers: int = 2, ranks_per_node: int = 1,
-        link: str | None = None, steps: int = 400, every: int = 10,
-    ) -> dict[str, float]:  # fmt: skip
+    def sooner(self, model: str, methods: str, loss: float, *, every: int = 10, **options: Any) -> dict[str, float]:
         """Return, by label, how many times the seconds of the last row it takes to a held-out ``loss``.
 
         That is the median of seeds: infinite, or 0 for the last row, where a row does not reach it in ``steps``.
+        ``options`` are those of ``thinwire bench``.
         """
-        bits, found = lab.parse_rate(link) if link else None, dict[str, list[float]]()
-        cluster = lab.Cluster.parse(workers, ranks_per_node, link, None)
+        found = dict[str, list[float]]()
         for seed in range(3 if self.full else 1):
-            spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds=1, every=every, warmup=0,
-                             seed=seed, target=loss, ranks_per_node=ranks_per_node)  # fmt: skip
-            self.tell(
-                f"{model}, {workers} workers, {link or 'no limit'}, seed {seed}, to a loss of {loss:g}: {methods}"
+            asked = BenchVerb(
+                **{"steps": 400, **options, "model": model, "methods": methods, "rounds": 1, "warmup": 0, "seed": seed}
             )
-            rows = self._run(spec, cluster)[0].rows
+            self.tell(
+                f"{model}, {asked.workers} workers, link {asked.link}, seed {seed}, to a loss of {loss:g}: {methods}"
+            )
+            rows = self._run(replace(asked.spec, every=every, target=loss), asked.cluster)[0].rows
             last = seconds_to(rows[-1].curve, loss)
             for row in rows:
                 when = seconds_to(row.curve, loss)
@@ -163,16 +155,9 @@ def losses(
     return lines, {label: statistics.median(found) for label, found in ratios.items()}
 
 
-def predicted(
-    model: str, methods: str | Mapping[str, Method], *, workers: int, link: str, ranks_per_node: int = 1,
-    batch: int | None = None, device: str | None = None, flops: float | None = None, latency: str | None = None,
-) -> dict[str, Timeline]:  # fmt: skip
-    """Return steps by label, as ``thinwire plan`` simulates them from these assumptions."""
+def predicted(model: str, methods: str | Mapping[str, Method], **options: Any) -> dict[str, Timeline]:
+    """Return steps by label, as ``thinwire plan`` with these options simulates them."""
     named = methods if isinstance(methods, str) else "ssgd"
-    asked = read_question(model, link=link, delay=latency, costs=None, workers=workers, ranks_per_node=ranks_per_node,
-                          methods=named, batch_size=batch, device=device, flops=flops, profile=None)  # fmt: skip
-    where = (asked.profile, asked.topology, asked.costs())
-    return {
-        label: simulate(resolved(method, *where, **asked.where), *where, **asked.where)
-        for label, method in (asked.candidates if isinstance(methods, str) else methods.items())
-    }
+    asked = PlanOptions(model=model, methods=named, **options).question()
+    chosen = asked.candidates if isinstance(methods, str) else methods.items()
+    return {label: asked.simulated(method) for label, method in chosen}

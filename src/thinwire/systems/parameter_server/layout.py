@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.collectives.streams import shares_memory
+from thinwire.core.collectives.socket_stream import shares_memory
 from thinwire.core.records import Record
 
 _KEPT = 0.9

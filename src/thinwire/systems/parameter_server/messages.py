@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.systems.link.codec import Codec, Digest
+from thinwire.systems.link.codec import Codec, Hash64
 
 PROTOCOL = 7
 MOST_WORKERS = 1 << 12  # of one node
@@ -38,7 +38,7 @@ class Hello:
 
     node: int
     workers: int
-    layout: Digest = 0
+    layout: Hash64 = 0
     protocol: int = PROTOCOL
     instance: int = 0
     ticket: int = 0
@@ -215,7 +215,7 @@ class RegisterShard:
     port: int
     protocol: int
     keeps: bool
-    outer: Digest
+    outer: Hash64
 
 
 @dataclass(frozen=True)

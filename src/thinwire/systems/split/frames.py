@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec, Digest
+from thinwire.systems.link.codec import FRAME, ROW_BYTES, Codec, Hash64
 from thinwire.systems.split.errors import SessionError
 
 KINDS = (
@@ -134,7 +134,7 @@ class Packed:
     step: int
     sequence: int
     evaluation: bool
-    check: Digest
+    check: Hash64
     rows: tuple[Part, ...] = ()
     tensor: Any = None
 

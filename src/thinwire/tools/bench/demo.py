@@ -38,26 +38,6 @@ class DemoResult:
     rows: tuple[DemoRow, ...]
     curves: dict[str, list[Point]]
 
-    @property
-    def times_sooner(self) -> float | None:
-        """DDP's seconds over those of the fastest other row; None if no other row reached the loss or DDP failed."""
-        ddp, first = self.row("ddp"), self.first
-        if ddp is None or ddp.seconds is None or first is None or first.seconds is None:
-            return None
-        return ddp.seconds / first.seconds
-
-    @property
-    def ahead(self) -> bool:
-        return self.times_sooner is not None and self.times_sooner * _LEAD >= 1
-
-    @property
-    def first(self) -> DemoRow | None:
-        there = [row for row in self.rows if row.label != "ddp" and row.seconds is not None]
-        return min(there, key=lambda row: row.seconds or 0.0, default=None)
-
-    def row(self, label: str) -> DemoRow | None:
-        return next((row for row in self.rows if row.label == label), None)
-
 
 def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpec:
     return BenchSpec(
@@ -97,29 +77,25 @@ def _demo_row(row: RowRecord, spec: BenchSpec, bench: BenchResult, target: float
     return DemoRow(row.label, step, row.wire_bytes, row.wire_source, steps, seconds, predicted, row.error)
 
 
-def headline(result: DemoResult) -> str:
-    ddp, first, times = result.row("ddp"), result.first, result.times_sooner
-    if ddp is None or result.target is None or ddp.seconds is None:
-        return ""
-    if first is None or first.seconds is None or times is None:
-        return f"No row reached DDP's loss ({result.target:.3f}) in the {ddp.seconds:.1f} s that DDP took."
-    computed = ", computed for this link, not measured" if first.predicted_seconds else ""
-    if not result.ahead:
-        return f"The same loss ({result.target:.3f}) took {first.seconds:.1f} s, and DDP {ddp.seconds:.1f} s{computed}."
-    pair = f"{first.seconds:.1f} s instead of {ddp.seconds:.1f} s"
-    return f"The same loss ({result.target:.3f}) in {pair}: {times:.1f} times faster{computed}."
-
-
-def advice(result: DemoResult) -> str:
-    """Return the line to add to a script if thinwire won in the table's figures, or why there is none."""
-    first = result.first
-    if result.target is None or not any(row.label != "ddp" and not row.error for row in result.rows):
-        return ""
-    if first is None or not result.ahead:
-        return (
-            "That is no gain over DDP, so there is nothing to change for a network like this one. For yours: thinwire "
-            "plan --help"
-        )
-    row = next(row for row in ROWS if row.label == first.label)
-    line = f"In your own script, before the loop:\n\nimport thinwire as tw\n{attach_line(row.kind, row.options)}"
-    return f'{line}\n\nIn long runs "local" usually gains more. For your model and network: thinwire plan --help'
+def conclusion(result: DemoResult) -> list[str]:
+    """Return who was first, and the line to add to a script if thinwire won, or why there is none; [] if DDP failed."""
+    ddp, ours = (next((row for row in result.rows if (row.label == "ddp") is theirs), None) for theirs in (True, False))
+    if result.target is None or ddp is None or ddp.seconds is None:
+        return []
+    if ours is None or ours.seconds is None:
+        said, won = f"No row reached DDP's loss ({result.target:.3f}) in the {ddp.seconds:.1f} s that DDP took.", False
+    else:
+        won, loss = ours.seconds <= _LEAD * ddp.seconds, f"The same loss ({result.target:.3f})"
+        computed = ", computed for this link, not measured" if ours.predicted_seconds else ""
+        said = f"{loss} took {ours.seconds:.1f} s, and DDP {ddp.seconds:.1f} s{computed}."
+        if won:
+            times = f"{ddp.seconds / ours.seconds:.1f} times faster{computed}"
+            said = f"{loss} in {ours.seconds:.1f} s instead of {ddp.seconds:.1f} s: {times}."
+    if ours is None or ours.error:
+        return [said]
+    if not won:
+        why = "That is no gain over DDP, so there is nothing to change for a network like this one."
+        return [said, f"{why} For yours: thinwire plan --help"]
+    lines = f"import thinwire as tw\n{attach_line(ROWS[1].kind, ROWS[1].options)}"
+    more = 'In long runs "local" usually gains more. For your model and network: thinwire plan --help'
+    return [said, f"In your own script, before the loop:\n\n{lines}\n\n{more}"]

@@ -1,8 +1,8 @@
-"""A race within minutes: which method reaches DDP's loss first on a link, and how certain that is.
+"""A race: which method reaches DDP's loss first on a link, and how certain that is.
 
-Seconds per step are measured in turns on the link, steps to a loss separately, on ranks without a slow link, but
-with the plan that the link has led to where that says how much is sent (LAGS-SGD). Rows that cannot win by their
-seconds alone are not trained; the others go through successive halving.
+Seconds per step are measured in turns on the link. Losses are measured separately, over whole runs of ranks without a
+slow link, but with the plan that the link has led to where that says how much is sent (LAGS-SGD). Rows that cannot win
+by their seconds alone are not trained.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from thinwire.engine.local.settings import PRESETS, named_local, named_method
 from thinwire.predict.measure.kernels import settle
 from thinwire.tools.bench.device import names_of_cards
 from thinwire.tools.bench.models.registry import build_model
-from thinwire.tools.bench.race_answer import StepTimes, TimeToLoss, step_times, time_to_loss
 from thinwire.tools.bench.race_losses import (
     BASE,
     FEWEST,
-    HORIZONS,
-    SHARE,
-    UPWARD,
     StepsFactor,
+    StepTimes,
+    TimeToLoss,
     TrainingBudget,
     TrainingSetup,
     Trajectory,
@@ -37,11 +35,12 @@ from thinwire.tools.bench.race_losses import (
     cache_folder,
     digest_of,
     fit,
-    halve,
     own_digest,
     recalled,
     remember,
+    step_times,
     text_digest,
+    time_to_loss,
     trajectories,
     whole_factors,
     whole_runs,
@@ -60,25 +59,17 @@ from thinwire.tools.bench.session import (
 from thinwire.tools.bench.words import told
 
 DEFAULT_METHODS = (
-    "ssgd,cast:dtype=int8,powersgd:rank=4,local:sync_every=8:codec=int8,"
+    "alone,ssgd,cast:dtype=int8,powersgd:rank=4,local:sync_every=8:codec=int8,"
     "local:sync_every=8:codec=int8:fragment_sync_delay=3,local:sync_every=16:codec=int2"
 )
-"""Methods that win somewhere in the table in the package, and the exact average; hopeless ones are not trained."""
+"""One worker alone, the exact average, and methods that win somewhere in the table in the package."""
 
 LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
 """More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
 spend a fifth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
 
-WHOLE_METHODS = (
-    "alone,accumulate:every=4,ssgd:look=0.5,local:sync_every=4:codec=int2,local:sync_every=4:codec=int2:look=0.3,"
-    "local:sync_every=8:codec=int2:look=0.3,local:sync_every=16:codec=int2"
-)
-"""Of whole runs; one worker alone, and what everybody has: exchanges every few steps of gradients added up."""
-
-LEAST_WHOLE = 100
-_RATES = 5  # that a row is trained with, as a rule, until the best is known
-
 SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
+_POINTS = 24  # of a run at which losses are measured
 _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
 
@@ -87,7 +78,7 @@ class RaceSpec:
     """The settings of a race of ``rows`` against DDP; ``link``: in words, with its delay.
 
     ``link_bits`` None: no limit; ``seeds`` None: as many as fit.
-    ``steps``: of whole runs, with a ``schedule`` of the learning rate; None: short runs that fit into ``minutes``.
+    ``steps``: of each run; None: as many as fit into ``minutes``. ``schedule``: of the learning rate, over a run.
     ``longer``: (ratio, row) pairs that race only where DDP's step sends for that many times as long as it computes.
     """
 
@@ -109,8 +100,8 @@ class RaceSpec:
             raise ValueError(f"--minutes {self.minutes:g} must be above 0, for example 10")
         if self.seeds is not None and self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds} must be at least 1")
-        if self.steps is not None and self.steps < LEAST_WHOLE:
-            raise ValueError(f"--steps {self.steps}: a whole run has at least {LEAST_WHOLE} steps")
+        if self.steps is not None and self.steps < FEWEST:
+            raise ValueError(f"--steps {self.steps}: a run has at least {FEWEST} steps")
         if self.workers < 2:
             raise ValueError(f"--workers {self.workers}: a race needs at least 2, as one has no one to exchange with")
         rows = (Row(BASE, BASE), *(row for row in self.rows if row.label not in (BASE, COMPUTE)))
@@ -167,24 +158,21 @@ class LinkTimes:
 class RaceResult:
     """A race that has been run; ``rows``: the soonest first, those that did not reach the loss last.
 
-    ``target`` is DDP's loss on seed 0, at its best rate, after ``ddp_steps``; ``curves`` are losses on seed 0 at each
-    row's best rate, smoothed as they are compared; ``raced`` has the rows that were trained; ``trained`` and ``known``
-    count trajectories; ``left_out``: rounds for which there was no time; ``finals``: what
-    whole runs ended at. ``needed``: minutes with which rows can be trained, if these did not suffice: then only steps
-    were timed, and there is no target.
+    ``target`` is DDP's last loss on seed 0, at its best rate; ``curves`` are losses on seed 0 at each row's best rate;
+    ``raced`` has the rows that were trained; ``trained`` and ``known`` count runs; ``finals``: what runs ended at.
+    ``needed``: minutes with which rows can be trained, if these did not suffice: then only steps were timed, and there
+    is no target.
     """
 
     asked: RaceSpec
     measured: LinkTimes
     budget: TrainingBudget
     target: float
-    ddp_steps: float
     rows: tuple[TimeToLoss, ...]
     raced: dict[str, StepsFactor]
     curves: dict[str, Trajectory]
     trained: int
     known: int
-    left_out: int = 0
     finals: dict[str, WholeRun] = field(default_factory=dict)
     needed: int = 0
 
@@ -197,7 +185,6 @@ class RaceResult:
 
 
 def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
-    began = time.monotonic()
     measured = measure(asked, context)
     timed = {row.label: row.plan for row in measured.record.rows}
     everyone = (*asked.rows, *(row for _, row in asked.longer if row.label in timed))
@@ -206,136 +193,66 @@ def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
     if errors and all(errors):
         raise BenchError(f"no method trains this model, only DDP does: {errors[0]}")
     times, compute = measured.step_times(), statistics.fmean(measured.compute.step_seconds)
-    if asked.steps is not None:
-        return _whole_race(asked, context, measured, times, compute)
-    raced, budget, notes = _starters(asked, measured, times)
+    labels, budget, notes = _starters(asked, measured, times)
     if isinstance(budget, int):
         rows = [time_to_loss(row.label, times[row.label], compute, None, 0.0) for row in asked.rows]
-        untrained = TrainingBudget(0, (1.0,), 0)
-        return RaceResult(asked, measured, untrained, math.nan, 0.0, _ordered(asked, measured, rows), {}, {}, 0, 0,
+        untrained = TrainingBudget(0)
+        return RaceResult(asked, measured, untrained, math.nan, _ordered(asked, measured, rows), {}, {}, 0, 0,
                           needed=budget)  # fmt: skip
     for label, note in notes.items():
         context.tell(f"{label}: {note}", 0)
-    runs = _Runs(asked, context, budget)
-    ddp_steps, ended = SHARE * budget.steps, list[int]()
+    labels, steps = [BASE, *labels], budget.steps
+    apart = [times[label].apart_seconds for label in labels]
+    minutes = budget.seconds(apart[0], apart[1:], measured.start_seconds) / 60
+    context.tell(f"runs of {len(labels)} methods, {steps} steps each: about {math.ceil(minutes)} minutes", 0)
+    known: dict[tuple[str, float], Trajectory] = {}
+    trained, runs = 0, 0
 
-    def seconds_to_loss(label: str, factor: StepsFactor) -> float:
-        return time_to_loss(label, times[label], compute, factor, ddp_steps).seconds or math.inf
+    def follow(event: dict[str, Any]) -> None:
+        nonlocal trained
+        trained += event.get("state") == "building" and event["row"] != COMPUTE
+        context.on_progress(event)
 
-    def goes_on(round_: int, labels: Sequence[str]) -> bool:
-        step = sum(times[label].apart_seconds for label in (BASE, *labels))
-        suffices = time.monotonic() - began + measured.start_seconds + budget.steps * step <= 60 * asked.minutes
-        ended.extend([] if suffices else [round_])
-        return suffices
+    def run(labels: Sequence[str], rate: float, seed: int, share: float) -> Mapping[str, Trajectory]:
+        nonlocal runs
+        length = round(share * steps)
+        setup = TrainingSetup(
+            asked.model, asked.workers, length, max(1, length // _POINTS), None, asked.device, asked.schedule
+        )
 
-    factors = halve(runs, raced, seconds_to_loss, budget, goes_on)
-    curves = {label: runs.found[label, one.rate, 0].smoothed(budget.reach) for label, one in factors.items()}
-    target = curves[BASE].loss_at(ddp_steps)
-    if not target < curves[BASE].losses[0]:
-        falls = f"DDP's loss does not fall in {budget.steps} steps: there is nothing to race to"
+        def launch(command: list[str], **options: Any) -> Launched:  # only if something is not known yet
+            at = f", {rate:.3g} x the learning rate" if budget.search else ""
+            context.tell(f"losses of {', '.join(labels)}: {length} steps, seed {seed}{at}", len(labels) * length)
+            return context.apart(command, **options)
+
+        rows = [row for row in asked.rows if row.label in labels]
+        found = trajectories(setup, rows, rate, seed, launch, folder=context.folder, on_progress=follow)
+        if share == 1 and seed == 0:
+            known.update({(label, rate): one for label, one in found.items()})
+        runs += len(found)
+        return found
+
+    finals, power = whole_runs(run, labels, budget.seeds, rates=() if budget.search else (1.0,))
+    curves = {label: known[label, one.rate] for label, one in finals.items()}
+    if curves[BASE].error:
+        raise BenchError(f"DDP does not train this model: {curves[BASE].error}")
+    if not power > 0:
+        falls = f"DDP's loss does not fall in {steps} steps: there is nothing to race to"
         raise BenchError(f"{falls}; try another learning rate, or more --minutes")
+    factors = whole_factors(finals, power)
     for row in asked.rows:
         if is_exact(row) and not times[row.label].error:  # its losses equal DDP's
             factors.setdefault(row.label, StepsFactor(factors[BASE].rate, (1.0,)))
             curves.setdefault(row.label, curves[BASE])
-    for label, factor in factors.items():
-        if factor.median is None:
-            error = runs.found[label, factor.rate, 0].error
-            notes[label] = f"failed: {error}" if error else f"not reached in {budget.steps} steps"
+    notes |= {label: f"failed: {curves[label].error}" for label in labels if curves[label].error}
     rows = [
-        time_to_loss(row.label, times[row.label], compute, factors.get(row.label), ddp_steps, notes.get(row.label, ""))
+        time_to_loss(row.label, times[row.label], compute, factors.get(row.label), steps, notes.get(row.label, ""))
         for row in asked.rows
     ]
-    trained = {label: factors[label] for label in raced}
     return RaceResult(
-        asked, measured, budget, target, ddp_steps, _ordered(asked, measured, rows), trained, curves,
-        runs.trained, len(runs.found) - runs.trained, budget.rounds - ended[0] if ended else 0,
+        asked, measured, budget, finals[BASE].finals[0], _ordered(asked, measured, rows),
+        {label: factors[label] for label in labels if label != BASE}, curves, trained, runs - trained, finals,
     )  # fmt: skip
-
-
-def _whole_race(
-    asked: RaceSpec, context: RunContext, measured: LinkTimes, times: Mapping[str, StepTimes], compute: float
-) -> RaceResult:
-    """Train all rows over whole schedules, at the rate that serves each best."""
-    assert asked.steps is not None
-    seeds = asked.seeds or 1
-    labels = [row.label for row in asked.rows if not times[row.label].error and (row.kind == BASE or not is_exact(row))]
-    budget = TrainingBudget(asked.steps, (1.0, UPWARD), seeds)
-    each = sum(times[label].apart_seconds for label in labels) * (_RATES + seeds - 1)
-    minutes = asked.steps * (each + sum(HORIZONS) * times[BASE].apart_seconds) / 60
-    context.tell(f"whole runs of {len(labels)} methods, {asked.steps} steps each: about {minutes:.0f} minutes", 0)
-    runs = _Runs(asked, context, budget)
-    finals, power = whole_runs(runs.whole, labels, seeds)
-    if not (math.isfinite(finals[BASE].final) and power > 0):
-        raise BenchError(f"DDP's loss does not fall in {asked.steps} steps: there is nothing to race to")
-    factors = whole_factors(finals, power)
-    for row in asked.rows:
-        if is_exact(row) and not times[row.label].error:
-            factors.setdefault(row.label, StepsFactor(factors[BASE].rate, (1.0,)))
-    curves = {label: runs.whole(label, one.rate, 0, 1.0) for label, one in finals.items()}
-    notes = {label: f"failed: {curves[label].error}" for label in labels if curves[label].error}
-    rows = [
-        time_to_loss(label, times[label], compute, factors.get(label), asked.steps, notes.get(label, ""))
-        for label in (row.label for row in asked.rows)
-    ]
-    return RaceResult(
-        asked, measured, budget, finals[BASE].finals[0], asked.steps, _ordered(asked, measured, rows),
-        {label: factors[label] for label in labels if label != BASE}, curves, runs.trained,
-        len(runs.found) - runs.trained, finals=finals,
-    )  # fmt: skip
-
-
-@dataclass
-class _Runs:
-    """The trajectories of a race: each is trained once and then looked up."""
-
-    asked: RaceSpec
-    context: RunContext
-    budget: TrainingBudget
-    found: dict[tuple[str, float, int], Trajectory] = field(default_factory=dict)
-    trained: int = 0
-
-    def whole(self, label: str, rate: float, seed: int, share: float) -> Trajectory:
-        """Return one row's run with a schedule of that share of the steps."""
-        name = f"{label}, {share:g} of the steps" if share < 1 else label
-        if (name, rate, seed) not in self.found:
-            asked, context = self.asked, self.context
-            steps = round(share * self.budget.steps)
-            setup = TrainingSetup(
-                asked.model, asked.workers, steps, max(1, steps // 8), None, asked.device, asked.schedule
-            )
-            row = next(row for row in asked.rows if row.label == label)
-
-            def launch(command: list[str], **options: Any) -> Launched:
-                context.tell(f"{label}: {steps} steps, seed {seed}, {rate:.3g} x the learning rate", steps)
-                return context.apart(command, **options)
-
-            one = trajectories(setup, [row], rate, seed, launch, folder=context.folder, on_progress=self._follow)
-            self.found[name, rate, seed] = one[label]
-        return self.found[name, rate, seed]
-
-    def __call__(self, labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
-        asked, budget, context = self.asked, self.budget, self.context
-        missing = [label for label in labels if (label, rate, seed) not in self.found]
-        if missing:
-            rows = [row for row in asked.rows if row.label in missing]
-            setup = TrainingSetup(asked.model, asked.workers, budget.steps, budget.every, None, asked.device)
-            at = f", {rate:g} x the learning rate" if len(budget.rates) > 1 else ""
-            told = f"losses of {', '.join(missing)}: {setup.steps} steps, seed {seed}{at}"
-
-            def launch(command: list[str], **options: Any) -> Launched:  # only if something is not known yet
-                context.tell(told, len(missing) * setup.steps)
-                return context.apart(command, **options)
-
-            more = trajectories(setup, rows, rate, seed, launch, folder=context.folder, on_progress=self._follow)
-            self.found |= {(label, rate, seed): one for label, one in more.items()}
-        if (ddp := self.found[BASE, rate, seed]).error and (rate == 1 or seed > 0):
-            raise BenchError(f"DDP does not train this model: {ddp.error}")
-        return {label: self.found[label, rate, seed] for label in labels}
-
-    def _follow(self, event: dict[str, Any]) -> None:
-        self.trained += event.get("state") == "building" and event["row"] != COMPUTE
-        self.context.on_progress(event)
 
 
 def _starters(
@@ -353,24 +270,26 @@ def _starters(
         elif not mine.error and not is_exact(row):
             notes[row.label] = "its step is not shorter than DDP's: not trained"
     rows.sort(key=lambda row: times[row.label].seconds * _expected_steps(row, measured.record))
-    labels, base = [row.label for row in rows], times[BASE].apart_seconds
+    labels, base, start = [row.label for row in rows], times[BASE].apart_seconds, measured.start_seconds
+    if asked.steps is not None:
+        return labels, TrainingBudget(asked.steps, asked.seeds or 1), notes
     periods = {row.label: period_of(row) for _, row in asked.longer}
     left = SPEND * 60 * asked.minutes - measured.wall_seconds
     while True:
         apart = [times[label].apart_seconds for label in labels]
-        budget = fit(base, apart, left, start=measured.start_seconds, seeds=asked.seeds)
+        budget = fit(base, apart, left, start=start, seeds=asked.seeds)
         if budget is not None:
             longest = max(labels, key=lambda label: periods.get(label, 0), default=BASE)
-            if 2 * periods.get(longest, 0) <= SHARE * budget.steps:
+            if 5 * periods.get(longest, 0) <= budget.steps:
                 return labels, budget, notes
-            steps = f"{SHARE * budget.steps:.0f} steps"
-            notes[longest] = f"not trained: DDP reaches the loss in {steps}, within two periods"
+            notes[longest] = f"not trained: runs of {budget.steps} steps have less than five of its periods"
             labels.remove(longest)
             continue
         if len(labels) < 2:
             break
         notes[labels.pop()] = "not trained: not enough minutes"
-    seconds = measured.wall_seconds + (asked.seeds or 1) * (measured.start_seconds + FEWEST * (base + sum(apart)))
+    shortest = TrainingBudget(FEWEST, asked.seeds or 1, search=False)
+    seconds = measured.wall_seconds + shortest.seconds(base, apart, start)
     return [], math.ceil(seconds / SPEND / 60 + 0.5), {}
 
 
@@ -475,7 +394,8 @@ def _timing_seconds(asked: RaceSpec, steps: int, turns: int, alone: float, wire:
 
 def _check_minutes(asked: RaceSpec, alone: float, wire: float) -> None:
     """Refuse a time that cannot suffice, even for a short turn and for training DDP and one more row."""
-    least, training = _timing_seconds(asked, 2, 1, alone, wire), 2 * FEWEST * alone
+    least = _timing_seconds(asked, 2, 1, alone, wire)
+    training = TrainingBudget(FEWEST, search=False).seconds(alone, (alone,), 0.0)
     needed = max(least / 0.4, (least + training) / SPEND) / 60
     if asked.minutes < needed:
         step = f"a step of DDP takes at least {max(alone, wire):.3g} s"

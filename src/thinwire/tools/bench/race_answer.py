@@ -5,117 +5,23 @@ Report, plan and ``attach`` read that JSON.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 from thinwire.core.words import run_seconds
 from thinwire.core.words import seconds as short
 from thinwire.engine.local.settings import local_settings
 from thinwire.predict.choose.rank import TIE, as_soon, overlap, simplest
-from thinwire.tools.bench.race_losses import BASE, StepsFactor
+from thinwire.tools.bench.race import RaceResult
+from thinwire.tools.bench.race_losses import BASE, TimeToLoss
 from thinwire.tools.bench.rows import EVERY, Row
-from thinwire.tools.bench.session import BenchSpec, Point, RowRecord
+from thinwire.tools.bench.session import BenchSpec, Point
 from thinwire.tools.bench.summary import summarise
 from thinwire.tools.bench.words import attach_line
 
-if TYPE_CHECKING:
-    from thinwire.tools.bench.race import RaceResult
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of a step on the link: mean over whole periods, then median, minimum and maximum over turns.
-
-    ``start_seconds``: extra time of the first steps; ``apart_seconds``: of a step on ranks without a slow link.
-    """
-
-    seconds: float = math.inf
-    least: float = math.inf
-    most: float = math.inf
-    start_seconds: float = 0.0
-    apart_seconds: float = 0.0
-    error: str = ""
-
-
-def step_times(row: RowRecord, turns: int, compute: RowRecord) -> StepTimes:
-    """Return the times of a row recorded in that many turns; ``compute``: the row without exchange.
-
-    Without a link a step takes its CPU time, stretched like a step without exchange where ranks share cores.
-    """
-    if row.error or not row.step_seconds:
-        return StepTimes(error=row.error or "no step was timed")
-    each = len(row.step_seconds) // turns
-    means = [statistics.fmean(row.step_seconds[i * each : (i + 1) * each]) for i in range(turns)]
-    step = statistics.median(means)
-    untimed = len(row.losses) - len(row.step_seconds)
-    start = max(0.0, row.untimed_seconds - untimed * step)
-    alone = statistics.fmean(compute.step_seconds)
-    busy = statistics.fmean(row.host_seconds) * max(1.0, alone / statistics.fmean(compute.host_seconds))
-    return StepTimes(step, min(means), max(means), start, min(step, max(alone, busy)))
-
-
-@dataclass(frozen=True)
-class TimeToLoss:
-    """The final result of one row; ``seconds`` to the loss include start-up, and None means not reached.
-
-    ``steps`` is the median of its steps factor, ``rate`` the best factor on the learning rate; ends are over seeds (and
-    turns), None if some seed did not reach the loss. ``sooner``: how many times sooner than DDP. ``apart``: workers
-    train apart between exchanges, which counts as less simple.
-    """
-
-    label: str
-    step_seconds: float | None = None
-    over_compute: float | None = None
-    start_seconds: float | None = None
-    rate: float = 1.0
-    steps: float | None = None
-    fewest_steps: float | None = None
-    most_steps: float | None = None
-    seeds: int = 0
-    seconds: float | None = None
-    least_seconds: float | None = None
-    most_seconds: float | None = None
-    sooner: float | None = None
-    note: str = ""
-    apart: bool = False
-    bytes_per_step: float | None = None
-
-    @property
-    def times(self) -> tuple[float, float, float]:
-        """Seconds to the loss: minimum, median and maximum; infinite if it was not reached."""
-        found = (self.least_seconds, self.seconds, self.most_seconds)
-        least, median, most = (math.inf if seconds is None else seconds for seconds in found)
-        return least, median, most
-
-    @property
-    def bytes_sent(self) -> float:
-        return self.bytes_per_step or 0.0
-
-
-def time_to_loss(
-    label: str, times: StepTimes, compute: float, factor: StepsFactor | None, ddp_steps: float, note: str = ""
-) -> TimeToLoss:
-    if times.error:
-        return TimeToLoss(label, note=f"failed: {times.error}")
-    timed = TimeToLoss(label, times.seconds, times.seconds / compute, times.start_seconds, note=note)
-    if factor is None:
-        return timed
-    middle, (low, high) = factor.median, factor.ends
-
-    def seconds(steps: float | None, step: float) -> float | None:
-        return None if steps is None else times.start_seconds + ddp_steps * steps * step
-
-    return replace(
-        timed, rate=factor.rate, steps=middle, fewest_steps=low, most_steps=high, seeds=len(factor.factors),
-        seconds=seconds(middle, times.seconds), least_seconds=seconds(low, times.least),
-        most_seconds=seconds(high, times.most),
-    )  # fmt: skip
-
-
-SHORT = "; a short race: over thousands of steps the order may be another one (--steps 2000)"
+LONG = 1000
+"""Steps from which on a run is not called short."""
 
 
 def winner(rows: Sequence[TimeToLoss]) -> TimeToLoss:
@@ -141,7 +47,8 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
     rival = rivals[0] if rivals else None
     sure = _sureness(found, first, ddp, rival)
-    sure += " over whole schedules" if found.finals else SHORT + _last_rate(found.budget.rates, ddp.rate)
+    if found.budget.steps < LONG:
+        sure += "; short runs: over thousands of steps the order may be another one (more --minutes, or --steps 2000)"
     at = f"a loss of {found.target:.3f}"
     if first is ddp:
         said = "no other method reaches it"
@@ -171,7 +78,7 @@ def _cost(found: RaceResult, row: TimeToLoss, ddp: TimeToLoss) -> str:
         return "it costs no extra steps, as its average is DDP's"
     said = f"it takes {row.steps:.2f} times DDP's steps ("
     said += f"{steps_range(row).replace(' - ', ' to ')} over {row.seeds} seeds" if row.seeds > 1 else "one seed"
-    if len(found.budget.rates) > 1:
+    if found.budget.search:
         said += f"; at {row.rate:.3g} x your learning rate, DDP at {ddp.rate:.3g} x"
     return said + ")"
 
@@ -196,14 +103,6 @@ def _sureness(found: RaceResult, first: TimeToLoss, ddp: TimeToLoss, rival: Time
             close = "as fast but less simple" if tied else "whose range overlaps with that"
         said += f"; next is {rival.label}, {run_seconds(rival.seconds or 0.0)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
-
-
-def _last_rate(rates: Sequence[float], best: float) -> str:
-    """Note when DDP's best rate is the first or last one tried: with a rate beyond it, the result may differ."""
-    if len(rates) == 1 or min(rates) < best < max(rates):
-        return ""
-    last, further = ("lowest", "lower") if best == min(rates) else ("highest", "higher")
-    return f"; DDP learns fastest at {best:g} x your learning rate, the {last} tried: race again from a {further} one"
 
 
 def _seeds(row: TimeToLoss) -> str:
@@ -268,7 +167,7 @@ def race_data(found: RaceResult) -> dict[str, Any]:
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip
     bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)
-    about = {"elements": bench.parameters, "workers": asked.workers, "steps": asked.steps or 0}
+    about = {"elements": bench.parameters, "workers": asked.workers, "steps": found.budget.steps}
     broken = {row.label for row in found.rows if row.note.startswith("failed")}
     planned = []
     for row in asked.rows:
@@ -284,7 +183,7 @@ def race_data(found: RaceResult) -> dict[str, Any]:
             "sentences": sentences(found),
             "next": again if first is None else line_to_write(asked.rows, first),
             "target": None if found.needed else found.target,
-            "ddp_steps": found.ddp_steps,
+            "ddp_steps": found.budget.steps,
             "budget": asdict(found.budget),
             "rows": [asdict(row) for row in found.rows],
             "finals": {label: {**asdict(one), "way": found.way(label)} for label, one in found.finals.items()},

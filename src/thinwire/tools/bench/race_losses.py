@@ -1,4 +1,4 @@
-"""How many steps each row needs to DDP's loss: losses are trained once and kept, rates tuned alike, rows halved.
+"""How many steps each row needs for one of DDP's, in whole runs that are trained once; and the time to a loss.
 
 The losses of a synchronous method do not depend on the network. So they are measured on ranks without a slow link:
 seconds per step times steps to a loss is the time that a user waits.
@@ -6,8 +6,6 @@ seconds per step times steps to a loss is the time that a user waits.
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
 import json
 import logging
@@ -15,31 +13,21 @@ import math
 import statistics
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.core.durable import user_cache, write_whole
 from thinwire.core.records import UNREADABLE, made, plain
 from thinwire.tools.bench.rows import Row
-from thinwire.tools.bench.session import BenchSpec, Launch, Progress, RowRecord, reached, run_session
+from thinwire.tools.bench.session import BenchSpec, Launch, Progress, RowRecord, run_session
 from thinwire.tools.bench.words import PACKAGE, load_function, split_options
 
 BASE = "ddp"
-SHARE = 0.4
-"""Point of DDP's run at which its loss is the target: a method that needs 2.5 times the steps still reaches it."""
-
-FEWEST, ENOUGH, MOST = 48, 120, 480
-"""Steps of a run: minimum, enough before more seeds are better, and maximum."""
-
-RATES = (0.5, 1.0, 2.0)
-"""Factors on the learning rate that are tried if there is time."""
-
-_AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)  # of the share: a single target is subject to luck
-_POINTS = 24  # points of a run at which losses are measured
+FEWEST, ENOUGH, MOST = 100, 240, 2000
+"""Steps of a run that minutes decide: minimum, enough to search for learning rates and train more seeds, maximum."""
 
 _Known = TypeVar("_Known")
 log = logging.getLogger("thinwire")
@@ -53,29 +41,10 @@ class Trajectory:
     losses: tuple[float, ...]
     error: str = ""
 
-    def steps_to(self, target: float) -> float | None:
-        return reached(zip(map(float, self.steps), self.losses), target)
-
-    def smoothed(self, reach: float) -> Trajectory:
-        """Return the mean over the points within ``reach`` steps on either side, since a single evaluation is noisy.
-
-        Both sides cover the same distance. The curve falls ever more slowly, so a wider mean is higher: rows are
-        compared with the same reach, even if one has fewer points. The loss before the first step, the highest by far,
-        counts in no other mean.
-        """
-        means = []
-        for place, here in enumerate(self.steps):
-            before = sum(step > 0 and here - step <= reach for step in self.steps[:place])
-            after = sum(step - here <= reach for step in self.steps[place + 1 :])
-            beside = min(before, after)
-            means.append(statistics.fmean(self.losses[place - beside : place + beside + 1]))
-        return replace(self, losses=tuple(means))
-
-    def loss_at(self, step: float) -> float:
-        for (first, before), (last, after) in pairwise(zip(self.steps, self.losses)):
-            if first <= step <= last:
-                return before + (after - before) * (step - first) / (last - first)
-        raise ValueError(f"the run ended before step {step:g}")
+    @property
+    def final(self) -> float:
+        """The last loss; infinite if the run failed."""
+        return self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) and not self.error else math.inf
 
 
 @dataclass(frozen=True)
@@ -166,43 +135,14 @@ def own_digest(text: str) -> str:
 
 @cache
 def _own_files(module: str, main: Path) -> tuple[Path, ...]:
-    """Return the files of a user's module: its own, and those it has imported or imports later, in a function.
+    """Return the files that importing a user's module has loaded: in or below its folder, and in no library.
 
-    They lie in or below the module's folder and in no library. Cached, as building the model must not change it.
+    Cached, as what building the model imports must not change it; what is imported then is not looked at.
     """
     root = main.parents[module.count(".") + (main.name == "__init__.py")]
-    libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
-
-    def is_own(file: Path) -> bool:
-        folders = file.parents
-        return root in folders and not any(place in folders for place in (PACKAGE, *libraries)) and file.is_file()
-
+    libraries = [PACKAGE, *(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib"))]
     loaded = {Path(file).resolve() for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
-    found, left = {main}, [main, *filter(is_own, loaded)]
-    while left:
-        file = left.pop()
-        found.add(file)
-        left += [one for one in _imported(file, root) if one not in found and is_own(one)]
-    return tuple(sorted(found))
-
-
-def _imported(file: Path, root: Path) -> Iterator[Path]:
-    """Yield the files that a file's import statements may mean, below ``root`` or the file's folder."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # not Python, such as an extension module
-        return
-    for node in ast.walk(tree):
-        names, places = [], [root, file.parent]
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            start = node.module or ""
-            names = [start, *(f"{start}.{alias.name}".lstrip(".") for alias in node.names)]
-            places = [file.parents[node.level - 1]] if node.level else places
-        for parts in (name.split(".") for name in names if name):
-            inner = [place.joinpath(*parts[:end]) for place in places for end in range(1, len(parts) + 1)]
-            yield from (found.resolve() for one in inner for found in (one.with_suffix(".py"), one / "__init__.py"))
+    return tuple(sorted(f for f in loaded if root in f.parents and not set(libraries) & set(f.parents) and f.is_file()))
 
 
 @cache
@@ -261,81 +201,10 @@ def _or_never(steps: float | None) -> float:
     return math.inf if steps is None else steps
 
 
-Run = Callable[[Sequence[str], float, int], Mapping[str, Trajectory]]
-"""(labels, factor on the learning rate, seed) -> their trajectories."""
-
-
-def steps_factors(
-    run: Run,
-    labels: Sequence[str],
-    base: str,
-    share: float,
-    *,
-    reach: float,
-    rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
-    seeds: Sequence[int] = (1, 2, 3),
-    tuned_on: Sequence[int] = (0,),
-) -> dict[str, StepsFactor]:
-    """Tune every row's learning rate in the same way, and compare rows on other seeds by smoothed losses.
-
-    All must reach the loss of ``base`` at ``share`` of its run, with its best rate. A factor is the median over five
-    targets around the share, relative to the base on the same seed, as one target, or how fast a seed's weights learn,
-    is luck. A single rate is not tuned. ``reach``: steps of smoothing; ``tuned_on``: seeds whose median decides a row's
-    rate: near the largest stable rate, one seed is luck.
-    """
-
-    def smooth(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
-        return {label: found.smoothed(reach) for label, found in run(labels, rate, seed).items()}
-
-    first = tuned_on if len(rates) > 1 else seeds[:1]
-    tried = {(rate, seed): smooth(labels, rate, seed) for seed in first for rate in rates}
-    last = max(runs[base].steps[-1] for runs in tried.values() if runs[base].steps)
-    around = [last * share * near for near in _AROUND]
-
-    def steps_to(row: Trajectory, mark: Trajectory) -> float:
-        return statistics.median(_or_never(row.steps_to(mark.loss_at(at))) / at for at in around)
-
-    fastest = {}
-    for seed in first:
-        bases = [tried[rate, seed][base] for rate in rates]
-        fastest[seed] = min((t for t in bases if not t.error), key=lambda t: t.loss_at(around[2]))
-
-    def steps_at(label: str, rate: float) -> float:
-        return statistics.median(steps_to(tried[rate, seed][label], fastest[seed]) for seed in first)
-
-    best = {label: min(rates, key=functools.partial(steps_at, label)) for label in labels}
-    factors: dict[str, list[float | None]] = {label: [] for label in labels}
-    for seed in seeds:
-        runs: dict[str, Trajectory] = {}
-        for rate in dict.fromkeys(best.values()):
-            runs.update(smooth([label for label in labels if best[label] == rate], rate, seed))
-        for label in labels:
-            factor = steps_to(runs[label], runs[base])
-            factors[label].append(None if factor == math.inf else factor)
-    return {label: StepsFactor(best[label], tuple(found)) for label, found in factors.items()}
-
-
 HORIZONS = (0.5, 0.63, 0.8)
 """Shares of a whole run in which DDP is trained too, each with a schedule of its own."""
 UPWARD = math.sqrt(2)
-_WORSE = 2  # rates in a row that must be worse than the best before the search ends
-
-
-def best_rate(final: Callable[[float], float]) -> float:
-    """Return the factor on the learning rate with the least final loss: upwards, and downwards if that gains nothing.
-
-    The search goes on until two rates in a row are worse than the best.
-    """
-    found = {1.0: final(1.0)}
-    for way in (UPWARD, 1 / UPWARD):
-        rate, worse = 1.0, 0
-        while worse < _WORSE:
-            rate *= way
-            least, found[rate] = min(found.values()), final(rate)
-            worse = 0 if found[rate] < least else worse + 1
-        if min(found, key=lambda tried: found[tried]) > 1.0:
-            break
-    return min(found, key=lambda tried: found[tried])
+_WORSE, _TRIED = 2, 5  # rates in a row that are worse than the best where a search ends; what it tries as a rule
 
 
 @dataclass(frozen=True)
@@ -350,40 +219,55 @@ class WholeRun:
         return statistics.median(self.finals)
 
 
-Whole = Callable[[str, float, int, float], Trajectory]
-"""(label, factor on the learning rate, seed, share of the steps) -> a run with a schedule of its own length."""
+Run = Callable[[Sequence[str], float, int, float], Mapping[str, Trajectory]]
+"""(labels, factor on the learning rate, seed, share of the steps) -> their runs, with schedules of their own length."""
 
 
 def whole_runs(
-    run: Whole,
+    run: Run,
     labels: Sequence[str],
     seeds: int,
     *,
     rates: Sequence[float] = (),
     known: tuple[WholeRun, float] | None = None,
 ) -> tuple[dict[str, WholeRun], float]:
-    """Train rows, DDP first, over whole schedules; rates are tuned on seed 0. Return them, and the power of DDP's law.
+    """Train rows over whole schedules, each at its best rate on seed 0. Return them, and the power of DDP's law.
 
     By that law, through DDP's finals at ``HORIZONS``, DDP's final loss falls as steps to the power of minus that.
-    ``rates``: the best of these factors is taken, instead of one that is searched. ``known``: DDP and its power, which
-    then is not trained.
+    ``rates``: the best of these factors is taken, instead of one that is searched: upwards, and downwards for rows that
+    gain nothing by more, until two rates in a row are worse than a row's best. ``known``: DDP and its power, which then
+    is not trained.
     """
+    labels = [label for label in labels if known is None or label != BASE]
+    finals: dict[str, dict[float, float]] = {label: {} for label in labels}
 
-    def final(label: str, rate: float, seed: int = 0, share: float = 1.0) -> float:
-        losses = run(label, rate, seed, share).losses
-        return losses[-1] if losses and math.isfinite(losses[-1]) else math.inf
+    def train(rows: Sequence[str], rate: float) -> None:
+        for label, one in run(rows, rate, 0, 1.0).items():
+            finals[label][rate] = one.final
 
-    found, power = ({}, math.nan) if known is None else ({BASE: known[0]}, known[1])
-    for label in labels:
-        if label in found:
-            continue
-        mine = functools.partial(final, label)
-        rate = min(rates, key=mine) if rates else best_rate(mine)
-        found[label] = WholeRun(rate, tuple(final(label, rate, seed) for seed in range(seeds)))
-        if label == BASE:
-            marks = [(share, final(BASE, rate, 0, share)) for share in HORIZONS]
-            power = power_of([*marks, (1.0, found[BASE].finals[0])])
-    return found, power
+    def best(label: str) -> float:
+        return min(finals[label], key=finals[label].__getitem__)
+
+    for rate in rates or (1.0,):
+        train(labels, rate)
+    for way in () if rates else (UPWARD, 1 / UPWARD):
+        tried, rows = [1.0], [label for label in labels if best(label) == 1.0]
+        while rows:
+            tried.append(tried[-1] * way)
+            train(rows, tried[-1])
+            rows = [label for label in rows if best(label) in tried[-_WORSE:]]
+    chosen = {label: best(label) for label in labels}
+    others: dict[str, list[float]] = {label: [] for label in labels}
+    for seed in range(1, seeds):
+        for rate in dict.fromkeys(chosen.values()):
+            for label, one in run([label for label in labels if chosen[label] == rate], rate, seed, 1.0).items():
+                others[label].append(one.final)
+    found = {label: WholeRun(rate, (finals[label][rate], *others[label])) for label, rate in chosen.items()}
+    if known is not None:
+        return {BASE: known[0], **found}, known[1]
+    ddp = found[BASE]
+    marks = [(share, run([BASE], ddp.rate, 0, share)[BASE].final) for share in HORIZONS]
+    return found, power_of([*marks, (1.0, ddp.finals[0])]) if math.isfinite(ddp.final) else math.nan
 
 
 def power_of(marks: Sequence[tuple[float, float]]) -> float:
@@ -406,88 +290,125 @@ def whole_factors(found: Mapping[str, WholeRun], power: float) -> dict[str, Step
 
 @dataclass(frozen=True)
 class TrainingBudget:
-    """Steps of every run; rates tried on seed 0, which then does not count in the end; seeds that are compared."""
+    """Steps of every run, seeds that are compared, and whether each row's learning rate is searched."""
 
     steps: int
-    rates: tuple[float, ...]
-    seeds: int
+    seeds: int = 1
+    search: bool = True
 
     @property
-    def every(self) -> int:
-        return max(1, self.steps // _POINTS)
+    def runs(self) -> int:
+        """Runs of each row; of DDP also those of ``HORIZONS``. A search takes about five."""
+        return (_TRIED if self.search else 1) + self.seeds - 1
 
-    @property
-    def reach(self) -> int:
-        """Steps on either side of a point over which its loss is averaged."""
-        return 2 * self.every
-
-    @property
-    def rounds(self) -> int:
-        return self.seeds + (len(self.rates) > 1)
-
-    def judged_on(self, round_: int) -> tuple[int, ...]:
-        """Return the seeds that count in a round, numbered from 0: in the first, the one on which rates are tried."""
-        first = int(len(self.rates) > 1 and round_ > 0)
-        return tuple(range(first, round_ + 1))
-
-    def row_runs(self, rows: int) -> list[tuple[int, int]]:
-        plan = []
-        for round_ in range(self.rounds):
-            plan.append((rows, 1 if round_ else len(self.rates)))
-            rows = kept(rows)
-        return plan
-
-
-def kept(rows: int) -> int:
-    """Return how many rows go on: the better half, and at least two, so that the first has a rival."""
-    return min(rows, max(2, math.ceil(rows / 2)))
+    def seconds(self, base: float, others: Sequence[float], start: float) -> float:
+        """Return about what it takes; ``base``, ``others``: seconds of a step; ``start``: until ranks train."""
+        steps = self.steps * (self.runs * (base + sum(others)) + sum(HORIZONS) * base)
+        return steps + (self.runs + len(HORIZONS)) * start
 
 
 def fit(
     base: float, others: Sequence[float], seconds: float, *, start: float, seeds: int | None = None
 ) -> TrainingBudget | None:
-    """Return what can be trained in ``seconds``; None if not even a short run of every row fits.
+    """Return the longest runs that can be trained in ``seconds``; None if not even short runs of every row fit.
 
-    If there is time, learning rates are tried; then come more seeds (up to three), then more steps. ``base``,
-    ``others``: seconds of a step without a slow link; ``start``: seconds until ranks train.
+    Where short runs leave time, learning rates are searched and there are more seeds, unless their number is given.
     """
-    dearest = sorted(others, reverse=True)  # assume the most expensive rows go on, as an upper bound
-    wished = [(RATES, 3), ((1.0,), 3), ((1.0,), 2), ((1.0,), 1)] if seeds is None else [(RATES, seeds), ((1.0,), seeds)]
-    for place, (rates, count) in enumerate(wished):
-        budget = TrainingBudget(0, rates, count)
-        plan = budget.row_runs(len(dearest))
-        per_step = sum(runs * (base + sum(dearest[:rows])) for rows, runs in plan)
-        sessions = sum(runs if number == 0 else len(rates) for number, (_, runs) in enumerate(plan))
-        steps = min(MOST, int((seconds - sessions * start) / per_step))
-        if steps >= (FEWEST if place == len(wished) - 1 else ENOUGH):
-            return replace(budget, steps=steps // 8 * 8)
+    wished = [(3, True), (1, True), (1, False)] if seeds is None else [(seeds, True), (seeds, False)]
+    for count, search in wished:
+        each = TrainingBudget(1, count, search)
+        sessions = each.seconds(0.0, (), start)
+        steps = min(MOST, int((seconds - sessions) / (each.seconds(base, others, start) - sessions)))
+        if steps >= (FEWEST if (count, search) == wished[-1] else ENOUGH):
+            return replace(each, steps=steps // 4 * 4)
     return None
 
 
-def halve(
-    run: Run,
-    labels: Sequence[str],
-    seconds_to_loss: Callable[[str, StepsFactor], float],
-    budget: TrainingBudget,
-    goes_on: Callable[[int, Sequence[str]], bool] = lambda round_, labels: True,
-) -> dict[str, StepsFactor]:
-    """Return the steps factor of every row, on all seeds for which the row was in the race.
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step on the link: mean over whole periods, then median, minimum and maximum over turns.
 
-    Successive halving: every round compares rows on one more seed, and only the better half goes on.
-    ``seconds_to_loss`` is infinite where the loss is not reached; ``goes_on`` is asked before each round but the first.
+    ``start_seconds``: extra time of the first steps; ``apart_seconds``: of a step on ranks without a slow link.
     """
-    alive, found = list(labels), dict[str, StepsFactor]()
-    for round_ in range(budget.rounds):
-        if round_ and (not alive or not goes_on(round_, alive)):
-            break
-        rows, seeds = [BASE, *alive], budget.judged_on(round_)
-        measured = steps_factors(run, rows, BASE, SHARE, reach=budget.reach, rates=budget.rates, seeds=seeds)
-        base = measured[BASE]
-        found[BASE] = StepsFactor(base.rate, (1.0,) * len(base.factors))
-        for label in alive:
-            pairs = zip(measured[label].factors, base.factors)
-            over = tuple(None if mine is None or not its else mine / its for mine, its in pairs)
-            found[label] = StepsFactor(measured[label].rate, over)
-        there = [label for label in alive if math.isfinite(seconds_to_loss(label, found[label]))]
-        alive = sorted(there, key=lambda label: seconds_to_loss(label, found[label]))[: kept(len(alive))]
-    return found
+
+    seconds: float = math.inf
+    least: float = math.inf
+    most: float = math.inf
+    start_seconds: float = 0.0
+    apart_seconds: float = 0.0
+    error: str = ""
+
+
+def step_times(row: RowRecord, turns: int, compute: RowRecord) -> StepTimes:
+    """Return the times of a row recorded in that many turns; ``compute``: the row without exchange.
+
+    Without a link a step takes its CPU time, stretched like a step without exchange where ranks share cores.
+    """
+    if row.error or not row.step_seconds:
+        return StepTimes(error=row.error or "no step was timed")
+    each = len(row.step_seconds) // turns
+    means = [statistics.fmean(row.step_seconds[i * each : (i + 1) * each]) for i in range(turns)]
+    step = statistics.median(means)
+    untimed = len(row.losses) - len(row.step_seconds)
+    start = max(0.0, row.untimed_seconds - untimed * step)
+    alone = statistics.fmean(compute.step_seconds)
+    busy = statistics.fmean(row.host_seconds) * max(1.0, alone / statistics.fmean(compute.host_seconds))
+    return StepTimes(step, min(means), max(means), start, min(step, max(alone, busy)))
+
+
+@dataclass(frozen=True)
+class TimeToLoss:
+    """The final result of one row; ``seconds`` to the loss include start-up, and None means not reached.
+
+    ``steps`` is the median of its steps factor, ``rate`` the best factor on the learning rate; ends are over seeds (and
+    turns), None if some seed did not reach the loss. ``sooner``: how many times sooner than DDP. ``apart``: workers
+    train apart between exchanges, which counts as less simple.
+    """
+
+    label: str
+    step_seconds: float | None = None
+    over_compute: float | None = None
+    start_seconds: float | None = None
+    rate: float = 1.0
+    steps: float | None = None
+    fewest_steps: float | None = None
+    most_steps: float | None = None
+    seeds: int = 0
+    seconds: float | None = None
+    least_seconds: float | None = None
+    most_seconds: float | None = None
+    sooner: float | None = None
+    note: str = ""
+    apart: bool = False
+    bytes_per_step: float | None = None
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds to the loss: minimum, median and maximum; infinite if it was not reached."""
+        found = (self.least_seconds, self.seconds, self.most_seconds)
+        least, median, most = (math.inf if seconds is None else seconds for seconds in found)
+        return least, median, most
+
+    @property
+    def bytes_sent(self) -> float:
+        return self.bytes_per_step or 0.0
+
+
+def time_to_loss(
+    label: str, times: StepTimes, compute: float, factor: StepsFactor | None, ddp_steps: float, note: str = ""
+) -> TimeToLoss:
+    if times.error:
+        return TimeToLoss(label, note=f"failed: {times.error}")
+    timed = TimeToLoss(label, times.seconds, times.seconds / compute, times.start_seconds, note=note)
+    if factor is None:
+        return timed
+    middle, (low, high) = factor.median, factor.ends
+
+    def seconds(steps: float | None, step: float) -> float | None:
+        return None if steps is None else times.start_seconds + ddp_steps * steps * step
+
+    return replace(
+        timed, rate=factor.rate, steps=middle, fewest_steps=low, most_steps=high, seeds=len(factor.factors),
+        seconds=seconds(middle, times.seconds), least_seconds=seconds(low, times.least),
+        most_seconds=seconds(high, times.most),
+    )  # fmt: skip

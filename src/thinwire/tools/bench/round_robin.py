@@ -7,14 +7,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from thinwire.core.events import tell_event
-from thinwire.tools.bench.contenders import Contender, StepTime, dense_ring_bytes, new_group
+from thinwire.tools.bench.row_on_rank import RowOnRank, StepTime, dense_ring_bytes, new_group
 from thinwire.tools.bench.rows import COMPUTE, Row
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord
 
@@ -30,15 +30,8 @@ def own_interface() -> str | None:
 
 def transmitted_bytes(name: str) -> int | None:
     """Return the bytes sent through an interface, headers included, as this process's namespace counts them."""
-    try:
-        lines = Path("/proc/self/net/dev").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines[2:]:
-        label, _, counters = line.partition(":")
-        if label.strip() == name:
-            return int(counters.split()[8])
-    return None
+    counted = psutil.net_io_counters(pernic=True, nowrap=False).get(name)
+    return None if counted is None else counted.bytes_sent
 
 
 def is_node_leader() -> bool:
@@ -48,7 +41,7 @@ def is_node_leader() -> bool:
 @dataclass
 class RowRun:
     record: RowRecord
-    contender: Contender | None = None
+    contender: RowOnRank | None = None
     bytes: float = 0.0
     deferred_seconds: float = 0.0
     exposed_seconds: float = 0.0
@@ -100,8 +93,8 @@ class RoundRobin:
         own = row.kind != COMPUTE and not row.is_thinwire
         group = new_group(spec.operation_seconds) if own else None
 
-        def made() -> Contender:
-            contender = Contender(row, spec, group)
+        def made() -> RowOnRank:
+            contender = RowOnRank(row, spec, group)
             self.initial = self.initial or contender.initial
             if self.rank == 0 and contender.initial != self.initial:  # the others start from its weights
                 raise ValueError(
@@ -154,7 +147,7 @@ class RoundRobin:
         self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
         contender.optimizer.zero_grad(set_to_none=True)  # its memory is free until the next turn
 
-    def _steps(self, contender: Contender, label: str, number: int) -> list[StepTime]:
+    def _steps(self, contender: RowOnRank, label: str, number: int) -> list[StepTime]:
         """Run steps. A loss that is not finite is reported after the last: others may still exchange with this rank."""
         made = []
         for _ in range(number):
@@ -165,7 +158,7 @@ class RoundRobin:
                 raise ArithmeticError(f"the loss is {took.loss} at step {step}")
         return made
 
-    def _sent(self, contender: Contender) -> float | None:
+    def _sent(self, contender: RowOnRank) -> float | None:
         if self.interface is None:
             return None if contender.stats is None else contender.stats.bytes_sent
         return transmitted_bytes(self.interface) if is_node_leader() else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thinwire.tools.bench.words import Value, load_function, nearest, split_options
@@ -126,15 +126,10 @@ def _check_method(name: str, options: dict[str, Value]) -> None:
         if set(options) - {"lossy"} or not isinstance(options.get("lossy", True), bool):
             raise ValueError("'auto' has only the option lossy=true: it chooses the others itself")
         return
-    known_method(name, (*TORCH_ROWS, *METHODS, *PRESETS, "auto"))
+    if not _is_method(name.lower()):
+        raise ValueError(f"unknown method {name!r}; {nearest(name.lower(), (*TORCH_ROWS, *METHODS, *PRESETS, 'auto'))}")
     try:
         as_look(options.get("look"))
         method(name, **without_look(options))
     except TypeError as error:
         raise ValueError(f"method {name!r}: {error}") from error
-
-
-def known_method(name: str, known: Collection[str]) -> None:
-    """Raise ``ValueError`` for a name that is not one of those; capitals do not matter."""
-    if name.lower() not in known:
-        raise ValueError(f"unknown method {name!r}; {nearest(name.lower(), known)}")

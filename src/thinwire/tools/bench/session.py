@@ -165,7 +165,7 @@ def run_session(
     words = LastWords(follow)
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         out = Path(folder) / "record.json"
-        command = python("-m", "thinwire.tools.bench.worker", "--spec", spec.to_json(), "--out", str(out))
+        command = python("-m", "thinwire.tools.bench.worker", spec.to_json(), str(out))
         launched = launch(command, on_line=words, timeout_seconds=spec.timeout_seconds)
         if launched.exit_code == 0 and out.exists():
             return RunRecord.from_json(out.read_text()), launched

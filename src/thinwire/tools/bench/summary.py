@@ -7,15 +7,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.core.records import Record
 from thinwire.core.words import counted, megabytes, seconds
 from thinwire.tools.bench.rows import COMPUTE
-from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, reached
+from thinwire.tools.bench.session import BenchError, BenchSpec, Point, RowRecord, RunRecord, reached
 from thinwire.tools.pictures import Level, Panel, Picture, Series
 from thinwire.tools.pictures.picture import plotly, pyplot, save_png
 
@@ -51,11 +53,14 @@ class RowSummary:
 
 
 @dataclass(frozen=True)
-class BenchResult:
+class BenchResult(Record):
     """The whole comparison; ``floor_seconds`` is below every exact method that ends with backward.
 
     If the links were not ``emulated``, the link is only used to compute the floor.
     """
+
+    called: ClassVar[str] = "a comparison of thinwire's"
+    alone: ClassVar[bool] = False
 
     model: str
     describe: str
@@ -87,10 +92,10 @@ def floor(compute: float, forward: float, ring_bytes: float, bits_per_second: in
 
 
 def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) -> BenchResult:
-    """Return the figures of a run; raise ``RuntimeError`` if even training without exchange failed."""
+    """Return the figures of a run; raise ``BenchError`` if even training without exchange failed."""
     compute_row = next(row for row in record.rows if row.kind == COMPUTE)
     if compute_row.error:
-        raise RuntimeError(f"the model does not train: {compute_row.error}")
+        raise BenchError(f"the model does not train: {compute_row.error}")
     compute = statistics.median(compute_row.step_seconds)
     forward = statistics.median(compute_row.forward_seconds)
     baseline = next((r for r in record.rows if r.label == "ddp" and not r.error and r.step_seconds), None)

@@ -1,8 +1,7 @@
-"""One rank: ``python -m thinwire.tools.bench.worker --spec JSON --out PATH``, with torchrun's variables set."""
+"""One rank: ``python -m thinwire.tools.bench.worker SETTINGS PATH``, with torchrun's variables set."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -16,27 +15,23 @@ from thinwire.core.collectives.groups import topology_of
 from thinwire.core.durable import write_whole
 from thinwire.core.events import tell_event
 from thinwire.core.program import Topology
-from thinwire.tools.bench.contenders import new_group
 from thinwire.tools.bench.device import place_of, prepare_rank, rank_device
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.round_robin import RoundRobin, RowRun, compare, draw_curves
+from thinwire.tools.bench.row_on_rank import new_group
 from thinwire.tools.bench.rows import COMPUTE, Row
 from thinwire.tools.bench.session import REFUSED, BenchSpec, RowRecord, RunRecord
 
 PROBE_SECONDS = 8.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec", required=True)
-    parser.add_argument("--out", required=True, type=Path)
-    arguments = parser.parse_args()
-    spec = BenchSpec.from_json(arguments.spec)
+def main(settings: str, out: str) -> None:
+    spec = BenchSpec.from_json(settings)
     backends = prepare_rank(spec.device)
     dist.init_process_group(backends, timeout=timedelta(seconds=spec.operation_seconds))
     record = run(spec)
     if dist.get_rank() == 0:
-        write_whole(arguments.out, record.to_json(), synced=False)
+        write_whole(Path(out), record.to_json(), synced=False)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -126,4 +121,4 @@ def _predictor(spec: BenchSpec, topology: Topology) -> Callable[[Row, RowRecord]
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,27 +1,28 @@
-"""What verbs share: options, a bar on stderr, tables, checks of paths, errors as sentences, ranks in the lab."""
+"""What verbs do alike: print, write, show progress, warn of load, say errors in a sentence, run ranks in the lab."""
 
 from __future__ import annotations
 
 import errno
 import functools
+import json
 import math
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
 from typer import BadParameter
 
 from thinwire.core.checks import local_path
 from thinwire.core.events import LastWords
+from thinwire.core.records import Record, plain
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
@@ -31,25 +32,8 @@ if TYPE_CHECKING:
 
 
 EVERY_SECONDS = 15.0  # between two lines if there is no bar
-
-Workers = Annotated[int, typer.Option(help="Total number of ranks.")]
-RanksPerNode = Annotated[int, typer.Option(help="Ranks that share a node and its link.")]
-Link = Annotated[str, typer.Option(help="Rate of each node's link, such as 1gbit, or one per node: 1gbit,100mbit.")]
-Delay = Annotated[str, typer.Option(help="One-way delay from each node, such as 25ms, or one per node.")]
-Jitter = Annotated[str, typer.Option(help="By how much a packet's delay may differ, such as 2ms, or one per node.")]
-Loss = Annotated[str, typer.Option(help="Share of each node's packets that get lost, such as 0.1%, or one per node.")]
-Congestion = Annotated[
-    str | None, typer.Option(help="TCP's congestion control on the links: cubic, bbr or reno; by default cubic.")
-]
-Model = Annotated[
-    str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Device = Annotated[
-    str, typer.Option(help="Where ranks compute: cpu, or cuda: on this machine's GPUs, which ranks may share.")
-]
-Plot = Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")]
 _USAGE = BadParameter.__mro__[1]  # typer brings its own click, which has no public name
+_Read = TypeVar("_Read", bound=Record)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -81,90 +65,140 @@ class Bar:
     def hidden(self) -> bool:
         return self.shown.disable
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, style: str | None = None) -> None:
         """Print a line that stays, above the bar if there is one."""
         self.told = time.monotonic()
-        self.shown.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def say(self, text: str, style: str) -> None:
-        self.shown.console.print(text, style=style, markup=False)
+        self.shown.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Bar]:
-    """Show a bar on stderr, removed when its work ends; if stderr is no terminal, a line at once and more later."""
+def progress(
+    description: str, total: float | None = None, *, quiet: bool = False, table: Callable[[], Any] = lambda: None
+) -> Iterator[Bar]:
+    """Show a bar on stderr, removed when its work ends; if stderr is no terminal, a line at once and more later.
+
+    A ``table`` stands in place of the bar as soon as there is one, and its last state stays.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True, quiet=quiet)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+
+    class BarOrTable(Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            yield from (super().get_renderables() if (one := table()) is None else (one,))
+
+    with BarOrTable(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         bar = Bar(shown, shown.add_task(description, total=total))
         if bar.hidden and description:
             bar.log(f"... {description}")
         yield bar
+    if console.is_terminal and (last := table()) is not None:
+        console.print(last)
 
 
-def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *, close: bool = False) -> Table:
+class Output:
+    """What a verb shows: text and tables on stdout (``quiet``: nowhere, as --json asks), notes on stderr, files.
+
+    ``code``, and a ``failure`` in a sentence: how the verb ends although it has printed its result.
+    """
+
+    def __init__(self, *, quiet: bool = True) -> None:
+        from rich.console import Console
+
+        self.console, self.code, self.failure = Console(quiet=quiet), 0, ""
+
+    def say(self, *things: Any, style: str | None = None) -> None:
+        """Print sentences, which may be wrapped, and tables."""
+        for one in things:  # only our own tables have markup
+            self.console.print(one, style=style, markup=not isinstance(one, str), highlight=False)
+
+    def line(self, *lines: str) -> None:
+        """Print lines as they are, however long."""
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def wrote(self, *paths: Path, note: str = "") -> None:
+        self.line(f"written: {', '.join(map(str, paths))}{note}")
+
+    def write(self, path: Path, text: str, note: str = "") -> None:
+        path.write_text(f"{text}\n", encoding="utf-8")
+        self.wrote(path, note=note)
+
+    def draw(self, picture: Picture, path: Path) -> list[Path]:
+        """Write a picture; where that is not possible, say why instead. Return what was written."""
+        from thinwire.tools.pictures import write_picture
+
+        try:
+            write_picture(picture, path)
+        except ValueError as error:
+            self.say(f"no picture: {error}")
+            return []
+        return [path]
+
+    def keep(self, folder: Path, name: str, result: Any, picture: Picture | None = None) -> list[Path]:
+        """Write a result and its picture into a folder, as ``name.json`` and ``name.png``; return what was written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(plain(result), indent=2) + "\n", encoding="utf-8")
+        return [path, *(self.draw(picture, path.with_suffix(".png")) if picture is not None else [])]
+
+
+def note(text: str, style: str | None = None, *, quiet: bool = False) -> None:
+    """Print a line on stderr, also beside JSON."""
+    from rich.console import Console
+
+    Console(stderr=True, quiet=quiet).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def plain_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]] = (), *, left: Sequence[str] = (),
+    close: bool = False, caption: str = "",
+) -> Table:  # fmt: skip
     """Return a table with one line under its head: the first column and ``left`` are text, others numbers."""
     from rich import box
 
     from thinwire.tools.bench.summary import WholeTable
 
-    padding = (0, 0) if close else (0, 1)
-    table = WholeTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
+    table = WholeTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+                       padding=(0, 0 if close else 1), caption=caption or None, caption_justify="left")  # fmt: skip
     for i, name in enumerate(columns):
         words = i == 0 or name in left  # these wrap on a narrow screen; numbers must not be cut
         table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def check_output(option: str, path: Path | None) -> None:
-    """Raise ``ValueError`` for a path at which no file can be written."""
-    if path is None:
-        return
-    local_path(path)
+def check_path(option: str, path: Path, kind: str) -> None:
+    """Raise ``ValueError`` unless a "file" or "plot" can be written there, or a "folder" made, and files into it."""
+    folder, there = kind == "folder", local_path(path).absolute()
+    if kind == "plot":
+        from thinwire.tools.pictures import check_plot
+
+        check_plot(path)
     try:
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-        else:
-            tempfile.TemporaryFile(dir=path.absolute().parent).close()  # some folders refuse even root
+        if there.exists() and not folder:
+            os.close(os.open(there, os.O_WRONLY | os.O_NONBLOCK))
+        else:  # some folders refuse even root
+            found = (one for one in (there, *there.parents) if one.exists())
+            tempfile.TemporaryFile(dir=next(found) if folder else there.parent).close()
     except OSError as error:
-        raise ValueError(
-            f"{option} {path} is not a file that can be written ({error.strerror}): give a file in a folder that exists"
-        ) from error
+        what, give = ("folder", "another") if folder else ("file", "a file in a folder that exists")
+        why = f"is not a {what} that can be written ({error.strerror}): give {give}"
+        raise ValueError(f"{option} {path} {why}") from error
 
 
-def check_folder(out: Path, option: str = "--out") -> None:
-    """Create the folder of an option; raise ``ValueError`` if no files can be written into it."""
-    local_path(out)
+def read_record(path: Path, kind: type[_Read]) -> _Read:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()  # some folders refuse even root
-    except OSError as error:
-        raise ValueError(
-            f"{option} {out} is not a folder that can be written ({error.strerror}): give another"
-        ) from error
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise ``ValueError`` unless ``--plot`` can be written: known file type, library installed, folder exists."""
-    from thinwire.tools.pictures import check_plot as check_type
-
-    check_type(path)
-    check_output("--plot", path)
-
-
-def write_drawing(picture: Picture, path: Path, console: Console) -> list[Path]:
-    """Write a picture; where that is not possible, say why instead. Return what was written."""
-    from thinwire.tools.pictures import write_picture
-
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not a text file'}") from error
     try:
-        write_picture(picture, path)
+        return kind.from_json(text)
     except ValueError as error:
-        console.print(f"no picture: {error}", markup=False)
-        return []
-    return [path]
+        raise ValueError(f"{path}: {error}") from error
 
 
 @dataclass
@@ -173,24 +207,22 @@ class Watched:
 
     record: dict[str, Any] = field(default_factory=dict)
 
-    def with_load(self, data: dict[str, Any]) -> dict[str, Any]:
-        return {**data, "load": self.record}
+    def with_load(self, result: Any) -> dict[str, Any]:
+        return {**(result if isinstance(result, dict) else plain(result)), "load": self.record}
 
 
 @contextmanager
 def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
     """Watch the load during a measurement with that many processes; warn on stderr if the machine was too busy."""
-    from rich.console import Console
+    from thinwire.predict.measure.machine import LoadSample
 
-    from thinwire.predict.measure.machine import LoadWatch
-
-    watch, seen = LoadWatch(), Watched()
+    watch, seen = LoadSample(), Watched()
     yield seen
     load = watch.load()
     if load is not None:
         seen.record = asdict(load)
         if said := load.sentence(processes):
-            Console(stderr=True, quiet=quiet).print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            note(said, "yellow", quiet=quiet)
 
 
 class RunFailed(RuntimeError):
@@ -219,6 +251,20 @@ def sentence(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] if isinstance(error, ValueError) else str(error)
 
 
+@contextmanager
+def known_errors() -> Iterator[None]:
+    """Turn known errors into a sentence on stderr and an exit code; 130 is ctrl-C's."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        if (code := exit_code(error)) is None:
+            raise
+        print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from error
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -238,15 +284,6 @@ def torchrun_group() -> Iterator[tuple[int, int]]:
         dist.destroy_process_group()
 
 
-def slowest_link(cluster: Cluster) -> int | None:
-    return min((rate for rate in cluster.links if rate), default=None)
-
-
-def slow_wire(cluster: Cluster) -> str | None:
-    """Return the links in words; None if nothing slows them."""
-    return None if cluster.wire == "unlimited" else cluster.wire
-
-
 def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[RunRecord, Launched]:
     from thinwire.tools import lab
     from thinwire.tools.bench.session import run_session
@@ -262,17 +299,22 @@ def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
         if "step" in event:
             bar(completed=bar.completed + 1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
         elif "error" in event:
-            bar.say(f"{event['row']} failed: {event['error']}", "red")
+            bar.log(f"{event['row']} failed: {event['error']}", "red")
 
     return on_progress
 
 
 def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
-    """Run ranks in the lab with a progress bar that their events ``{"done": share, "text": ...}`` update."""
+    """Run ranks in the lab with a progress bar that events ``{"done": share, "text": ...}`` of the first update."""
     from thinwire.tools import lab
 
     with progress("starting ranks", 100) as bar:
-        words = LastWords(lambda rank, event: bar(completed=round(100 * event["done"]), description=event["text"]))
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank == 0:
+                bar(completed=round(100 * event["done"]), description=event["text"])
+
+        words = LastWords(on_event)
         launched = lab.run(cluster, command, on_line=words, timeout_seconds=timeout_seconds)
     if launched.exit_code == 124:
         raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were stopped")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_module
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from thinwire.tools.cli.console import Json, check_folder, plain_table, run_ranks, watched_load, write_drawing
+from thinwire.tools.cli.console import Output, plain_table, run_ranks, watched_load
+from thinwire.tools.cli.options import JsonOption
+from thinwire.tools.cli.verb import option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,59 +17,49 @@ if TYPE_CHECKING:
 LINK, QUICK_LINK = "200mbit", "50mbit"
 
 
-def demo(
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"2 workers, {QUICK_LINK}, a smaller model: half a minute.")
-    ] = False,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of DDP, whose final loss is then the target of Power-SGD: 25, or 15 with --quick."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for demo.png and demo.json.")] = Path("thinwire-out"),
-    json: Json = False,
-) -> None:
-    """Train a character GPT over an emulated slow link: DDP, then thinwire's Power-SGD until it reaches DDP's loss."""
-    from rich.console import Console
+class DemoVerb(JsonOption):
+    """Train a character GPT over an emulated slow link: DDP, then thinwire's Power-SGD until it reaches DDP's loss.
 
-    from thinwire.core.words import seconds
-    from thinwire.tools import lab
-    from thinwire.tools.bench.demo import advice, demo_spec, headline, judge_demo
-    from thinwire.tools.bench.summary import loss_picture
+    Example: thinwire demo --quick
+    """
 
-    console = Console(stderr=json)
-    link = QUICK_LINK if quick else LINK
-    steps = (15 if quick else 25) if steps is None else steps
-    spec = demo_spec(quick=quick, link=link, link_bits=lab.parse_rate(link), steps=steps)
-    cluster = lab.Cluster.parse(spec.workers, 1, link, None)
-    check_folder(out)
-    console.print(
-        f"character GPT, {spec.workers} workers on this machine, link {link}; {steps} steps of DDP, then Power-SGD "
-        "until it reaches the same loss",
-        soft_wrap=True,
-    )
-    with watched_load(spec.workers) as load:
-        record, launched = run_ranks(spec, cluster, total_steps=5 + 2 * steps)
-    result = judge_demo(spec, record, emulated=launched.emulated, note=launched.note)
-    (out / "demo.json").write_text(json_module.dumps(load.with_load(asdict(result)), indent=2))
-    title = f"{result.bench.describe}, {spec.workers} workers, link {link if launched.emulated else 'no limit'}"
-    drawn = write_drawing(loss_picture(result.curves, title, result.target), out / "demo.png", console)
-    if json:
-        typer.echo(json_module.dumps(load.with_load(asdict(result)), indent=2))
-    console.print(demo_table(result))
-    console.print(
-        f"compute alone {seconds(result.bench.compute_seconds)} per step; floor of an exact method at {link}: "
-        f"{seconds(result.bench.floor_seconds)}"
-    )
-    if not launched.emulated:
-        console.print(
-            f"the link was not emulated: steps at {link} are computed, max(compute, forward + bytes / rate), a floor. "
-            + launched.note
+    quick: bool = option(False, f"2 workers, {QUICK_LINK}, a smaller model: half a minute.")
+    steps: int | None = option(None, "Steps of DDP, whose last loss is the target: 25, or 15 with --quick.", least=1)
+    out: Path = option(Path("thinwire-out"), "Folder for demo.png and demo.json.", writes="folder")
+
+    def run(self, output: Output) -> Any:
+        from thinwire.core.words import seconds
+        from thinwire.tools import lab
+        from thinwire.tools.bench.demo import conclusion, demo_spec, judge_demo
+        from thinwire.tools.bench.summary import loss_picture
+
+        link = QUICK_LINK if self.quick else LINK
+        steps = self.steps or (15 if self.quick else 25)
+        spec = demo_spec(quick=self.quick, link=link, link_bits=lab.parse_rate(link), steps=steps)
+        output.line(
+            f"character GPT, {spec.workers} workers on this machine, link {link}; {steps} steps of DDP, then Power-SGD "
+            "until it reaches the same loss"
         )
-    console.print(f"written: {', '.join(map(str, [out / 'demo.json', *drawn]))}", soft_wrap=True)
-    for words in (headline(result), advice(result)):
-        console.print("\n" + words, highlight=False, markup=False, soft_wrap=True)
-    if any(row.error for row in result.rows):
-        raise typer.Exit(1)
+        with watched_load(spec.workers) as load:
+            record, launched = run_ranks(spec, lab.Cluster.parse(spec.workers, 1, link), total_steps=5 + 2 * steps)
+        result = judge_demo(spec, record, emulated=launched.emulated, note=launched.note)
+        data = load.with_load(result)
+        title = f"{result.bench.describe}, {spec.workers} workers, link {link if launched.emulated else 'no limit'}"
+        written = output.keep(self.out, "demo", data, loss_picture(result.curves, title, result.target))
+        output.say(demo_table(result))
+        output.say(
+            f"compute alone {seconds(result.bench.compute_seconds)} per step; floor of an exact method at {link}: "
+            f"{seconds(result.bench.floor_seconds)}"
+        )
+        if not launched.emulated:
+            output.say(
+                f"the link was not emulated: steps at {link} are computed, max(compute, forward + bytes / rate), a "
+                f"floor. {launched.note}"
+            )
+        output.wrote(*written)
+        output.line(*(f"\n{words}" for words in conclusion(result)))
+        output.code = int(any(row.error for row in result.rows))
+        return data
 
 
 def demo_table(result: DemoResult) -> Table:

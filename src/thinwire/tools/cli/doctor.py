@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_module
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from thinwire.tools.cli.console import RunFailed
+from thinwire.tools.cli.console import Output, RunFailed, read_record
+from thinwire.tools.cli.options import JsonOption
+from thinwire.tools.cli.verb import option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,34 +24,30 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 _COMPILE = "coupled methods give equal results; overlap only across graph breaks"
 
 
-def doctor(
-    nodes: Annotated[
-        int | None, typer.Option(help="Number of machines in the job; by default taken from torchrun's variables.")
-    ] = None,
-    read: Annotated[
-        Path | None, typer.Option("--read", help="Diagnose another machine from what doctor --json printed there.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
-) -> None:
+class DoctorVerb(JsonOption):
     """Print what a bug report needs and what is wrong with this machine's network set-up.
 
     The exit code is 1 if something prevents training, else 0.
-    """
-    try:
-        import torch  # noqa: F401
-    except (ImportError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise RunFailed(f"torch cannot be imported ({reason}): reinstall it, see pytorch.org") from error
-    from thinwire.tools.doctor import judge
 
-    facts = _here() if read is None else _read(read)
-    diagnosis = judge(facts, nodes)
-    if json:
-        typer.echo(json_module.dumps(report(facts, diagnosis), indent=2))
-    else:
-        _show(facts, diagnosis)
-    if diagnosis.prevents_training:
-        raise typer.Exit(1)
+    Example: thinwire doctor --nodes 2
+    """
+
+    nodes: int | None = option(None, "Number of machines in the job; by default taken from torchrun's variables.")
+    read: Path | None = option(None, "Diagnose another machine from what doctor --json printed there.")
+
+    def run(self, output: Output) -> Any:
+        try:
+            import torch  # noqa: F401
+        except (ImportError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise RunFailed(f"torch cannot be imported ({reason}): reinstall it, see pytorch.org") from error
+        from thinwire.tools.doctor import Facts, judge
+
+        facts = _here() if self.read is None else read_record(self.read, Facts)
+        diagnosis = judge(facts, self.nodes)
+        _show(facts, diagnosis, output)
+        output.code = int(diagnosis.prevents_training)
+        return report(facts, diagnosis)
 
 
 def _here() -> Facts:
@@ -70,20 +66,7 @@ def _here() -> Facts:
     return collect_facts(mode, reason, control)
 
 
-def _read(path: Path) -> Facts:
-    from thinwire.tools.doctor import Facts
-
-    try:
-        return Facts.from_dict(json_module.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ValueError(f"--read {path}: {error.strerror}") from error
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--read {path} contains no facts: give the output of `thinwire doctor --json`") from error
-
-
 def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from thinwire.tools.doctor.listeners import LISTENERS
 
     return {
@@ -100,20 +83,17 @@ def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _show(facts: Facts, diagnosis: Diagnosis) -> None:
-    from rich.console import Console
+def _show(facts: Facts, diagnosis: Diagnosis, output: Output) -> None:
     from rich.text import Text
 
-    console = Console(highlight=False)
-    console.print(_machine(facts, diagnosis))
-    console.print(_listeners())
+    output.say(_machine(facts, diagnosis), _listeners())
     for finding in diagnosis.findings:
         line = Text(f"{finding.level}: ", style=_COLOURS[finding.level]).append(finding.what, style="default")
-        console.print(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
+        output.say(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
     if not diagnosis.findings:
-        console.print("no problems were found")
+        output.say("no problems were found")
     elif diagnosis.prevents_training:
-        console.print("training cannot work until what is marked as an error is fixed")
+        output.say("training cannot work until what is marked as an error is fixed")
 
 
 def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:

@@ -3,65 +3,62 @@
 from __future__ import annotations
 
 try:
+    import functools
     import gc
     import importlib
-    from collections.abc import Iterator
-    from contextlib import contextmanager
     from typing import Annotated, Any
 
     import typer
     from typer.core import TyperGroup
+    from typer.main import get_group
 
     from thinwire import __version__
-    from thinwire.tools.cli import bench, demo, doctor, lab, measure, plan, race, report
-    from thinwire.tools.cli.console import exit_code, sentence
+    from thinwire.tools.cli import bench, demo, doctor, measure, plan, race, report
+    from thinwire.tools.cli.console import known_errors
+    from thinwire.tools.cli.verb import PlainTypes, add
 
-    _OF_SYSTEMS = {
-        name: importlib.import_module(f"thinwire.systems.cli.{name}").app
-        for name in ("keys", "kfac", "ps", "federated", "split", "supernet")
-    }  # by name: the systems stand above these tools
-    _REPRODUCE = importlib.import_module("thinwire.systems.cli.reproduce").reproduce
+    _REPRODUCE = importlib.import_module("thinwire.systems.cli.reproduce").ReproduceVerb
 except KeyboardInterrupt:  # these imports take most of a short verb's time
     raise SystemExit(130) from None
 
 _OBJECTS = 50_000
 """New objects between two garbage collections: those of torch's import all stay, and scanning them again and again
 costs a tenth of a verb that takes two seconds."""
+_SYSTEMS = {  # by name: the systems stand above these tools
+    "keys": "Certificates for the machines of a training.",
+    "kfac": "Second order: plan K-FAC's messages and inversions, measure inversions, try dampings.",
+    "ps": "Asynchronous training: a server, nodes that come and go, and a simulation in virtual time.",
+    "federated": "Federated learning: many clients, few devices.",
+    "split": "Fine-tune a model across a cut between an edge and a cloud (SFT).",
+    "supernet": "EASNet: one stereo network whose kernels, depth, width and scales can be cut.",
+}
 
 
-class FriendlyErrors(TyperGroup):
+class FriendlyErrors(PlainTypes, TyperGroup):
     """Known errors become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
 
     def make_context(self, *words: Any, **options: Any) -> Any:
-        _plain_types(self)
-        with _known_errors():
+        with known_errors():
             return super().make_context(*words, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        with _known_errors():
+        with known_errors():
             return super().invoke(ctx)
 
 
-def _plain_types(command: Any) -> None:
-    """In help pages a flag has no type, and an option that may be repeated has that of one value."""
-    for one in command.get_params(typer.Context(command)):
-        if one.param_type_name == "option" and one.metavar is None:
-            one.metavar = "" if one.is_flag else "<str>" if one.multiple else None
-    for verb in getattr(command, "commands", {}).values():
-        _plain_types(verb)
+class OfModule(PlainTypes, TyperGroup):
+    """The verbs of a module, which is imported when they are asked for."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        del self.commands
 
-@contextmanager
-def _known_errors() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except Exception as error:
-        if (code := exit_code(error)) is None:
-            raise
-        typer.echo(f"error: {sentence(error)}", err=True)
-        raise typer.Exit(code) from error
+    @functools.cached_property
+    def commands(self) -> Any:  # type: ignore[override]
+        wing = "systems" if self.name in _SYSTEMS else "tools"
+        app = typer.Typer()
+        add(app, *importlib.import_module(f"thinwire.{wing}.cli.{self.name}").VERBS, group=str(self.name))
+        return get_group(app).commands
 
 
 app = typer.Typer(
@@ -71,24 +68,18 @@ app = typer.Typer(
     epilog="Examples: thinwire demo --quick, and with a script of yours: "
     "thinwire lab run --link 1gbit -- python train.py",
 )
-_CHOOSE, _LOOK, _SYSTEMS = "Choose a method", "Look at a machine, a model, a run", "Systems, each with its own verbs"
-for _panel, _verb, _words in (
-    (_CHOOSE, demo.demo, "--quick"),
-    (_CHOOSE, plan.plan, "resnet50 --link 1gbit --workers 4"),
-    (_CHOOSE, race.race, "mymodule:build --link 100mbit --workers 4"),
-    (_CHOOSE, bench.bench, "--model mlp --link 200mbit --methods ddp,powersgd:rank=4"),
-    (_CHOOSE, _REPRODUCE, "acp dear"),
-    (_LOOK, doctor.doctor, "--nodes 2"),
-    (_LOOK, measure.probe, "--workers 2 --link 100mbit"),
-    (_LOOK, measure.profile, "mymodule:build --out profile.json"),
-    (_LOOK, report.report, "thinwire-out/race.json --out race.html"),
-    (_LOOK, report.watch, "steps.jsonl --open"),
-):
-    _name = _verb.__name__
-    app.command(_name, rich_help_panel=_panel, epilog=f"Example: thinwire {_name} {_words}")(_verb)
-app.add_typer(lab.app, name="lab", rich_help_panel=_LOOK)
-for _name, _verbs in _OF_SYSTEMS.items():
-    app.add_typer(_verbs, name=_name, rich_help_panel=_SYSTEMS)
+_LOOK = "Look at a machine, a model, a run"
+add(app, demo.DemoVerb, plan.PlanVerb, race.RaceVerb, bench.BenchVerb, _REPRODUCE, panel="Choose a method")
+add(app, doctor.DoctorVerb, measure.ProbeVerb, measure.ProfileVerb, report.ReportVerb, report.WatchVerb, panel=_LOOK)
+
+
+def _add_group(name: str, help: str, panel: str) -> None:
+    app.add_typer(typer.Typer(cls=OfModule, help=help, no_args_is_help=True), name=name, rich_help_panel=panel)
+
+
+_add_group("lab", "An emulated cluster on this machine: namespaces, shaped links, one process per rank.", _LOOK)
+for _name, _help in _SYSTEMS.items():
+    _add_group(_name, _help, "Systems, each with its own verbs")
 
 
 def _version(wanted: bool) -> None:

@@ -2,140 +2,128 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from thinwire.core.events import python, tell_event
+from thinwire.core.events import tell_event
 from thinwire.tools.cli.console import (
-    Device,
-    Json,
-    Model,
+    Output,
     RunFailed,
-    check_output,
     follow,
     plain_table,
     progress,
     under_torchrun,
     watched_load,
 )
+from thinwire.tools.cli.options import MODEL, DeviceOption, JsonOption, LabOptions
+from thinwire.tools.cli.verb import argument, option, rules_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from thinwire.core.pricing.costs import Costs
     from thinwire.core.pricing.profiles import ModelProfile
     from thinwire.predict.measure import ProbeResult
-    from thinwire.tools.lab import Cluster
 
 
 _SHOWN = (64 << 10, 1 << 20, 16 << 20)
 _ROWS = 12
-_SECONDS = 40.0
 
 
-def probe(
-    workers: Annotated[
-        int | None, typer.Option(help="Total number of ranks; by default 2. Not under torchrun.")
-    ] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks that share a node. Not under torchrun.")] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Rate of each node's emulated link, such as 1gbit. Not under torchrun.")
-    ] = None,
-    delay: Annotated[str | None, typer.Option(help="One-way delay between nodes. Not under torchrun.")] = None,
-    jitter: Annotated[
-        str | None, typer.Option(help="By how much a packet's delay may differ. Not under torchrun.")
-    ] = None,
-    loss: Annotated[str | None, typer.Option(help="Share of packets that get lost. Not under torchrun.")] = None,
-    congestion: Annotated[str | None, typer.Option(help="TCP's congestion control. Not under torchrun.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, gloo or nccl; in the lab always gloo.")] = "auto",
-    max_bytes: Annotated[int, typer.Option(help="Largest message of a rank, in bytes.")] = 16 << 20,
-    seconds: Annotated[float, typer.Option(help="Seconds for the exchanges; what does not fit is skipped.")] = 40.0,
-    out: Annotated[Path, typer.Option(help="File for the costs.")] = Path("costs.json"),
-    json: Annotated[bool, typer.Option("--json", help="Print all measurements as JSON on stdout.")] = False,
-) -> None:
-    """Measure every collective over message sizes: under torchrun on its network, otherwise in the lab."""
-    from rich.console import Console
+class CostsOptions(JsonOption):
+    """A verb that measures costs for the planner, within a time."""
 
-    from thinwire.core.words import rate
-    from thinwire.predict.measure import verdict
-    from thinwire.predict.measure.probe import message_sizes
-    from thinwire.tools.lab import Cluster
+    seconds: float = option(40.0, "Seconds for the exchanges; what does not fit is skipped.", above=0)
+    out: Path = option(Path("costs.json"), "File for the costs.", writes="file")
 
-    if backend not in ("auto", "gloo", "nccl"):
-        raise ValueError(f"backend {backend!r} is unknown; use auto, gloo or nccl")
-    message_sizes(largest=max_bytes)
-    if not seconds > 0:
-        raise ValueError(f"--seconds must be positive, not {seconds:g}")
-    check_output("--out", out)
-    note = ""
-    if under_torchrun():
-        if any(option is not None for option in (workers, ranks_per_node, link, delay, jitter, loss, congestion)):
-            raise ValueError(
-                "under torchrun the ranks and the network are fixed: leave out --workers, --link and so on"
-            )
-        with watched_load(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), quiet=os.environ["RANK"] != "0") as load:
-            rank, result = _join(backend, max_bytes, seconds)
-        if rank != 0:
-            return
-    else:
-        if backend == "nccl":
+    def keep(self, costs: Costs, output: Output) -> None:
+        kinds = [f"{len(costs.exchanges)} curves", f"{len(costs.compute)} of compute", costs.hash]
+        output.write(self.out, costs.to_json(), f" ({', '.join(kinds)})")
+
+
+class ProbeVerb(CostsOptions, LabOptions):
+    """Measure every collective over message sizes: under torchrun on its network, otherwise in the lab.
+
+    Example: thinwire probe --workers 2 --link 100mbit
+    """
+
+    backend: str = option("auto", "auto, gloo or nccl; in the lab always gloo.", choices=("auto", "gloo", "nccl"))
+    max_bytes: int = option(16 << 20, "Largest message of a rank, in bytes.")
+
+    def run(self, output: Output) -> Any:
+        from thinwire.core.words import rate
+        from thinwire.predict.measure import verdict
+        from thinwire.predict.measure.probe import message_sizes
+
+        message_sizes(largest=self.max_bytes)
+        joins = under_torchrun()
+        first = not joins or os.environ["RANK"] == "0"
+        output.console.quiet |= not first
+        if joins and (given := self.given(rules_of(LabOptions))):
+            raise ValueError(f"under torchrun the ranks and the network are fixed: leave out {given}")
+        if not joins and self.backend == "nccl":
             raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
-        workers, ranks_per_node = (2 if workers is None else workers), (1 if ranks_per_node is None else ranks_per_node)
-        with watched_load(workers) as load:
-            cluster = Cluster.parse(workers, ranks_per_node, link, delay, jitter, loss, congestion)
-            result, note = _in_lab(cluster, max_bytes, seconds)
-    costs = result.costs
-    out.write_text(costs.to_json() + "\n")
-    if json:
-        typer.echo(json_module.dumps(load.with_load(json_module.loads(result.to_json()))))
-    console = Console(stderr=json)
-    if not json:
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if joins else self.workers
+        with watched_load(own, quiet=not first) as load:
+            result, note = (self._on_torchrun(first), "") if joins else self._in_lab()
+        if not first:
+            return None
         flow = result.flow_bits_per_second
-        console.print(result.source + (f"; one flow alone: {rate(flow / 8)}" if flow else ""), markup=False)
-        for group in dict.fromkeys(key[1:] for key in result.series):
-            console.print(probe_table(result, group))
-    for sentence in filter(None, [*verdict(result), note]):
-        console.print(sentence, markup=False)
-    console.print(f"written: {out} ({len(costs.exchanges)} curves, {len(costs.compute)} of compute, {costs.hash})")
-    rest = "" if costs.exchanges else " --link 1gbit"
-    console.print(f"next: thinwire profile MODEL, then thinwire plan profile.json --costs {out}{rest}", markup=False)
+        output.say(result.source + (f"; one flow alone: {rate(flow / 8)}" if flow else ""))
+        output.say(*(probe_table(result, group) for group in dict.fromkeys(key[1:] for key in result.series)))
+        output.say(*filter(None, [*verdict(result), note]))
+        self.keep(result.costs, output)
+        rest = "" if result.costs.exchanges else " --link 1gbit"
+        output.say(f"next: thinwire profile MODEL, then thinwire plan profile.json --costs {self.out}{rest}")
+        return load.with_load(json.loads(result.to_json()))
 
+    def _on_torchrun(self, first: bool) -> ProbeResult:
+        with progress("joining the ranks", 100, quiet=not first) as bar:
+            try:
+                return self._join(lambda done, text: bar(round(100 * done), description=text))
+            except RuntimeError as error:  # torch's message about ranks that do not answer
+                raise RunFailed(f"the ranks could not be probed: {str(error).splitlines()[0]}") from error
 
-def _join(backend: str, max_bytes: int, seconds: float) -> tuple[int, ProbeResult]:
-    """Probe as a rank of torchrun's; the first rank shows the progress."""
-    from rich.console import Console
+    def _join(self, on_progress: Callable[[float, str], Any]) -> ProbeResult:
+        """Probe as a rank of torchrun's, or of the lab's."""
+        import torch
+        import torch.distributed as dist
 
-    from thinwire.predict.measure.worker import join_and_probe
+        from thinwire.predict.measure import probe
 
-    console = Console(stderr=True, quiet=os.environ["RANK"] != "0")
-    with console.status("joining the ranks") as status:
+        local, here = (int(os.environ.get(name, usual)) for name, usual in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+        backend = self.backend
+        if backend == "auto":
+            ready = torch.cuda.device_count() >= here and torch.cuda.is_available() and dist.is_nccl_available()
+            backend = "nccl" if ready else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(local)
+        dist.init_process_group(backend, timeout=timedelta(seconds=120))
         try:
-            return join_and_probe(
-                backend=backend,
-                largest_bytes=max_bytes,
-                seconds=seconds,
-                on_progress=lambda done, text: status.update(f"{done:4.0%} {text}"),
-            )
-        except RuntimeError as error:  # torch's message about ranks that do not answer
-            raise RunFailed(f"the ranks could not be probed: {str(error).splitlines()[0]}") from error
+            return probe(largest_bytes=self.max_bytes, seconds=self.seconds, on_progress=on_progress)
+        finally:
+            dist.destroy_process_group()
 
+    def _in_lab(self) -> tuple[ProbeResult, str]:
+        from thinwire.predict.measure import ProbeResult
 
-def _in_lab(cluster: Cluster, max_bytes: int, seconds: float) -> tuple[ProbeResult, str]:
-    from thinwire.predict.measure import ProbeResult
+        with tempfile.TemporaryDirectory(prefix="thinwire-probe-") as folder:
+            path = Path(folder) / "result.json"
+            command = replace(self, backend="gloo").rank_command(str(path))
+            launched = follow(self.cluster, command, timeout_seconds=5 * self.seconds + 180)
+            return ProbeResult.from_json(path.read_text()), launched.note
 
-    with tempfile.TemporaryDirectory(prefix="thinwire-probe-") as folder:
-        path = Path(folder) / "result.json"
-        command = python("-m", "thinwire.predict.measure.worker", "--out", str(path))
-        command += ["--largest-bytes", str(max_bytes), "--seconds", str(seconds)]
-        launched = follow(cluster, command, timeout_seconds=5 * seconds + 180)
-        return ProbeResult.from_json(path.read_text()), launched.note
+    def on_rank(self, *words: str) -> None:
+        result = self._join(lambda done, text: tell_event({"done": done, "text": text}))
+        if os.environ["RANK"] == "0":
+            Path(words[0]).write_text(result.to_json())
 
 
 def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
@@ -159,99 +147,75 @@ def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
     return table
 
 
-def profile(
-    model: Model,
-    steps: Annotated[int, typer.Option(help="Timed steps; fewer if they take more than 40 s.")] = 20,
-    warmup: Annotated[int, typer.Option(help="Untimed steps before the timed ones.")] = 5,
-    workers: Annotated[
-        int, typer.Option(help="Processes that compute at the same time, as on a machine with that many ranks.")
-    ] = 1,
-    device: Device = "cpu",
-    out: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.json"),
-    json: Json = False,
-) -> None:
-    """Time a model's forward pass by module and its backward pass by gradient."""
-    from rich.console import Console
+class ProfileVerb(DeviceOption, JsonOption):
+    """Time a model's forward pass by module and its backward pass by gradient.
 
-    from thinwire.tools.bench.device import check_device
-    from thinwire.tools.bench.models.registry import check_model
+    Example: thinwire profile mymodule:build --out profile.json
+    """
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("thinwire profile starts its own processes: use --workers instead of torchrun")
-    if steps < 1 or warmup < 0 or workers < 1:
-        raise ValueError(f"--steps {steps} and --workers {workers} must be at least 1, --warmup {warmup} not negative")
-    check_output("--out", out)
-    check_device(device)
-    check_model(model)
-    with watched_load(workers) as load:
-        if workers > 1:
-            found = _several(model, steps, warmup, device, workers)
-        else:
-            with progress(f"building {model}", steps + warmup) as bar:
-                tell = lambda done, total: bar(completed=done, description=model)  # noqa: E731
-                found = _profile(model, steps, warmup, device, 0, 1, tell)
-    text = json_module.dumps(load.with_load(json_module.loads(found.to_json())))
-    out.write_text(text + "\n")
-    console = Console(stderr=json)
-    if json:
-        typer.echo(text)
-    else:
-        console.print(profile_table(found))
-    for sentence in profile_sentences(found):
-        console.print(sentence, markup=False)
-    console.print(f"written: {out} ({found.hash})")
-    console.print(f"next: thinwire probe, then thinwire plan {out} --costs costs.json", markup=False)
+    model: str = argument(..., MODEL)
+    steps: int = option(20, "Timed steps; fewer if they take more than 40 s.", least=1)
+    warmup: int = option(5, "Untimed steps before the timed ones.", least=0)
+    workers: int = option(1, "Processes that compute at the same time, as on a machine with that many ranks.", least=1)
+    out: Path = option(Path("profile.json"), "File for the profile.", writes="file")
 
+    def run(self, output: Output) -> Any:
+        from thinwire.tools.bench.device import check_device
+        from thinwire.tools.bench.models.registry import check_model
 
-def _profile(
-    model: str, steps: int, warmup: int, device: str, rank: int, ranks: int, on_step: Callable[[int, int], None]
-) -> ModelProfile:
-    import torch
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("thinwire profile starts its own processes: use --workers instead of torchrun")
+        check_device(self.device)
+        check_model(self.model)
+        with watched_load(self.workers) as load:
+            if self.workers > 1:
+                found = self._slowest()
+            else:
+                with progress(f"building {self.model}", self.steps + self.warmup) as bar:
+                    found = self.measure(0, lambda done, total: bar(completed=done, description=self.model))
+        data = load.with_load(found)
+        output.say(profile_table(found), *profile_sentences(found))
+        output.write(self.out, json.dumps(data), f" ({found.hash})")
+        output.say(f"next: thinwire probe, then thinwire plan {self.out} --costs costs.json")
+        return data
 
-    from thinwire.predict.measure import profile_model
-    from thinwire.tools.bench.device import rank_device
-    from thinwire.tools.bench.models.registry import build_model, loss_of
+    def measure(self, rank: int, on_step: Callable[[int, int], Any], seconds: float = 40.0) -> ModelProfile:
+        import torch
 
-    # On "cpu" a model stays where its own function puts it: nothing is exchanged, so it may be anywhere.
-    workload = build_model(model, device=None if device == "cpu" else rank_device(device))
-    batch = workload.describe
-    if ranks > 1:
-        batch += f", {ranks} processes at once"
-        torch.distributed.barrier()
-    return profile_model(workload.model, count(), loss_of(workload, rank), steps=steps, warmup=warmup,
-                         name=workload.name, batch=batch, seconds=_SECONDS, on_step=on_step)  # fmt: skip
+        from thinwire.predict.measure import profile_model
+        from thinwire.tools.bench.device import rank_device
+        from thinwire.tools.bench.models.registry import build_model, loss_of
 
+        # On "cpu" a model stays where its own function puts it: nothing is exchanged, so it may be anywhere.
+        workload = build_model(self.model, device=None if self.device == "cpu" else rank_device(self.device))
+        batch = workload.describe
+        if self.workers > 1:
+            batch += f", {self.workers} processes at once"
+            torch.distributed.barrier()
+        return profile_model(workload.model, count(), loss_of(workload, rank), steps=self.steps, warmup=self.warmup,
+                             name=workload.name, batch=batch, seconds=seconds, on_step=on_step)  # fmt: skip
 
-def _several(model: str, steps: int, warmup: int, device: str, ranks: int) -> ModelProfile:
-    """Return the profile of the slowest of several processes that compute at the same time."""
-    from thinwire.core.pricing.profiles import ModelProfile
-    from thinwire.tools.lab import Cluster
+    def _slowest(self) -> ModelProfile:
+        """Return the profile of the slowest of several processes that compute at the same time."""
+        from thinwire.core.pricing.profiles import ModelProfile
+        from thinwire.tools.lab import Cluster
 
-    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as folder:
-        what = json_module.dumps([model, steps, warmup, device])
-        follow(Cluster(ranks, ranks), python("-m", "thinwire.tools.cli.measure", folder, what), timeout_seconds=600)
-        profiles = [ModelProfile.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    return max(profiles, key=lambda p: p.forward_seconds + sum(p.backward_seconds))
+        with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as folder:
+            follow(Cluster(self.workers, self.workers), self.rank_command(folder), timeout_seconds=600)
+            profiles = [ModelProfile.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+        return max(profiles, key=lambda p: p.forward_seconds + sum(p.backward_seconds))
 
+    def on_rank(self, *words: str) -> None:
+        import torch.distributed as dist
 
-def main(folder: str, what: str) -> None:
-    """Be one of several processes that are profiled, with torchrun's environment variables set."""
-    import torch.distributed as dist
+        from thinwire.tools.bench.device import prepare_rank
 
-    from thinwire.tools.bench.device import prepare_rank
-
-    model, steps, warmup, device = json_module.loads(what)
-    dist.init_process_group(prepare_rank(device))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-
-    def report(done: int, total: int) -> None:
-        if rank == 0:
-            tell_event({"done": done / total, "text": model})
-
-    found = _profile(model, steps, warmup, device, rank, ranks, report)
-    (Path(folder) / f"{rank}.json").write_text(found.to_json())
-    dist.barrier()
-    dist.destroy_process_group()
+        dist.init_process_group(prepare_rank(self.device))
+        rank = dist.get_rank()
+        found = self.measure(rank, lambda done, total: tell_event({"done": done / total, "text": self.model}))
+        (Path(words[0]) / f"{rank}.json").write_text(found.to_json())
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def profile_table(profile: ModelProfile) -> Table:
@@ -287,7 +251,3 @@ def profile_sentences(profile: ModelProfile) -> list[str]:
             f"{rate(2 * count / backward)}; start-ups come on top"
         )
     return said
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -7,22 +7,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
 from thinwire.core.records import plain
 from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, with_steps
-from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of, resolved
-from thinwire.predict.timeline import simulate, write_trace
+from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of
+from thinwire.predict.timeline import write_trace
 from thinwire.predict.timeline.local_steps import PLAIN, Periodic
 from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.bench.words import arguments, attach_line, split_options
-from thinwire.tools.cli.console import plain_table, progress
+from thinwire.tools.cli.console import Output, plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
+
+if TYPE_CHECKING:
+    from thinwire.tools.cli.plan import PlanVerb
 
 _SHOWN = 12  # sizes of DDP's buckets in one line
 _WITHOUT_A_METHOD = {
@@ -32,31 +34,27 @@ _WITHOUT_A_METHOD = {
 """What to use and what to do next, by the labels of ``PLAIN``."""
 
 
-def answer_of(question: Question, console: Console, *, lossy: bool, buckets: bool, map: bool, trace: Path | None,
-              out: Path | None) -> dict[str, Any]:  # fmt: skip
+def answer_of(question: Question, asked: PlanVerb, output: Output) -> dict[str, Any]:
     """Rank, print results as they come, write the files. Return what JSON shows."""
-    profile, topology, prices = question.profile, question.topology, question.costs()
     where = {**question.where, "worth": question.worth}
-    ranking = choose(question.candidates, profile, topology, prices, **where, lossy=lossy)
+    ranking = choose(question.candidates, *question.setting, **where, lossy=asked.lossy)
     knees = _knees(question, ranking)
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
     answer["answer"] = first_answer(question, ranking)
-    console.print(answer["answer"], markup=False, highlight=False)
-    console.print(ranking_table(question, ranking))
-    for sentence in sentences(question, ranking, knees):
-        console.print(sentence, markup=False, highlight=False)
+    output.say(answer["answer"], ranking_table(question, ranking), *sentences(question, ranking, knees))
     if (ddp := ddp_answer(question, ranking)) is not None:
         answer["ddp"] = ddp
-        console.print(ddp_sentence(ddp), markup=False, highlight=False)
-    if buckets:
-        groups = _explain(question, ranking, console)
+        output.say(ddp_sentence(ddp))
+    if asked.explain:
+        groups = _explain(question, ranking)
+        output.say(*(groups_table(label, found) for label, found in groups.items()))
         answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
-    if map:
-        answer["map"] = plain(_map(question, console, lossy))
-    if trace is not None or out is not None:
-        _write(question, ranking, answer, trace, out)
-        for path in filter(None, (trace, out)):
-            console.print(f"written: {path}", markup=False)
+    if asked.map:
+        answer["map"] = found = _map(question, asked.lossy)
+        output.say(map_table(question, found))
+    _write(question, ranking, answer, asked.trace, asked.out)
+    for path in filter(None, (asked.trace, asked.out)):
+        output.wrote(path)
     return answer
 
 
@@ -67,41 +65,35 @@ def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
     return {label: knee(method_of[label], question.profile, question.prices, **rest) for label in labels}
 
 
-def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[ExplainedBucket, ...]]:
-    priced = {entry.label for entry in ranking.entries}
+def _explain(question: Question, ranking: Ranking) -> dict[str, tuple[ExplainedBucket, ...]]:
     wanted = question.named or (ranking.best.label, ranking.best_exact.label)
-    method_of, groups = dict(question.candidates), {}
-    for label in dict.fromkeys(label for label in wanted if label in priced):
-        groups[label] = explain(
-            method_of[label], question.profile, question.topology, question.costs(), backend=question.device.backend
-        )
-        console.print(groups_table(label, groups[label]))
-    return groups
+    method_of, priced = dict(question.candidates), {entry.label for entry in ranking.entries}
+    return {
+        label: explain(method_of[label], *question.setting, backend=question.device.backend)
+        for label in dict.fromkeys(wanted)
+        if label in priced
+    }
 
 
-def _map(question: Question, console: Console, lossy: bool) -> Map:
+def _map(question: Question, lossy: bool) -> Map:
     per_node = question.ranks_per_node
-    workers = [count * per_node for count in grid.WORKERS]
     with progress("map") as bar:
-        found = map_of(
-            question.candidates, question.profile, workers=workers, costs=question.assumed, ranks_per_node=per_node,
-            **question.where, lossy=lossy, worth=question.worth, on_cell=bar,
+        return map_of(
+            question.candidates, question.profile, workers=[count * per_node for count in grid.WORKERS],
+            costs=question.assumed, ranks_per_node=per_node, **question.where, lossy=lossy, worth=question.worth,
+            on_cell=bar,
         )  # fmt: skip
-    console.print(map_table(question, found))
-    return found
 
 
 def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
-    label = ranking.best.label
-    setting = (question.profile, question.topology, question.costs())
-    method = resolved(dict(question.candidates)[label], *setting, worth=question.worth, **question.where)
-    timeline = simulate(method, *setting, **question.where)
+    if trace is None and out is None:
+        return
+    timeline = question.simulated(dict(question.candidates)[ranking.best.label])
     if trace is not None:
-        write_trace(trace, timeline.events, label=f"predicted, {label}")
+        write_trace(trace, timeline.events, label=f"predicted, {ranking.best.label}")
     if out is not None:
         chosen = {"method": ranking.best.method, "options": ranking.best.options}
-        data = {**json.loads(timeline.plan.to_json()), **chosen, **answer}
-        out.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(plain({**plain(timeline.plan), **chosen, **answer})) + "\n", encoding="utf-8")
 
 
 def ranking_table(question: Question, ranking: Ranking) -> Table:
@@ -111,17 +103,17 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
         title += f", {question.ranks_per_node} per machine"
     columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "x")
     title = f"{title}, {question.describe_network()}\nx: times faster to a loss than exact averaging"
-    table, best = plain_table(title, columns, ("bound by",), close=True), answered(ranking)
+    best, unknown = answered(ranking), any(entry.steps is None for entry in ranking.entries)
+    table = plain_table(
+        title, columns, left=("bound by",), close=True,
+        caption="?: how many steps it needs is not known, so it is not recommended" if unknown else "",
+    )  # fmt: skip
     for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
         if entries:
             table.add_section()
             table.add_row(f"[dim]{name}[/dim]")
         for entry in entries:
-            mark = "bold" if entry == best else None
-            table.add_row(*_cells(entry), style=mark)
-    if any(entry.steps is None for entry in ranking.entries):
-        table.caption = "?: how many steps it needs is not known, so it is not recommended"
-        table.caption_justify = "left"
+            table.add_row(*_cells(entry), style="bold" if entry == best else None)
     return table
 
 
@@ -192,7 +184,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
         else f"predicted: {label} falls below 80 % efficiency at {bend} workers"
         for label, bend in knees.items()
     ]
-    kinds = {curve.provenance for curve in question.costs().compute.values()}
+    kinds = {curve.provenance for curve in question.setting[2].compute.values()}
     work = "measured" if kinds == {"measured here"} else f"assumed for {question.device.name}"
     said.append(
         f"measured here: {best.measured_share:.0%} of the predicted step; model {profile.provenance} "
@@ -211,7 +203,7 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
     sparse = any(group.kept is not None for group in groups)
     names = (["phase"] if phases else []) + ["bucket", "tensors", "from"]
     names += ["elements", "ready\nms", "MB\n/step", "send\nms"] + (["kept", "density"] if sparse else [])
-    table = plain_table(f"{label}: {len(groups)} buckets", names, ("from",), close=True)
+    table = plain_table(f"{label}: {len(groups)} buckets", names, left=("from",), close=True)
     for group in groups:
         cells = [str(group.phase)] if phases else []
         name, most = group.names[0], 16 if sparse else 22
@@ -259,7 +251,7 @@ def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
         }
     if method.decoupled:
         return {"label": label, "why_not": "it leaves part of the exchange for the next forward pass"}
-    plan = plan_of(method, profile, question.device.backend, question.topology, question.costs())
+    plan = plan_of(method, profile, question.device.backend, question.topology, question.setting[2])
     size = {tensor.name: math.prod(tensor.shape) * profile.dtype_bytes for tensor in profile.tensors}
     try:
         return {"label": label, "arguments": bucket_arguments(plan, size)}

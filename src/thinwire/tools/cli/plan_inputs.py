@@ -1,32 +1,32 @@
-"""The question of ``thinwire plan``: options and files become a profile, a cluster, prices and candidates."""
+"""The question of ``thinwire plan``: its options and files become a profile, a cluster, prices and candidates."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from thinwire.core.checks import check_choice
-from thinwire.core.methods.registry import METHODS, candidates, label_of, method
+from thinwire.core.methods.registry import candidates, label_of, method
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
-from thinwire.core.pricing.wires import carried
+from thinwire.core.pricing.wire_model import carried
 from thinwire.core.program import Method, Topology
-from thinwire.engine.local.settings import CANDIDATES, PRESETS, named_method
-from thinwire.predict.choose import DEVICES, DeviceSpec
+from thinwire.engine.local.settings import CANDIDATES, named_method
+from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
 from thinwire.predict.choose.worth import WorthOf, read_worth
-from thinwire.tools.bench.rows import known_method
+from thinwire.predict.timeline import Timeline, simulate
+from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.words import check_module, nearest, split_options
-from thinwire.tools.cli.console import progress, watched_load
+from thinwire.tools.cli.console import progress, read_record, watched_load
+from thinwire.tools.cli.measure import ProfileVerb
 from thinwire.tools.lab import parse_delay, parse_loss, parse_rate
 
-_MOST_WORKERS = 65536
-_START_SECONDS = 50e-6  # of a message, on any wire
+if TYPE_CHECKING:
+    from thinwire.tools.cli.plan import PlanOptions
 
-_Readable = TypeVar("_Readable", Costs, ModelProfile)
+_START_SECONDS = 50e-6  # of a message, on any wire
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,14 @@ class Question:
         """How methods run on this device: arguments of ``choose``, ``knee`` and ``simulate``."""
         return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
 
-    def costs(self) -> Costs:
-        return self.prices(self.topology)
+    @property
+    def setting(self) -> tuple[ModelProfile, Topology, Costs]:
+        return self.profile, self.topology, self.prices(self.topology)
+
+    def simulated(self, method: Method) -> Timeline:
+        """Return a step, or a period, of a method as it is resolved for this setting."""
+        chosen = resolved(method, *self.setting, worth=self.worth, **self.where)
+        return simulate(chosen, *self.setting, **self.where)
 
     def prices(self, topology: Topology) -> Costs:
         assumed = self.assumed(self.bits_per_second, topology)
@@ -95,6 +101,7 @@ class Question:
         return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us{long}{lossy}"
 
     def to_data(self) -> dict[str, Any]:
+        assumed = ("bits_per_second", "latency_seconds", "delay_seconds", "loss")
         return {
             "model": self.profile.name,
             "model_source": self.profile.source,
@@ -104,62 +111,44 @@ class Question:
             "device": self.device.name,
             "backend": self.device.backend,
             "network": self.network_provenance,
-            "bits_per_second": None if self.network else self.bits_per_second,
-            "latency_seconds": None if self.network else self.latency_seconds,
-            "delay_seconds": None if self.network else self.delay_seconds,
-            "loss": None if self.network else self.loss,
+            **{name: None if self.network else getattr(self, name) for name in assumed},
             **({} if self.load is None else {"load": self.load}),
         }
 
 
-def read_question(
-    model: str | None,
-    *,
-    link: str | None,
-    delay: str | None,
-    costs: Path | None,
-    workers: int | None,
-    ranks_per_node: int | None,
-    methods: str | None,
-    batch_size: int | None,
-    device: str | None,
-    flops: float | None,
-    profile: Path | None,
-    worth: Path | None = None,
-    loss: str = "0%",
-    congestion: str = "cubic",
-) -> Question:
-    bits = parse_rate("10gbit" if link is None else link)
-    seconds = _START_SECONDS if delay is None else parse_delay(delay)
-    lost, far = parse_loss(loss), max(0.0, seconds - _START_SECONDS)
-    check_choice("--congestion", congestion, ("cubic", "bbr"))
-    measured = None if costs is None else read_record(costs, Costs)
-    worth_of = None if worth is None else read_worth(worth)
-    network = measured is not None and link is None
-    if network and (delay is not None or lost):
+def read_question(asked: PlanOptions) -> Question:
+    if asked.model is None and asked.profile is None:
+        raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
+    bits = parse_rate("10gbit" if asked.link is None else asked.link)
+    seconds = _START_SECONDS if asked.delay is None else parse_delay(asked.delay)
+    lost, far = parse_loss(asked.loss), max(0.0, seconds - _START_SECONDS)
+    measured = None if asked.costs is None else read_record(asked.costs, Costs)
+    worth = None if asked.worth is None else read_worth(asked.worth)
+    network = measured is not None and asked.link is None
+    if network and (asked.delay is not None or lost):
         raise ValueError(
             "--delay and --loss belong to an assumed network: give --link too, or leave it out to use --costs"
         )
     known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
     if network and not known:
-        raise ValueError(f"{costs} contains no exchange between ranks: probe at least two, or give --link")
+        raise ValueError(f"{asked.costs} contains no exchange between ranks: probe at least two, or give --link")
+    workers, ranks_per_node = asked.workers, asked.ranks_per_node
     if workers is None:
         workers = max((members for _, scope, members in known if scope == "world"), default=16)
     if ranks_per_node is None:
         ranks_per_node = max((members for _, scope, members in known if scope == "node"), default=1)
         ranks_per_node = ranks_per_node if workers % ranks_per_node == 0 else 1
-    if not 1 <= workers <= _MOST_WORKERS:
-        raise ValueError(f"--workers {workers} must be between 1 and {_MOST_WORKERS}")
-    if ranks_per_node < 1 or workers % ranks_per_node:
+    if workers % ranks_per_node:
         raise ValueError(f"--workers {workers} is not a multiple of --ranks-per-node {ranks_per_node}")
-    candidates, named = read_methods(methods)
-    assumed = read_device(device, built_in=profile is None and model in BUILTIN)
-    known_model, load = read_model(model, profile, batch_size, flops, assumed)
-    if not known_model.elements:
-        raise ValueError(f"{profile or model}: the profile contains no gradients: there is nothing to send")
-    return Question(known_model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed,
-                    float(bits), min(seconds, _START_SECONDS), far, lost, congestion == "bbr", measured, network,
-                    worth_of, load)  # fmt: skip
+    candidates, named = read_methods(asked.methods)
+    assumed = read_device(asked.device, built_in=asked.profile is None and asked.model in BUILTIN)
+    model, load = read_model(asked, assumed)
+    if not model.elements:
+        raise ValueError(f"{asked.profile or asked.model}: the profile contains no gradients: there is nothing to send")
+    return Question(
+        model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed, float(bits),
+        min(seconds, _START_SECONDS), far, lost, asked.congestion == "bbr", measured, network, worth, load,
+    )  # fmt: skip
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
@@ -174,12 +163,10 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
         labels = list(named)
     made = []
     for label in labels:
-        name, options = split_options(label)
-        known_method(name, (*METHODS, *PRESETS))
-        try:
-            made.append((label, named_method(name, options)))
-        except TypeError as error:
-            raise ValueError(f"method {label!r}: {error}") from error
+        row = parse_rows(label)[0]
+        if not row.is_thinwire or row.kind == "auto":
+            raise ValueError(f"method {label!r} has no price: thinwire bench and thinwire race run it")
+        made.append((label, named_method(row.kind, row.options)))
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
     for label in ("cast:dtype=bf16", "ssgd"):
@@ -197,16 +184,14 @@ def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
     return DEVICES[name]
 
 
-def read_model(
-    model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: DeviceSpec
-) -> tuple[ModelProfile, Mapping[str, Any] | None]:
+def read_model(asked: PlanOptions, device: DeviceSpec) -> tuple[ModelProfile, Mapping[str, Any] | None]:
     """Return a built-in profile, one from a file, or a bench model measured now, then with the machine's load."""
+    model, profile, flops = asked.model, asked.profile, asked.device_flops
     if profile is None and model in BUILTIN:
         flops = device.training_flops if flops is None else flops
-        return builtin(model, batch_size=batch_size, device_flops=flops), None
-    for option, value in (("--batch-size", batch_size), ("--device-flops", flops)):
-        if value is not None:
-            raise ValueError(f"{option} is for the built-in models; a measured model has its own times")
+        return builtin(model, batch_size=asked.batch_size, device_flops=flops), None
+    if given := asked.given(("batch_size", "device_flops")):
+        raise ValueError(f"{given} is for the built-in models; a measured model has its own times")
     if profile is not None:
         found = read_record(profile, ModelProfile)
         if model is not None and found.name not in (model, model.partition(":")[0]):
@@ -221,8 +206,7 @@ def read_model(
 def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
     import torch
 
-    from thinwire.predict.measure import profile_model
-    from thinwire.tools.bench.models.registry import BUILT_IN, build_model, check_model, loss_of
+    from thinwire.tools.bench.models.registry import BUILT_IN, check_model
 
     name, _ = split_options(model)
     if name in BUILTIN:
@@ -232,20 +216,5 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
         raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *BUILT_IN])}, a file or module:function")
     check_model(model)
     with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
-        workload = build_model(model)
-        found = profile_model(
-            workload.model, count(), loss_of(workload, 0), steps=10, warmup=2, name=workload.name,
-            batch=workload.describe, seconds=20.0, on_step=bar,
-        )  # fmt: skip
+        found = ProfileVerb(model=model, steps=10, warmup=2).measure(0, bar, seconds=20.0)
     return found, load.record
-
-
-def read_record(path: Path, kind: type[_Readable]) -> _Readable:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    try:
-        return kind.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from thinwire.core.checks import check_choice, check_count
 from thinwire.core.pricing.profiles import BUILTIN, builtin
 from thinwire.core.words import volume
-from thinwire.engine.local.memory import held_by
+from thinwire.engine.local.memory import predict_memory
 from thinwire.engine.local.settings import PRESETS, local_settings
 from thinwire.tools.bench.models.registry import BUILT_IN, build_model, model_in
 from thinwire.tools.bench.words import load_function, split_options, told
-from thinwire.tools.cli.console import plain_table
+from thinwire.tools.cli.console import Output, plain_table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = "local:sync_every=16:codec=int2,diloco"
@@ -44,7 +43,7 @@ def shapes_of(model: str) -> list[tuple[str, Sequence[int]]]:
     return [(n, tuple(p.shape)) for n, p in module.named_parameters() if p.requires_grad]
 
 
-def show(model: str, methods: str | None, console: Console, *, shards: int, sites: int, dtype: str) -> dict[str, Any]:
+def show(model: str, methods: str | None, output: Output, *, shards: int, sites: int, dtype: str) -> dict[str, Any]:
     """Print a table for each of the local steps, and return all as plain data."""
     check_count("--shards", shards, least=1)
     check_count("--sites", sites, least=2)
@@ -55,16 +54,15 @@ def show(model: str, methods: str | None, console: Console, *, shards: int, site
         name, options = split_options(label.strip())
         if name.lower() not in PRESETS:
             raise ValueError(f'--memory counts "local" and "diloco", with their options, not {name!r}')
-        rows = held_by(local_settings(name, options), shapes, sites=sites, shards=shards, dtype=DTYPES[dtype])
+        rows = predict_memory(local_settings(name, options), shapes, sites=sites, shards=shards, dtype=DTYPES[dtype])
         total, host = (sum(getattr(row, where) for row in rows) for where in ("device", "host"))
-        title = f"{label.strip()}: {elements / 1e9:.3g} billion parameters in {dtype}, {sites} sites of {shards}"
-        table = plain_table(title, ("what", "on a GPU", "in host memory"))
-        for kind, device, beside in (*((row.kind, row.device, row.host) for row in rows), ("all", total, host)):
-            table.add_row(kind, *(_size(count) for count in (device, beside)))
-        console.print(table)
         kinds = [{"kind": row.kind, "device": row.device, "host": row.host} for row in rows]
+        title = f"{label.strip()}: {elements / 1e9:.3g} billion parameters in {dtype}, {sites} sites of {shards}"
+        lines = [*kinds, {"kind": "all", "device": total, "host": host}]
+        cells = ((line["kind"], _size(line["device"]), _size(line["host"])) for line in lines)
+        output.say(plain_table(title, ("what", "on a GPU", "in host memory"), cells))
         found.append({"method": label.strip(), "rows": kinds, "device": total, "host": host})
-    console.print("Of each rank, under Adam; activations and what FSDP2 gathers for a block come on top.")
+    output.say("Of each rank, under Adam; activations and what FSDP2 gathers for a block come on top.")
     return {"model": model, "elements": elements, "sites": sites, "shards": shards, "dtype": dtype, "memory": found}
 
 

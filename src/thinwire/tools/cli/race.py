@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json as json_module
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from thinwire.tools.cli.console import (
-    Congestion,
-    Delay,
-    Device,
-    Jitter,
-    Json,
-    Link,
-    Loss,
-    Model,
-    RanksPerNode,
-    RunFailed,
-    Workers,
-    check_folder,
-    moving,
-    plain_table,
-    progress,
-    slow_wire,
-    slowest_link,
-    watched_load,
-    write_drawing,
-)
+from thinwire.tools.cli.console import Output, RunFailed, moving, plain_table, progress, watched_load
+from thinwire.tools.cli.options import MODEL, DeviceOption, JsonOption, LabOptions
+from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,100 +17,79 @@ if TYPE_CHECKING:
     from thinwire.tools.bench.race import RaceResult
 
 
-def race(
-    model: Model,
-    link: Link = "unlimited",
-    workers: Workers = 2,
-    ranks_per_node: RanksPerNode = 1,
-    delay: Delay = "0",
-    jitter: Jitter = "0",
-    loss: Loss = "0",
-    congestion: Congestion = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Methods that race against ddp: powersgd:rank=4,local:sync_every=8 ... By default six methods; where "
-            "the network takes most of the time, also local steps with longer periods."
-        ),
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="Minutes that the race may take; with --steps, timing steps.")] = 10.0,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Race over whole runs of so many steps, such as 2000, each at its best rate: takes hours."),
-    ] = None,
-    schedule: Annotated[
-        str, typer.Option(help="Learning rate of whole runs: cosine (a rise, then down to a tenth) or constant.")
-    ] = "cosine",
-    seeds: Annotated[
-        int | None,
-        typer.Option(help="Number of seeds on which methods are compared; by default up to 3, as many as fit."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for race.json and race.png.")] = Path("thinwire-out"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier results: measure and train again.")] = False,
-    device: Device = "cpu",
-    json: Json = False,
-) -> None:
-    """Race methods to DDP's loss on your model and link: who is first, what it costs in steps, how sure that is."""
-    import tempfile
+class RaceVerb(LabOptions, DeviceOption, JsonOption):
+    """Race methods to DDP's loss on your model and link: who is first, what it costs in steps, how sure that is.
 
-    from rich.console import Console
+    Example: thinwire race mymodule:build --link 100mbit --workers 4
+    """
 
-    from thinwire.core.checks import check_choice
-    from thinwire.tools import lab
-    from thinwire.tools.bench.device import check_device
-    from thinwire.tools.bench.models.registry import check_model
-    from thinwire.tools.bench.race import (
-        DEFAULT_METHODS,
-        LONGER_PERIODS,
-        WHOLE_METHODS,
-        RaceSpec,
-        RunContext,
-        run_race,
+    model: str = argument(..., MODEL)
+    methods: str | None = option(
+        None,
+        "Methods that race against ddp: powersgd:rank=4,local:sync_every=8 ... By default six methods; where the "
+        "network takes most of the time, also local steps with longer periods.",
     )
-    from thinwire.tools.bench.race_answer import curves, race_data
-    from thinwire.tools.bench.rows import parse_rows
-    from thinwire.tools.bench.summary import loss_picture
+    minutes: float = option(10.0, "Minutes that the race may take: they decide the length of its runs.")
+    steps: int | None = option(
+        None, "Steps of a run, such as 2000, however long that takes; by default what fits into --minutes."
+    )
+    schedule: str = option(
+        "cosine",
+        "Learning rate over a run: cosine (a rise, then down to a tenth) or constant.",
+        choices=("cosine", "constant"),
+    )
+    seeds: int | None = option(
+        None, "Number of seeds on which methods are compared; by default 3 or 1, as many as fit."
+    )
+    out: Path = option(Path("thinwire-out"), "Folder for race.json and race.png.", writes="folder")
+    fresh: bool = option(False, "Forget earlier results: measure and train again.")
 
-    cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay, jitter, loss, congestion)
-    bits, wire = slowest_link(cluster), slow_wire(cluster)
-    check_device(device)
-    check_model(model)
-    check_choice("--schedule", schedule, ("cosine", "constant"))
-    standard = DEFAULT_METHODS if steps is None else WHOLE_METHODS
-    rows = parse_rows(standard if methods is None else methods)
-    longer = LONGER_PERIODS if methods is None and steps is None else ()
-    asked = RaceSpec(model, rows, workers, ranks_per_node, wire, bits, minutes, seeds, device,
-                     longer, steps, schedule == "cosine")  # fmt: skip
-    check_folder(out)
-    if wire and lab.available() == "loopback":
-        raise RunFailed(
-            "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
+    def run(self, output: Output) -> Any:
+        from thinwire.tools import lab
+        from thinwire.tools.bench.device import check_device
+        from thinwire.tools.bench.models.registry import check_model
+        from thinwire.tools.bench.race import (
+            DEFAULT_METHODS,
+            LONGER_PERIODS,
+            RaceSpec,
+            RunContext,
+            run_race,
         )
-    console = Console(stderr=json)
+        from thinwire.tools.bench.race_answer import curves, race_data
+        from thinwire.tools.bench.rows import parse_rows
+        from thinwire.tools.bench.summary import loss_picture
 
-    def tell(text: str, steps: int) -> None:
-        if steps:
-            bar(completed=0, total=steps, description="starting ranks")
-        console.print(f"... {text}" if steps else text, style="dim", markup=False, highlight=False)
+        check_device(self.device)
+        check_model(self.model)
+        rows = parse_rows(DEFAULT_METHODS if self.methods is None else self.methods)
+        longer = LONGER_PERIODS if self.methods is None else ()
+        more = {**self.wire, "rows": rows, "longer": longer, "schedule": self.schedule == "cosine"}
+        asked, cluster = RaceSpec(**{**self.part(RaceSpec), **more}), self.cluster
+        if asked.link and lab.available() == "loopback":
+            raise RunFailed(
+                "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
+            )
 
-    apart = lab.Cluster.parse(workers, ranks_per_node, None, None)
-    with watched_load(workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
-        on_link, beside = functools.partial(lab.run, cluster), functools.partial(lab.run, apart)
-        found = run_race(asked, RunContext(on_link, beside, tell, moving(bar), Path(nowhere) if fresh else None))
-    data = load.with_load(race_data(found))
-    (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
-    written = [out / "race.json"]
-    if not found.needed:
-        picture = loss_picture(curves(found), _title(found), found.target, log=True)
-        written += write_drawing(picture, out / "race.png", console)
-    if json:
-        typer.echo(json_module.dumps(data, indent=2))
-    console.print(race_table(found))
-    for line in basis(found):
-        console.print(line, style="dim", markup=False, highlight=False)
-    next_line = f"next: {data['race']['next']}"
-    for line in (*data["race"]["sentences"], next_line, f"written: {', '.join(map(str, written))}"):
-        console.print(line, markup=False, highlight=False)
+        def tell(text: str, steps: int) -> None:
+            if steps:
+                bar(completed=0, total=steps, description="starting ranks")
+            bar.log(f"... {text}" if steps else text)
+
+        apart = lab.Cluster.parse(self.workers, self.ranks_per_node)
+        with watched_load(self.workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
+            on_link, beside = functools.partial(lab.run, cluster), functools.partial(lab.run, apart)
+            folder = Path(nowhere) if self.fresh else None
+            found = run_race(asked, RunContext(on_link, beside, tell, moving(bar), folder))
+        data = load.with_load(race_data(found))
+        picture = None
+        if not found.needed:
+            picture = loss_picture(curves(found), _title(found), found.target, log=True)
+        written = output.keep(self.out, "race", data, picture)
+        output.say(race_table(found))
+        output.say(*basis(found), style="dim")
+        output.say(*data["race"]["sentences"], f"next: {data['race']['next']}")
+        output.wrote(*written)
+        return data
 
 
 def _title(found: RaceResult) -> str:
@@ -155,8 +114,6 @@ def basis(found: RaceResult) -> list[str]:
         said.append(f"{found.known} of {found.known + found.trained} runs were known from an earlier race")
     if since := found.measured.known_since:
         said.append(f"seconds per step: as measured here on {since}; --fresh measures and trains again")
-    if found.left_out:
-        said.append(f"{found.left_out} more seeds did not fit into the minutes: the same command continues from here")
     return said
 
 
@@ -164,7 +121,7 @@ def race_table(found: RaceResult) -> Table:
     from thinwire.core.words import run_seconds, seconds
     from thinwire.tools.bench.race_answer import steps_range, winner
 
-    tuned = len(found.budget.rates) > 1
+    tuned = found.budget.search
     whole = ["loss", "way"] if found.finals else []
     columns = ["method", "step", "x compute", *whole, "steps", "range", *["rate"] * tuned, "to loss", "x DDP"]
     to = "step times only" if found.needed else f"to a loss of {found.target:.3f}"

@@ -3,59 +3,63 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
-
-
-def report(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            help="Files of race and demo, --json output of bench, plan and others, step logs, journals, Chrome traces.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="File for the page.")] = Path("report.html"),
-) -> None:
-    """Make one self-contained HTML page from results, predicted and measured."""
-    from rich.console import Console
-
-    from thinwire.tools.cli.console import check_output
-    from thinwire.tools.report import read_files, render
-
-    for path in files:
-        if not path.is_file():
-            raise ValueError(f"{path} is not a file")
-    check_output("--out", out)
-    if out.resolve() in {path.resolve() for path in files}:
-        raise ValueError(f"--out {out} is one of the files to read")
-    page = render(read_files(files))
-    out.write_text(page, encoding="utf-8")
-    Console().print(f"written: {out} ({len(page) / 1e6:.1f} MB; opens without a network)", markup=False)
+from thinwire.tools.cli.console import Output, note
+from thinwire.tools.cli.verb import Verb, argument, option
 
 
-def watch(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="Files of tw.StepLog or ps server --journal; they may appear later."),
-    ],
-    port: Annotated[int, typer.Option(help="Port on this machine's loopback; 0: a free one.")] = 0,
-    open: Annotated[bool, typer.Option(help="Open the page in the browser.")] = False,
-) -> None:
-    """Follow a run in the browser: loss, seconds and bytes of its steps, from the file that it writes."""
-    import webbrowser
+class ReportVerb(Verb):
+    """Make one self-contained HTML page from results, predicted and measured.
 
-    from thinwire.tools.report.watch import WatchPage
+    Example: thinwire report thinwire-out/race.json --out race.html
+    """
 
-    for path in files:
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"{path} is not a file, and none can be created there")
-    with WatchPage(files, port) as page:
-        for path in files:
-            if not path.exists():
-                typer.echo(f"{path} does not exist yet: the page shows it as soon as it does", err=True)
-        typer.echo(f"watching {', '.join(map(str, files))} at {page.address} ; ctrl-C stops it")
-        if open:
-            webbrowser.open(page.address)
-        page.serve_forever()
+    files: list[Path] = argument(
+        ...,
+        "Files of race and demo, --json output of bench, plan and others, step logs, journals, Chrome traces.",
+        metavar="FILE...",
+    )
+    out: Path = option(Path("report.html"), "File for the page.", writes="file")
+
+    def run(self, output: Output) -> Any:
+        from thinwire.tools.report.inputs import read_files
+        from thinwire.tools.report.page import render
+
+        for path in self.files:
+            if not path.is_file():
+                raise ValueError(f"{path} is not a file")
+        if self.out.resolve() in {path.resolve() for path in self.files}:
+            raise ValueError(f"--out {self.out} is one of the files to read")
+        page = render(read_files(self.files))
+        output.write(self.out, page, f" ({len(page) / 1e6:.1f} MB; opens without a network)")
+
+
+class WatchVerb(Verb):
+    """Follow a run in the browser: loss, seconds and bytes of its steps, from the file that it writes.
+
+    Example: thinwire watch steps.jsonl --open
+    """
+
+    files: list[Path] = argument(
+        ..., "Files of tw.StepLog or ps server --journal; they may appear later.", metavar="FILE..."
+    )
+    port: int = option(0, "Port on this machine's loopback; 0: a free one.")
+    open: bool = option(False, "Open the page in the browser.")
+
+    def run(self, output: Output) -> Any:
+        import webbrowser
+
+        from thinwire.tools.report.watch import WatchPage
+
+        for path in self.files:
+            if path.is_dir() or not path.absolute().parent.is_dir():
+                raise ValueError(f"{path} is not a file, and none can be created there")
+        with WatchPage(self.files, self.port) as page:
+            for path in self.files:
+                if not path.exists():
+                    note(f"{path} does not exist yet: the page shows it as soon as it does")
+            output.line(f"watching {', '.join(map(str, self.files))} at {page.address} ; ctrl-C stops it")
+            if self.open:
+                webbrowser.open(page.address)
+            page.serve_forever()

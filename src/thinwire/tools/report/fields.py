@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from typing import Any, TypeAlias, TypeVar, get_type_hints
+from typing import Any, TypeAlias
 
 Data: TypeAlias = dict[str, Any]
-_Kind = TypeVar("_Kind")
 
 
 def parsed(text: str) -> Any:
@@ -57,16 +55,3 @@ def text(data: Data, key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is not text")
     return value
-
-
-def numbers(data: Data, key: str) -> tuple[float, ...]:
-    return tuple(number({key: value}, key) for value in listed(data, key))
-
-
-def filled(kind: type[_Kind], data: Data, **given: Any) -> _Kind:
-    """Return a dataclass of its fields in ``data``; only a text, or a number that may be None, may be missing."""
-    hints: dict[str, Any] = get_type_hints(kind)
-    read = {str: text, bool: lambda data, key: bool(data.get(key)), float: number}
-    read[int] = lambda data, key: int(number(data, key))
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]  # type: ignore[arg-type]
-    return kind(**{name: read.get(hints[name], maybe_number)(data, name) for name in names}, **given)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from thinwire.core.records import UNREADABLE, made
 from thinwire.core.words import duration, rate
-from thinwire.tools.report.fields import (
-    Data,
-    filled,
-    listed,
-    maybe_number,
-    number,
-    numbers,
-    parsed,
-    table,
-    tables,
-    text,
-)
+from thinwire.predict.choose import Map, Ranking
+from thinwire.tools.bench.rows import COMPUTE
+from thinwire.tools.bench.session import Point
+from thinwire.tools.bench.summary import BenchResult
+from thinwire.tools.report.fields import Data, parsed
 from thinwire.tools.report.log import records
 from thinwire.tools.report.runs import RunPicture, grouped, read_journal, read_run, read_step_log
 from thinwire.tools.report.traces import StepTrace, read_trace
@@ -46,228 +41,81 @@ class Inputs:
         return [result for result in self.results if isinstance(result, kind)]
 
     @property
-    def maps(self) -> list[WinnerMap]:
-        return self.of(WinnerMap)
-
-    @property
-    def rankings(self) -> list[MethodRanking]:
-        return self.of(MethodRanking)
-
-    @property
-    def benches(self) -> list[Bench]:
-        return self.of(Bench)
-
-    @property
     def traces(self) -> list[StepTrace]:
         """Timelines, the predicted ones first."""
         return sorted(self.of(StepTrace), key=lambda trace: not trace.predicted)
 
-    @property
-    def runs(self) -> list[RunPicture]:
-        return self.of(RunPicture)
-
     def labels(self) -> Iterator[list[str]]:
         """Yield the method labels of each result that names some."""
-        for bench in self.benches:
-            yield [*(row.label for row in bench.rows), *(curve.label for curve in bench.curves)]
-        for ranking in self.rankings:
-            yield [entry.label for entry in ranking.entries]
-        for group in grouped(self.runs):
+        for bench in self.of(Bench):
+            yield [*(row.label for row in bench.found.rows), *bench.curves]
+        for plan in self.of(Planned):
+            if isinstance(plan.found, Ranking):
+                yield [entry.label for entry in plan.found.entries]
+        for group in grouped(self.of(RunPicture)):
             yield list(group.names())
-        for found in self.maps:
-            yield [label for cell in found.known for label in (cell.winner, cell.winner_exact) if label]
-
-
-@dataclass(frozen=True)
-class BenchRow:
-    """One method's figures; ``predicted_seconds`` if the link could not be emulated. Field names are those of bench."""
-
-    label: str
-    step_seconds: float | None = None
-    spread_seconds: float | None = None
-    exposed_seconds: float | None = None
-    bytes_per_step: float | None = None
-    bytes_source: str = ""
-    loss: float | None = None
-    speedup: float | None = None
-    predicted_seconds: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Loss of one method during training, held out or not; points without a loss are left out."""
-
-    label: str
-    steps: tuple[float, ...]
-    seconds: tuple[float, ...]
-    losses: tuple[float, ...]
-    held_out: bool
+        for plan in self.of(Planned):
+            if isinstance(plan.found, Map):
+                yield [label for row in plan.found.cells for one in row for label in (one.winner, one.winner_exact)]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A comparison, without the row that exchanges nothing; ``answer``: the sentences of a race."""
+    """A comparison, without the row that exchanges nothing; ``answer``: the sentences of a race.
+
+    ``curves``: losses during training, by label; points without a loss are left out.
+    """
 
     name: str
-    describe: str
-    workers: int
-    link: str
-    emulated: bool
-    note: str
-    parameters: float
-    gradient_bytes: float
-    compute_seconds: float
-    floor_seconds: float
-    rows: tuple[BenchRow, ...]
-    curves: tuple[Curve, ...] = ()
+    found: BenchResult
+    curves: dict[str, list[Point]]
     answer: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
-        link = f"link {self.link}" if self.link else "link without a limit"
-        if self.link and not self.emulated:
-            link = f"link not emulated (figures for {self.link} are computed)"
-        size = f"{self.parameters / 1e6:.1f} M parameters, {self.gradient_bytes / 1e6:.1f} MB of gradients"
-        return f"{self.describe}; {size}; {self.workers} workers; {link}"
+        found = self.found
+        link = f"link {found.link}" if found.link else "link without a limit"
+        if found.link and not found.emulated:
+            link = f"link not emulated (figures for {found.link} are computed)"
+        size = f"{found.parameters / 1e6:.1f} M parameters, {found.gradient_bytes / 1e6:.1f} MB of gradients"
+        return f"{found.describe}; {size}; {found.workers} workers; {link}"
 
 
 @dataclass(frozen=True)
-class WinnerCell:
-    """``loss_seconds`` are the winner's step times its steps factor."""
-
-    winner: str
-    winner_exact: str
-    step_seconds: float
-    loss_seconds: float
-    dense_seconds: float
-    why: str
-
-    @property
-    def factor(self) -> float:
-        """How many times sooner than dense it reaches a loss."""
-        return self.dense_seconds / self.loss_seconds if self.loss_seconds > 0 else 1.0
-
-
-@dataclass(frozen=True)
-class WinnerMap:
-    """``cells[i][j]``: the i-th bandwidth with the j-th number of workers; None if nothing was computed."""
+class Planned:
+    """What ``thinwire plan`` found; ``facts``: the question, and other short texts and numbers of the file."""
 
     name: str
     facts: str
-    bits_per_second: tuple[float, ...]
-    workers: tuple[int, ...]
-    cells: tuple[tuple[WinnerCell | None, ...], ...]
-
-    @property
-    def known(self) -> list[WinnerCell]:
-        return [cell for row in self.cells for cell in row if cell is not None]
+    found: Map | Ranking
 
 
-@dataclass(frozen=True)
-class RankedMethod:
-    """One method's predicted step, the band in which it should lie, and its steps factor, None if unknown."""
-
-    label: str
-    exact: bool
-    step_seconds: float
-    low_seconds: float
-    high_seconds: float
-    exposed_seconds: float
-    bytes_sent: float | None
-    bound_by: str
-    steps: float | None = None
-
-
-@dataclass(frozen=True)
-class MethodRanking:
-    name: str
-    facts: str
-    entries: tuple[RankedMethod, ...]
-    sentence: str
-    left_out: tuple[str, ...] = ()
-
-
-Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace | RunPicture
+Result: TypeAlias = Bench | Planned | StepTrace | RunPicture
 
 
 def read_bench(name: str, data: Data) -> Bench:
-    predicted: dict[str, float | None] = {}
-    inner, answer = data, tuple[str, ...]()
-    if "bench" in data:
-        inner = table(data["bench"], "'bench'")
+    found = BenchResult.from_data(data.get("bench", data))
+    rows = tuple(row for row in found.rows if row.label != COMPUTE)
+    answer, curves = tuple[str, ...](), made(dict[str, list[Point]], data.get("curves", {}))
     if "race" in data:
-        race = table(data["race"], "'race'")
-        answer = tuple(text({"sentences": said}, "sentences") for said in listed(race, "sentences"))
+        answer = made(tuple[str, ...], data["race"]["sentences"])
     elif "bench" in data:
-        predicted = {text(row, "label"): maybe_number(row, "predicted_seconds") for row in tables(data, "rows")}
-    curves = table(data.get("curves") or {}, "'curves'")
-    return filled(
-        Bench,
-        inner,
-        name=name,
-        rows=tuple(
-            filled(BenchRow, row, predicted_seconds=predicted.get(text(row, "label")))
-            for row in tables(inner, "rows")
-            if row.get("label") != "compute"
-        ),
-        curves=tuple(curve for label in curves if (curve := _curve(label, curves)).steps),
-        answer=answer,
-    )
+        predicted = {row["label"]: row.get("predicted_seconds") for row in data["rows"]}
+        rows = tuple(replace(row, predicted_seconds=predicted.get(row.label)) for row in rows)
+    kept = {label: [p for p in points if math.isfinite(p.judged)] for label, points in curves.items()}
+    kept = {label: points for label, points in kept.items() if points}
+    return Bench(name, replace(found, rows=rows), kept, answer)
 
 
-def _curve(label: str, curves: Data) -> Curve:
-    points = [table(point, "a point of a curve") for point in listed(curves, label)]
-    held_out = any(maybe_number(point, "validation") is not None for point in points)
-    key = "validation" if held_out else "loss"
-    kept = [point for point in points if maybe_number(point, key) is not None]
-    steps, seconds, losses = (tuple(number(point, name) for point in kept) for name in ("step", "seconds", key))
-    return Curve(label, steps, seconds, losses, held_out)
+def read_map(name: str, data: Data) -> Planned:
+    found = Map.from_data(data)
+    if [len(row) for row in found.cells] != [len(found.workers)] * len(found.bits_per_second):
+        raise ValueError("'cells' must be a row for each of bits_per_second, of a cell for each of workers")
+    return Planned(name, facts(data), found)
 
 
-def read_map(name: str, data: Data) -> WinnerMap:
-    rates, workers = numbers(data, "bits_per_second"), tuple(int(n) for n in numbers(data, "workers"))
-    rows = listed(data, "cells")
-    if len(rows) != len(rates) or any(not isinstance(row, list) or len(row) != len(workers) for row in rows):
-        raise ValueError(f"'cells' must be {len(rates)} rows (bits_per_second) of {len(workers)} cells (workers)")
-    upwards = sorted(range(len(rates)), key=rates.__getitem__)
-    across = sorted(range(len(workers)), key=workers.__getitem__)
-    return WinnerMap(
-        name=name,
-        facts=facts(data),
-        bits_per_second=tuple(rates[i] for i in upwards),
-        workers=tuple(workers[j] for j in across),
-        cells=tuple(tuple(_cell(rows[i][j]) for j in across) for i in upwards),
-    )
-
-
-def _cell(value: Any) -> WinnerCell | None:
-    if value is None:
-        return None
-    data = table(value, "a cell")
-    if not text(data, "winner"):
-        raise ValueError("a cell has no 'winner'")
-    loss = maybe_number(data, "loss_seconds")
-    return filled(WinnerCell, data, loss_seconds=number(data, "step_seconds") if loss is None else loss)
-
-
-def read_ranking(name: str, data: Data) -> MethodRanking:
-    left_out = tuple(": ".join(map(str, pair)) for pair in data.get("left_out") or () if isinstance(pair, list))
-    entries = tuple(map(_ranked, tables(data, "entries")))
-    return MethodRanking(name, facts(data), entries, text(data, "sentence"), left_out)
-
-
-def _ranked(data: Data) -> RankedMethod:
-    step = number(data, "step_seconds")
-    low, high = maybe_number(data, "low_seconds"), maybe_number(data, "high_seconds")
-    return filled(
-        RankedMethod,
-        data,
-        low_seconds=step if low is None else low,
-        high_seconds=step if high is None else high,
-        exposed_seconds=maybe_number(data, "exposed_seconds") or 0.0,
-        steps=1.0 if data.get("exact") else maybe_number(data, "steps"),
-    )
+def read_ranking(name: str, data: Data) -> Planned:
+    return Planned(name, facts(data), Ranking.from_data(data))
 
 
 def facts(data: Data) -> str:
@@ -275,7 +123,7 @@ def facts(data: Data) -> str:
     said = []
     for key, value in data.items():
         words = key.replace("_", " ")
-        if isinstance(value, str) and value and key != "sentence":
+        if isinstance(value, str) and value and key not in ("sentence", "best", "best_exact"):
             said.append(f"{words}: {value}")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             if key == "bits_per_second":
@@ -367,7 +215,7 @@ def _read(path: Path) -> list[tuple[str, Result]]:
             if fits(part):
                 try:
                     found.append((kind, read(path.name, part)))
-                except (ValueError, TypeError) as error:
+                except UNREADABLE as error:
                     raise ValueError(f"{path} looks like {kind} but cannot be read: {error}") from error
     if not found:
         known = "; ".join(kind for kind, _, _ in _KINDS)

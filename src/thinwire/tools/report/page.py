@@ -12,7 +12,8 @@ from thinwire import __version__
 from thinwire.tools.pictures.colours import Colours
 from thinwire.tools.pictures.picture import plotly
 from thinwire.tools.report.figures import Block, Section
-from thinwire.tools.report.inputs import InputFile, Inputs
+from thinwire.tools.report.inputs import Bench, InputFile, Inputs
+from thinwire.tools.report.runs import RunPicture
 from thinwire.tools.report.sections import SECTIONS
 
 _CONFIG: dict[str, Any] = {"responsive": True, "displayModeBar": False, "displaylogo": False}
@@ -67,9 +68,9 @@ def _picture(figure: Any, number: Iterator[int]) -> str:
 
 
 def _summary(inputs: Inputs) -> str:
-    said = list(dict.fromkeys(bench.where for bench in inputs.benches))
+    said = list(dict.fromkeys(bench.where for bench in inputs.of(Bench)))
     measured = any(not trace.predicted for trace in inputs.traces)
-    said += list(dict.fromkeys(run.picture.title for run in inputs.runs))
+    said += list(dict.fromkeys(run.picture.title for run in inputs.of(RunPicture)))
     if not said and not measured:
         return "Everything on this page was predicted; nothing was measured."
     return "Measured: " + ("; and ".join(said) or "one step, see the timeline") + "."

@@ -18,7 +18,7 @@ from thinwire.tools.pictures.colours import Colours
 from thinwire.tools.pictures.picture import as_plotly, plotly
 from thinwire.tools.report.figures import dress
 from thinwire.tools.report.inputs import read_files
-from thinwire.tools.report.runs import grouped
+from thinwire.tools.report.runs import RunPicture, grouped
 
 logger = logging.getLogger("thinwire")
 _LOCAL = ("127.0.0.1", "localhost")
@@ -70,7 +70,7 @@ def _draw(paths: Sequence[Path]) -> tuple[list[str], list[dict[str, Any]]]:
         return [str(error)], []
     colours = Colours(inputs.labels())
     pictures = []
-    for picture in grouped(inputs.runs):
+    for picture in grouped(inputs.of(RunPicture)):
         figure = as_plotly(picture, colours)
         pictures.append({"title": picture.title, "figure": json.loads(dress(figure, figure.layout.height).to_json())})
     return [], pictures

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from thinwire.core.kernels.select.exact import exact
 from thinwire.core.kernels.select.gaussian import gaussian
-from thinwire.core.kernels.select.histogram import histogram
 from thinwire.core.kernels.select.mstopk import mstopk
 from thinwire.core.kernels.select.threshold import threshold
 
 Selector = Callable[..., Tensor]
 ALGORITHMS: dict[str, Selector] = {
     "exact": exact,
-    "histogram": histogram,
     "mstopk": mstopk,
     "gaussian": gaussian,
     "threshold": threshold,
@@ -46,12 +44,12 @@ def top_k(
     Args:
         x: 1-D, any strides; 16-bit floats are compared as fp32. On meta: shapes only.
         k: how many; if there are fewer entries, all.
-        algorithm: "exact"; "histogram": exact except for the choice among equals; "mstopk", "gaussian", "threshold":
-            approximate. On a GPU all run without a host read and return ascending indices.
+        algorithm: "exact", or approximate: "mstopk", "gaussian", "threshold". On a GPU all run without a host read and
+            return ascending indices.
         generator: for algorithms that draw (all but "exact"); None: torch's default CPU generator. A program passes one
             that depends only on seed, step and bucket.
-        options: of the algorithm, see its function: "histogram": passes, window; "mstopk": samplings, base,
-            window; "gaussian": rounds, window; "threshold": sample, rounds.
+        options: of the algorithm, see its function: "mstopk": samplings, base, window; "gaussian": rounds, window;
+            "threshold": sample, rounds.
 
     Returns:
         (values, indices): ``values`` bit-equal to ``x[indices]``; indices int64, distinct. Non-finite entries

@@ -3,7 +3,7 @@
 CPU: a strided sample gives a threshold that a little more than k elements pass. One pass in cache-sized pieces finds
 these elements, and topk runs on them. If fewer than k pass, topk runs on everything, so the result is always exact.
 
-A GPU does what "histogram" does there, and takes the first among equals, in index order.
+A GPU finds the key of the k-th magnitude (ranked.py), and takes the first among equals, in index order.
 """
 
 from __future__ import annotations

@@ -173,12 +173,11 @@ def digits_kernel(  # type: ignore[no-untyped-def]
 
 
 @Kernel
-def rank_band(state, SHIFT: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The band of keys that begin as that of the first rank does, up to ``SHIFT`` bits; none counts above ``MOST``."""
+def rank_band(state, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The band of the first rank's key alone; none counts above ``MOST``."""
     key, _ = rank_key(state, 0, 4, 1)
-    low = (tl.minimum(key, MOST) >> SHIFT) << SHIFT
-    high = low + (1 << SHIFT)
-    return low, tl.where(high > MOST, BEYOND, high)
+    low = tl.minimum(key, MOST)
+    return low, tl.where(low + 1 > MOST, BEYOND, low + 1)
 
 
 @Kernel
@@ -191,13 +190,13 @@ def first_band(beyond):  # type: ignore[no-untyped-def]
 @Kernel
 def count_kernel(  # type: ignore[no-untyped-def]
     bits, state, lists, found, counts, size: int, span,
-    SHIFT: tl.constexpr, MOST: tl.constexpr, TILED: tl.constexpr, WIDTH: tl.constexpr,
+    MOST: tl.constexpr, TILED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Of a tile, the entries above the band and in it. ``MOST`` 0: the band is in the state."""
     tile = tl.program_id(0)
     first = tile.to(tl.int64) * span
     if MOST > 0:
-        low, high = rank_band(state, SHIFT, MOST)
+        low, high = rank_band(state, MOST)
         if tile == 0:
             tl.store(state + LOW, low)
             tl.store(state + HIGH, high)
@@ -289,7 +288,7 @@ class Ranked:
                 self.programs, *self._tiles(), self.size, self._span, most, DIGIT=digit, RANKS=len(ranks), WIDTH=BLOCK
             )
 
-    def take(self, k: int, u: float, window: str, shift: int = 0, most: int = 0) -> Tensor:
+    def take(self, k: int, u: float, window: str, most: int = 0) -> Tensor:
         """Return ``k`` indices (int64), ascending, by the band rule; u in [0, 1) says where the window begins.
 
         ``most``, if not 0: the band is that of the first rank, see ``rank_band``; else it is in the state.
@@ -298,7 +297,7 @@ class Ranked:
         out = self.state.new_empty(k)
         count_kernel(
             self.programs, *self._tiles(), counts, self.size, self._span,
-            SHIFT=shift, MOST=most, TILED=TILES, WIDTH=BLOCK,
+            MOST=most, TILED=TILES, WIDTH=BLOCK,
         )  # fmt: skip
         write_kernel(
             self.programs, *self._tiles(), counts, out, self.size, self._span, k, int(u * 2**53) * 2 + 3,

@@ -7,7 +7,7 @@ Differences from the paper: the threshold is lowered (x0.8, or halfway to one th
 it, and raised if more than 4k do, at most ``rounds`` times. Top-k then runs on at most 4k entries, chosen by the band
 rule, so the result is exact unless the rounds run out.
 
-Triton's kernels find the threshold that is wanted as "histogram" does: there the rounds never run out.
+Triton's kernels find the k-th magnitude itself (ranked.py): there the rounds never run out.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.core.words import duration, factor, volume
+from thinwire.tools.bench.summary import BenchResult, RowSummary
 from thinwire.tools.pictures.colours import Colours
 from thinwire.tools.pictures.picture import as_plotly, plotly
 from thinwire.tools.report.figures import (
@@ -24,8 +25,8 @@ from thinwire.tools.report.figures import (
     short,
     step_bars,
 )
-from thinwire.tools.report.inputs import Bench, BenchRow, Inputs
-from thinwire.tools.report.runs import grouped
+from thinwire.tools.report.inputs import Bench, Inputs
+from thinwire.tools.report.runs import RunPicture, grouped
 
 _BENCH = (
     "Each bar is the median time of one training step of the slowest worker; shorter is better. The hatched end is "
@@ -42,36 +43,35 @@ _EDGES = 70  # pixels of height for the axis
 
 
 def bench_section(inputs: Inputs, colours: Colours) -> Section | None:
-    if not inputs.benches:
-        return None
-    blocks = tuple(_bench_block(bench, colours) for bench in inputs.benches)
-    return Section("bench", "Measured steps", _BENCH, blocks)
+    blocks = tuple(_bench_block(bench, colours) for bench in inputs.of(Bench))
+    return Section("bench", "Measured steps", _BENCH, blocks) if blocks else None
 
 
 def _bench_block(bench: Bench, colours: Colours) -> Block:
-    rows = [row for row in bench.rows if row.step_seconds is not None and not row.error]
+    found = bench.found
+    rows = [row for row in found.rows if row.step_seconds is not None and not row.error]
     lines = [f"{bench.where[0].upper()}{bench.where[1:]}."]
     charts: list[Chart] = []
     if rows:
         best = min(rows, key=lambda row: row.step_seconds or 0.0)
         gain = f", {factor(best.speedup)} as fast as ddp" if best.speedup and best.label != "ddp" else ""
         lines.append(f"Shortest step: {best.label}, {duration(best.step_seconds or 0.0)}{gain}.")
-        charts.append(Chart(_step_bars(bench, rows, colours), "Time of a step", share=3))
+        charts.append(Chart(_step_bars(found, rows, colours), "Time of a step", share=3))
         if any(row.bytes_per_step is not None for row in rows):
             charts.append(Chart(_byte_bars(rows, colours), "Sent per step", share=2))
     notes = [text for source, text in _SOURCES.items() if any(row.bytes_source == source for row in rows)]
-    notes += [f"{row.label} failed: {row.error}" for row in bench.rows if row.error]
+    notes += [f"{row.label} failed: {row.error}" for row in found.rows if row.error]
     if any(row.predicted_seconds is not None for row in rows):
         notes.append(
-            f"Predicted at {bench.link}: computed, not measured: max(compute, forward + bytes / rate), a lower bound."
+            f"Predicted at {found.link}: computed, not measured: max(compute, forward + bytes / rate), a lower bound."
         )
-    if bench.note:
-        notes.append(f"Where: {bench.note}.")
-    legend = _legend(bench, rows) if rows else ()
-    return Block(bench.name, tuple(lines), tuple(charts), legend, _table(bench, rows) if rows else (), tuple(notes))
+    if found.note:
+        notes.append(f"Where: {found.note}.")
+    legend = _legend(found, rows) if rows else ()
+    return Block(bench.name, tuple(lines), tuple(charts), legend, _table(found, rows) if rows else (), tuple(notes))
 
 
-def _guides(bench: Bench, rows: Sequence[BenchRow]) -> list[tuple[str, str, float]]:
+def _guides(bench: BenchResult, rows: Sequence[RowSummary]) -> list[tuple[str, str, float]]:
     """Return the vertical lines: their look, their meaning, their position."""
     guides = [("dotted", "compute alone", bench.compute_seconds)]
     if bench.link and (bench.emulated or any(row.predicted_seconds is not None for row in rows)):
@@ -79,7 +79,7 @@ def _guides(bench: Bench, rows: Sequence[BenchRow]) -> list[tuple[str, str, floa
     return guides
 
 
-def _legend(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, str], ...]:
+def _legend(bench: BenchResult, rows: Sequence[RowSummary]) -> tuple[tuple[str, str], ...]:
     marks = [("hatched", "exposed communication")]
     marks += [(look, f"{meaning}: {duration(value)}") for look, meaning, value in _guides(bench, rows)]
     if any(row.predicted_seconds is not None for row in rows):
@@ -87,7 +87,7 @@ def _legend(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, str], ..
     return tuple(marks)
 
 
-def _step_bars(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
+def _step_bars(bench: BenchResult, rows: Sequence[RowSummary], colours: Colours) -> Any:
     predicted, guides = [row.predicted_seconds for row in rows], _guides(bench, rows)
     bars = []
     for row in rows:
@@ -106,7 +106,7 @@ def _step_bars(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
     return figure.update_xaxes(title_text=f"step ({unit_name})", range=[0, longest * unit * 1.06], fixedrange=True)
 
 
-def _byte_bars(rows: Sequence[BenchRow], colours: Colours) -> Any:
+def _byte_bars(rows: Sequence[RowSummary], colours: Colours) -> Any:
     keys = [f"{number} {row.label}" for number, row in enumerate(rows)]
     figure = new(_EDGES + BAR * len(rows), showlegend=False)
     sent = [(row.bytes_per_step or 0.0) / 1e6 for row in rows]
@@ -128,7 +128,7 @@ def _byte_bars(rows: Sequence[BenchRow], colours: Colours) -> Any:
     return figure.update_xaxes(title_text="sent per step (MB)", range=[0, (max(sent) or 1.0) * 1.45], fixedrange=True)
 
 
-def _table(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, ...], ...]:
+def _table(bench: BenchResult, rows: Sequence[RowSummary]) -> tuple[tuple[str, ...], ...]:
     predicted = any(row.predicted_seconds is not None for row in rows)
     head = ["method", "step", "spread", "exposed", "sent", "loss", "×"]
     lines = [tuple(head + ([f"predicted at {bench.link}"] if predicted else []))]
@@ -149,7 +149,7 @@ def _decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _row_hover(row: BenchRow) -> str:
+def _row_hover(row: RowSummary) -> str:
     return hover(
         row.label,
         f"step {_time(row.step_seconds)}, spread {_time(row.spread_seconds)}",
@@ -167,18 +167,17 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", 
 
 
 def loss_section(inputs: Inputs, colours: Colours) -> Section | None:
-    benches = [bench for bench in inputs.benches if bench.curves]
+    benches = [bench for bench in inputs.of(Bench) if bench.curves]
     if not benches:
         return None
     return Section("loss", "Loss while training", _LOSS, tuple(_loss_block(bench, colours) for bench in benches))
 
 
 def _loss_block(bench: Bench, colours: Colours) -> Block:
-    which = "loss on held-out data" if all(curve.held_out for curve in bench.curves) else "training loss"
-    ends = ", ".join(
-        f"{curve.label} {curve.losses[-1]:.3f} after {curve.steps[-1]:.0f} steps and {duration(curve.seconds[-1])}"
-        for curve in bench.curves
-    )
+    held_out = all(any(p.validation is not None for p in points) for points in bench.curves.values())
+    which = "loss on held-out data" if held_out else "training loss"
+    lasts = {label: points[-1] for label, points in bench.curves.items()}
+    ends = ", ".join(f"{n} {p.judged:.3f} after {p.step} steps and {duration(p.seconds)}" for n, p in lasts.items())
     charts = (
         Chart(_loss_curves(bench, colours, "seconds", which), "Against seconds"),
         Chart(_loss_curves(bench, colours, "steps", which), "Against steps"),
@@ -194,21 +193,21 @@ def _loss_block(bench: Bench, colours: Colours) -> Block:
 def _loss_curves(bench: Bench, colours: Colours, against: str, which: str) -> Any:
     go = plotly()
     figure = new(380 + 10 * len(bench.curves))
-    for number, curve in enumerate(bench.curves):
-        tint = colours.of(curve.label)
+    for number, (label, curve) in enumerate(bench.curves.items()):
+        tint = colours.of(label)
         figure.add_trace(
             go.Scatter(
-                name=short(curve.label),
-                x=curve.seconds if against == "seconds" else curve.steps,
-                y=curve.losses,
+                name=short(label),
+                x=[p.seconds if against == "seconds" else p.step for p in curve],
+                y=[p.judged for p in curve],
                 mode="lines+markers",
                 line={"color": tint, "width": 2},
                 marker={"color": tint, "size": 7, "symbol": _SYMBOLS[number % len(_SYMBOLS)]},
                 showlegend=True,
                 hoverinfo="text",
                 hovertext=[
-                    hover(curve.label, f"{which} {loss:.4g}", f"step {step:.0f}, after {duration(second)}")
-                    for step, second, loss in zip(curve.steps, curve.seconds, curve.losses)
+                    hover(label, f"{which} {p.judged:.4g}", f"step {p.step}, after {duration(p.seconds)}")
+                    for p in curve
                 ],
             )
         )
@@ -226,7 +225,7 @@ _RUNS = (
 
 def runs_section(inputs: Inputs, colours: Colours) -> Section | None:
     blocks = []
-    for picture in grouped(inputs.runs):
+    for picture in grouped(inputs.of(RunPicture)):
         figure = as_plotly(picture, colours)
         blocks.append(Block(picture.title, charts=(Chart(dress(figure, figure.layout.height)),)))
     return Section("runs", "Runs", _RUNS, tuple(blocks)) if blocks else None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.core.words import duration, factor, rate, volume
+from thinwire.predict.choose import Entry, Map, Ranking
+from thinwire.predict.choose.grid import Cell
 from thinwire.tools.pictures.colours import Colours, ink
 from thinwire.tools.pictures.picture import plotly
 from thinwire.tools.report.figures import (
@@ -22,7 +24,7 @@ from thinwire.tools.report.figures import (
     stacked,
     step_bars,
 )
-from thinwire.tools.report.inputs import Inputs, RankedMethod, WinnerCell, WinnerMap
+from thinwire.tools.report.inputs import Inputs, Planned
 
 _MAP = (
     "Each cell is a cluster: a number of workers, joined by links of one rate. Its colour is the method that the "
@@ -34,37 +36,39 @@ _TEXT_COLUMNS = 16  # with more, cells are too narrow for a number
 
 
 def map_section(inputs: Inputs, colours: Colours) -> Section | None:
-    maps = [found for found in inputs.maps if found.known]
+    maps = [(plan, plan.found) for plan in inputs.of(Planned) if isinstance(plan.found, Map) and any(plan.found.cells)]
     if not maps:
         return None
-    return Section("map", "Which method wins where", _MAP, tuple(_map_block(found, colours) for found in maps))
+    blocks = tuple(_map_block(plan.name, plan.facts, found, colours) for plan, found in maps)
+    return Section("map", "Which method wins where", _MAP, blocks)
 
 
-def _map_block(found: WinnerMap, colours: Colours) -> Block:
-    wins = Counter(cell.winner for cell in found.known)
+def _map_block(name: str, facts: str, found: Map, colours: Colours) -> Block:
+    cells = [cell for row in found.cells for cell in row]
+    wins = Counter(cell.winner for cell in cells)
     said = ", ".join(f"{name} in {count}" for name, count in wins.most_common())
-    best = max(found.known, key=lambda cell: cell.factor)
-    line = f"Of {len(found.known)} clusters: {said}. The largest gain is {factor(best.factor)}, with {best.winner}."
+    best = max(cells, key=lambda cell: cell.sooner)
+    line = f"Of {len(cells)} clusters: {said}. The largest gain is {factor(best.sooner)}, with {best.winner}."
     charts = [Chart(_map_figure(found, colours, exact=False), "All methods")]
-    exact = Counter(cell.winner_exact for cell in found.known if cell.winner_exact)
-    if len(exact) > 1 and any(cell.winner_exact != cell.winner for cell in found.known):
+    exact = Counter(cell.winner_exact for cell in cells)
+    if len(exact) > 1 and any(cell.winner_exact != cell.winner for cell in cells):
         charts.append(Chart(_map_figure(found, colours, exact=True), "Exact methods only"))
     elif len(exact) == 1:
         line += f" Of the exact methods, {next(iter(exact))} is best everywhere."
     names = dict.fromkeys([name for name, _ in wins.most_common()] + [name for name, _ in exact.most_common()])
     legend = tuple((colours.of(name), name) for name in names if name in wins or len(charts) > 1)
-    return Block(found.name, tuple(filter(None, (found.facts, line))), tuple(charts), legend)
+    return Block(name, tuple(filter(None, (facts, line))), tuple(charts), legend)
 
 
-def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
-    def named(cell: WinnerCell | None) -> str:
-        return "" if cell is None else (cell.winner_exact or cell.winner if exact else cell.winner)
+def _map_figure(found: Map, colours: Colours, *, exact: bool) -> Any:
+    def named(cell: Cell) -> str:
+        return cell.winner_exact if exact else cell.winner
 
     across, up = [f"{count:,}" for count in found.workers], [rate(bits / 8) for bits in found.bits_per_second]
     gap = 2 if len(across) <= 30 else 0
     numbered = not exact and len(across) <= _TEXT_COLUMNS
     figure = new(80 + 36 * len(up))
-    for name, _ in Counter(map(named, found.known)).most_common():
+    for name, _ in Counter(named(cell) for row in found.cells for cell in row).most_common():
         mine = [[cell if named(cell) == name else None for cell in row] for row in found.cells]
         colour = colours.of(name)
         figure.add_trace(
@@ -72,7 +76,7 @@ def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
                 x=across,
                 y=up,
                 z=[[None if cell is None else 1 for cell in row] for row in mine],
-                text=[[factor(cell.factor) if cell and numbered else "" for cell in row] for row in mine],
+                text=[[factor(cell.sooner) if cell and numbered else "" for cell in row] for row in mine],
                 texttemplate="%{text}",
                 textfont={"color": ink(colour), "size": 13},
                 hovertext=[
@@ -94,13 +98,13 @@ def _map_figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
     return figure.update_yaxes(categoryarray=up, title_text="rate of each link (bit/s)", ticklabelstandoff=4, **axis)
 
 
-def _cell_hover(found: WinnerMap, i: int, j: int, cell: WinnerCell) -> str:
-    gain = f"{factor(cell.factor)} faster than dense" if cell.factor > 1.005 else "as fast as dense"
+def _cell_hover(found: Map, i: int, j: int, cell: Cell) -> str:
+    gain = f"{factor(cell.sooner)} faster than dense" if cell.sooner > 1.005 else "as fast as dense"
     return hover(
         f"{cell.winner}: {gain}",
         f"{found.workers[j]:,} workers, {rate(found.bits_per_second[i] / 8)}",
         f"step {duration(cell.step_seconds)}, dense {duration(cell.dense_seconds)}",
-        f"best exact method: {cell.winner_exact}" if cell.winner_exact else "",
+        f"best exact method: {cell.winner_exact}",
         cell.why,
     )
 
@@ -115,19 +119,17 @@ _RANKING = (
 
 
 def ranking_section(inputs: Inputs, colours: Colours) -> Section | None:
-    rankings = [ranking for ranking in inputs.rankings if ranking.entries]
-    if not rankings:
-        return None
     blocks = []
-    for ranking in rankings:
-        lines = tuple(filter(None, (ranking.sentence, ranking.facts)))
-        notes = tuple(f"Left out: {sentence}" for sentence in ranking.left_out)
-        chart = Chart(_ranking_figure(ranking.entries, colours))
-        blocks.append(Block(ranking.name, lines, (chart,), notes=notes))
-    return Section("ranking", "Predicted ranking", _RANKING, tuple(blocks))
+    for plan in inputs.of(Planned):
+        if isinstance(plan.found, Ranking):
+            lines = tuple(filter(None, (plan.found.sentence, plan.facts)))
+            notes = tuple(f"Left out: {label}: {reason}" for label, reason in plan.found.left_out)
+            chart = Chart(_ranking_figure(plan.found.entries, colours))
+            blocks.append(Block(plan.name, lines, (chart,), notes=notes))
+    return Section("ranking", "Predicted ranking", _RANKING, tuple(blocks)) if blocks else None
 
 
-def _ranking_figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
+def _ranking_figure(entries: Sequence[Entry], colours: Colours) -> Any:
     groups = [("exact", [e for e in entries if e.exact]), ("lossy", [e for e in entries if not e.exact])]
     groups = [(title, sorted(group, key=lambda e: e.step_seconds)) for title, group in groups if group]
     longest = max(max(e.high_seconds, e.step_seconds) for e in entries)
@@ -143,29 +145,28 @@ def _ranking_figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
     return figure
 
 
-def _method_bars(figure: Any, row: int, group: Sequence[RankedMethod], colours: Colours, unit: float) -> None:
+def _method_bars(figure: Any, row: int, group: Sequence[Entry], colours: Colours, unit: float) -> None:
     bars = [
         StepBar(e.label, colours.of(e.label), e.step_seconds, e.exposed_seconds, e.low_seconds, e.high_seconds,
                 _method_hover(e)) for e in group
     ]  # fmt: skip
     keys = step_bars(figure, bars, unit, 34, row=row, col=1)
     ends = [max(bar.high, bar.seconds) * unit for bar in bars]
-    said = ["  " + short(", ".join(filter(None, (_told(e), e.bound_by)))) for e in group]
+    said = ["  " + short(f"{_told(e)}, {e.bound_by}") for e in group]
     look = {"mode": "text", "textposition": "middle right", "hoverinfo": "skip", "cliponaxis": False}
     figure.add_trace(plotly().Scatter(x=ends, y=keys, text=said, **look), row=row, col=1)
 
 
-def _told(entry: RankedMethod) -> str:
+def _told(entry: Entry) -> str:
     return duration(entry.step_seconds) + ("" if entry.exact or entry.steps is None else f" x {entry.steps:.2f} steps")
 
 
-def _method_hover(entry: RankedMethod) -> str:
-    sent = "" if entry.bytes_sent is None else f"{volume(entry.bytes_sent)} sent by a rank in a step"
+def _method_hover(entry: Entry) -> str:
     return hover(
         entry.label,
         f"step {duration(entry.step_seconds)} ({duration(entry.low_seconds)} to {duration(entry.high_seconds)})",
         f"exposed communication {duration(entry.exposed_seconds)}",
-        sent,
+        f"{volume(entry.bytes_sent)} sent by a rank in a step",
         "" if entry.steps is None else f"{entry.steps:.2f} steps to a loss for each step of exact averaging",
-        f"bound by {entry.bound_by}" if entry.bound_by else "",
+        f"bound by {entry.bound_by}",
     )

@@ -44,7 +44,7 @@ class StepTime:
     loss: float
 
 
-class Contender:
+class RowOnRank:
     """One row, built and stepped. ``initial``: sums of the weights as built, which must be those of all rows."""
 
     def __init__(self, row: Row, spec: BenchSpec, group: Any) -> None:

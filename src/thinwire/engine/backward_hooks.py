@@ -1,7 +1,7 @@
 """The gradients of an attached model: hooks on its parameters tell when buckets are ready and when backward has ended.
 
-hooks -> GradientSource -> Buckets -> executor     a gradient arrives; its bucket's program runs while backward runs
-         GradientSource -> Session.finish -> Coupled.deliver -> Session.commit                    the end of backward
+hooks -> BackwardHooks -> Buckets -> executor     a gradient arrives; its bucket's program runs while backward runs
+         BackwardHooks -> Session.finish -> Coupled.deliver -> Session.commit                    the end of backward
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from thinwire.core.checks import check_count, check_flag
 from thinwire.core.program import Method, Plan
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.buckets import Buckets
-from thinwire.engine.controller.pilot import Controller, Decision
+from thinwire.engine.controller.pilot import Decision, PlanController
 from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.hooks import ModuleHook, WithoutHooks, current_task
 from thinwire.engine.look import Look
@@ -145,7 +145,7 @@ class AttachSettings:
             check_count("start_compression_step", self.start_compression_step, 0)
 
 
-class GradientSource:
+class BackwardHooks:
     """The gradient source of one attached model."""
 
     def __init__(
@@ -153,7 +153,7 @@ class GradientSource:
         model: nn.Module,
         buckets: Buckets,
         schedule: Coupled,
-        controller: Controller,
+        controller: PlanController,
         settings: AttachSettings,
     ) -> None:
         self._model, self._buckets, self._schedule, self._controller = model, buckets, schedule, controller
