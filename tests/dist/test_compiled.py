@@ -11,7 +11,7 @@ pytestmark = pytest.mark.dist
 
 CASES = [
     ("ssgd", {}),
-    ("acp", {"rank": 2}),
+    ("acp", {"rank": 2, "start_compression_step": 0}),  # 8 bits round a last bit to another code
     ("dear", {"update_in_step": True}),
 ]
 FORMS = ("whole graph", "module.compile", "parts")

@@ -230,7 +230,7 @@ class FederatedServeVerb(JsonOption):
         history = History.from_json((self.out / "history.json").read_text())
         output.line(f"{outcome(history)}, on {history.about['nodes']} nodes; written: {self.out}")
         for sentence in failures(history):
-            note(sentence, "yellow", quiet=self.json)
+            note(sentence, "yellow")
         return history
 
 

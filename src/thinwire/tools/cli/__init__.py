@@ -1,4 +1,4 @@
-"""The command line: one thin file per verb, and the application that turns errors into one sentence.
+"""The command line: one thin file per verb, whose options are a record, and what turns records into commands.
 
 What a verb does belongs to other packages; verbs call them and print.
 """

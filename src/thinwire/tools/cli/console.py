@@ -99,15 +99,15 @@ def progress(
 
 
 class Output:
-    """What a verb shows: text and tables on stdout (``quiet``: nowhere, as --json asks), notes on stderr, files.
+    """What a verb shows: text and tables, on stdout or beside JSON on stderr (``quiet``: nowhere), and its files.
 
     ``code``, and a ``failure`` in a sentence: how the verb ends although it has printed its result.
     """
 
-    def __init__(self, *, quiet: bool = True) -> None:
+    def __init__(self, *, quiet: bool = True, stderr: bool = False) -> None:
         from rich.console import Console
 
-        self.console, self.code, self.failure = Console(quiet=quiet), 0, ""
+        self.console, self.code, self.failure = Console(quiet=quiet, stderr=stderr), 0, ""
 
     def say(self, *things: Any, style: str | None = None) -> None:
         """Print sentences, which may be wrapped, and tables."""

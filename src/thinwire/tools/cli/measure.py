@@ -51,6 +51,8 @@ class CostsOptions(JsonOption):
 class ProbeVerb(CostsOptions, LabOptions):
     """Measure every collective over message sizes: under torchrun on its network, otherwise in the lab.
 
+    Under torchrun the ranks and the network are fixed, and the options of the emulated one are left out.
+
     Example: thinwire probe --workers 2 --link 100mbit
     """
 

@@ -17,8 +17,9 @@ To add a verb, write such a record in a file of this folder, or for a system in 
             return {"count": 2}
 
 ``--most 3`` makes ``CountVerb(most=3)``. A record refuses wrong values wherever it is made, and before it runs, paths
-that cannot be written. ``run`` prints for people, and returns what ``--json`` prints instead. A ``ValueError`` is about
-the words (exit code 2), a ``RunFailed`` about the run (1). From Python: ``CountVerb(most=3).run(Output())``.
+that cannot be written. ``run`` prints for people, and returns what ``--json`` prints on stdout; all else then goes to
+stderr. A ``ValueError`` is about the words (exit code 2), a ``RunFailed`` about the run (1). From Python:
+``CountVerb(most=3).run(Output())``.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def execute(verb: Verb) -> None:
         if "writes" in rules and getattr(verb, name) is not None:
             check_path(flag(name), getattr(verb, name), rules["writes"])
     json = getattr(verb, "json", False)
-    output = Output(quiet=json)
+    output = Output(quiet=False, stderr=json)
     result = verb.run(output)
     if (path := getattr(verb, "plot", None)) is not None and "picture" in (result or ()):
         from thinwire.tools.pictures import write_picture
