@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from thinwire.core.program import Scope
+from thinwire.core.virtual_time import Line, VirtualTime
 from thinwire.predict.timeline.programs import Hop, ProgramPart
 from thinwire.predict.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event
 
@@ -118,7 +120,7 @@ class _Job:
     bucket: int
 
 
-class Machine:
+class Machine(VirtualTime):
     """Simulates one step. Parts of the previous one (``deferred``) start at once; ``current`` ones after their tasks.
 
     ``shared``: the worker has no core of its own: while it works, the compute stream is paused. ``streams``: side
@@ -134,49 +136,36 @@ class Machine:
         shared: bool,
         streams: int | None,
     ) -> None:
+        super().__init__()
         self.events: list[Event] = []
-        self.now = 0.0
         self._tasks = deque(tasks)
         self._deferred, self._current = Wave(deferred, streams=streams), Wave(current, streams=streams)
         self._shared = shared
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         self._task: ComputeTask | None = None
         self._left = self._since = 0.0
         self._running = False  # False while the task is paused
         self._turn = 0  # number of the current run; an end scheduled for an earlier run is ignored
         self._jobs: list[tuple[bool, int, int, _Job]] = []
         self._job: _Job | None = None
-        self._links: dict[str, deque[tuple[Wave, int, Hop]]] = {}
-        self._busy: set[str] = set()
+        self._queued = 0
+        self._links: defaultdict[str, Line] = defaultdict(Line)
 
     def run(self) -> float:
         """Process all events. Return the seconds of the step."""
         for position in range(len(self._deferred.parts)):
             self._ready(self._deferred, position)
         self._dispatch()
-        while self._heap:
-            self.now = self._heap[0][0]
-            while self._heap and self._heap[0][0] == self.now:  # everything due now, before anything new is chosen
-                heapq.heappop(self._heap)[2]()
-            self._dispatch()
+        while self.next[0] < math.inf:
+            self.step()
+            if self.next > (self.now, 0):  # everything due now, before anything new is chosen
+                self._dispatch()
         stuck = self._tasks or self._current.left or self._deferred.left
         assert not stuck, "the step does not end"
         return self.now
 
-    def _after(self, seconds: float, then: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (self.now + seconds, self._count, then))
-
     def _dispatch(self) -> None:
-        while True:
-            while self._jobs and self._job is None:
-                self._work(heapq.heappop(self._jobs)[-1])
-            for link, queue in self._links.items():
-                if queue and link not in self._busy:
-                    self._send(link, *queue.popleft())
-            if self._job is not None or not self._jobs:
-                break
+        while self._jobs and self._job is None:
+            self._work(heapq.heappop(self._jobs)[-1])
         if self._job is None or not self._shared:
             self._resume()
 
@@ -190,7 +179,7 @@ class Machine:
             self._since = self.now
             self._turn += 1
             self._running = True
-            self._after(self._left, partial(self._end_task, self._turn))
+            self.after(self._left, partial(self._end_task, self._turn))
 
     def _may_start(self, task: ComputeTask) -> bool:
         if task.needs is not None and not self._deferred.ended[task.needs]:
@@ -227,8 +216,8 @@ class Machine:
 
     def _queue(self, job: _Job) -> None:
         """Queue a job. The oldest program goes first; CPU time of exchanges cannot wait."""
-        self._count += 1
-        heapq.heappush(self._jobs, (job.wave is not None, job.position, self._count, job))
+        self._queued += 1
+        heapq.heappush(self._jobs, (job.wave is not None, job.position, self._queued, job))
 
     def _work(self, job: _Job) -> None:
         if job.seconds == 0:
@@ -238,7 +227,7 @@ class Machine:
         self._job = job
         name = EXCHANGE_CPU if job.wave is None else "segment"
         self.events.append(Event(name, METHOD, self.now, job.seconds, job.bucket))
-        self._after(job.seconds, partial(self._worked, job))
+        self.after(job.seconds, partial(self._worked, job))
 
     def _worked(self, job: _Job) -> None:
         self._job = None
@@ -246,23 +235,17 @@ class Machine:
             return
         issued, beginners = job.wave.advance(job.position)
         for position, hop in issued:
-            self._links.setdefault(hop.link, deque()).append((job.wave, position, hop))
+            self._send(job.wave, position, hop)
         for first in beginners:
             self._queue_segment(job.wave, first)
 
     # --- the links -----------------------------------------------------------------------------------------------
 
-    def _send(self, link: str, wave: Wave, position: int, hop: Hop) -> None:
-        bucket = wave.parts[position].bucket
-        self._busy.add(link)
-        self.events.append(Event(hop.name, f"link {hop.scope.value}", self.now, hop.seconds, bucket, hop.sent_bytes))
-        self._after(hop.seconds - hop.travel_seconds, partial(self._sent, link, wave, position, hop.travel_seconds))
+    def _send(self, wave: Wave, position: int, hop: Hop) -> None:
+        bucket, link = wave.parts[position].bucket, self._links[hop.link]
+        start = max(self.now, link.free_at)
+        self.events.append(Event(hop.name, f"link {hop.scope.value}", start, hop.seconds, bucket, hop.sent_bytes))
+        passed = link.carry(start, hop.seconds - hop.travel_seconds)
+        self.at(passed + hop.travel_seconds, partial(self._queue_segment, wave, position))
         if self._shared and hop.cpu_seconds:
-            self._queue(_Job(None, position, hop.cpu_seconds, bucket))
-
-    def _sent(self, link: str, wave: Wave, position: int, travels: float) -> None:
-        self._busy.remove(link)
-        if travels:
-            self._after(travels, partial(self._queue_segment, wave, position))
-        else:
-            self._queue_segment(wave, position)
+            self.at(start, partial(self._queue, _Job(None, position, hop.cpu_seconds, bucket)), 1)

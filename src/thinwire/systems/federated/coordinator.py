@@ -10,12 +10,12 @@ end trains inside the function that gives the seconds; ``predict`` computes them
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from thinwire.core.virtual_time import VirtualTime
 from thinwire.systems.federated.schedule import Assignment
 
 _LOST, _FREE, _WORK = 0, 1, 2  # at equal times the loss of a device comes first
@@ -126,41 +126,39 @@ def drive(
 
     ``on_lost`` is called with the clients whose sum the device holds.
     """
-    events: list[tuple[float, int, int, int, DeviceWork | None]] = []
-    order = itertools.count()
-    busy = [0.0] * devices
+    time, busy = VirtualTime(), [0.0] * devices
     records: list[tuple[int, int, float]] = []
 
-    def push(now: float, kind: int, device: int, work: DeviceWork | None) -> None:
-        heapq.heappush(events, (now, kind, next(order), device, work))
+    def later(seconds: float, turn: int, device: int, then: Callable[[], object]) -> None:
+        time.at(seconds, lambda: device in coordinator.lost_devices or then(), turn)
+
+    def hand_out(works: Sequence[DeviceWork]) -> None:
+        for work in works:
+            later(time.now, _WORK if work.clients else _FREE, work.device, partial(do, work))
+
+    def do(work: DeviceWork) -> None:
+        end = time.now
+        for client, following in zip(work.clients, (*work.clients[1:], None)):
+            seconds = train(work.device, client, following)
+            records.append((work.device, client, seconds))
+            end += seconds
+        busy[work.device] += end - time.now
+        later(end, _FREE, work.device, partial(free, work))
+
+    def free(work: DeviceWork) -> None:
+        if work.ends:
+            on_report(work.device)
+            hand_out(coordinator.result(work.device))
+        else:
+            hand_out([coordinator.ask(work.device)])
+
+    def lose(device: int) -> None:
+        on_lost(device, tuple(coordinator.holding.get(device, ())))
+        hand_out(coordinator.lost(device))
 
     for device, after in (losses or {}).items():
-        push(after, _LOST, device, None)
-    for work in coordinator.start():
-        push(0.0, _WORK, work.device, work)
-    now = 0.0
+        later(after, _LOST, device, partial(lose, device))
+    hand_out(coordinator.start())
     while not coordinator.done:
-        now, kind, _, device, found = heapq.heappop(events)
-        if device in coordinator.lost_devices:
-            continue
-        new: list[DeviceWork] = []
-        if kind == _LOST:
-            on_lost(device, tuple(coordinator.holding.get(device, ())))
-            new = coordinator.lost(device)
-        elif found is not None and kind == _WORK:
-            end = now
-            for client, following in zip(found.clients, (*found.clients[1:], None)):
-                seconds = train(device, client, following)
-                records.append((device, client, seconds))
-                end += seconds
-            busy[device] += end - now
-            push(end, _FREE, device, found)
-        elif found is not None and found.ends:
-            on_report(device)
-            new = coordinator.result(device)
-        else:
-            more = coordinator.ask(device)
-            push(now, _WORK if more.clients else _FREE, device, more)
-        for work in new:
-            push(now, _WORK, work.device, work)
-    return Outcome(now, tuple(busy), tuple(records))
+        time.step()
+    return Outcome(time.now, tuple(busy), tuple(records))

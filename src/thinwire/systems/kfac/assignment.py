@@ -20,6 +20,7 @@ from thinwire.core.pricing.merge import fuse, greedy_mgwfbp
 from thinwire.core.pricing.optimal import optimal_dense
 from thinwire.core.pricing.placement import place, place_threshold
 from thinwire.core.program import WORLD
+from thinwire.core.virtual_time import Line
 from thinwire.systems.kfac.plan import TRANSPORTS, FactorLayer, KFACPlan
 from thinwire.systems.kfac.prices import LayerTimes, inversion_cost, inversion_seconds
 from thinwire.systems.kfac.variant import Variant
@@ -194,7 +195,7 @@ def end_seconds(
         if filled >= _GRADIENT_BYTES or i == times.g_order[-1]:
             leaving.append((forward + ready_g[i], filled))
             filled = 0
-    free = 0.0
+    link = Line()
     for ready, message in sorted(leaving):
-        free = max(free, ready) + costs.seconds("AllReduce", WORLD, world, message)
-    return free
+        link.carry(ready, costs.seconds("AllReduce", WORLD, world, message))
+    return link.free_at

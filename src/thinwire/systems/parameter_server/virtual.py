@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.checks import check_count
+from thinwire.core.checks import check_count, check_number
+from thinwire.core.virtual_time import Line, VirtualTime
 from thinwire.systems.link.actor import Actor
 from thinwire.systems.link.codec import FRAME, ROW_BYTES
 from thinwire.systems.link.hello import PeerIdentity
@@ -35,7 +36,6 @@ from thinwire.systems.parameter_server.service import ServerDriver
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shard import ShardDriver, WeightSlice
 from thinwire.systems.parameter_server.shards import ShardedWeights
-from thinwire.systems.parameter_server.virtual_time import Card, VirtualChannel, VirtualTime
 from thinwire.systems.parameter_server.worker import LocalWork
 
 
@@ -123,6 +123,66 @@ StepSeconds = Callable[[int, int, int, random.Random], float]
 GradientOf = Callable[[Tensor, int, int, int], Tensor]
 
 
+class Card(Line):
+    """A network card: sends (or receives) one message after another; ``bits_per_second`` None: no limit."""
+
+    def __init__(self, bits_per_second: float | None) -> None:
+        super().__init__()
+        if bits_per_second is not None:
+            check_number("bits_per_second", bits_per_second, above=0)
+        self._rate, self.bytes = bits_per_second, 0
+
+    def pass_on(self, ready: float, size: int) -> float:
+        self.bytes += size
+        return ready if self._rate is None else self.carry(ready, 8.0 * size / self._rate)
+
+
+class VirtualChannel:
+    """Messages in order from one card to another; ``jitter``: extra seconds, which let none overtake.
+
+    ``small_bytes``: up to so many do not queue at the cards (packets interleave). ``behind``: a channel whose earlier
+    messages arrive before.
+    """
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        source: Card,
+        target: Card,
+        latency_seconds: float,
+        jitter: Callable[[], float] | None = None,
+        small_bytes: int = 1500,
+        behind: VirtualChannel | None = None,
+    ) -> None:
+        check_number("latency_seconds", latency_seconds, least=0)
+        self._time, self._source, self._target = time, source, target
+        self._jitter, self._small, self._behind = jitter, small_bytes, behind
+        self.latency_seconds = latency_seconds
+        self._last = 0.0
+        self.open, self.busy, self.waiting = True, False, deque[tuple[Any, int]]()
+
+    def send(self, size: int, deliver: Callable[[], None], sent: Callable[[], None] | None = None) -> None:
+        """Deliver a message of ``size`` bytes; ``sent`` is called when this end of the channel is free again."""
+        now = self._time.now
+        if size <= self._small:
+            self._source.bytes += size
+            self._target.bytes += size
+            left = passed = now
+        else:
+            left = self._source.pass_on(now, size)
+            passed = self._target.pass_on(left, size) if self._target is not self._source else left
+        arrival = passed + self.latency_seconds + (self._jitter() if self._jitter else 0.0)
+        self._last = max(self._last, arrival, self._behind._last if self._behind is not None else 0.0)
+        if sent is not None:
+            self._time.after(left - now, sent)
+
+        def arrive() -> None:
+            if self.open:
+                deliver()
+
+        self._time.after(self._last - now, arrive)
+
+
 class VirtualPeer:
     """One end of a simulated connection: what :class:`thinwire.systems.link.peer.Peer` is on a network.
 
@@ -137,9 +197,7 @@ class VirtualPeer:
         size_of: Callable[[Tensor], int], count: Callable[[Any, int], None],
     ) -> None:  # fmt: skip
         self._time, self._channel, self._size_of, self._count = time, channel, size_of, count
-        self._control = self._data = channel(None)
-        self._queues: dict[VirtualChannel, deque[tuple[Any, int]]] = {self._control: deque()}
-        self._busy: set[VirtualChannel] = set()
+        self._channels = [channel(None)]  # for messages with tensors, the last
         self._posted = self._sent = self.sent_bytes = self.received_bytes = 0
         self._due = False
         self.early: list[Any] = []  # messages that came before this end has started
@@ -148,15 +206,14 @@ class VirtualPeer:
     def start(self, codec: Any, **options: Any) -> None:
         self.options = options
         if options.get("channels", 1) == 2:
-            self._data = self._channel(self._control)
-            self._queues[self._data] = deque()
+            self._channels.append(self._channel(self._channels[0]))
         for message in self.early:
             options["deliver"](message)
 
     def post(self, message: Any) -> None:
-        channel = self._control if getattr(message, "tensor", None) is None else self._data
-        self._queues[channel].append((message, self._posted))
-        self._posted += channel is self._control
+        channel = self._channels[0 if getattr(message, "tensor", None) is None else -1]
+        channel.waiting.append((message, self._posted))
+        self._posted += channel is self._channels[0]
         self._pump()
 
     def report_due(self) -> None:
@@ -165,7 +222,7 @@ class VirtualPeer:
 
     def close(self) -> None:
         """End the connection; the other side notices."""
-        for channel in (*self._queues, *self.far._queues):
+        for channel in (*self._channels, *self.far._channels):
             channel.open = False
         self.far.options.get("closed", lambda why: None)("the other side has closed")
 
@@ -176,14 +233,14 @@ class VirtualPeer:
 
     def _pump(self) -> None:
         """Give messages to channels whose end is free; a report only if nothing else waits."""
-        for channel, queue in self._queues.items():
-            if channel in self._busy or not channel.open:
+        for channel in self._channels:
+            if channel.busy or not channel.open:
                 continue
-            message = None
-            if queue and (channel is self._control or self._sent >= queue[0][1]):
+            first, queue, message = channel is self._channels[0], channel.waiting, None
+            if queue and (first or self._sent >= queue[0][1]):
                 message, _ = queue.popleft()
-                self._sent += channel is self._control
-            elif self._due and channel is self._control:
+                self._sent += first
+            elif self._due and first:
                 self._due, message = False, self.options["compose"]()
             if message is not None:
                 self._send(channel, message)
@@ -198,12 +255,12 @@ class VirtualPeer:
                 # the frame arrives before its tensor, so the receiver does not think that the sender is dead
                 seconds = allowance(size, far.options["seconds"])
                 self._time.after(channel.latency_seconds, partial(announced, seconds))
-        self._busy.add(channel)
+        channel.busy = True
         self._count(message, size)
         self.sent_bytes += size
 
         def sent() -> None:
-            self._busy.discard(channel)
+            channel.busy = False
             self._pump()
 
         def arrived() -> None:
@@ -323,7 +380,8 @@ class _Simulation:
             shard.begin(near, WeightSlice(settings, self.layout, outer, shard.index, shards))  # type: ignore[arg-type]
             number = fingerprint(outer, self.layout.dtype)
             server.tell("register", far, msg.RegisterShard(shard.index, 1, msg.PROTOCOL, False, number))
-        self.time.run(lambda: server.ready)
+        while not server.ready:
+            self.time.step()
         self.nodes = [_NodeNow(self, n, link(n) if callable(link) else link) for n in range(nodes)]
         for node in self.nodes:
             self.enter(node)
@@ -466,7 +524,8 @@ def simulate(
             gradients is not None and server.counters["applied"] >= gradients
         )
 
-    sim.time.run(reached, float("inf") if seconds is None else seconds)
+    while sim.time.next[0] <= (math.inf if seconds is None else seconds) and not reached():
+        sim.time.step()
     trace = sim.trace
     trace.updates = trace.updates[: server.version]
     trace.seconds, trace.counters = sim.time.now, server.counters
