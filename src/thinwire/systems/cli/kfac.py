@@ -12,8 +12,7 @@ from thinwire.core.records import plain
 from thinwire.core.words import run_seconds
 from thinwire.tools.cli.console import Output, plain_table, progress, read_record, watched_load
 from thinwire.tools.cli.measure import CostsOptions
-from thinwire.tools.cli.options import JsonOption, PlotOption, ThreadsOption
-from thinwire.tools.cli.plan import PlanOptions
+from thinwire.tools.cli.options import JsonOption, PlanOptions, PlotOption, ThreadsOption
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
@@ -47,8 +46,9 @@ class KfacPlanVerb(KfacOptions, PlanOptions):
         from thinwire.systems.kfac.predict import predict
         from thinwire.systems.kfac.prices import LayerTimes, layers_of
         from thinwire.systems.kfac.variant import METHODS, Variant
+        from thinwire.tools.cli.plan_inputs import read_question
 
-        question = self.question()
+        question = read_question(self)
         profile, topology, prices = question.setting
         world = topology.world_size
         if not (layers := layers_of(profile)):

@@ -26,7 +26,8 @@ from thinwire.tools.bench.session import BenchSpec, Launched, RowRecord, RunReco
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.cli.bench import BenchVerb
 from thinwire.tools.cli.console import RunFailed
-from thinwire.tools.cli.plan import PlanOptions
+from thinwire.tools.cli.options import PlanOptions
+from thinwire.tools.cli.plan_inputs import read_question
 
 Told = Callable[[str], None]
 
@@ -158,6 +159,6 @@ def losses(
 def predicted(model: str, methods: str | Mapping[str, Method], **options: Any) -> dict[str, Timeline]:
     """Return steps by label, as ``thinwire plan`` with these options simulates them."""
     named = methods if isinstance(methods, str) else "ssgd"
-    asked = PlanOptions(model=model, methods=named, **options).question()
+    asked = read_question(PlanOptions(model=model, methods=named, **options))
     chosen = asked.candidates if isinstance(methods, str) else methods.items()
     return {label: asked.simulated(method) for label, method in chosen}

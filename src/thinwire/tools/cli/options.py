@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from thinwire.tools.cli.verb import Verb, option
+from thinwire.tools.cli.verb import Verb, argument, option
 
 if TYPE_CHECKING:
     from thinwire.tools.lab import Cluster
@@ -71,3 +71,29 @@ class LabOptions(LinkOptions):
         cluster = self.cluster
         slow = None if cluster.wire == "unlimited" else cluster.wire
         return {"link": slow, "link_bits": min((rate for rate in cluster.links if rate), default=None)}
+
+
+class PlanOptions(JsonOption):
+    """What a prediction is for: a model, a network and the devices."""
+
+    model: str | None = argument(
+        None,
+        "resnet50, resnet152, densenet201, vgg16, bert-base, bert-large, gpt2; a file from thinwire profile; or a "
+        "model of the bench or module:function, which is measured here.",
+    )
+    link: str | None = option(None, "Rate of each machine's link, such as 1gbit; by default 10gbit.")
+    delay: str | None = option(None, "One-way delay between machines, such as 25ms; by default 50us, a start-up.")
+    loss: str = option("0%", "Share of packets that get lost, such as 0.1%.")
+    congestion: str = option("cubic", "TCP's congestion control: cubic or bbr.", choices=("cubic", "bbr"))
+    costs: Path | None = option(None, "Measured costs: a file from thinwire probe or thinwire kfac calibrate.")
+    workers: int | None = option(None, "Total number of ranks; by default that of --costs, or 16.", least=1, most=65536)
+    batch_size: int | None = option(None, "Samples per rank, for the built-in models.")
+    device: str | None = option(
+        None, "Assumed rates: cpu, t4, v100, a100 or h100; by default a100 for built-in models, else cpu."
+    )
+    device_flops: float | None = option(None, "FLOP/s that training sustains, for the built-in models.")
+    profile: Path | None = option(None, "The model, as a file from thinwire profile.")
+
+    ranks_per_node: int | None = 1  # this and the next two are options of ``thinwire plan`` alone
+    methods: str | None = "ssgd"
+    worth: Path | None = None

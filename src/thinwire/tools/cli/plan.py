@@ -3,45 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thinwire.tools.cli.console import Output
-from thinwire.tools.cli.options import JsonOption
-from thinwire.tools.cli.verb import argument, option
-
-if TYPE_CHECKING:
-    from thinwire.tools.cli.plan_inputs import Question
-
-
-class PlanOptions(JsonOption):
-    """What a prediction is for: a model, a network and the devices."""
-
-    model: str | None = argument(
-        None,
-        "resnet50, resnet152, densenet201, vgg16, bert-base, bert-large, gpt2; a file from thinwire profile; or a "
-        "model of the bench or module:function, which is measured here.",
-    )
-    link: str | None = option(None, "Rate of each machine's link, such as 1gbit; by default 10gbit.")
-    delay: str | None = option(None, "One-way delay between machines, such as 25ms; by default 50us, a start-up.")
-    loss: str = option("0%", "Share of packets that get lost, such as 0.1%.")
-    congestion: str = option("cubic", "TCP's congestion control: cubic or bbr.", choices=("cubic", "bbr"))
-    costs: Path | None = option(None, "Measured costs: a file from thinwire probe or thinwire kfac calibrate.")
-    workers: int | None = option(None, "Total number of ranks; by default that of --costs, or 16.", least=1, most=65536)
-    batch_size: int | None = option(None, "Samples per rank, for the built-in models.")
-    device: str | None = option(
-        None, "Assumed rates: cpu, t4, v100, a100 or h100; by default a100 for built-in models, else cpu."
-    )
-    device_flops: float | None = option(None, "FLOP/s that training sustains, for the built-in models.")
-    profile: Path | None = option(None, "The model, as a file from thinwire profile.")
-
-    ranks_per_node: int | None = 1  # this and the next two are options of ``thinwire plan`` alone
-    methods: str | None = "ssgd"
-    worth: Path | None = None
-
-    def question(self) -> Question:
-        from thinwire.tools.cli.plan_inputs import read_question
-
-        return read_question(self)
+from thinwire.tools.cli.options import PlanOptions
+from thinwire.tools.cli.verb import option
 
 
 class PlanVerb(PlanOptions):
@@ -79,8 +45,9 @@ class PlanVerb(PlanOptions):
                 raise ValueError("--memory counts a model: give a built-in name, or module:function")
             return show(self.model, self.methods, output, **self.part(["shards", "sites", "dtype"]))
         from thinwire.tools.cli.plan_answer import answer_of
+        from thinwire.tools.cli.plan_inputs import read_question
 
         try:
-            return answer_of(self.question(), self, output)
+            return answer_of(read_question(self), output, **self.part(["lossy", "explain", "map", "trace", "out"]))
         except LookupError as error:
             raise ValueError(str(error.args[0] if error.args else error)) from error

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -23,9 +23,6 @@ from thinwire.tools.cli.console import Output, plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
 
-if TYPE_CHECKING:
-    from thinwire.tools.cli.plan import PlanVerb
-
 _SHOWN = 12  # sizes of DDP's buckets in one line
 _WITHOUT_A_METHOD = {
     "alone": ("one worker alone", "train on one machine; nothing has to be attached"),
@@ -34,10 +31,12 @@ _WITHOUT_A_METHOD = {
 """What to use and what to do next, by the labels of ``PLAIN``."""
 
 
-def answer_of(question: Question, asked: PlanVerb, output: Output) -> dict[str, Any]:
+def answer_of(
+    question: Question, output: Output, *, lossy: bool, explain: bool, map: bool, trace: Path | None, out: Path | None
+) -> dict[str, Any]:
     """Rank, print results as they come, write the files. Return what JSON shows."""
     where = {**question.where, "worth": question.worth}
-    ranking = choose(question.candidates, *question.setting, **where, lossy=asked.lossy)
+    ranking = choose(question.candidates, *question.setting, **where, lossy=lossy)
     knees = _knees(question, ranking)
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
     answer["answer"] = first_answer(question, ranking)
@@ -45,15 +44,15 @@ def answer_of(question: Question, asked: PlanVerb, output: Output) -> dict[str, 
     if (ddp := ddp_answer(question, ranking)) is not None:
         answer["ddp"] = ddp
         output.say(ddp_sentence(ddp))
-    if asked.explain:
+    if explain:
         groups = _explain(question, ranking)
         output.say(*(groups_table(label, found) for label, found in groups.items()))
         answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
-    if asked.map:
-        answer["map"] = found = _map(question, asked.lossy)
+    if map:
+        answer["map"] = found = _map(question, lossy)
         output.say(map_table(question, found))
-    _write(question, ranking, answer, asked.trace, asked.out)
-    for path in filter(None, (asked.trace, asked.out)):
+    _write(question, ranking, answer, trace, out)
+    for path in filter(None, (trace, out)):
         output.wrote(path)
     return answer
 

@@ -24,7 +24,7 @@ from thinwire.tools.cli.measure import ProfileVerb
 from thinwire.tools.lab import parse_delay, parse_loss, parse_rate
 
 if TYPE_CHECKING:
-    from thinwire.tools.cli.plan import PlanOptions
+    from thinwire.tools.cli.options import PlanOptions
 
 _START_SECONDS = 50e-6  # of a message, on any wire
 
