@@ -276,7 +276,7 @@ supernet search net.pt --limit-ms -1 -> above 0
 supernet table --config huge -> use one of tiny, published
 supernet export net.pt --out x.pt2 -> search calibrated.pt
 ps simulate --settings inhat -> preset 'inhat' is unknown; did you mean 'inhad'? use one of
-ps simulate --settings inhad:limit -> 'limit' is not an option
+ps simulate --settings inhad:limit -> preset 'inhad:limit' is unknown; did you mean 'inhad'?
 ps simulate --settings inhad:max_staleness=-1 -> max_staleness=-1 must be a whole number of at least 0
 ps simulate --settings inhad:max_stalenes=3 -> did you mean 'max_staleness'? known:
 ps simulate --slow 9:4 -> there are nodes 0 to 3
