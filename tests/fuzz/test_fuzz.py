@@ -26,7 +26,7 @@ def test_scripts():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", [10_000, 11_000, 12_000])
+@pytest.mark.parametrize("first", [10_000, 11_000])
 def test_thousands_of_scripts(first):
     _hunted(range(first, first + 1000))
 
