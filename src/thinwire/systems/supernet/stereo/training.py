@@ -198,8 +198,6 @@ class SupernetTrainer:
         loss_over: "rank": each rank divides by its own number of valid pixels; "world": by that of all ranks, so that
             the ranks together compute the loss of one large batch.
         seed: for the draws; the same on all ranks.
-        overlap: one backward for all sub-networks of a step, during which the exchange runs; it keeps the activations
-            of all of them. False: one backward after another, then the exchange.
     """
 
     def __init__(
@@ -214,7 +212,6 @@ class SupernetTrainer:
         semantics: str = "skip",
         loss_over: str = "rank",
         seed: int = 0,
-        overlap: bool = True,
     ) -> None:
         check_choice("sampling", sampling, ("shared", "per-rank"))
         check_choice("loss_over", loss_over, ("rank", "world"))
@@ -223,7 +220,7 @@ class SupernetTrainer:
         for number in range(phase.sub_nets):
             net.space.check(phase.draw(seed, 0, number))
         self.net, self.phase, self.optimizer = net, phase, optimizer
-        self._sampling, self._loss_over, self._seed, self._overlap = sampling, loss_over, seed, overlap
+        self._sampling, self._loss_over, self._seed = sampling, loss_over, seed
         self._method = reduction(method, divisor)
         self._active: ActiveSet | None = None
         self._inactive = InactiveWeights(optimizer, net, lambda: self._active, semantics)
@@ -268,14 +265,8 @@ class SupernetTrainer:
             self.net.activate(n)
             found = self.net(batch.left, batch.right)
             losses.append(pyramid_loss(found, batch.disparity, self.net.max_disparity, valid_total))
-            if not self._overlap:
-                with self.sync.no_sync():
-                    losses[-1].backward()
-        if self._overlap:
-            self.sync.services.expect(name for name, bounds in own.bounds.items() if bounds is not None)
-            torch.stack(losses).sum().backward()
-        else:
-            self.sync.synchronize()
+        self.sync.services.expect(name for name, bounds in own.bounds.items() if bounds is not None)
+        torch.stack(losses).sum().backward()
         return float(torch.stack(losses).detach().mean())
 
     def close(self) -> None:
@@ -355,7 +346,7 @@ def shrink(
         weight_decay: L2 on weights, but not on BatchNorm or biases.
         checkpoint_dir: on a file system shared by all ranks; None: no checkpoints.
         checkpoint_every: steps; there is always one at the end of a phase.
-        options: method, sampling, divisor, semantics, loss_over and overlap, as for
+        options: method, sampling, divisor, semantics and loss_over, as for
             :class:`~thinwire.supernet.stereo.SupernetTrainer`.
 
     Raises:
