@@ -231,7 +231,7 @@ def test_history_survives_json():
     evaluated = {"evaluate": lambda net, round: {"norm": net.weight.norm()}, "evaluate_every": 2}
     _, history = p.train(fl.FedAvg(), DATA, rounds=3, clients_per_round=4, devices=2, trace=trace, **evaluated)
     assert fl.History.from_json(history.to_json()) == history
-    assert sorted(history.evaluations) == [1, 2]
+    assert [row.round for row in history.rounds if row.evaluation] == [1, 2]
     assert all(row.client_seconds > 0 for row in history.rounds)
     with pytest.raises(ValueError, match="not a history"):
         fl.History.from_json("{}")

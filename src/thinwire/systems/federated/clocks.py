@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,21 +131,17 @@ def predict(
     rounds: int,
     clients_per_round: int,
     seed: int = 0,
-    warmup_rounds: int = 2,
-    window_rounds: int | None = 5,
-    losses: Mapping[tuple[int, int], float] | None = None,
 ) -> Prediction:
     """Simulate the rounds of a run with the clock of the devices' speeds.
 
     Args:
-        schedule, rounds, clients_per_round, seed, warmup_rounds, window_rounds: as for ``simulate``.
+        schedule, rounds, clients_per_round, seed: as for ``simulate``.
         population, samples: number of clients, and client -> how many samples it has.
         speeds: of the devices.
-        losses: (round, device) -> seconds after which the device is lost in that round.
     """
     check_cohort(clients_per_round, population)
     check_count("rounds", rounds)
-    planner = Planner(schedule, len(speeds), seed, warmup_rounds, window_rounds)
+    planner = Planner(schedule, len(speeds), seed)
     fits = [Fit(max(s.seconds_per_sample, 1e-12), s.seconds_per_client) for s in speeds]
     seconds, bounds, shares = [], [], []
     for round in range(rounds):
@@ -156,9 +152,8 @@ def predict(
             Coordinator(clients_per_round, assignment, range(len(speeds))),
             len(speeds),
             lambda device, i, _, sizes=sizes: speeds[device].train_seconds(sizes[i]),  # type: ignore[misc]
-            losses={device: after for (when, device), after in (losses or {}).items() if when == round},
         )
-        planner.learn(round, "train", [ClientTime(d, chosen[i], sizes[i], t) for d, i, t in outcome.records])
+        planner.learn("train", [ClientTime(d, chosen[i], sizes[i], t) for d, i, t in outcome.records])
         seconds.append(outcome.seconds)
         bounds.append(lower_bound(sizes, fits))
         shares.append(sum(outcome.busy_seconds) / (len(speeds) * outcome.seconds) if outcome.seconds else 1.0)

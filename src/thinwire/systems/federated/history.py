@@ -101,11 +101,6 @@ class History(Record):
             )  # fmt: skip
         self.rounds.append(record)
 
-    @property
-    def evaluations(self) -> dict[int, Mapping[str, float]]:
-        """The evaluations by round, for rounds that have one."""
-        return {row.round: row.evaluation for row in self.rounds if row.evaluation}
-
     @classmethod
     def from_json(cls, text: str | bytes) -> History:
         """Read what ``to_json`` wrote, or ``thinwire federated run --json``, which prints more; else ``ValueError``."""
