@@ -1,6 +1,5 @@
 """Made-up pairs have the truth they claim; files are read as their formats say."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,13 @@ class ClientTrace:
 
         Each receives ``down_bytes`` first.
         """
-        worst = 0.0
-        for client, samples, up_bytes in clients:
+
+        def seconds(client: int, samples: int, up_bytes: int) -> float:
             device = self.devices[client % len(self.devices)]
             moved = 8 * down_bytes / device.down_bits_per_second + 8 * up_bytes / device.up_bits_per_second
-            worst = max(worst, moved + device.train_seconds(samples))
-        return worst
+            return moved + device.train_seconds(samples)
+
+        return max(starmap(seconds, clients), default=0.0)
 
     @classmethod
     def read(cls, path: str | Path) -> ClientTrace:

@@ -204,7 +204,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.server, self.back, self.device, self.facts, self.folder = server, back, device, facts, folder
         self.comm, self.rank = comm, 0 if comm is None else comm.rank
-        self.history = History()
+        self.history = History([], {}, {})
 
     def resume(self) -> int:
         """Load the checkpoint, if there is one. Return the round to begin with."""
