@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.systems.supernet.stereo import RandomDots, StereoFiles, batches, pad, random_dot_pair
-from thinwire.systems.supernet.stereo.data import Shuffled, normalise, read_disparity, read_list, read_pfm
+from thinwire.systems.supernet.stereo.data import normalise, read_disparity, read_list, read_pfm, shuffled
 from thinwire.systems.supernet.stereo.layers import warp
 
 Image = pytest.importorskip("PIL.Image")
@@ -58,11 +58,10 @@ def test_a_sample_is_always_the_same():
 
 @given(st.integers(1, 50), st.integers(1, 5), st.integers(1, 4), st.integers(0, 9))
 def test_ranks_share_the_batch_that_one_would_take(length, batch, world, seed):
-    order = Shuffled(length, seed)
     for step in range(3):
-        together = [i for r in range(world) for i in order.indices(step, batch, r, world)]
-        assert together == Shuffled(length, seed).indices(step, batch * world)
-    epoch = [i for step in range(length) for i in Shuffled(length, seed).indices(step, 1)]
+        together = [i for r in range(world) for i in shuffled(length, seed, step, batch, r, world)]
+        assert together == shuffled(length, seed, step, batch * world)
+    epoch = [i for step in range(length) for i in shuffled(length, seed, step, 1)]
     assert sorted(epoch) == list(range(length))
 
 

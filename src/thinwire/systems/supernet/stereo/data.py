@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,30 +64,24 @@ def digest(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-class Shuffled:
-    """Which samples a rank uses at a step: consecutive entries of a permutation that is new in every epoch.
+def shuffled(length: int, seed: int, step: int, batch: int, rank: int = 0, world: int = 1) -> list[int]:
+    """Return which samples a rank uses at a step: consecutive entries of a permutation that is new in every epoch.
 
     It depends only on the arguments, so a resumed run continues where it was, and the ranks' batches of one step are
     together the batch of a single rank.
     """
+    if length < 1:
+        raise ValueError("the set of pairs is empty")
+    start = (step * world + rank) * batch
+    places = (divmod(place, length) for place in range(start, start + batch))
+    return [_order(length, seed, epoch)[rest] for epoch, rest in places]
 
-    def __init__(self, length: int, seed: int) -> None:
-        if length < 1:
-            raise ValueError("the set of pairs is empty")
-        self._length, self._seed = length, seed
-        self._epoch, self._order = -1, [0]
 
-    def indices(self, step: int, batch: int, rank: int = 0, world: int = 1) -> list[int]:
-        start = (step * world + rank) * batch
-        return [self._at(place) for place in range(start, start + batch)]
-
-    def _at(self, place: int) -> int:
-        epoch, rest = divmod(place, self._length)
-        if epoch != self._epoch:
-            order = list(range(self._length))
-            random.Random(digest("order", self._seed, epoch)).shuffle(order)
-            self._epoch, self._order = epoch, order
-        return self._order[rest]
+@lru_cache(1)
+def _order(length: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(length))
+    random.Random(digest("order", seed, epoch)).shuffle(order)
+    return order
 
 
 def pad(image: Tensor, multiple: int, value: float = 0.0) -> Tensor:

@@ -33,7 +33,7 @@ from thinwire.systems.supernet.active import ActiveSet
 from thinwire.systems.supernet.operators import ElasticDepthwise
 from thinwire.systems.supernet.reduce import ActiveReduce, InactiveWeights
 from thinwire.systems.supernet.space import Space, SubNet
-from thinwire.systems.supernet.stereo.data import Pairs, Shuffled, StereoBatch, collate, digest
+from thinwire.systems.supernet.stereo.data import Pairs, StereoBatch, collate, digest, shuffled
 from thinwire.systems.supernet.stereo.layers import DeformConv
 from thinwire.systems.supernet.stereo.network import ElasticStereo
 
@@ -370,13 +370,9 @@ def shrink(
             continue
         if phase.sort:
             net.sort_channels()
-        trainer = SupernetTrainer(net, phase, adam(net, phase.lr, weight_decay), seed=seed, **options)
-        try:
+        with SupernetTrainer(net, phase, adam(net, phase.lr, weight_decay), seed=seed, **options) as trainer:
             world = trainer.sync.services.topology.world_size
-            order = Shuffled(len(data), seed + i)
-            reports.append(_phase(trainer, data, order, batch, folder, checkpoint_every, on_step))
-        finally:
-            trainer.close()
+            reports.append(_phase(trainer, data, seed + i, batch, folder, checkpoint_every, on_step))
     net.activate(net.space.largest)
     return ShrinkReport(tuple(reports), world)
 
@@ -384,7 +380,7 @@ def shrink(
 def _phase(
     trainer: SupernetTrainer,
     data: Pairs,
-    order: Shuffled,
+    seed: int,
     batch: int,
     folder: Path | None,
     every: int,
@@ -402,7 +398,7 @@ def _phase(
     net.train()
     shares, last, started = 0.0, None, time.perf_counter()
     for step in range(first, phase.steps):
-        chosen = order.indices(step, batch, sync.services.rank, sync.services.topology.world_size)
+        chosen = shuffled(len(data), seed, step, batch, sync.services.rank, sync.services.topology.world_size)
         last = trainer.step(collate(data, chosen), step)
         shares += last.share
         if on_step is not None:
