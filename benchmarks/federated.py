@@ -124,7 +124,7 @@ def uneven(arguments: argparse.Namespace) -> dict[str, Any]:
         made = digits(alpha=0.3)
         made.algorithm = fl.FedAvg(lr=0.1, batch_size=5, epochs=3)
         history = made.simulate(
-            rounds=arguments.rounds, clients_per_round=40, devices=4, schedule=name, evaluate_every=0, window_rounds=5
+            rounds=arguments.rounds, clients_per_round=40, devices=4, schedule=name, evaluate_every=0
         )
         kept = history.rounds[4:]
         errors = [abs((r.predicted_seconds or 0) / r.device_seconds - 1) for r in kept]

@@ -4,7 +4,7 @@ import torch
 
 from thinwire.systems.supernet import Space
 from thinwire.systems.supernet.stereo import ElasticStereo, Phase, RandomDots, SupernetTrainer
-from thinwire.systems.supernet.stereo.data import Shuffled, collate
+from thinwire.systems.supernet.stereo.data import collate, shuffled
 
 SPACE = Space(kernels=(3, 5, 7), depths=(1, 2), expands=(2, 4), scales=(2,))
 PHASE = Phase("p", SPACE, 100, 0.05, sub_nets=2, flat=100)
@@ -17,7 +17,7 @@ def net_of(dtype=torch.float32):
 
 def batch_of(step, size, rank, world, dtype=torch.float32, length=32):
     data = RandomDots(length, 24, 48, 9)
-    batch = collate(data, Shuffled(length, 0).indices(step, size, rank, world))
+    batch = collate(data, shuffled(length, 0, step, size, rank, world))
     return type(batch)(*(x.to(dtype) for x in (batch.left, batch.right, batch.disparity)))
 
 

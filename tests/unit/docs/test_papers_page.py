@@ -6,7 +6,7 @@ from pathlib import Path
 import papers
 
 from thinwire.systems.papers import NAMES
-from thinwire.systems.papers.paper import paper
+from thinwire.systems.papers.paper import file_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -27,6 +27,6 @@ def test_every_verdict_is_reached_from_the_readme_and_every_page_exists():
 def test_verdicts_are_those_of_the_recorded_figures():
     """A changed rule or sentence needs no new run: ``judge`` makes both of the figures."""
     for name, found in papers.results().items():
-        told = paper(name)
+        told = file_of(name)
         assert (found.word, found.why) == told.judge({one.key: one.value for one in found.shown}), name
-        assert told.main.keys() <= {one.key for one in found.shown}
+        assert told.PAPER.main.keys() <= {one.key for one in found.shown}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thinwire.systems.federated import Speed, predict
 from thinwire.systems.federated import schedule as s
 from thinwire.systems.federated.coordinator import Coordinator, DeviceLost, drive
-from thinwire.systems.federated.schedule import ClientTime, Estimates, Fit, fit
+from thinwire.systems.federated.schedule import ClientTime, Fit, Planner, fit
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=7)
 FITS = st.lists(st.builds(Fit, st.floats(0.1, 4.0), st.floats(0.0, 3.0)), min_size=1, max_size=3)
@@ -85,23 +85,21 @@ def test_degenerate_data():
     assert fit([1, 10], [0.5, 10.0]) == Fit(10.5 / 11, 0.0)  # a negative intercept
     with pytest.raises(ValueError, match="at least one record"):
         fit([], [])
-    estimates = Estimates()
-    assert estimates.fits("train", 3) == [Fit(1.0, 0.0)] * 3
-    estimates.add(0, "train", [ClientTime(0, 7, 10, 5.0), ClientTime(2, 8, 10, 15.0)])
-    one, two, three = estimates.fits("train", 3)
+    planner = Planner("lpt", 3, 0)
+    assert planner.fits("train") == [Fit(1.0, 0.0)] * 3
+    planner.learn("train", [ClientTime(0, 7, 10, 5.0), ClientTime(2, 8, 10, 15.0)])
+    one, two, three = planner.fits("train")
     assert (one.a, two.a, three.a) == (0.5, 1.0, 1.5)  # the device without records gets the mean
-    assert estimates.fits("gradient", 1) == [Fit(1.0, 0.0)]  # other visits, other fits
+    assert planner.fits("gradient") == [Fit(1.0, 0.0)] * 3  # other visits, other fits
 
 
 def test_the_window_is_of_rounds():
-    """T2: a client drawn long ago does not hold the fit back; full history does."""
-    short, full = Estimates(window_rounds=3), Estimates(window_rounds=None)
-    for estimates in (short, full):
-        for round in range(10):
-            slope = 1.0 if round < 5 else 4.0
-            estimates.add(round, "train", [ClientTime(0, round, n, slope * n) for n in (5, 10)])
-    assert short.fits("train", 1)[0].a == pytest.approx(4.0)
-    assert full.fits("train", 1)[0].a < 3.0
+    """T2: a client drawn long ago does not hold the fit back."""
+    planner = Planner("lpt", 1, 0)
+    for round in range(10):
+        slope = 1.0 if round < 5 else 4.0
+        planner.learn("train", [ClientTime(0, round, n, slope * n) for n in (5, 10)])
+    assert planner.fits("train")[0].a == pytest.approx(4.0)
 
 
 # Under a clock
@@ -173,7 +171,6 @@ def test_the_late_result_of_a_lost_device_is_refused():
     [
         (lambda: s.plan("greedy", [1], None, 1, 0), "'greedy' is unknown; use one of auto"),
         (lambda: s.plan("lpt", [1], None, 0, 0), "devices=0"),
-        (lambda: Estimates(window_rounds=0), "at least 1, or None"),
         (lambda: Speed(-1.0), "seconds of at least 0"),
         (
             lambda: predict("lpt", 3, sizes_of, [FAST], rounds=1, clients_per_round=4),

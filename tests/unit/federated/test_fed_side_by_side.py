@@ -15,7 +15,7 @@ from thinwire.tools.report.runs import RunPicture
 def test_the_untrained_model_is_evaluated(alone):
     done = call(*SMALL, "--json")
     history = History.from_json(done.stdout)
-    untrained, trained = history.start, history.evaluations
+    untrained, trained = history.start, {row.round: row.evaluation for row in history.rounds}
     assert set(untrained) == set(trained[0]) == {"accuracy", "held-out loss"}
     assert list(trained) == [0, 1]
     assert untrained["held-out loss"] == pytest.approx(2.303, abs=0.05)  # ln 10: it guesses

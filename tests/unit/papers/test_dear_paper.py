@@ -2,11 +2,11 @@
 
 import pytest
 
-from thinwire.systems.papers.dear import FIXED, PAPER, tuned
+from thinwire.systems.papers.dear import FIXED, judge, simulated, tuned
 
 
 def test_eighty_three_percent_is_found_only_over_layers_that_share_no_message():
-    found = {one.key: one.value for one in PAPER.simulated()}
+    found = {one.key: one.value for one in simulated()}
     assert found["bound"] == pytest.approx(1.25)
     assert found["WFBP, no fusion 10gbit"] > 1.83 > found["MG-WFBP 10gbit"] > found["DDP, 25 MB 10gbit"] > 1.1
     assert 1.0 < found["best bucket 10gbit"] < 1.25
@@ -30,4 +30,4 @@ def test_the_verdict_follows_from_the_figures(best, fused, word):
         "bound": 1.25,
         "best bucket 100gbit": 1.0,
     }
-    assert PAPER.judge(found | {"best bucket 10gbit": best, "DDP, best bucket measured": 1.1})[0] == word
+    assert judge(found | {"best bucket 10gbit": best, "DDP, best bucket measured": 1.1})[0] == word

@@ -2,11 +2,11 @@
 
 import pytest
 
-from thinwire.systems.papers.hitopk import CASES, PAPER, selection
+from thinwire.systems.papers.hitopk import CASES, judge, selection, simulated
 
 
 def test_the_published_gain_appears_where_backward_does_not_hide_the_exchange():
-    found = {one.key: one.value for one in PAPER.simulated()}
+    found = {one.key: one.value for one in simulated()}
     assert found["torus resnet50 128"] == pytest.approx(1.02, abs=0.02)
     assert found["torus resnet50 32"] == pytest.approx(1.56, rel=0.05)
     assert found["torus bert-base 64"] == pytest.approx(1.21, rel=0.05)
@@ -23,4 +23,4 @@ def test_selections_are_compared_with_that_of_torch():
 )
 def test_the_verdict_follows_from_the_figures(gains, measured, word):
     found = {f"torus {model} {batch}": gain for (model, batch), gain in zip(CASES, gains)}
-    assert PAPER.judge(found | {"torus measured": measured, "torus loss": measured})[0] == word
+    assert judge(found | {"torus measured": measured, "torus loss": measured})[0] == word

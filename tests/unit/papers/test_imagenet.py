@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from thinwire.systems.papers.imagenet import turned
-from thinwire.systems.papers.paper import paper
+from thinwire.systems.papers.imagenet import judge, simulated, turned
 from thinwire.tools.bench.models.digits import images
-
-IMAGENET = paper("imagenet")
 
 
 def test_hierarchies_beat_rings_with_small_messages_and_not_trees():
-    shown = {one.key: one.value for one in IMAGENET.simulated()}
+    shown = {one.key: one.value for one in simulated()}
     assert shown[f"rings {1 << 16}"] == pytest.approx(7.7, rel=0.05)
     assert shown["rings 102228128"] < 1
     assert shown["rings step"] > 0.8 * 11
@@ -32,6 +29,6 @@ def test_turned_digits_are_near_their_own():
 def test_verdicts():
     found = {"SGD, small batch": 99.4, "LARS": 99.2, "LAMB": 98.0, "SGD, tuned": 98.0, "rings step": 15.0}
     trees = "today's rings or trees step"
-    assert IMAGENET.judge({**found, trees: 1.0})[0] == "holds where"
-    assert IMAGENET.judge({**found, trees: 3.0})[0] == "holds"
-    assert IMAGENET.judge({**found, trees: 3.0, "LARS": 97.0})[0] == "does not hold:"
+    assert judge({**found, trees: 1.0})[0] == "holds where"
+    assert judge({**found, trees: 3.0})[0] == "holds"
+    assert judge({**found, trees: 3.0, "LARS": 97.0})[0] == "does not hold:"

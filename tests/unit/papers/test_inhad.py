@@ -2,14 +2,11 @@
 
 import pytest
 
-from thinwire.systems.papers.inhad import INHAD, reached, served
-from thinwire.systems.papers.paper import paper
-
-PAPER = paper("inhad")
+from thinwire.systems.papers.inhad import INHAD, judge, reached, served, simulated
 
 
 def test_sums_carry_more_gradients_through_the_servers_link():
-    shown = {one.key: one.value for one in PAPER.simulated()}
+    shown = {one.key: one.value for one in simulated()}
     assert shown["asp 1 Gb/s"] > 5
     assert shown["asp 10 Gb/s"] > 5
     assert shown["all-reduce 1 Gb/s"] < 1 < shown["all-reduce 10 Gb/s"]
@@ -29,6 +26,6 @@ def test_verdicts():
     found = {f"{text} {case}": value for case, pair in cases.items() for text, value in zip(("asp", INHAD), pair)}
     found |= {"asp lab": 20.0, f"{INHAD} lab": 25.0}
     found |= {"asp 10 Gb/s": 7.0, "all-reduce 100mbit 4 accuracy": 97.0, f"{INHAD} 100mbit 4 accuracy": 96.5}
-    assert PAPER.judge(found)[0] == "holds where"
-    assert PAPER.judge({**found, f"{INHAD} 100mbit 32 0.7": 15.0})[0] == "holds"
-    assert PAPER.judge({**found, f"{INHAD} 100mbit 4 0.7": 60.0})[0] == "does not hold:"
+    assert judge(found)[0] == "holds where"
+    assert judge({**found, f"{INHAD} 100mbit 32 0.7": 15.0})[0] == "holds"
+    assert judge({**found, f"{INHAD} 100mbit 4 0.7": 60.0})[0] == "does not hold:"

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from thinwire.core.program import LocalWorld
-from thinwire.systems.papers.lags import DELTA, MADE, PAPER, ROWS, deltas
+from thinwire.systems.papers.lags import DELTA, MADE, ROWS, deltas, judge, simulated
 from thinwire.systems.papers.workbench import Replicas
 
 
 def test_selection_beside_backward_makes_it_faster_than_one_group_whatever_a_start_up_costs():
-    found = {one.key: one.value for one in PAPER.simulated()}
+    found = {one.key: one.value for one in simulated()}
     assert found["S-SGD, start-up 50 us, selection in backward"] == pytest.approx(5.2, rel=0.05)
     assert found["one group, start-up 50 us, selection in backward"] == pytest.approx(1.14, rel=0.05)
     assert found["one group, start-up 50 us, selection beside backward"] == pytest.approx(1.74, rel=0.05)
@@ -36,4 +36,4 @@ def test_the_verdict_follows_from_the_figures(inside, beside, delta, word):
     for label in MADE:
         for start, where in product((50, 436), ("in", "beside")):
             found[f"{label}, start-up {start} us, selection {where} backward"] = inside if where == "in" else beside
-    assert PAPER.judge(found)[0] == word
+    assert judge(found)[0] == word

@@ -2,11 +2,11 @@
 
 import pytest
 
-from thinwire.systems.papers.omgs import PAPER
+from thinwire.systems.papers.omgs import judge, simulated
 
 
 def test_by_the_authors_constants_the_optimum_gains_a_fifth_and_the_published_rule_nothing():
-    found = {one.key: one for one in PAPER.simulated()}
+    found = {one.key: one for one in simulated()}
     assert found["greedy rule"].value == pytest.approx(1.0)
     assert found["optimum"].value == pytest.approx(1.203, rel=0.01)
     assert found["most"].value == pytest.approx(1.43, rel=0.05)
@@ -28,4 +28,4 @@ MEASURED = "better of one group and per layer measured"
 )
 def test_the_verdict_follows_from_the_figures(changed, word):
     found = {"greedy rule": 1.0, "optimum": 1.2, "most": 1.5, MEASURED: 1.1, "loss": 1.01}
-    assert PAPER.judge(found | changed)[0] == word
+    assert judge(found | changed)[0] == word

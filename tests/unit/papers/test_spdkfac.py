@@ -2,14 +2,11 @@
 
 import pytest
 
-from thinwire.systems.papers.paper import paper
-from thinwire.systems.papers.spdkfac import BROADCAST, PUBLISHED
-
-SPD = paper("spdkfac")
+from thinwire.systems.papers.spdkfac import BROADCAST, PUBLISHED, judge, simulated
 
 
 def test_published_seconds_follow():
-    shown = {one.key: one for one in SPD.simulated()}
+    shown = {one.key: one for one in simulated()}
     for key, one in shown.items():
         if one.unit == "s" and key.endswith(("a step", "inverting", "sending inverses")) and "densenet" not in key:
             assert one.value == pytest.approx(float(one.published), abs=0.08, rel=0.15), key
@@ -29,6 +26,6 @@ def test_the_broadcast_is_what_mpd_kfac_sends():
 
 def test_verdicts():
     found = {"SPD-KFAC": 1.18, "our rules": 1.39, "our rules measured": 1.2, "SPD-KFAC measured": 0.8}
-    assert SPD.judge(found)[0] == "holds"
-    assert SPD.judge({**found, "our rules measured": 0.95})[0] == "holds where"
-    assert SPD.judge({**found, "SPD-KFAC": 1.0, "our rules": 1.05})[0] == "does not hold:"
+    assert judge(found)[0] == "holds"
+    assert judge({**found, "our rules measured": 0.95})[0] == "holds where"
+    assert judge({**found, "SPD-KFAC": 1.0, "our rules": 1.05})[0] == "does not hold:"

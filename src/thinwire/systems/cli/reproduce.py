@@ -32,7 +32,9 @@ class ReproduceVerb(JsonOption):
         from thinwire.systems.papers.paper import paper, reproduce
         from thinwire.systems.papers.workbench import Workbench
 
-        asked = [paper(name).name for name in dict.fromkeys(self.names or NAMES)]
+        asked = list(dict.fromkeys(self.names or NAMES))
+        for name in asked:
+            paper(name)  # refuses a name that there is not, before the work
         kept = _read(self.out)
         with watched_load(2):  # that of other work: before the first paper
             for place, name in enumerate(asked, 1):

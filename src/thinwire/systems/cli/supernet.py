@@ -92,7 +92,7 @@ class PairsOptions(SizeOption, ThreadsOption):
         if not Path(data).is_file():
             known = f"use one of {', '.join(MADE_UP)}, or a file that lists pairs"
             raise ValueError(f"--data {data!r} is unknown; {meant(data, MADE_UP)}{known}")
-        return StereoFiles(data, self.shape, augment=False, seed=seed)
+        return StereoFiles(data, self.shape, seed=seed)
 
 
 def _score(net: ElasticStereo, training: Pairs, testing: Pairs) -> Calibrated:

@@ -314,11 +314,10 @@ class Arena:
         self._mutex = threading.Lock()
         self.counters.renew()
 
-    def held(self) -> tuple[int, int]:  # number of values, their bytes
+    def held(self) -> int:  # number of values
         kind = np.dtype([("key", "V16"), ("offset", "<u8"), ("length", "<u8"), ("crc", "<u4"), ("state", "<u4")])
         slots = np.frombuffer(self.table[SLOTS_AT : self._end], dtype=kind, count=self.slots)
-        ready = slots["state"] == READY
-        return int(ready.sum()), int(slots["length"][ready].sum())
+        return int((slots["state"] == READY).sum())
 
     def _fill(self, index: int, key: bytes, offset: int, value: bytes, crc: int) -> None:
         """Fill a slot. The order of the stores is essential: a kill between any two leaves EMPTY or FILLING."""

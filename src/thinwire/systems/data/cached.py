@@ -170,7 +170,7 @@ class CachedDataset(_Cached, Dataset[Any]):
     @property
     def cached_share(self) -> float:
         """Fraction of this node's samples that are in memory: the hit rate of an epoch over them."""
-        return self._levels.arena.held()[0] / max(1, self.samples if self._foreign is None else len(self.block))
+        return self._levels.arena.held() / max(1, self.samples if self._foreign is None else len(self.block))
 
     @staticmethod
     def stream(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from functools import lru_cache
 
 import torch
 
@@ -32,16 +32,10 @@ def simulate_lru(
     samples: int, capacity: int, epochs: int, *, dropped: int = 2, shuffled: bool = True, seed: int = 0
 ) -> float:
     """Return the hit rate of a real LRU list for ``capacity`` samples over epochs, the first ``dropped`` left out."""
-    held: OrderedDict[int, None] = OrderedDict()
-    hits = 0
+    read = lru_cache(capacity)(lambda sample: sample)
+    hits = []
     for epoch in range(epochs):
-        order = torch.randperm(samples, generator=generator(seed, epoch if shuffled else 0)).tolist()
-        for sample in order:
-            if sample in held:
-                held.move_to_end(sample)
-                hits += epoch >= dropped
-            else:
-                held[sample] = None
-                if len(held) > capacity:
-                    held.popitem(last=False)
-    return hits / (samples * (epochs - dropped))
+        for sample in torch.randperm(samples, generator=generator(seed, epoch if shuffled else 0)).tolist():
+            read(sample)
+        hits.append(read.cache_info().hits)
+    return (hits[-1] - (hits[dropped - 1] if dropped else 0)) / (samples * (epochs - dropped))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,13 +39,6 @@ class StallSplit:
         own = self.passes[name]
         base = self.passes.get(SYNTHETIC)
         return max(0.0, own.wait_seconds if base is None else own.seconds - base.seconds)
-
-    def to_json(self) -> str:
-        rows = {
-            name: {**asdict(row), "seconds": row.seconds, "stall_seconds": self.stall_seconds(name)}
-            for name, row in self.passes.items()
-        }
-        return json.dumps(rows)
 
 
 def measure(loaders: Mapping[str, Iterable[Any]], step: Callable[[Any], object]) -> StallSplit:

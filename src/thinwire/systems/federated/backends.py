@@ -94,7 +94,7 @@ class InProcess:
         for part in parts:
             total.merge(part)
         records = [ClientTime(where, cohort[i], sizes[i], seconds) for where, i, seconds in outcome.records]
-        self._planner.learn(task.round, task.request.name, records)
+        self._planner.learn(task.request.name, records)
         return VisitReport(
             sums=total,
             device_seconds=outcome.seconds,
@@ -140,7 +140,7 @@ class AllReduceBackend:
         flat = mine.sums.flat(shapes, self._device.workspace.device)
         total = self.guarded(task.round, lambda: self._comm.run(_summed(flat), "sums"))
         records = [ClientTime(rank, *row) for rank, one in enumerate(report) for row in one["seconds"]]
-        self._planner.learn(task.round, task.request.name, records)
+        self._planner.learn(task.request.name, records)
         seconds = tuple(float(one["busy"]) for one in report)
         return VisitReport(
             sums=self._merged(total, shapes, report),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,13 @@ class ClientTrace:
 
         Each receives ``down_bytes`` first.
         """
-        worst = 0.0
-        for client, samples, up_bytes in clients:
+
+        def seconds(client: int, samples: int, up_bytes: int) -> float:
             device = self.devices[client % len(self.devices)]
             moved = 8 * down_bytes / device.down_bits_per_second + 8 * up_bytes / device.up_bits_per_second
-            worst = max(worst, moved + device.train_seconds(samples))
-        return worst
+            return moved + device.train_seconds(samples)
+
+        return max(starmap(seconds, clients), default=0.0)
 
     @classmethod
     def read(cls, path: str | Path) -> ClientTrace:
@@ -131,21 +133,17 @@ def predict(
     rounds: int,
     clients_per_round: int,
     seed: int = 0,
-    warmup_rounds: int = 2,
-    window_rounds: int | None = 5,
-    losses: Mapping[tuple[int, int], float] | None = None,
 ) -> Prediction:
     """Simulate the rounds of a run with the clock of the devices' speeds.
 
     Args:
-        schedule, rounds, clients_per_round, seed, warmup_rounds, window_rounds: as for ``simulate``.
+        schedule, rounds, clients_per_round, seed: as for ``simulate``.
         population, samples: number of clients, and client -> how many samples it has.
         speeds: of the devices.
-        losses: (round, device) -> seconds after which the device is lost in that round.
     """
     check_cohort(clients_per_round, population)
     check_count("rounds", rounds)
-    planner = Planner(schedule, len(speeds), seed, warmup_rounds, window_rounds)
+    planner = Planner(schedule, len(speeds), seed)
     fits = [Fit(max(s.seconds_per_sample, 1e-12), s.seconds_per_client) for s in speeds]
     seconds, bounds, shares = [], [], []
     for round in range(rounds):
@@ -156,9 +154,8 @@ def predict(
             Coordinator(clients_per_round, assignment, range(len(speeds))),
             len(speeds),
             lambda device, i, _, sizes=sizes: speeds[device].train_seconds(sizes[i]),  # type: ignore[misc]
-            losses={device: after for (when, device), after in (losses or {}).items() if when == round},
         )
-        planner.learn(round, "train", [ClientTime(d, chosen[i], sizes[i], t) for d, i, t in outcome.records])
+        planner.learn("train", [ClientTime(d, chosen[i], sizes[i], t) for d, i, t in outcome.records])
         seconds.append(outcome.seconds)
         bounds.append(lower_bound(sizes, fits))
         shares.append(sum(outcome.busy_seconds) / (len(speeds) * outcome.seconds) if outcome.seconds else 1.0)

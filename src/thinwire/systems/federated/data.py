@@ -6,6 +6,7 @@ import json
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -261,28 +262,21 @@ def size_of(data: Any) -> int:
 def chosen_samples(data: Any, chosen: Tensor) -> Any:
     if isinstance(data, tuple):
         return tuple(x[chosen.to(x.device)] for x in data)
-    return _collate(data, chosen.tolist())
+    from torch.utils.data import default_collate
+
+    return default_collate([data[i] for i in chosen.tolist()])
 
 
 def batches(data: Any, epochs: int, batch_size: int | None, limit: int | None, seed: int) -> Iterator[Any]:
-    """Yield batches of a client's samples; see :meth:`~thinwire.federated.ClientContext.steps`."""
+    """Return batches of a client's samples; see :meth:`~thinwire.federated.ClientContext.steps`."""
     size = size_of(data)
     whole = batch_size is None or batch_size >= size
     draw = None if whole else generator(seed, "order")
-    made = 0
-    for _ in range(epochs):
-        order = None if whole else torch.randperm(size, generator=draw)
-        for start in range(0, size, size if whole else batch_size or size):
-            if limit is not None and made >= limit:
-                return
-            made += 1
-            if order is not None:
-                yield chosen_samples(data, order[start : start + (batch_size or size)])
-            else:
-                yield data if isinstance(data, tuple) else _collate(data, range(size))
 
+    def every() -> Iterator[Any]:
+        for _ in range(epochs):
+            order = torch.arange(size) if whole else torch.randperm(size, generator=draw)
+            for chosen in order.split(min(batch_size or size, size)):
+                yield data if whole and isinstance(data, tuple) else chosen_samples(data, chosen)
 
-def _collate(data: Any, indices: Sequence[int]) -> Any:
-    from torch.utils.data import default_collate
-
-    return default_collate([data[i] for i in indices])
+    return islice(every(), limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.durable import CheckpointDirectory, write_file
-from thinwire.core.records import UNREADABLE, Record, made
+from thinwire.core.records import Record
 from thinwire.systems.federated.data import MEDIAN, WORST
 from thinwire.systems.federated.state import pack, unpack
 from thinwire.tools.pictures import Level, Panel, Picture, Series
@@ -83,10 +83,11 @@ class History(Record):
     """
 
     called: ClassVar[str] = "a history of a federated run"
+    alone: ClassVar[bool] = False  # ``thinwire federated run --json`` prints more
 
-    rounds: list[RoundRecord] = field(default_factory=list)
-    start: Mapping[str, float] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    rounds: list[RoundRecord]
+    start: Mapping[str, float]
+    about: dict[str, Any]
 
     def add(self, record: RoundRecord, quietly: bool = False) -> None:
         """Append a round; unless ``quietly``, tell of the first one in which a client failed."""
@@ -100,20 +101,6 @@ class History(Record):
                 record.round + 1, len(record.failed), len(record.failed) + record.clients, client, why,
             )  # fmt: skip
         self.rounds.append(record)
-
-    @property
-    def evaluations(self) -> dict[int, Mapping[str, float]]:
-        """The evaluations by round, for rounds that have one."""
-        return {row.round: row.evaluation for row in self.rounds if row.evaluation}
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> History:
-        """Read what ``to_json`` wrote, or ``thinwire federated run --json``, which prints more; else ``ValueError``."""
-        try:
-            found = json.loads(text)
-            return made(cls, {name: found[name] for name in ("rounds", "start", "about")})
-        except UNREADABLE as error:
-            raise ValueError(f"this is not {cls.called}: {error}") from error
 
 
 @dataclass(frozen=True)

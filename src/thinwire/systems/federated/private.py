@@ -7,7 +7,9 @@ gives none: the noise is a function of the run's seed, and the training loss is 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,20 +54,17 @@ def epsilons(
     algorithm: Any, clients: ClientData, *, rounds: int, clients_per_round: int, seed: int, delta: float = 1e-5
 ) -> dict[int, float]:
     """Return the privacy cost of each client that has taken part: epsilon by client at ``delta``, after some rounds."""
-    accountant = opacus().accountants.RDPAccountant
-    times: dict[int, int] = {}
-    for round in range(rounds):
-        for client in algorithm.select(round, len(clients), clients_per_round, seed):
-            times[client] = times.get(client, 0) + 1
-    known: dict[tuple[int, int], float] = {}
-    for client, visits in times.items():
-        size = clients.samples(client)
-        if (size, visits) not in known:
-            rate, steps = _rate_and_steps(algorithm, size)
-            one = accountant()
-            one.history = [(algorithm.noise_multiplier, rate, steps * visits)]
-            known[size, visits] = float(one.get_epsilon(delta))
-    return {client: known[clients.samples(client), visits] for client, visits in sorted(times.items())}
+
+    @cache
+    def cost(size: int, visits: int) -> float:
+        rate, steps = _rate_and_steps(algorithm, size)
+        accountant = opacus().accountants.RDPAccountant()
+        accountant.history = [(algorithm.noise_multiplier, rate, steps * visits)]
+        return float(accountant.get_epsilon(delta))
+
+    cohorts = (algorithm.select(round, len(clients), clients_per_round, seed) for round in range(rounds))
+    times = Counter(client for cohort in cohorts for client in cohort)
+    return {client: cost(clients.samples(client), visits) for client, visits in sorted(times.items())}
 
 
 def _rate_and_steps(algorithm: Any, size: int) -> tuple[float, int]:

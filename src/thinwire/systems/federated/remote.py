@@ -87,9 +87,9 @@ class RemoteServer:
         self._workspace = Workspace(federation.model)
         self.algorithm.setup(self._workspace.x.clone(), population, federation.clients_per_round)
         self.server = FederatedServer(self.algorithm, self._workspace.buffers, self._workspace.buffer_sizes)
-        self.history = History(about={**self.run, "nodes": len(hosts), "clients": population})
         self.round = -1
-        self.history.start = self._evaluated()
+        about = {**self.run, "nodes": len(hosts), "clients": population}
+        self.history = History([], self._evaluated(), about)
         self._accepted: dict[int, int] = {}
         self._begin_round()
 

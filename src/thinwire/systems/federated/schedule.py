@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from thinwire.core.kernels.seeding import seed_of
 
 SCHEDULES = ("auto", "equal", "lpt", "pull")
 _PULL_FROM = 8  # clients per device
+_WINDOW = 5  # rounds whose times the fits use
 _LEAST_SLOPE = 1e-9
 
 
@@ -68,37 +70,6 @@ def fit(samples: Iterable[int], seconds: Iterable[float]) -> Fit:
     if a < _LEAST_SLOPE:  # time does not grow with size: use a constant time per client
         return Fit(_LEAST_SLOPE, max(float(t.mean()), 0.0))
     return Fit(a, b) if b >= 0 else proportional
-
-
-class Estimates:
-    """The fits of all devices, of the last ``window_rounds`` rounds (None: of all)."""
-
-    def __init__(self, window_rounds: int | None = 5) -> None:
-        if window_rounds is not None and window_rounds < 1:
-            raise ValueError(f"window_rounds={window_rounds} must be at least 1, or None for all rounds")
-        self._window = window_rounds
-        self._rounds: dict[str, deque[tuple[int, list[ClientTime]]]] = {}
-
-    def add(self, round: int, visit: str, records: Iterable[ClientTime]) -> None:
-        kept = self._rounds.setdefault(visit, deque())
-        kept.append((round, list(records)))
-        while self._window is not None and kept and kept[0][0] <= round - self._window:
-            kept.popleft()
-
-    def fits(self, visit: str, devices: int) -> list[Fit]:
-        """Return a line per device; without records the others' mean; if nobody has any, 1 s per sample."""
-        by_device: dict[int, list[ClientTime]] = {}
-        for _, records in self._rounds.get(visit, ()):
-            for record in records:
-                by_device.setdefault(record.device, []).append(record)
-        known = {
-            device: fit((r.samples for r in records), (r.seconds for r in records))
-            for device, records in by_device.items()
-        }
-        if not known:
-            return [Fit(1.0, 0.0)] * devices
-        mean = Fit(*(float(np.mean([getattr(f, name) for f in known.values()])) for name in ("a", "b")))
-        return [known.get(device, mean) for device in range(devices)]
 
 
 @dataclass(frozen=True)
@@ -192,22 +163,34 @@ def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: i
 
 
 class Planner:
-    """Distributes cohorts over devices, and learns from their times; the first rounds equally, to time every device."""
+    """Distributes cohorts over devices, and learns from their last times; equally at first, to time every device."""
 
-    def __init__(
-        self, schedule: str, devices: int, seed: int, warmup_rounds: int = 2, window_rounds: int | None = 5
-    ) -> None:
+    def __init__(self, schedule: str, devices: int, seed: int, warmup_rounds: int = 2) -> None:
         self.schedule, self.devices = check_schedule(schedule), check_count("devices", devices)
         self._warmup, self._seed = check_count("warmup_rounds", warmup_rounds, 0), seed
-        self._estimates = Estimates(window_rounds)
-        self._seen: dict[str, int] = {}
+        self._seen = Counter[str]()  # rounds, by visit
+        self._times: dict[str, deque[Sequence[ClientTime]]] = defaultdict(lambda: deque(maxlen=_WINDOW))
 
     def plan(self, round: int, visit: str, sizes: Sequence[int]) -> tuple[str, Assignment]:
-        seen = self._seen.get(visit, 0)
+        seen = self._seen[visit]
         name = chosen(self.schedule, round=seen, warmup_rounds=self._warmup, clients=len(sizes), devices=self.devices)
-        fits = self._estimates.fits(visit, self.devices) if seen else None
+        fits = self.fits(visit) if seen else None
         return name, plan(name, sizes, fits, self.devices, seed_of(self._seed, round))
 
-    def learn(self, round: int, visit: str, records: Sequence[ClientTime]) -> None:
-        self._seen[visit] = self._seen.get(visit, 0) + 1
-        self._estimates.add(round, visit, records)
+    def learn(self, visit: str, records: Sequence[ClientTime]) -> None:
+        self._seen[visit] += 1
+        self._times[visit].append(records)
+
+    def fits(self, visit: str) -> list[Fit]:
+        """Return a line per device; without records the others' mean; if nobody has any, 1 s per sample."""
+        by_device: dict[int, list[ClientTime]] = {}
+        for record in chain.from_iterable(self._times[visit]):
+            by_device.setdefault(record.device, []).append(record)
+        known = {
+            device: fit((r.samples for r in records), (r.seconds for r in records))
+            for device, records in by_device.items()
+        }
+        if not known:
+            return [Fit(1.0, 0.0)] * self.devices
+        mean = Fit(*(float(np.mean([getattr(f, name) for f in known.values()])) for name in ("a", "b")))
+        return [known.get(device, mean) for device in range(self.devices)]

@@ -48,7 +48,6 @@ def simulate(
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1,
     warmup_rounds: int = 2,
-    window_rounds: int | None = 5,
     speeds: Sequence[Speed] | None = None,
     trace: ClientTrace | None = None,
     faults: Mapping[tuple[int, int], float] | None = None,
@@ -80,7 +79,7 @@ def simulate(
             only after the last round.
         checkpoint_dir: a folder; a run that finds a checkpoint in it continues from there.
         checkpoint_every: in rounds; also after the last one.
-        warmup_rounds, window_rounds: for the fits that ``lpt`` uses.
+        warmup_rounds: dealt out equally, for the fits that ``lpt`` uses.
         speeds: of the in-process devices: their clock, instead of measured seconds.
         trace: of the clients' own devices, for ``client_seconds`` in the history.
         faults: (round, device) -> seconds after which an in-process device is lost, to test such a loss.
@@ -105,7 +104,7 @@ def simulate(
         comm = join(workspace.device, timeout)
         rank = comm.rank
     count = devices or 1 if comm is None else comm.control.size
-    planner = Planner(schedule, count, seed, warmup_rounds, window_rounds)
+    planner = Planner(schedule, count, seed, warmup_rounds)
     given = {
         **facts_of(algorithm), "clients": len(clients), "clients_per_round": clients_per_round, "seed": seed,
         "reduction": reduction,
@@ -205,7 +204,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.server, self.back, self.device, self.facts, self.folder = server, back, device, facts, folder
         self.comm, self.rank = comm, 0 if comm is None else comm.rank
-        self.history = History()
+        self.history = History([], {}, {})
 
     def resume(self) -> int:
         """Load the checkpoint, if there is one. Return the round to begin with."""

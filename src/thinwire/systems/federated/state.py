@@ -80,7 +80,7 @@ class Pages:
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes, self.used = memory_bytes, 0
-        self._memory: NDArray[np.uint8] | None = None
+        self._memory = np.empty((memory_bytes // PAGE, PAGE), dtype=np.uint8)
         self._free: list[int] = []
         self._touched = 0
 
@@ -88,28 +88,19 @@ class Pages:
         return self.used + -(-length // PAGE) * PAGE + _ENTRY <= self.memory_bytes
 
     def put(self, data: bytes) -> Stored:
-        """Store a copy; ``MemoryError``: there is no room."""
-        if not self.room_for(len(data)):
-            raise MemoryError(f"{len(data)} bytes do not fit: {self.used} of {self.memory_bytes} bytes are taken")
-        if self._memory is None:
-            self._memory = np.empty((self.memory_bytes // PAGE, PAGE), dtype=np.uint8)
+        """Store a copy, for which there is room."""
         count = -(-len(data) // PAGE)
         reused = min(count, len(self._free))
         taken = [self._free.pop() for _ in range(reused)]
         taken.extend(range(self._touched, self._touched + count - reused))
         self._touched += count - reused
         stored = Stored(np.array(taken, dtype=np.int32), len(data))
-        whole, rest = divmod(len(data), PAGE)
-        content = np.frombuffer(data, dtype=np.uint8)
-        self._memory[stored.pages[:whole]] = content[: whole * PAGE].reshape(whole, PAGE)
-        if rest:
-            self._memory[stored.pages[-1], :rest] = content[whole * PAGE :]
+        content = np.frombuffer(data.ljust(count * PAGE, b"\0"), dtype=np.uint8)
+        self._memory[stored.pages] = content.reshape(count, PAGE)
         self.used += stored.cost
         return stored
 
     def get(self, stored: Stored) -> bytes:
-        if self._memory is None:
-            return b""
         return self._memory[stored.pages].tobytes()[: stored.length]
 
     def free(self, stored: Stored) -> None:

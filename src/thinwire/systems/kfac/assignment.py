@@ -11,6 +11,7 @@ same owner; DP-KFAC is KAISA with one worker per layer, whose owner uses its own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -121,7 +122,7 @@ def _cheapest(plans: Sequence[KFACPlan], variant: Variant, costs: Costs) -> KFAC
 
 
 Buckets = tuple[tuple[int, ...], ...]
-_GRADIENT_BYTES = 4 << 20  # of one message of gradients
+GRADIENT_BYTES = 4 << 20  # of one message of gradients
 
 
 def fused(
@@ -156,12 +157,9 @@ def one_direction(
         groups = optimal_dense(sizes, seconds, price, breaks=breaks).groups
     elif planner == "spd":
         groups = _broken(greedy_mgwfbp(sizes, seconds, price).groups, breaks)
-    elif planner == "layer":
-        groups = [[n] for n in range(len(order))]
-    elif planner == "one":
-        groups = _broken([list(range(len(order)))], breaks)
     else:
-        limit = float(planner.removeprefix("fixed:").removesuffix("MB")) * 2**20
+        limits = {"layer": 0.0, "one": math.inf}
+        limit = limits[planner] if planner in limits else float(planner[len("fixed:") : -len("MB")]) * 2**20
         groups = fuse([itemsize * size for itemsize, size in zip(itemsizes, sizes)], limit, breaks)
     return tuple(tuple(order[n] for n in group) for group in groups)
 
@@ -192,7 +190,7 @@ def end_seconds(
     filled = 0
     for i in times.g_order:
         filled += layers[i].d_a * layers[i].d_g * layers[i].itemsize
-        if filled >= _GRADIENT_BYTES or i == times.g_order[-1]:
+        if filled >= GRADIENT_BYTES or i == times.g_order[-1]:
             leaving.append((forward + ready_g[i], filled))
             filled = 0
     link = Line()

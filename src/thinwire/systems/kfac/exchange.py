@@ -114,6 +114,37 @@ class FromAll(_OnRows):
             offsets[owner] += slot.numel
 
 
+def exchanged(
+    channel: Channel,
+    state: State,
+    messages: Sequence[tuple[FromOwner | FromAll, Sequence[int]]],
+    slot: Callable[[int], Slot],
+    prepare: Callable[[int], None],
+) -> tuple[dict[int, Tensor], float]:
+    """Send messages of items in order, each after ``prepare(index)``, which makes this rank's rows of it.
+
+    ``slot`` describes an item, with its row if this rank has made it. Returns all rows, and the seconds of waiting.
+    """
+    buckets: dict[int, Bucket] = {}
+
+    def make(index: int) -> Program:
+        program, items = messages[index]
+        buckets[index] = Bucket(index, [slot(item) for item in items])
+        return program.reduce(buckets[index], state)
+
+    channel.begin([[slot(item).name for item in items] for _, items in messages], make)
+    for index in range(len(messages)):
+        prepare(index)
+        channel.ready(index)
+    waited = channel.wait()
+    found = {}
+    for index, (_, items) in enumerate(messages):
+        for item, sent in zip(items, buckets[index].slots):
+            assert sent.result is not None
+            found[item] = sent.result
+    return found, waited
+
+
 def decay_of(decay: Any) -> Decay:
     """``"warmup"``: ``min(1 - 1/n, 0.95)`` at update n (Martens and Grosse 2015, section 5)."""
     if decay == "warmup":

@@ -30,10 +30,10 @@ from thinwire.core.kernels.symmetric import (
     unpack_upper,
 )
 from thinwire.core.pricing.placement import place
-from thinwire.core.program import CROSS, NODE, Bucket, Program, Slot, State
+from thinwire.core.program import CROSS, NODE, Program, Slot, State
 from thinwire.core.program.bucket import stacked
 from thinwire.engine.session import Channel
-from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FromAll, FromOwner, gather
+from thinwire.systems.kfac.exchange import FACTOR, UPDATES, FromAll, FromOwner, exchanged, gather
 from thinwire.systems.kfac.plan import InverseMessage, KFACPlan
 
 logger = logging.getLogger("thinwire")
@@ -55,8 +55,7 @@ class Inverses:
         """Invert all factors. All ranks must call this. Return the seconds spent waiting for others."""
         group = self._rank // self.plan.workers
         messages = self.plan.messages(group)
-        rows: dict[int, Tensor] = {}
-        waited = self._exchange(messages, rows, damping, channel, group * self.plan.workers)
+        rows, waited = self._exchange(messages, damping, channel, group * self.plan.workers)
         sent = {item for message in messages for item in message.items}
         mine = [i for i, o in enumerate(self.plan.owners) if i not in sent and o in (-1, self._rank)]
         rows.update(self._rows(mine, damping))
@@ -67,38 +66,27 @@ class Inverses:
         return waited
 
     def _exchange(
-        self,
-        messages: Sequence[InverseMessage],
-        rows: dict[int, Tensor],
-        damping: float,
-        channel: Channel,
-        first: int,
-    ) -> float:
+        self, messages: Sequence[InverseMessage], damping: float, channel: Channel, first: int
+    ) -> tuple[dict[int, Tensor], float]:
         """Exchange the messages in order; while others' are awaited, this rank inverts its own factors."""
-        buckets: list[Bucket | None] = [None] * len(messages)
+        rows: dict[int, Tensor] = {}
 
-        def make(index: int) -> Program:
-            message, slots = messages[index], []
-            for item in message.items:
-                name, factor = self.plan.factor(item), self._factor(item)
-                slots.append(Slot(name, (self.plan.elements(item),), rows.get(item), factor.dtype, factor.device))
-            bucket = buckets[index] = Bucket(index, slots)
+        def slot(item: int) -> Slot:
+            factor = self._factor(item)
+            size = (self.plan.elements(item),)
+            return Slot(self.plan.factor(item), size, rows.get(item), factor.dtype, factor.device)
+
+        def sent(message: InverseMessage) -> FromOwner | FromAll:
             if message.owner is None:
-                owners = tuple(self.plan.owners[item] - first for item in message.items)
-                return FromAll(owners, NODE).reduce(bucket, self._state)
-            return FromOwner(message.owner - first, NODE).reduce(bucket, self._state)
+                return FromAll(tuple(self.plan.owners[item] - first for item in message.items), NODE)
+            return FromOwner(message.owner - first, NODE)
 
-        channel.begin([[self.plan.factor(item) for item in message.items] for message in messages], make)
-        for index, message in enumerate(messages):
-            rows.update(self._rows([i for i in message.items if self.plan.owners[i] == self._rank], damping))
-            channel.ready(index)
-        waited = channel.wait()
-        for bucket, message in zip(buckets, messages):
-            assert bucket is not None
-            for slot, item in zip(bucket.slots, message.items):
-                assert slot.result is not None
-                rows[item] = slot.result
-        return waited
+        def invert(index: int) -> None:
+            own = [i for i in messages[index].items if self.plan.owners[i] == self._rank]
+            rows.update(self._rows(own, damping))
+
+        programs = [(sent(message), message.items) for message in messages]
+        return exchanged(channel, self._state, programs, slot, invert)
 
     def _factor(self, item: int) -> Tensor:
         return self._state.fields[FACTOR, self.plan.factor(item)]
@@ -244,32 +232,22 @@ def preconditioned(
     """Return V of each layer, on every rank, and the seconds spent waiting for other ranks."""
     plan = inverses.plan
     found: dict[int, Tensor] = {}
-    sent = [(group, [i for i in layers if i in gradients]) for group, layers in plan.returns()]
-    sent = [(group, layers) for group, layers in sent if layers]
+    sent = [(FromOwner(group, CROSS), [i for i in layers if i in gradients]) for group, layers in plan.returns()]
+    sent = [(program, layers) for program, layers in sent if layers]
     if not sent:
         return {i: inverses.apply(i, gradient, damping) for i, gradient in gradients.items()}, 0.0
 
-    def make(index: int) -> Program:
-        group, layers = sent[index]
-        slots = [
-            Slot(plan.layers[i].name, gradients[i].shape, found.get(i), gradients[i].dtype, gradients[i].device)
-            for i in layers
-        ]
-        bucket = buckets[index] = Bucket(index, slots)
-        return FromOwner(group, CROSS).reduce(bucket, state)
+    def slot(i: int) -> Slot:
+        g = gradients[i]
+        return Slot(plan.layers[i].name, g.shape, found.get(i), g.dtype, g.device)
 
-    buckets: dict[int, Bucket] = {}
-    channel.begin([[plan.layers[i].name for i in layers] for _, layers in sent], make)
-    for index, (group, layers) in enumerate(sent):
-        if group == state.rank // plan.workers:
+    def apply(index: int) -> None:
+        program, layers = sent[index]
+        if program.owner == state.rank // plan.workers:
             found.update({i: inverses.apply(i, gradients[i], damping) for i in layers})
-        channel.ready(index)
-    waited = channel.wait()
-    for index, (_, layers) in enumerate(sent):
-        for i, slot in zip(layers, buckets[index].slots):
-            assert slot.result is not None
-            found[i] = slot.result
-    return dict(sorted(found.items())), waited  # so that all ranks sum over it in the same order
+
+    everyones, waited = exchanged(channel, state, sent, slot, apply)
+    return dict(sorted(everyones.items())), waited  # so that all ranks sum over it in the same order
 
 
 def clip_factor(

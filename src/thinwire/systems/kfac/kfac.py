@@ -28,7 +28,7 @@ from thinwire.systems.kfac.layers import find_layers
 from thinwire.systems.kfac.plan import KFACPlan
 from thinwire.systems.kfac.planning import first_plan, second_plan
 from thinwire.systems.kfac.stats import KFACStats, Tally
-from thinwire.systems.kfac.variant import METHODS, Damping, Interval, Variant, damping_at, interval_at
+from thinwire.systems.kfac.variant import METHODS, Damping, Interval, Variant
 
 logger = logging.getLogger("thinwire")
 _VERSION = 1  # of a saved state
@@ -146,7 +146,8 @@ class KFAC:
         return {**facts, **{name: self._every_at(name, 0) for name in self._every}, "kl_clip": self._kl_clip}
 
     def _every_at(self, name: str, step: int) -> int:
-        return interval_at(name, self._every[name], step)
+        every = self._every[name]
+        return check_count(f"{name}({step})", every(step)) if callable(every) else every
 
     @property
     def plan(self) -> KFACPlan:
@@ -232,7 +233,8 @@ class KFAC:
         if self._again and self._ranks is not None and self._capture.measured:
             self._again = False
             self._adopt(second_plan(self.plan, self._ranks, self._variant, self._costs, self._capture))
-        damping = damping_at(self._damping, index)
+        damping = self._damping(index) if callable(self._damping) else self._damping
+        damping = check_number(f"damping({index})", damping, above=0)
         if not self._blank and index >= self._next:
             every = self._every_at("inv_update_steps", index)
             self._next = (index // every + 1) * every

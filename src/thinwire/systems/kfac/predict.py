@@ -15,6 +15,7 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import WORLD
 from thinwire.predict.timeline.machine import ComputeTask, Machine
 from thinwire.predict.timeline.programs import Hop, ProgramPart
+from thinwire.systems.kfac.assignment import GRADIENT_BYTES
 from thinwire.systems.kfac.plan import KFACPlan
 from thinwire.systems.kfac.prices import LayerTimes, inversion_cost
 
@@ -40,11 +41,11 @@ class KFACPrediction:
         return always + factors / factor_update_steps + (self.invert_seconds + self.send_seconds) / inv_update_steps
 
 
-def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib: float = 4.0) -> KFACPrediction:
+def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs) -> KFACPrediction:
     """Predict a plan for a model."""
     times = LayerTimes.of_profile(profile, plan.layers)
-    plain = _Passes(plan, costs, times, gradient_mib, factors=False).run(profile)
-    whole = _Passes(plan, costs, times, gradient_mib, factors=True)
+    plain = _Passes(plan, costs, times, factors=False).run(profile)
+    whole = _Passes(plan, costs, times, factors=True)
     seconds = whole.run(profile)
     compute = profile.forward_seconds + sum(profile.backward_seconds)
     statistics = whole.statistics_seconds
@@ -65,9 +66,8 @@ def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib
 class _Passes:
     """The compute stream of forward and backward as tasks, and the messages sent meanwhile as programs."""
 
-    def __init__(self, plan: KFACPlan, costs: Costs, times: LayerTimes, gradient_mib: float, *, factors: bool) -> None:
-        self._plan, self._costs, self._times = plan, costs, times
-        self._limit, self._factors = gradient_mib * 2**20, factors
+    def __init__(self, plan: KFACPlan, costs: Costs, times: LayerTimes, *, factors: bool) -> None:
+        self._plan, self._costs, self._times, self._factors = plan, costs, times, factors
         self._tasks: list[ComputeTask] = []
         self._parts: list[ProgramPart] = []
         self._after: list[int] = []  # bytes of messages sent after backward
@@ -95,7 +95,7 @@ class _Passes:
                 self._factor(1, place[tensor.module], self._times.g_factor)
             self._tasks.append(ComputeTask("backward", tensor.backward_seconds))
             size += tensor.size * profile.dtype_bytes
-            if size >= self._limit:
+            if size >= GRADIENT_BYTES:
                 self._send("gradients", size)
                 size = 0.0
         if size:

@@ -139,13 +139,3 @@ def stepped(first: Number, factor: float, at: Sequence[int]) -> Callable[[int], 
         return max(1, round(found)) if isinstance(first, int) else found
 
     return value
-
-
-def damping_at(damping: Damping, step: int) -> float:
-    """Return the damping of a step, checked if it comes from the user's function."""
-    return check_number(f"damping({step})", damping(step), above=0) if callable(damping) else float(damping)
-
-
-def interval_at(name: str, interval: Interval, step: int) -> int:
-    """Return an interval at a step, checked if it comes from the user's function."""
-    return check_count(f"{name}({step})", interval(step)) if callable(interval) else interval

@@ -127,18 +127,12 @@ class LARS(LayerWise):
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
         group = work.group
-        rate, sign = float(group["lr"]), -1.0 if group["maximize"] else 1.0
-        held = group["momentum_holds"] == "update"
-        if ratios is not None:
-            self._advance(work.part(work.adapted), ratios, rate if held else 1.0, sign, 1.0 if held else rate)
-        if work.skipped:
-            rate *= group["skip_lr_scale"]
-            self._advance(work.part(work.skipped), None, rate if held else 1.0, sign, 1.0 if held else rate)
-
-    @staticmethod
-    def _advance(work: GroupTensors, ratios: Tensor | None, gain: float, sign: float, rate: float) -> None:
-        group = work.group
-        momentum, decay = group["momentum"], 0.0 if ratios is None else group["weight_decay"]
-        buffers = work.held("momentum_buffer") if momentum else []
-        by = Advance(gain, sign, decay, momentum, group["nesterov"], rate)
-        advance(work.weights, work.gradients, buffers, ratios, by)
+        momentum, sign = group["momentum"], -1.0 if group["maximize"] else 1.0
+        for indices, some, scale in ((work.adapted, ratios, 1.0), (work.skipped, None, group["skip_lr_scale"])):
+            if not indices:
+                continue
+            part, rate = work.part(indices), float(group["lr"]) * scale
+            gain, rate = (rate, 1.0) if group["momentum_holds"] == "update" else (1.0, rate)
+            decay = 0.0 if some is None else group["weight_decay"]
+            by = Advance(gain, sign, decay, momentum, group["nesterov"], rate)
+            advance(part.weights, part.gradients, part.held("momentum_buffer") if momentum else [], some, by)

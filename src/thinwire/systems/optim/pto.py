@@ -168,17 +168,15 @@ class NormSharding:
 
     def ratios(self, blocks: list[Layers], held: bytes = b"") -> list[Tensor]:
         """Return the ratios of each block. Ranks that share must all call it, with the same layers."""
-        if self._sync is None:
-            if self.parallel is not None and not self._told:
-                self._told = True
-                logger.warning(
-                    "thinwire: parallel=%r has no effect without ranks: call thinwire.attach(model, optimizer, ...), "
-                    "on more than one rank",
-                    self.parallel,
-                )
-            return list(map(trust_ratios, blocks))
+        if self._sync is None and self.parallel is not None and not self._told:
+            self._told = True
+            logger.warning(
+                "thinwire: parallel=%r has no effect without ranks: call thinwire.attach(model, optimizer, ...), "
+                "on more than one rank",
+                self.parallel,
+            )
         running = self.stats.running
-        if not blocks or running == "off":
+        if self._sync is None or not blocks or running == "off":
             return list(map(trust_ratios, blocks))
         if running == "measuring":
             return self._measure(blocks, self._sync)

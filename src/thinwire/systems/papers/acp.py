@@ -40,15 +40,15 @@ def measured(bench: Workbench) -> Iterator[Shown]:
     for other, label in (("S-SGD", "ssgd"), ("Power-SGD in one bucket", "powersgd")):
         ratio = (found.row(label).step_seconds or 0.0) / ours
         what = f"{other} over ACP-SGD, rank 32, GPT of 3.3 M, 2 workers, 100mbit"
-        yield Shown(f"{other.partition(' ')[0]} measured", what, ratio, how="measured")
+        yield Shown(f"{other.partition(' ')[0]} measured", what, ratio)
     sooner = bench.sooner(GPT, "ssgd,acp:rank=32", LOSS, link="50mbit")["ssgd"]
     what = f"S-SGD over ACP-SGD, rank 32, seconds to a held-out loss of {LOSS}, GPT of 0.4 M, 2 workers, 50mbit"
-    yield Shown("to a loss", what, sooner, how="measured")
+    yield Shown("to a loss", what, sooner)
     length = 1000 if bench.full else 300
     runs = bench.train("digits", "ssgd,acp:rank=4", steps=length, every=length // 10)
     loss = {label: row.curve[-1].judged for label, row in runs.items() if row.curve}
     what = f"held-out loss of ACP-SGD, rank 4, over S-SGD's after {length} steps, CNN with SGD, digits"
-    yield Shown("loss", what, loss["acp rank=4"] / loss["ssgd"], published="1", how="measured")
+    yield Shown("loss", what, loss["acp rank=4"] / loss["ssgd"], published="1")
 
 
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
@@ -67,7 +67,6 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
 
 
 PAPER = Paper(
-    name="acp",
     system="ACP-SGD",
     title="Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
     authors="L. Zhang, L. Zhang, S. Shi, X. Chu, B. Li (ICDCS 2023)",
@@ -84,7 +83,4 @@ PAPER = Paper(
         "to a loss": "times as fast as S-SGD, seconds to a loss, GPT, 50 Mb/s",
         "loss": "last loss beside S-SGD's; less is better",
     },
-    simulated=simulated,
-    measured=measured,
-    judge=judge,
 )

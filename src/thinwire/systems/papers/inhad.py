@@ -70,9 +70,9 @@ def measured(bench: Workbench) -> Iterator[Shown | Picture]:
             rates.setdefault(text, taken)
             what = f"{text}, digits, batch {batch}, 4 x 2 workers of different speed, {link}"
             for loss in LOSSES:
-                yield Shown(f"{text} {where} {loss}", f"{what}: to {loss}", reached(best, loss), "s", how="measured")
+                yield Shown(f"{text} {where} {loss}", f"{what}: to {loss}", reached(best, loss), "s")
             accuracy = 100 * statistics.fmean(run[-1][2] for run in best)
-            yield Shown(f"{text} {where} accuracy", f"{what}: accuracy after 60 s", accuracy, "%", how="measured")
+            yield Shown(f"{text} {where} accuracy", f"{what}: accuracy after 60 s", accuracy, "%")
             lines[text.partition(":")[0]] = [(at, loss) for at, loss, _ in best[0]]
         title = f"digits, batch {batch}, 4 x 2 workers of different speed, {link}"
         yield curves(title, "virtual seconds", "held-out loss", lines)
@@ -80,8 +80,8 @@ def measured(bench: Workbench) -> Iterator[Shown | Picture]:
         bench.tell(f"{text} in the lab: a server and 4 nodes of 2 workers, {REAL_SECONDS} s")
         found = in_the_lab(text, rates[text])
         what = f"{text}, digits, batch 4, a server and 4 x 2 workers as processes, 100mbit"
-        yield Shown(f"{text} lab", f"{what}: to {LOSSES[0]}", found[0], "s", how="measured")
-        yield Shown(f"{text} lab gradients", f"{what}: gradients a second", found[1], "", how="measured")
+        yield Shown(f"{text} lab", f"{what}: to {LOSSES[0]}", found[0], "s")
+        yield Shown(f"{text} lab gradients", f"{what}: gradients a second", found[1], "")
 
 
 def in_the_lab(text: str, rate: float) -> tuple[float, float]:
@@ -168,7 +168,6 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
 
 
 PAPER = Paper(
-    name="inhad",
     system="InHAD",
     title="Iteration number-based hierarchical gradient aggregation for distributed deep learning",
     authors="J. Supercomputing 2021, of which only the abstract is public",
@@ -188,7 +187,4 @@ PAPER = Paper(
         "inhad:max_staleness=8:update_every=nodes/2 100mbit 32 0.7": "to a loss of 0.7, batch 32: InHAD",
         "asp 100mbit 32 0.7": "the same: ASP",
     },
-    simulated=simulated,
-    measured=measured,
-    judge=judge,
 )

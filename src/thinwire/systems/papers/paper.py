@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from thinwire.core.checks import meant
 from thinwire.core.records import Record
@@ -25,6 +25,7 @@ class Shown:
         key: what the paper's rule calls it.
         what: of what it is, with model, workers and link.
         published: the paper's own figure for it; "" where it gives none.
+        how: by which function of the paper's file it was yielded.
     """
 
     key: str
@@ -57,19 +58,15 @@ class Reproduced(Record):
 
 @dataclass(frozen=True)
 class Paper:
-    """One paper.
+    """What a paper says, and where the docs explain it.
 
     Attributes:
         claim: in the paper's own terms, with its figure.
         setting: model, workers, network of that figure.
         page: of the docs, where the system is explained.
         main: the figures that docs/papers.md shows: key -> what it is of, in a few words.
-        simulated: yields figures at the paper's scale, in seconds, without ranks.
-        measured: yields figures measured on this machine, in at most three minutes, and pictures.
-        judge: figures by key -> the verdict's word and the rest of its sentence.
     """
 
-    name: str
     system: str
     title: str
     authors: str
@@ -78,9 +75,6 @@ class Paper:
     setting: str
     page: str
     main: Mapping[str, str]
-    simulated: Callable[[], Iterable[Shown]]
-    measured: Callable[[Workbench], Iterable[Shown | Picture]]
-    judge: Callable[[Mapping[str, float]], tuple[Word, str]]
 
 
 def curves(title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:
@@ -91,21 +85,33 @@ def curves(title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float,
     return Picture(title, (Panel(x, y, tuple(series)),))
 
 
-def paper(name: str) -> Paper:
-    """Return a paper of :data:`NAMES`."""
+def file_of(name: str) -> Any:
+    """Return the file of a paper of :data:`NAMES`: its ``PAPER``, and three functions.
+
+    * ``simulated()`` yields figures at the paper's scale, in seconds, without ranks.
+    * ``measured(bench)`` yields figures measured on this machine, in at most three minutes, and pictures.
+    * ``judge(figures by key)`` returns the verdict's word and the rest of its sentence.
+    """
     if name not in NAMES:
         raise ValueError(f"no paper is called {name!r}; {meant(name, NAMES)}there are {', '.join(NAMES)}")
-    found: Paper = importlib.import_module(f"thinwire.systems.papers.{name}").PAPER
+    return importlib.import_module(f"thinwire.systems.papers.{name}")
+
+
+def paper(name: str) -> Paper:
+    found: Paper = file_of(name).PAPER
     return found
 
 
 def reproduce(name: str, bench: Workbench | None) -> Reproduced:
     """Show what holds of a paper; ``bench`` None: only what can be simulated, without a verdict."""
-    asked, began = paper(name), time.monotonic()
+    asked, began = file_of(name), time.monotonic()
     shown, pictures = list(asked.simulated()), list[Picture]()
     for one in asked.measured(bench) if bench else ():
-        pictures += [one] if isinstance(one, Picture) else []
-        shown += [one] if isinstance(one, Shown) else []
+        if isinstance(one, Picture):
+            pictures.append(one)
+        else:
+            shown.append(replace(one, how="measured"))
+    word: Word
     word, why = asked.judge({one.key: one.value for one in shown}) if bench else ("not judged:", "nothing was measured")
     full = bench is not None and bench.full
     return Reproduced(name, word, why, shown, time.monotonic() - began, full, pictures)

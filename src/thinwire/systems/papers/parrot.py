@@ -40,13 +40,11 @@ def measured(bench: Workbench) -> Iterator[Shown]:
     rows["many"] = bench.ranks("clients", "devices", 10_000, cluster=one)
     for row, what in (("models", "1,000 clients, a model each"), ("devices", "1,000 clients on 4 devices"),
                       ("many", "10,000 clients on 4 devices")):  # fmt: skip
-        yield Shown(
-            f"{row} MB", f"SCAFFOLD, CNN of 73 KB, {what}: growth", rows[row]["bytes"] / 1e6, "MB", how="measured"
-        )
-        yield Shown(f"{row} s", f"SCAFFOLD, CNN of 73 KB, {what}: a round", rows[row]["seconds"], "s", how="measured")
+        yield Shown(f"{row} MB", f"SCAFFOLD, CNN of 73 KB, {what}: growth", rows[row]["bytes"] / 1e6, "MB")
+        yield Shown(f"{row} s", f"SCAFFOLD, CNN of 73 KB, {what}: a round", rows[row]["seconds"], "s")
     least = max(rows["devices"]["bytes"], 1e5)
     yield Shown("memory", "growth of a model a client over devices, 1,000 clients", rows["models"]["bytes"] / least,
-                published="10 to 100, over FedML", how="measured")  # fmt: skip
+                published="10 to 100, over FedML")  # fmt: skip
     rounds, seconds = 12 if bench.full else 7, dict[str, float]()
     torch.set_num_threads(1)  # as the ranks do: with more, convolutions add in another order
     made = built_in()
@@ -59,9 +57,9 @@ def measured(bench: Workbench) -> Iterator[Shown]:
         hashes.add(found["weights"])
     for way in ("lpt", "pull"):
         what = f"digits, 30 of 100 clients, 3 ranks at 100, 60 and 30 %: equal parts over {way}, seconds a round"
-        yield Shown(way, what, seconds["equal"] / seconds[way], published="1.2 to 4, over FedScale", how="measured")
+        yield Shown(way, what, seconds["equal"] / seconds[way], published="1.2 to 4, over FedScale")
     what = "different weights, of one file in a process with 4 devices and on 3 ranks under three schedules"
-    yield Shown("different", what, len(hashes) - 1, "", published="0", how="measured")
+    yield Shown("different", what, len(hashes) - 1, "", published="0")
 
 
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
@@ -78,7 +76,6 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
 
 
 PAPER = Paper(
-    name="parrot",
     system="FedML Parrot",
     title="FedML Parrot: A Scalable Federated Learning System via Heterogeneity-aware Scheduling on Sequential and "
     "Hierarchical Training",
@@ -95,7 +92,4 @@ PAPER = Paper(
         "lpt": "times as fast as equal parts, digits, 3 ranks of different speed",
         "different": "different weights, one process and 3 ranks",
     },
-    simulated=simulated,
-    measured=measured,
-    judge=judge,
 )

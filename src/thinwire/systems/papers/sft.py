@@ -36,7 +36,6 @@ def simulated() -> Iterator[Shown]:
 
 def measured(bench: Workbench) -> Iterator[Shown]:
     """Accuracy of MiniLM on sentences of film reviews: not split, and split in three ways."""
-    here = partial(Shown, how="measured")
     learn, held_out, epochs, seeds = (2600, 2000, 3, range(3)) if bench.full else (800, 800, 2, range(1))
     folder = encoder(bench.tell)
     task = glue_task("sst2", reviews(learn, held_out, bench.tell), local_tokenizer(folder), 64)
@@ -57,11 +56,11 @@ def measured(bench: Workbench) -> Iterator[Shown]:
             ratios[name] = whole / report.training.state
     base = fmean(points["not split"])
     what = f"MiniLM-L6, {learn} film-review sentences, {epochs} epochs, not split: accuracy"
-    yield here("not split", what, base, "%")
+    yield Shown("not split", what, base, "%")
     for name, plan in PLANS.items():
         what = f"{name}: {plan.kind} {plan.rank}{', int4, pack' if plan.up else ''}"
-        yield here(f"{name} traffic", f"{what}: the plain split's bytes over its own", ratios[name])
-        yield here(name, f"{what}: points of accuracy lost", base - fmean(points[name]), "points")
+        yield Shown(f"{name} traffic", f"{what}: the plain split's bytes over its own", ratios[name])
+        yield Shown(name, f"{what}: points of accuracy lost", base - fmean(points[name]), "points")
 
 
 def judge(found: Mapping[str, float]) -> tuple[Word, str]:
@@ -80,7 +79,6 @@ def judge(found: Mapping[str, float]) -> tuple[Word, str]:
 
 
 PAPER = Paper(
-    name="sft",
     system="SFT",
     title="An Efficient Split Fine-tuning Framework for Edge and Cloud Collaborative Learning",
     authors="S. Shi, Q. Yang, Y. Xiang, S. Qi, X. Wang (2022)",
@@ -97,7 +95,4 @@ PAPER = Paper(
         "thin traffic": "56 principal directions, 4 bits: traffic saved",
         "thin": "the same: points of accuracy lost",
     },
-    simulated=simulated,
-    measured=measured,
-    judge=judge,
 )

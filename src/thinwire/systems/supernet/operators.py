@@ -27,6 +27,12 @@ def copy_part(whole: nn.Module, plain: nn.Module) -> None:
         target.copy_(ours[name][tuple(slice(0, n) for n in target.shape)])
 
 
+def rectangles_of(whole: nn.Module, plain: nn.Module) -> dict[str, Rect]:
+    """Return of each parameter what ``copy_part`` copies; None if the smaller module does not have it."""
+    shapes = {name: tuple(slice(0, n) for n in p.shape) for name, p in plain.named_parameters()}
+    return {name: shapes.get(name) for name, _ in whole.named_parameters()}
+
+
 class ElasticBatchNorm(nn.BatchNorm2d):
     """BatchNorm over the first c channels, if the input is ``[B, c, H, W]``."""
 
@@ -48,10 +54,6 @@ class ElasticBatchNorm(nn.BatchNorm2d):
         plain = nn.BatchNorm2d(channels, self.eps, self.momentum)
         copy_part(self, plain)
         return plain.train(self.training)
-
-    @staticmethod
-    def rectangles(channels: int) -> Mapping[str, Rect]:
-        return {"weight": (slice(0, channels),), "bias": (slice(0, channels),)}
 
 
 class ElasticDepthwise(nn.Module):
@@ -108,12 +110,6 @@ class SqueezeExcite(nn.Module):
         plain = SqueezeExcite(channels)
         copy_part(self, plain)
         return plain
-
-    @staticmethod
-    def rectangles(channels: int) -> Mapping[str, Rect]:
-        c, q, one = slice(0, channels), slice(0, round8(channels // 4)), slice(0, 1)
-        return {"reduce.weight": (q, c, one, one), "reduce.bias": (q,), "expand.weight": (c, q, one, one),
-                "expand.bias": (c,)}  # fmt: skip
 
 
 class MBConv(nn.Module):
@@ -185,13 +181,9 @@ class ElasticMBConv(nn.Module):
         return plain
 
     def rectangles(self, kernel: int, expand: int) -> Mapping[str, Rect]:
-        m, one = self.middle(expand), slice(0, 1)
-        found: dict[str, Rect] = {
-            "expand.weight": (slice(0, m), slice(0, self.c_in), one, one),
-            "project.weight": (slice(0, self.c_out), slice(0, m), one, one),
-        }
-        inside = {"norm1": ElasticBatchNorm.rectangles(m), "norm2": ElasticBatchNorm.rectangles(m)}
-        inside |= {"norm3": ElasticBatchNorm.rectangles(self.c_out), "depthwise": self.depthwise.rectangles(kernel, m)}
-        if self.excite is not None:
-            inside["excite"] = SqueezeExcite.rectangles(m)
-        return found | {f"{name}.{key}": rect for name, rects in inside.items() for key, rect in rects.items()}
+        """Return for each parameter the rectangle to which a pass can give a gradient."""
+        m = self.middle(expand)
+        with torch.device("meta"):
+            plain = MBConv(self.c_in, m, self.c_out, kernel, self.stride, self.excite is not None)
+        inner = {f"depthwise.{name}": rect for name, rect in self.depthwise.rectangles(kernel, m).items()}
+        return rectangles_of(self, plain) | inner

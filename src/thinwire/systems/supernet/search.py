@@ -187,7 +187,6 @@ def _scored(nets: Sequence[SubNet], fitness: Score, rank: int, world: int, devic
 def mutated(space: Space, net: SubNet, rng: random.Random, probability: float) -> SubNet:
     """Return a copy in which each gene changes with this probability, and the number of scales with 0.5."""
     fresh = space.sample(rng)
-    full = space.uniform(space.kernels[-1], space.depths[-1], space.expands[-1], space.scales[-1])
     scales = rng.choice(space.scales) if rng.random() < 0.5 else net.scales
     stages = []
     for s in range(scales):
@@ -200,7 +199,7 @@ def mutated(space: Space, net: SubNet, rng: random.Random, probability: float) -
             e = old[b][1] if known and rng.random() >= probability else rng.choice(space.expands)
             stage.append((k, e))
         stages.append(tuple(stage))
-    refine = net.refine if full.refine is None or rng.random() >= probability else fresh.refine
+    refine = net.refine if not space.refine_widths or rng.random() >= probability else fresh.refine
     return SubNet(tuple(stages), refine)
 
 

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinwire.core.checks import check_choice
+from thinwire.systems.supernet.stereo.layers import warp
 
 
 @dataclass(frozen=True)
@@ -62,30 +64,24 @@ def digest(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-class Shuffled:
-    """Which samples a rank uses at a step: consecutive entries of a permutation that is new in every epoch.
+def shuffled(length: int, seed: int, step: int, batch: int, rank: int = 0, world: int = 1) -> list[int]:
+    """Return which samples a rank uses at a step: consecutive entries of a permutation that is new in every epoch.
 
     It depends only on the arguments, so a resumed run continues where it was, and the ranks' batches of one step are
     together the batch of a single rank.
     """
+    if length < 1:
+        raise ValueError("the set of pairs is empty")
+    start = (step * world + rank) * batch
+    places = (divmod(place, length) for place in range(start, start + batch))
+    return [_order(length, seed, epoch)[rest] for epoch, rest in places]
 
-    def __init__(self, length: int, seed: int) -> None:
-        if length < 1:
-            raise ValueError("the set of pairs is empty")
-        self._length, self._seed = length, seed
-        self._epoch, self._order = -1, [0]
 
-    def indices(self, step: int, batch: int, rank: int = 0, world: int = 1) -> list[int]:
-        start = (step * world + rank) * batch
-        return [self._at(place) for place in range(start, start + batch)]
-
-    def _at(self, place: int) -> int:
-        epoch, rest = divmod(place, self._length)
-        if epoch != self._epoch:
-            order = list(range(self._length))
-            random.Random(digest("order", self._seed, epoch)).shuffle(order)
-            self._epoch, self._order = epoch, order
-        return self._order[rest]
+@lru_cache(1)
+def _order(length: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(length))
+    random.Random(digest("order", seed, epoch)).shuffle(order)
+    return order
 
 
 def pad(image: Tensor, multiple: int, value: float = 0.0) -> Tensor:
@@ -119,25 +115,14 @@ def random_dot_pair(
     if not 0 <= min_disparity <= max_disparity < width:
         raise ValueError(f"disparities from {min_disparity} to {max_disparity} do not fit a width of {width}")
     draw = _Draws(generator)
-    if kind == "pieces":
-        disparity = _pieces(draw, batch, height, width, round(min_disparity), round(max_disparity))
-    elif kind == "plane":
-        disparity = torch.stack([_slanted(draw, height, width, min_disparity, max_disparity) for _ in range(batch)])
-    elif kind == "zero":
-        disparity = torch.zeros(batch, height, width)
-    else:
-        disparity = torch.stack([_scene(draw, height, width, min_disparity, max_disparity) for _ in range(batch)])
+    shape = {"pieces": _pieces, "plane": _slanted, "scene": _scene, "zero": _flat}[kind]
+    disparity = torch.stack([shape(draw, height, width, min_disparity, max_disparity) for _ in range(batch)])
     scene = kind == "scene"
-    right = _texture(draw, batch, height, width) if scene else draw.uniform(batch, 3, height, width)
-    place = torch.arange(width) - disparity
-    first = place.floor()
-    part = (place - first).unsqueeze(1)
-    inside = place >= 0
-    index = first.clamp(0, width - 1).long().unsqueeze(1).expand(-1, 3, -1, -1)
-    following = (index + 1).clamp_max(width - 1)
-    left = right.gather(3, index) * (1 - part) + right.gather(3, following) * part
-    fresh = _texture(draw, batch, height, width) if scene else draw.uniform(batch, 3, height, width)
-    left = torch.where(inside.unsqueeze(1), left, fresh)
+    right, fresh = (
+        _texture(draw, batch, height, width) if scene else draw.uniform(batch, 3, height, width) for _ in range(2)
+    )
+    inside = torch.arange(width) >= disparity
+    left = torch.where(inside.unsqueeze(1), warp(right, disparity), fresh)
     if scene:
         left, right = _photograph(draw, left), _photograph(draw, right)
     return left, right, torch.where(inside, disparity, torch.inf)
@@ -195,12 +180,15 @@ def _box(draw: _Draws, height: int, width: int) -> tuple[slice, slice]:
     return slice(top, top + h), slice(start, start + w)
 
 
-def _pieces(draw: _Draws, batch: int, height: int, width: int, low: int, high: int) -> Tensor:
-    disparity = torch.empty(batch, height, width)
-    for plane in disparity:
-        plane.fill_(draw.whole(low, low + (high - low) // 3))
-        for _ in range(3):
-            plane[_box(draw, height, width)] = draw.whole(low, high)
+def _flat(draw: _Draws, height: int, width: int, low: float, high: float) -> Tensor:
+    return torch.zeros(height, width)
+
+
+def _pieces(draw: _Draws, height: int, width: int, low: float, high: float) -> Tensor:
+    least, most = round(low), round(high)
+    disparity = torch.full((height, width), float(draw.whole(least, least + (most - least) // 3)))
+    for _ in range(3):
+        disparity[_box(draw, height, width)] = draw.whole(least, most)
     return disparity
 
 
@@ -365,8 +353,7 @@ class StereoFiles:
         crop: (height, width) of a random window, always the same for a sample; None: the whole picture, padded at the
             top and right to ``multiple``.
         kind: of the disparities, see :func:`~thinwire.supernet.stereo.data.read_disparity`.
-        augment: change the colours of both views equally, and flip half of the samples upside down.
-        seed: for crops and colours. multiple: for the padding.
+        seed: for crops. multiple: for the padding.
     """
 
     def __init__(
@@ -374,14 +361,13 @@ class StereoFiles:
         path: str | Path,
         crop: tuple[int, int] | None = None,
         kind: str = "",
-        augment: bool = False,
         seed: int = 0,
         multiple: int = 24,
     ) -> None:
         self._files = read_list(path)
         if any(disparity is None for _, _, disparity in self._files):
             raise ValueError(f"{path} has lines without a disparity: training and evaluation need it")
-        self._crop, self._kind, self._augment, self._seed, self._multiple = crop, kind, augment, seed, multiple
+        self._crop, self._kind, self._seed, self._multiple = crop, kind, seed, multiple
 
     def __len__(self) -> int:
         return len(self._files)
@@ -392,33 +378,13 @@ class StereoFiles:
         left, right, truth = read_picture(left_file), read_picture(right_file), read_disparity(truth_file, self._kind)
         if not left.shape[1:] == right.shape[1:] == truth.shape:
             raise ValueError(f"{left_file}: the views and the disparity differ in size")
-        rng = random.Random(digest("files", self._seed, index))
-        if self._augment:
-            left, right = coloured(left, right, rng)
-            if rng.random() < 0.5:
-                left, right, truth = left.flip(1), right.flip(1), truth.flip(0)
         left, right = normalise(left), normalise(right)
         if self._crop is None:
             return pad(left, self._multiple), pad(right, self._multiple), pad(truth, self._multiple, torch.inf)
         height, width = self._crop
         if truth.shape[0] < height or truth.shape[1] < width:
             raise ValueError(f"{left_file} of {truth.shape[0]}x{truth.shape[1]} is smaller than the crop {self._crop}")
+        rng = random.Random(digest("files", self._seed, index))
         top, start = rng.randint(0, truth.shape[0] - height), rng.randint(0, truth.shape[1] - width)
         window = (..., slice(top, top + height), slice(start, start + width))
         return left[window], right[window], truth[window]
-
-
-def coloured(left: Tensor, right: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Change contrast, gamma, brightness, saturation, each half the time, in the published ranges; hue stays."""
-    both = torch.stack([left, right])
-    if rng.random() < 0.5:
-        mean = both.mean((1, 2, 3), keepdim=True)
-        both = (mean + rng.uniform(0.8, 1.2) * (both - mean)).clamp(0, 1)
-    if rng.random() < 0.5:
-        both = both ** rng.uniform(0.7, 1.5)
-    if rng.random() < 0.5:
-        both = (both * rng.uniform(0.5, 2.0)).clamp(0, 1)
-    if rng.random() < 0.5:
-        grey = both.mean(1, keepdim=True)
-        both = (grey + rng.uniform(0.8, 1.2) * (both - grey)).clamp(0, 1)
-    return both[0], both[1]

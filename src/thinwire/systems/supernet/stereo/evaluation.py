@@ -56,13 +56,6 @@ class Metrics:
     def vector(self) -> Tensor:
         return torch.tensor(astuple(self), dtype=torch.float64)
 
-    @classmethod
-    def of(cls, vector: Tensor) -> Metrics:
-        return cls(*vector.tolist())
-
-    def __add__(self, other: Metrics) -> Metrics:
-        return Metrics.of(self.vector() + other.vector())
-
 
 def measure(disparity: Tensor, truth: Tensor, max_disparity: float) -> Metrics:
     """Compare ``[B, H, W]`` with the truth where it is valid."""
@@ -138,12 +131,12 @@ def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]
     net.activate(sub_net)
     was = net.training
     net.eval()
-    found = Metrics()
+    found = Metrics().vector()
     for batch in batches:
-        found += measure(net(batch.left, batch.right)[-1], batch.disparity, net.max_disparity)
+        found += measure(net(batch.left, batch.right)[-1], batch.disparity, net.max_disparity).vector()
     net.train(was)
     device = next(net.parameters()).device
-    return Metrics.of((yield AllReduce(found.vector().to(device))).cpu())
+    return Metrics(*(yield AllReduce(found.to(device))).tolist())
 
 
 class Calibrated:

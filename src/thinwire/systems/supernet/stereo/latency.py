@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -112,13 +113,11 @@ def build_table(
     check_size(view, view, net.multiple)
     places = min(2, space.depths[-1])
     parts = len(net.features) * places * len(space.kernels) * len(space.expands) + 8
-    done = 0
+    done = count(1)
 
     def tick() -> None:
-        nonlocal done
-        done += 1
         if on_part is not None:
-            on_part(done, parts)
+            on_part(next(done), parts)
 
     blocks: dict[str, Timing] = {}
     maps = _maps(net, size, view)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.systems.supernet.operators import ElasticBatchNorm, Rect, copy_part
+from thinwire.systems.supernet.operators import ElasticBatchNorm, Rect, copy_part, rectangles_of
 
 
 def deform_conv2d(x: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, dilation: int) -> Tensor:
@@ -176,6 +176,11 @@ class Aggregation(nn.Module):
         """Return a new one for the first scales, with its own weights; its parameter names are a subset of these."""
         return Aggregation(self.widths[:scales], len(self.stack), self.deformable)
 
+    def rectangles(self, scales: int) -> Mapping[str, Rect]:
+        """Return each parameter whole, or None if that many scales do not use it."""
+        with torch.device("meta"):
+            return rectangles_of(self, self.fresh(scales))
+
 
 def warp(image: Tensor, disparity: Tensor) -> Tensor:
     """Reconstruct the left view by looking up its pixels in the right one: ``image[x - d]``, linear between columns."""
@@ -238,25 +243,14 @@ class Refinement(nn.Module):
 
     def rectangles(self, cut: tuple[int, int] | None) -> Mapping[str, Rect]:
         """Return for each parameter the rectangle to which a pass can give a gradient."""
-        width, depth = cut or (self.width, len(self.blocks))
-        w, half, three = slice(0, width), slice(0, width // 2), slice(0, 3)
-        found: dict[str, Rect] = {
-            "images.weight": (half, slice(0, 6), three, three),
-            "estimate.weight": (half, slice(0, 1), three, three),
-            "last.weight": (slice(0, 1), w, three, three),
-            "last.bias": (slice(0, 1),),
-        }
-        for name in ("images_norm", "estimate_norm"):
-            found |= {f"{name}.{key}": rect for key, rect in ElasticBatchNorm.rectangles(width // 2).items()}
-        for k in range(len(self.blocks)):
-            rects: Mapping[str, Rect] = ElasticBatchNorm.rectangles(width)
-            for i in (1, 2):
-                found[f"blocks.{k}.conv{i}.weight"] = (w, w, three, three) if k < depth else None
-                found |= {f"blocks.{k}.norm{i}.{key}": rect if k < depth else None for key, rect in rects.items()}
-        return found
+        with torch.device("meta"):
+            return rectangles_of(self, self._fresh(cut))
 
     def extract(self, cut: tuple[int, int] | None) -> Refinement:
-        width, depth = cut or (self.width, len(self.blocks))
-        plain = Refinement(width, self.dilations[:depth])
+        plain = self._fresh(cut)
         copy_part(self, plain)
         return plain
+
+    def _fresh(self, cut: tuple[int, int] | None) -> Refinement:
+        width, depth = cut or (self.width, len(self.blocks))
+        return Refinement(width, self.dilations[:depth])

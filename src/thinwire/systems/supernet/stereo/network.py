@@ -186,7 +186,7 @@ class ElasticStereo(nn.Module):
         self.refinement = nn.ModuleList([Refinement(refine_width, dilations) for _ in range(2)])
         initialise(self)
         self.active = space.largest
-        self._inside: dict[int, dict[str, Rect]] = {}
+        self._rects: dict[tuple[Any, ...], dict[str, Rect]] = {}
         self._shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
 
     @classmethod
@@ -264,27 +264,19 @@ class ElasticStereo(nn.Module):
     def active_set(self, net: SubNet) -> ActiveSet:
         """Return the part of every parameter to which a backward of this sub-network can give a gradient."""
         self.space.check(net)
-        rects: dict[str, Rect] = {}
-        for s, stage in enumerate(self.features):
-            genes = net.stages[s] if s < net.scales else ()
-            blocks: list[ElasticMBConv] = list(stage)  # type: ignore[call-overload]
-            for b, block in enumerate(blocks):
-                used = b < len(genes)
-                kernel, expand = genes[b] if used else (self.space.kernels[0], self.space.expands[0])
-                for name, rect in block.rectangles(kernel, expand).items():
-                    rects[f"features.{s}.{b}.{name}"] = rect if used else None
-        rects |= self._aggregated(net.scales)
-        for k, step in enumerate(self.refinement):
-            rects |= {f"refinement.{k}.{name}": r for name, r in step.rectangles(net.refine).items()}  # type: ignore[operator]
+        rects: dict[str, Rect] = dict.fromkeys(self._shapes)
+        for s, genes in enumerate(net.stages):
+            for b, chosen in enumerate(genes):
+                rects |= self._rectangles(f"features.{s}.{b}", *chosen)
+        rects |= self._rectangles("aggregation", net.scales)
+        for k in range(len(self.refinement)):
+            rects |= self._rectangles(f"refinement.{k}", net.refine)
         return ActiveSet.of(self._shapes, rects)
 
-    def _aggregated(self, scales: int) -> dict[str, Rect]:
-        """Return the rectangles of the aggregation's parameters for that many scales: each whole, or not used."""
-        if scales not in self._inside:
-            with torch.device("meta"):
-                inside = {name for name, _ in self.aggregation.fresh(scales).named_parameters()}
-            self._inside[scales] = {
-                f"aggregation.{name}": tuple(slice(0, n) for n in p.shape) if name in inside else None
-                for name, p in self.aggregation.named_parameters()
-            }
-        return self._inside[scales]
+    def _rectangles(self, name: str, *cut: Any) -> dict[str, Rect]:
+        """Return the rectangles of a part's parameters by their whole names; made once, as every step asks for some."""
+        key = (name, *cut)
+        if key not in self._rects:
+            part: Any = self.get_submodule(name)
+            self._rects[key] = {f"{name}.{inner}": rect for inner, rect in part.rectangles(*cut).items()}
+        return self._rects[key]

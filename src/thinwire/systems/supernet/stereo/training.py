@@ -33,7 +33,7 @@ from thinwire.systems.supernet.active import ActiveSet
 from thinwire.systems.supernet.operators import ElasticDepthwise
 from thinwire.systems.supernet.reduce import ActiveReduce, InactiveWeights
 from thinwire.systems.supernet.space import Space, SubNet
-from thinwire.systems.supernet.stereo.data import Pairs, Shuffled, StereoBatch, collate, digest
+from thinwire.systems.supernet.stereo.data import Pairs, StereoBatch, collate, digest, shuffled
 from thinwire.systems.supernet.stereo.layers import DeformConv
 from thinwire.systems.supernet.stereo.network import ElasticStereo
 
@@ -198,8 +198,6 @@ class SupernetTrainer:
         loss_over: "rank": each rank divides by its own number of valid pixels; "world": by that of all ranks, so that
             the ranks together compute the loss of one large batch.
         seed: for the draws; the same on all ranks.
-        overlap: one backward for all sub-networks of a step, during which the exchange runs; it keeps the activations
-            of all of them. False: one backward after another, then the exchange.
     """
 
     def __init__(
@@ -214,7 +212,6 @@ class SupernetTrainer:
         semantics: str = "skip",
         loss_over: str = "rank",
         seed: int = 0,
-        overlap: bool = True,
     ) -> None:
         check_choice("sampling", sampling, ("shared", "per-rank"))
         check_choice("loss_over", loss_over, ("rank", "world"))
@@ -223,7 +220,7 @@ class SupernetTrainer:
         for number in range(phase.sub_nets):
             net.space.check(phase.draw(seed, 0, number))
         self.net, self.phase, self.optimizer = net, phase, optimizer
-        self._sampling, self._loss_over, self._seed, self._overlap = sampling, loss_over, seed, overlap
+        self._sampling, self._loss_over, self._seed = sampling, loss_over, seed
         self._method = reduction(method, divisor)
         self._active: ActiveSet | None = None
         self._inactive = InactiveWeights(optimizer, net, lambda: self._active, semantics)
@@ -268,14 +265,8 @@ class SupernetTrainer:
             self.net.activate(n)
             found = self.net(batch.left, batch.right)
             losses.append(pyramid_loss(found, batch.disparity, self.net.max_disparity, valid_total))
-            if not self._overlap:
-                with self.sync.no_sync():
-                    losses[-1].backward()
-        if self._overlap:
-            self.sync.services.expect(name for name, bounds in own.bounds.items() if bounds is not None)
-            torch.stack(losses).sum().backward()
-        else:
-            self.sync.synchronize()
+        self.sync.services.expect(name for name, bounds in own.bounds.items() if bounds is not None)
+        torch.stack(losses).sum().backward()
         return float(torch.stack(losses).detach().mean())
 
     def close(self) -> None:
@@ -355,7 +346,7 @@ def shrink(
         weight_decay: L2 on weights, but not on BatchNorm or biases.
         checkpoint_dir: on a file system shared by all ranks; None: no checkpoints.
         checkpoint_every: steps; there is always one at the end of a phase.
-        options: method, sampling, divisor, semantics, loss_over and overlap, as for
+        options: method, sampling, divisor, semantics and loss_over, as for
             :class:`~thinwire.supernet.stereo.SupernetTrainer`.
 
     Raises:
@@ -379,13 +370,9 @@ def shrink(
             continue
         if phase.sort:
             net.sort_channels()
-        trainer = SupernetTrainer(net, phase, adam(net, phase.lr, weight_decay), seed=seed, **options)
-        try:
+        with SupernetTrainer(net, phase, adam(net, phase.lr, weight_decay), seed=seed, **options) as trainer:
             world = trainer.sync.services.topology.world_size
-            order = Shuffled(len(data), seed + i)
-            reports.append(_phase(trainer, data, order, batch, folder, checkpoint_every, on_step))
-        finally:
-            trainer.close()
+            reports.append(_phase(trainer, data, seed + i, batch, folder, checkpoint_every, on_step))
     net.activate(net.space.largest)
     return ShrinkReport(tuple(reports), world)
 
@@ -393,7 +380,7 @@ def shrink(
 def _phase(
     trainer: SupernetTrainer,
     data: Pairs,
-    order: Shuffled,
+    seed: int,
     batch: int,
     folder: Path | None,
     every: int,
@@ -411,7 +398,7 @@ def _phase(
     net.train()
     shares, last, started = 0.0, None, time.perf_counter()
     for step in range(first, phase.steps):
-        chosen = order.indices(step, batch, sync.services.rank, sync.services.topology.world_size)
+        chosen = shuffled(len(data), seed, step, batch, sync.services.rank, sync.services.topology.world_size)
         last = trainer.step(collate(data, chosen), step)
         shares += last.share
         if on_step is not None:
