@@ -17,7 +17,7 @@ import socket
 import time
 import traceback
 
-_spawn = multiprocessing.get_context("spawn")  # each with a hash seed of its own, as on machines of their own
+_spawn = multiprocessing.get_context("spawn")  # rank 0's hash seed is not that of the others, as on other machines
 fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "thinwire.checkpoint"])
 _kept = []
@@ -92,7 +92,7 @@ def _one(function, rank, size, port, args, init, fresh):
 
 
 class _Rank:
-    def __init__(self, context=_spawn):
+    def __init__(self, context):
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
@@ -124,7 +124,7 @@ def run(function, size, *args, seconds=150.0, init=True, expect_exit=None, fresh
     """
     expect_exit = expect_exit or {}
     fresh = fresh or bool(expect_exit)
-    ranks = [_Rank(fork) if fresh else _kept.pop() if _kept else _Rank() for _ in range(size)]
+    ranks = [_Rank(fork) if fresh else _kept.pop() if _kept else _Rank(fork if r else _spawn) for r in range(size)]
     port = free_port()
     for r, rank in enumerate(ranks):
         rank.answer = None

@@ -41,10 +41,10 @@ def _run(rank, size, page, code, folder):
     return sorted(name for name in vars(module) if not name.startswith("_"))
 
 
-SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in ("frameworks", "larger_than_a_card")]
+SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in ("frameworks", "larger_than_a_card", "checkpoints")]
 
 
-@pytest.mark.parametrize("name", [*SLOW, "checkpoints", "gpu"])
+@pytest.mark.parametrize("name", [*SLOW, "gpu"])
 def test_blocks_run_on_ranks(name, tmp_path):
     page = DOCS / f"{name}.md"
     blocks = _blocks(page)
@@ -102,6 +102,7 @@ def test_the_whole_script_runs_on_two_ranks_with_readmes_two_lines(tmp_path):
     assert "one rank only" not in said
 
 
+@pytest.mark.slow
 def test_fabric_takes_attach_to_the_bare_model_or_the_hook(tmp_path):
     pytest.importorskip("lightning")
     page = (DOCS / "frameworks.md").read_text()

@@ -517,6 +517,7 @@ def _in_modes(rank, size, folder, inside):
     return found
 
 
+@pytest.mark.slow
 def test_what_lives_on_is_made_outside_of_the_users_modes(tmp_path):
     wanted, found = (run(_in_modes, 2, str(tmp_path / str(inside)), inside) for inside in (False, True))
     for some, others in zip(wanted, found):

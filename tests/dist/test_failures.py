@@ -472,6 +472,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_whose_own_code_failed_is_not_called_dead():
     started = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [

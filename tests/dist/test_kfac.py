@@ -360,6 +360,7 @@ def _resumed(rank, size, folder, options):
     return held, flat(net), placement
 
 
+@pytest.mark.slow
 def test_resume(tmp_path):
     options = {"schedule": "kaisa:1/2", "inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
     saved = run(_saved, 4, str(tmp_path), options)

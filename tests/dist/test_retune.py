@@ -135,6 +135,7 @@ def _others(rank, size):
     return found
 
 
+@pytest.mark.slow
 def test_methods_with_phases_and_residuals():
     for (hashes, why, phases, weights), (same, because, _, others) in zip(*run(_others, 2)):
         assert len(set(hashes)) > 2

@@ -389,6 +389,7 @@ def _resumed(rank, size, folder):
     return found
 
 
+@pytest.mark.slow
 def test_states_of_parameters_that_nobody_or_one_site_has_used_and_after_a_warm_up(tmp_path):
     for found in run(_resumed, SITES * SHARDS, str(tmp_path)):
         assert set(found.values()) == {(True, True)}, found
@@ -439,6 +440,7 @@ def _unfit(rank, size, folder):
     return found
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path):
     words = {
         "optimizer": "was saved from another optimizer, which had no dampening",

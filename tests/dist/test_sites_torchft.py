@@ -82,7 +82,9 @@ def check_outer(sites, momentum=0.0, lr=1.0):
     return checked
 
 
-@pytest.mark.parametrize("method", [*OPTIONS])
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != "local")) for name in OPTIONS]
+)
 def test_a_site_that_is_killed_comes_back_with_its_shards(tmp_path, method):
     with Sites(tmp_path, 2, OPTIONS[method]) as sites:
         together(sites)
@@ -103,7 +105,8 @@ def test_a_site_that_is_killed_comes_back_with_its_shards(tmp_path, method):
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-@pytest.mark.parametrize("where", ["step", *(pytest.param(at, marks=pytest.mark.slow) for at in ("quorum", "vote"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["step", "quorum", "vote"])
 def test_a_site_that_loses_a_rank_ends_with_a_sentence_and_starts_again(tmp_path, where):
     """In a quorum that lacks a rank its site, and the other with it, wait until the quorum is late."""
     outer = {"momentum": 0.5, "lr": 0.7}

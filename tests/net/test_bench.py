@@ -17,6 +17,7 @@ def bench(*words):
     return json.loads(call("bench", *words, "--json").stdout)
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire_are_those_of_the_formula(any_mode):
     methods = "ddp,ddp-best:buckets=1,ssgd,cast,torch-powersgd,acp:rank=2"
     result = bench("--methods", methods)

@@ -79,6 +79,7 @@ def test_what_sends_little_is_first_on_a_thin_link(here):
     assert "..." not in said  # nothing is learnt
 
 
+@pytest.mark.slow
 def test_minutes_that_are_over_leave_the_times_of_steps(here, monkeypatch):
     monkeypatch.setattr(race_losses, "MOST", 50)  # however fast this machine is
     data, said = race("--methods", "powersgd:rank=4")

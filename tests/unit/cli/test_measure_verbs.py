@@ -44,6 +44,7 @@ def test_profile_of_two_processes_at_once(tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_probe_on_two_ranks(tmp_path):
     result = call("probe", "--max-bytes", "8192", "--seconds", "0.5", "--json")
     found = ProbeResult.from_json(result.stdout)
