@@ -1,4 +1,4 @@
-"""Namespaces, one per node and one for the switch: the rights to make them, links of a rate, delay and loss, removal."""
+"""Namespaces, one per node and one for the switch: the rights to make them, links (rate, delay, loss), removal."""
 
 from __future__ import annotations
 
