@@ -1,25 +1,16 @@
-"""The differences from the papers, as the docstrings say them: ``python docs/differences.py core/methods`` prints some.
+"""The differences from the papers, as the docstrings say them, for ``python docs/made.py``.
 
-The directive ``.. differences:: PACKAGE`` puts a package's into a page, so nothing is copied by hand. A docstring
-takes part with a paragraph that begins "Differences from"; a list below such a paragraph belongs to it.
+A docstring takes part with a paragraph that begins "Differences from"; a list below such a paragraph belongs to it.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SOURCE = Path(__file__).parents[1] / "src" / "thinwire"
-NAMES = {
-    "sign": "signsgd",
-    "butterfly": "gtopk",
-    "regions": "oktopk",
-    "decoupling": "dear",
-}
-"""Files of methods that have another name."""
 
 
 class Difference(NamedTuple):
@@ -29,7 +20,7 @@ class Difference(NamedTuple):
         module: below ``thinwire``, for example "core.methods.acp".
         name: of the class or function; "" for a module's docstring.
         origin: from what: "the paper", "torch's hooks", ...
-        text: reStructuredText.
+        text: as the docstring has it.
     """
 
     module: str
@@ -77,66 +68,21 @@ def paragraphs(docstring: str) -> list[tuple[str, str]]:
 
 
 def readable(text: str) -> str:
-    """As one paragraph or one list; a bar outside of code would be read as a substitution."""
+    """As one paragraph or one list of Markdown."""
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text.replace("``", "`"))
     if text.lstrip().startswith("* "):
-        items = [
-            " ".join(item.split())
-            for item in re.split(r"^\s*\* ", text, flags=re.MULTILINE)
-            if item.strip()
-        ]
-        text = "\n".join(f"* {item}" for item in items)
-    else:
-        text = " ".join(text.split())
-        text = text[:1].upper() + text[1:]
-    return "".join(
-        part if part.startswith("``") else part.replace("|", "\\|")
-        for part in re.split(r"(``.*?``)", text)
-    )
+        items = re.split(r"^\s*\* ", text, flags=re.MULTILINE)
+        return "\n".join(f"* {' '.join(i.split())}" for i in items if i.strip())
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:]
 
 
 def listing(package: str) -> str:
-    """As a definition list in reStructuredText."""
+    """A package's, as Markdown."""
     lines = []
     for module, name, origin, text in collect(package):
-        body = readable(text).replace("\n", "\n   ")
-        other = "" if origin in ("the paper", "the papers") else f" (from {origin})"
-        lines += [f"{_title(package, module, name)}{other}", f"   {body}", ""]
+        other = "" if origin in ("the paper", "the papers") else f", from {origin}"
+        lines.append(
+            f"* **`{name or module.rpartition('.')[2]}`**{other}: {readable(text)}"
+        )
     return "\n".join(lines)
-
-
-def _title(package: str, module: str, name: str) -> str:
-    last = module.rpartition(".")[2]
-    method = NAMES.get(last, last)
-    if package == "core/methods" and (page := _family(method)):
-        return f":doc:`{method} </methods/{page}>`"
-    return f"``{name}``" if name else f"``thinwire.{module}``"
-
-
-def _family(method: str) -> str:
-    """The page with a method's section."""
-    pages = (Path(__file__).parent / "methods").glob("*.md")
-    found = (
-        p.stem for p in pages if f"\n## {method}\n" in p.read_text(encoding="utf-8")
-    )
-    return next(found, "")
-
-
-def setup(app: Any) -> None:
-    """Add the directive to Sphinx, which is imported here, as the tests need none."""
-    from sphinx.util.docutils import SphinxDirective
-
-    class Differences(SphinxDirective):
-        """``.. differences:: PACKAGE``"""
-
-        required_arguments = 1
-
-        def run(self) -> list[Any]:
-            for path in (SOURCE / self.arguments[0]).rglob("*.py"):
-                self.env.note_dependency(str(path))
-            return self.parse_text_to_nodes(listing(self.arguments[0]))
-
-    app.add_directive("differences", Differences)
-
-
-if __name__ == "__main__":
-    print("\n".join(listing(package) for package in sys.argv[1:] or ["methods"]))
