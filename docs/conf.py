@@ -49,7 +49,10 @@ def setup(app: Any) -> None:
 
 
 def _contents(app: Any, name: str, source: list[str]) -> None:
-    """Of the links that a forge shows, too."""
+    """Of the links that a forge shows, too; those that leave the pages lead nowhere on a site, and stay words."""
+    source[0] = re.sub(
+        r"\[([^\]]+)\]\(\S*/benchmarks/(\S+)\)", r"\1 (`benchmarks/\2`)", source[0]
+    )
     for caption, links in CONTENTS.findall(source[0]) if "index" in name else ():
         pages = "\n".join(re.findall(r"\]\((.+?)\.md\)", links))
         head = f":caption: {caption}\n:hidden:"

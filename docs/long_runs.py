@@ -81,9 +81,8 @@ def named(methods: str) -> str:
         late = row.options.get("fragment_sync_delay")
         bits = str(row.options["codec"]).removeprefix("int")
         said = f"local, every {row.options['sync_every']}"
-        said += (
-            ", exactly" if bits == "none" else f" in {bits} bit{'s' * (bits != '1')}"
-        )
+        bits = "32" if bits == "none" else bits
+        said += f" in {bits} bit{'s' * (bits != '1')}"
         return said + (f", merged {late} late" if late else "") + look
     bits = str(row.options.get("dtype")).removeprefix("int")
     names = {

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import differences
 import long_runs
 import method_tables
 import papers
@@ -39,7 +38,6 @@ def peers(name: str) -> str:
 
 
 MAKERS: dict[str, Callable[[str], str]] = {
-    "differences": differences.listing,
     "figure": recorded.figure,
     "long_runs": long_runs.table,
     "methods": lambda _: method_tables.table(),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from thinwire.core.records import made
 from thinwire.systems.papers import NAMES
-from thinwire.systems.papers.paper import Reproduced, paper
+from thinwire.systems.papers.paper import Paper, Reproduced, paper
 from thinwire.tools.pictures import write_picture
 
 DOCS = Path(__file__).parent
@@ -48,6 +48,14 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
+def source(told: Paper) -> str:
+    """The first author, and where it appeared, with its address."""
+    found = re.fullmatch(r"(.+?)(, .+)? \((.+)\)", told.authors)
+    if found is None:
+        return f"[{told.authors}]({told.link})"
+    return f"{found[1]}{' and others' if found[2] else ''}, [{found[3]}]({told.link})"
+
+
 def section(result: Reproduced) -> str:
     """One paper: verdict, whose it is, and its main figures."""
     told = paper(result.name)
@@ -59,19 +67,19 @@ def section(result: Reproduced) -> str:
         "",
         f"**{word.capitalize()}**{rest}.",
         "",
-        f"{told.authors}: [{told.title}]({told.link}).",
+        f"{source(told)}. "
         f"{told.setting[0].upper()}{told.setting[1:]}. Here: [{told.page.partition('#')[0]}]({told.page}).",
         "",
         f"```\n{command}\n```",
         "",
-        "| claim | published | here | |",
-        "|---|---|---|---|",
+        "| claim | published | here |",
+        "|---|---|---|",
     ]
     shown = {one.key: one for one in result.shown}
     for key, what in told.main.items():
         one = shown[key]
         here = f"{one.value:.3g} {one.unit}".strip()
-        lines.append(f"| {what} | {one.published or '-'} | {here} | {one.how} |")
+        lines.append(f"| {what} | {one.published or '-'} | {here}, {one.how} |")
     lines.append("")
     for number, picture in enumerate(result.pictures[:PICTURES]):
         lines += [

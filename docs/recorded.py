@@ -550,7 +550,7 @@ def tolls(data: Any) -> Iterator[Row]:
         toll, over = bounds.get(network["link"], (None, None))
         alone = one["steps"] * network["compute_seconds"]
         yield claim(
-            f"{where}: {best} over DDP's steps without a network, seconds to DDP's loss",
+            f"{where}: {best} over DDP without a network, seconds to its loss",
             seconds[best] / alone,
             at_most=toll,
         )
@@ -900,7 +900,9 @@ SOURCES = {
     "other_models": Source(
         "python benchmarks/other_models.py", "race.md", other_models
     ),
-    "slow_rank": Source("python benchmarks/slow_rank.py", "results.md", slow_rank),
+    "slow_rank": Source(
+        "python benchmarks/slow_rank.py", "parameter_server.md", slow_rank
+    ),
     "late_rounds": Source(
         "python benchmarks/late_rounds.py", "methods/local.md", late_rounds
     ),
@@ -989,23 +991,6 @@ def tally() -> str:
     return f"{sum(judged)} of {len(judged)} figures that have a target reach it."
 
 
-def index() -> str:
-    """Of every file: its page, its command, how many figures it has, and how many of its targets they reach."""
-    lines = [
-        "| explained in | command | figures | targets reached |",
-        "|---|---|---|---|",
-    ]
-    for name, source in SOURCES.items():
-        found = rows(name)
-        judged = [row.met for row in found if row.met is not None]
-        reached = f"{sum(judged)} of {len(judged)}" if judged else ""
-        page = source.page.rpartition("/")[2].removesuffix(".md").replace("_", " ")
-        lines.append(
-            f"| [{page}]({source.page}) | `{source.command}` | {len(found)} | {reached} |"
-        )
-    return "\n".join(lines)
-
-
 def missed() -> str:
     """Every figure that misses its target, below the command that makes it."""
     lines = []
@@ -1013,7 +998,7 @@ def missed() -> str:
         found = [row for row in rows(name) if row.met is False]
         if found:
             lines += ["", f"`{source.command}`:", ""]
-        lines += [f"* {row.what}: {row.figure}, not {row.target}" for row in found]
+        lines += [f"* {row.what}: {row.figure} ({row.target})" for row in found]
     return "\n".join(lines)
 
 
@@ -1053,7 +1038,7 @@ def deaths() -> str:
     return "\n".join(lines)
 
 
-VIEWS = {f.__name__: f for f in (tally, index, missed, gpu_steps, deaths)}
+VIEWS = {f.__name__: f for f in (tally, missed, gpu_steps, deaths)}
 
 
 def made(name: str) -> str:

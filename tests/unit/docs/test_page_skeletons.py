@@ -7,6 +7,7 @@ from pathlib import Path
 import loss_curves
 import pytest
 import torch
+from conf import CONTENTS
 
 import thinwire as tw
 from fences import blocks
@@ -24,7 +25,6 @@ SYSTEMS = {  # the paper's name for it, and the most words that the page may hav
     "supernet": ("EASNet", 900),
 }
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-CONTENTS = re.search(r'^CONTENTS = re.compile\(r"(.+)", re', (DOCS / "conf.py").read_text(), re.MULTILINE)[1]
 WIDTH = 88
 
 
@@ -113,7 +113,7 @@ def test_every_page_is_in_the_contents_once():
     listed = [
         page.parent / link
         for page in (DOCS / "index.md", DOCS / "methods" / "index.md")
-        for _, links in re.findall(CONTENTS, page.read_text(), re.MULTILINE | re.DOTALL)
+        for _, links in CONTENTS.findall(page.read_text())
         for link in re.findall(r"\]\((.+?)\)", links)
     ]
     assert len(listed) == len(set(listed))
@@ -122,7 +122,7 @@ def test_every_page_is_in_the_contents_once():
 
 
 def test_the_contents_have_captions():
-    found = re.findall(CONTENTS, (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = CONTENTS.findall((DOCS / "index.md").read_text())
     assert [caption for caption, _ in found] == ["Tutorials", "How to", "Systems", "Reference", "Explanation"]
 
 
