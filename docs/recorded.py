@@ -998,7 +998,7 @@ def missed() -> str:
         found = [row for row in rows(name) if row.met is False]
         if found:
             lines += ["", f"`{source.command}`:", ""]
-        lines += [f"* {row.what}: {row.figure} ({row.target})" for row in found]
+        lines += [f"* {row.what}: {row.figure}; target {row.target}" for row in found]
     return "\n".join(lines)
 
 
