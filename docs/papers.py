@@ -27,6 +27,7 @@ small. An x counts how many times as fast; more is better. thinwire's own rule m
 machine may come to another one:
 
 ```
+pip install 'thinwire[papers]'  # what their data and models need
 thinwire reproduce              # all of them, in at most half an hour
 thinwire reproduce acp dear     # some
 thinwire reproduce --simulated  # only what is simulated, in half a minute

@@ -89,6 +89,7 @@ PAPER = Paper(
     claim="up to 31 % faster than other sparsified SGD; converges nearly as S-SGD",
     setting="CNNs and an LSTM on 16 GPUs (P102-100), 1 Gb/s Ethernet, density 0.001",
     page="methods/sparse.md#omgs",
+    needs={"digits": ("sklearn",)},
     main={
         "greedy rule": "published rule, times as fast as the better fixed one, ResNet-50, 16 workers, 2019",
         "optimum": "exact optimum, the same",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class Paper:
         setting: model, workers, network of that figure.
         page: of the docs, where the system is explained.
         main: the figures that docs/papers.md shows: key -> what it is of, in a few words.
+        needs: what to measure takes that thinwire alone does not bring: extra -> modules.
     """
 
     system: str
@@ -75,6 +77,12 @@ class Paper:
     setting: str
     page: str
     main: Mapping[str, str]
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[str]:
+        """The extras that are not installed."""
+        return [extra for extra, some in self.needs.items() if not all(map(importlib.util.find_spec, some))]
 
 
 def curves(title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:
