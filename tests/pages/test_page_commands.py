@@ -303,6 +303,7 @@ TORCHFT_LIGHTHOUSE=http://localhost:29510 python train.py 1
 pip install 'thinwire[data]'
 pip install 'thinwire[papers]'
 pip install .
+pip install torch --index-url https://download.pytorch.org/whl/cpu
 pip install 'thinwire[split]'
 # tests/unit/cli/test_doctor_verb.py::test_only_what_prevents_training_changes_the_exit_code
 thinwire doctor --nodes 2

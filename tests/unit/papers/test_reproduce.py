@@ -87,7 +87,7 @@ def test_an_extra_that_is_missing_is_named_before_any_paper_runs(tmp_path, monke
     monkeypatch.setattr(parrot, "PAPER", lacking)
     done = run("acp", "parrot", "--out", tmp_path / "claims.json")
     assert done.exit_code == 2
-    assert "to measure parrot: pip install 'thinwire[federated]'" in " ".join(done.output.split())
+    assert "to measure parrot: pip install 'thinwire[federated]';" in " ".join(done.output.split())
     assert "S-SGD" not in done.output
     assert run("parrot", "--simulated").exit_code == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,11 @@ class ReproduceVerb(JsonOption):
         from thinwire.systems.papers.workbench import Workbench
 
         asked = list(dict.fromkeys(self.names or NAMES))
-        lacking = {name: paper(name).missing for name in asked}  # refuses a name that there is not, before the work
-        if not self.simulated and (extras := sorted({extra for some in lacking.values() for extra in some})):
-            names = ", ".join(name for name, some in lacking.items() if some)
-            raise ValueError(f"to measure {names}: pip install 'thinwire[{','.join(extras)}]'; --simulated needs none")
+        needs = [(name, *need) for name in asked for need in paper(name).needs.items()]  # refuses unknown names first
+        lacking = [(name, extra) for name, extra, some in needs if not all(map(find_spec, some))]
+        if lacking and not self.simulated:
+            names, extras = (", ".join(dict.fromkeys(some)) for some in zip(*lacking))
+            raise ValueError(f"to measure {names}: pip install 'thinwire[{extras}]'; --simulated needs none")
         kept, failed = _read(self.out), dict[str, str]()
         with watched_load(2):  # that of other work: before the first paper
             for place, name in enumerate(asked):
@@ -82,12 +84,11 @@ def _show(result: Reproduced, output: Output) -> None:
     told = paper(result.name)
     output.say(f"{told.system}: {told.title}, {told.authors}", style="bold")
     output.say(f"claim: {told.claim} ({told.setting}). {told.link}")
-    shown, main = {one.key: one for one in result.shown}, told.main  # those of docs/papers.md first, as it names them
-    keys = [*(key for key in main if key in shown), *(key for key in shown if key not in main)]
+    order = list(told.main)  # those of docs/papers.md first, as it names them
+    shown = sorted(result.shown, key=lambda one: order.index(one.key) if one.key in order else len(order))
     rows = (
-        (main.get(key, one.what), one.published or "-", f"{one.value:.4g} {one.unit}".rstrip(), one.how)
-        for key in keys
-        for one in (shown[key],)
+        (told.main.get(one.key, one.what), one.published or "-", f"{one.value:.4g} {one.unit}".rstrip(), one.how)
+        for one in shown
     )
     output.say(plain_table("", ("what", "paper", "here", ""), rows, left=("",)))
     output.say(result.verdict, style={"holds": "green", "holds where": "yellow"}.get(result.word, "red"))

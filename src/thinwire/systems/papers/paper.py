@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,11 +77,6 @@ class Paper:
     page: str
     main: Mapping[str, str]
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> list[str]:
-        """The extras that are not installed."""
-        return [extra for extra, some in self.needs.items() if not all(map(importlib.util.find_spec, some))]
 
 
 def curves(title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:
