@@ -219,7 +219,8 @@ class LocalSync(Handle):
     def outer_weights(self) -> Iterator[None]:
         """Put the outer weights, which are equal on all ranks, into the model temporarily: to evaluate or to save.
 
-        Afterwards the model has this rank's own weights again, and training continues from these.
+        Afterwards the model has this rank's own weights again, and training continues from these. Not a collective: one
+        rank may do it alone.
         """
         self._check_whole()
         lent, self._lent = self._lent, True
@@ -467,7 +468,7 @@ class LocalSync(Handle):
     def close(self) -> None:
         """Remove the hooks and give the process groups back. Idempotent. Waits for what is under way, and drops it.
 
-        If called while an exception is handled, it does not wait.
+        If called while an exception is handled, it does not wait. Warns if steps were never averaged.
         """
         for handle in self._handles:
             handle.remove()

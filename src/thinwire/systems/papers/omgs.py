@@ -49,7 +49,7 @@ def simulated() -> Iterator[Shown]:
         one, each, ours = (steps[label].step_seconds for label in rows)
         found.append((min(one, each) / ours, f"{workers} workers, start-up {delay}, density {density:g}"))
     for key, (gain, where) in {"least": min(found), "most": max(found)}.items():
-        yield Shown(key, f"the same over optimum, T4, 1 Gb/s, the {key} of {len(found)} cases: {where}", gain)
+        yield Shown(key, f"better of both over optimum, T4, 1 Gb/s, the {key} of {len(found)} cases: {where}", gain)
 
 
 def measured(bench: Workbench) -> Iterator[Shown | Picture]:
