@@ -50,8 +50,8 @@ class PlanVerb(PlanOptions):
 
         try:
             question = read_question(self)
-            if question.load and (busy := Load(**question.load).sentence(1)):
-                output.say(f"unreliable: {busy}", style="yellow")
+            if question.load and Load(**question.load).sentence(1):
+                output.line("unreliable: this machine was busy while the model was measured")
             return answer_of(question, output, **self.part(["lossy", "explain", "map", "trace", "out"]))
         except LookupError as error:
             raise ValueError(str(error.args[0] if error.args else error)) from error

@@ -219,7 +219,7 @@ def _measure(model: str, workers: int) -> tuple[ModelProfile, Mapping[str, Any]]
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(max(1, usable_cores() // workers))  # as the ranks would have here
-        with watched_load(torch.get_num_threads(), quiet=True) as load, progress(f"measuring {model}") as bar:
+        with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
             found = ProfileVerb(model=model, steps=5, warmup=2).measure(0, bar, seconds=7.0, repeats=3)
     finally:
         torch.set_num_threads(before)
