@@ -16,7 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(DOCS_STAMP): $(STAMP)
+# What the pages need, and no test.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
@@ -53,7 +55,6 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/main_figures.py
 
 docs: $(DOCS_STAMP)
-	$(BIN)/python -m pytest -q -n 2 -m docs tests/unit/docs tests/pages
 	$(BIN)/sphinx-build -W -b html docs docs/_build/html
 
 package: $(STAMP)

@@ -34,6 +34,8 @@ napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 autodoc_typehints = "signature"
+# What the pages describe is ours: these need not be installed.
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 
 
 CONTENTS = re.compile(

@@ -49,6 +49,11 @@ def _disagree(rank, size):
         attempt(net)
     layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
     attempt(torch.nn.ModuleDict(dict(zip("ba" if rank else "ab", layers))), "dear")
+    for method in ("ssgd", "local"):
+        net = cases.model()
+        for lr, decay in ((0.1 + rank, 0.0), (torch.tensor(0.1), rank / 10)):
+            optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=decay, foreach=False)
+            messages.append(cases.said(lambda o=optimizer, m=net, how=method: tw.attach(m, o, how)))
     return messages
 
 
@@ -60,6 +65,10 @@ def test_ranks_that_differ_are_told_what_differs():
         "0.weight [24, 24] torch.bfloat16 against 0.weight",
     ]
     words += ["parameters in order: [0] a.weight against b.weight"]
+    words += [
+        "AdamW, parameter group 0, lr: 0.1 against 1.1",
+        "AdamW, parameter group 0, weight_decay: 0.0 against 0.1",
+    ] * 2
     for messages in run(_disagree, 2):
         assert len(messages) == len(words)
         for message, word in zip(messages, words):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import logging
 import pickle
 import threading
 import weakref
@@ -470,7 +471,8 @@ def test_the_period_is_measured_once_and_equal_on_all_ranks():
     assert all(done for _, done in rows[first:])
     assert len({count for count, _ in rows[first + 2 :]}) == 1
     assert 2 <= rows[-1][0] <= 64
-    assert f"every {rows[-1][0]} steps (measured: a step takes " in note
+    assert f"every {rows[-1][0]} steps" in note
+    assert "; measured: a step takes " in note
     assert note.endswith("; local steps want about 1.7 times the learning rate that is best for DDP")  # root of 3 ranks
     assert (settled, period) == (True, rows[-1][0])
     for other_rows, _, _, _, theirs in others:
@@ -512,14 +514,14 @@ def _late(rank, size):
             _train(net, optimizer, rank, 1, first=step)
             settled.append(sync.stats().settled)
         sync.finish()
-        return settled, sync.period, sync.stats().note.partition(" (")[0], cases.weights(net)
+        return settled, sync.period, sync.stats().note.partition("steps")[0], cases.weights(net)
 
 
 def test_a_named_period_is_kept_and_its_delay_is_measured():
     (settled, period, note, weights), *others = run(_late, 3, seconds=120)
     assert settled == [False] * 11 + [True] * 15
     assert period == 4
-    assert note == "7 rounds, every 4 steps"
+    assert note == "7 rounds, every 4 "
     for *rest, theirs in others:
         assert rest == [settled, period, note]
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
@@ -604,7 +606,7 @@ def _refusals(rank, size):
 
 
 WORDS = (
-    "pass the optimizer", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy",
+    "pass the optimizer", "sync_every=0", "unknown option of local: 'period'", "zip", "dgc cannot be a codec", "lossy",
     "carries its own", "sync_every", "below sync_every=4", "inside= is for several machines",
     "not decoupled", "late",
 )  # fmt: skip
@@ -698,6 +700,45 @@ def test_nobody_finishes_while_another_rank_is_in_a_round(delay):
                 "ValueError: rank 0 has made 13 steps and rank 1 10, so a round of one waits for the other: give all "
                 "ranks as many batches (DistributedSampler, drop_last=True)"
             )
+
+
+def _by_one_rank(rank, size, call, folder):
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    sync = tw.attach(net, optimizer, "local", sync_every=4, timeout=20)
+    _train(net, optimizer, rank, 4)
+    calls = {"finish": sync.finish, "save": lambda: tw.checkpoint.save(folder, net, optimizer, sync, 4)}
+    said = "" if rank else cases.said(calls[call])
+    sync.close()
+    return said
+
+
+@pytest.mark.parametrize("call", ["finish", "save"])
+def test_what_one_rank_alone_calls_is_told_to_be_everybodys(tmp_path, call):
+    said, _ = run(_by_one_rank, 2, call, tmp_path, fresh=True)
+    assert said.endswith(f" All ranks must call {call}().")
+
+
+def _closed(rank, size, steps, finishes):
+    """What the log says at close()."""
+    told, net = [], cases.model()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("thinwire").addHandler(handler)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, "local", sync_every=4) as sync:
+        _train(net, optimizer, rank, steps)
+        if finishes:
+            sync.finish()
+    sync.close()
+    logging.getLogger("thinwire").removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize(("steps", "finishes", "times"), [(6, False, 1), (6, True, 0), (4, False, 0), (0, False, 0)])
+def test_who_closes_without_the_last_average_is_told_once(steps, finishes, times):
+    for told in run(_closed, 2, steps, finishes):
+        assert sum("call finish() on all ranks before close()" in text for text in told) == times
 
 
 def _forgotten(rank, size):

@@ -237,7 +237,7 @@ def test_what_does_not_work_says_so():
             "sites= must be one dimension of a mesh",
             'such as mesh["site"], not str',
             "leave out inside=",
-            "has no option 'every'",
+            "unknown option of local: 'every'",
             "pass the optimizer",
             "the optimizer does not own",
             "this model is attached already",

@@ -301,7 +301,9 @@ TORCHFT_LIGHTHOUSE=http://localhost:29510 python train.py 0
 TORCHFT_LIGHTHOUSE=http://localhost:29510 python train.py 1
 # tests/packaging/test_wheel.py::test_the_wheel_works_in_a_clean_environment
 pip install 'thinwire[data]'
+pip install 'thinwire[papers]'
 pip install .
+pip install torch --index-url https://download.pytorch.org/whl/cpu
 pip install 'thinwire[split]'
 # tests/unit/cli/test_doctor_verb.py::test_only_what_prevents_training_changes_the_exit_code
 thinwire doctor --nodes 2

@@ -19,12 +19,13 @@ from thinwire.adapters.ddp import DDPSync, ddp_hook
 from thinwire.core.methods.registry import resolve
 from thinwire.core.program import Method, Topology
 from thinwire.engine.local import Local
-from thinwire.engine.local.settings import named_local
+from thinwire.engine.local.settings import check_name, named_local
 
 log = logging.getLogger("thinwire")
 
 
 def chosen(method: Method | Local | str, **options: Any) -> Method | Local:
+    check_name(method)
     return named_local(method, options) or checked(method, **options)
 
 

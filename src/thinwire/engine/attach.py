@@ -28,7 +28,7 @@ from thinwire.core.program.ops import own_modes
 from thinwire.engine.backward_hooks import AttachSettings
 from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import MeasuredPlans, PlanController, TunedPlans
-from thinwire.engine.local.settings import Local, named_local
+from thinwire.engine.local.settings import QSR, Local, Nesterov, check_name, named_local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.sync import LocalSync, tell_apart
 from thinwire.engine.look import Look, LookAhead, as_look
@@ -60,8 +60,13 @@ def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     method: Local | Literal["local", "diloco"],
-    **options: Any,
-) -> LocalSync: ...
+    *,
+    sync_every: int | str | QSR = ..., sync_every_max: int = ..., warmup_steps: int = ...,
+    codec: Method | str | None = ..., outer: Nesterov | None = ..., fragments: int = ...,
+    fragment_sync_delay: int | str = ..., fragment_update_alpha: float | None = ...,
+    moments: Mapping[str, int] = ..., inside: Method | str | None = ..., look: Look | float | None = ...,
+    average_buffers: Sequence[str] = ..., anchors: Literal["device", "cpu"] = ..., **options: Any,
+) -> LocalSync: ...  # fmt: skip
 
 
 @overload
@@ -154,6 +159,7 @@ def attach(
             a launcher has started several ranks and there is no process group.
     """
     check_model(model)
+    check_name(method)
     if ignore is not None:
         ignore_in(model, ignore)
     optimizers, ahead = listed(optimizer), as_look(look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +54,19 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
 
 
-def model_facts(model: nn.Module, managed: Iterable[ManagedParameter]) -> dict[str, Any]:
+def model_facts(
+    model: nn.Module, managed: Iterable[ManagedParameter], optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> dict[str, Any]:
+    """Return what ranks must have alike: parameters and buffers, and the optimizers' options, such as rates."""
     kinds = {m.name: m.description for m in managed}
-    return {
+    options = {
+        f"{type(optimizer).__name__}, parameter group {place}, {key}": value.item() if torch.is_tensor(value) else value
+        for optimizer in optimizers
+        for place, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, (bool, int, float, str, tuple)) or (torch.is_tensor(value) and value.numel() == 1)
+    }
+    return options | {
         "parameters": kinds,
         "parameters in order": list(kinds),
         "frozen": [f"{one.name} {_kind(one.tensor)}" for one in frozen_of(model, (m.name for m in managed))],

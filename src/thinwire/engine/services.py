@@ -193,12 +193,13 @@ class Services:
             if callable(meet := getattr(optimizer, "attached", None)):
                 self.handles.append(meet(sync, scaler))
 
-    def gather(self, message: bytes) -> list[bytes]:
-        return self.session.comm.gather(message)
+    def gather(self, message: bytes, call: str = "") -> list[bytes]:
+        """Return every rank's message. ``call``: of the user's, which all ranks must make."""
+        return self.session.comm.gather(message, call)
 
-    def gather_everywhere(self, message: bytes) -> list[bytes]:
+    def gather_everywhere(self, message: bytes, call: str = "") -> list[bytes]:
         """Return the messages of these ranks; of sharded models those of all sites' ranks."""
-        rows = self.gather(message)
+        rows = self.gather(message, call)
         return rows if self.site is None else self.site.gather(rows)
 
     def agree(self, flag: bool) -> bool:

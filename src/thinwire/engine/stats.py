@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.core.tcp_info import Wire
-from thinwire.core.words import run_seconds, seconds, volume
+from thinwire.core.words import counted, run_seconds, seconds, volume
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since ``attach``; bytes are one rank's share of a ring. As text, they are five lines.
+    """Counters since ``attach``; bytes are one rank's share of a ring. As text, each line is one fact.
 
     Attributes:
         method: what runs. note: why it is not what was asked for, if so. world_size: ranks. rank: this one.
@@ -64,20 +65,23 @@ class Stats:
     wire: Wire | None = None
 
     def __str__(self) -> str:
-        why = "; ".join(text for text in (self.note, *self.why) if text)
         lost = {"rejected": self.rejected_steps, "without an optimizer's step": self.dropped_steps}
         said = [f"{count} {what}" for what, count in lost.items() if count]
         times = self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
         more = f", {times:.3g} times as much" if times != 1 else ""
         each = f", {seconds(self.exposed_seconds / self.steps)} a step" if self.steps else ""
-        lines = {
-            "method": self.method + (f" ({why})" if why else ""),
-            "steps": ", ".join([f"{self.steps} on {self.world_size} rank{'s' * (self.world_size > 1)}", *said]),
-            "sent": f"{volume(self.bytes_sent)} by rank {self.rank}; exact: {volume(self.dense_bytes)}{more}",
-            "waited": f"{run_seconds(self.exposed_seconds)} for communication{each}",
-            "wire": str(self.wire) if self.wire else "no round trip of milliseconds",
-        }
-        return "\n".join(f"{name + ':':<8}{text}" for name, text in lines.items())
+        facts = [
+            ("method:", self.method),
+            *(("", fact) for text in (self.note, *self.why) if text for fact in text.split("; ")),
+            ("steps:", ", ".join([f"{self.steps} on {counted(self.world_size, 'rank')}", *said])),
+            ("sent:", f"{volume(self.bytes_sent)} by rank {self.rank}"),
+            *([("exact:", volume(self.dense_bytes) + more)] if self.dense_bytes else ()),
+            ("waited:", f"{run_seconds(self.exposed_seconds)} for communication{each}"),
+            ("wire:", str(self.wire) if self.wire else "no round trip of milliseconds"),
+        ]
+        return "\n".join(
+            textwrap.fill(text, 100, initial_indent=f"{name:<8}", subsequent_indent=" " * 10) for name, text in facts
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -83,7 +83,7 @@ class GradientSync(Handle):
         first.check(buckets.by_name)
         self._exchanges = topology.world_size > 1 or options is not None
         if self._exchanges:
-            self._start(model, first)
+            self._start(model, first, optimizers)
         find_unused = settings.find_unused_parameters
         self._schedule: Coupled
         if options is None:
@@ -98,13 +98,13 @@ class GradientSync(Handle):
         self.services.own_buffers = not settings.broadcast_buffers
         self.services.remember(self)
 
-    def _start(self, model: nn.Module, plan: Plan) -> None:
+    def _start(self, model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         session, settings, comm = self._session, self._settings, self._session.comm
         if settings.detect_desync:
             comm.order = OrderCheck(comm.topology)
         comm.agree(
             session.facts()
-            | model_facts(model, self._buckets.managed)
+            | model_facts(model, self._buckets.managed, optimizers if settings.on_failure is None else ())
             | {
                 "topology": list(session.topology.layout),
                 "find_unused_parameters": settings.find_unused_parameters,

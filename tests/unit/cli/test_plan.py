@@ -2,12 +2,17 @@ import json
 import re
 
 import pytest
+import torch
 
+import thinwire.predict.measure as measure
 from thinwire.adapters.ddp_buckets import bucket_arguments, has_bucket_list
 from thinwire.core.pricing.costs import Costs, Linear
 from thinwire.core.pricing.profiles import ModelProfile, TensorTime, builtin
 from thinwire.core.program import Plan
 from thinwire.predict.choose import Map
+from thinwire.predict.measure import machine
+from thinwire.tools.cli import plan_inputs
+from thinwire.tools.cli.options import PlanOptions
 from thinwire.tools.cli.plan_answer import ddp_sentence
 from thinwire.tools.cli.plan_inputs import read_methods
 from verbs import call
@@ -186,6 +191,31 @@ def test_a_model_is_measured():
     found = as_json("mlp:width=16:layers=2", "--workers", "2", "--methods", "acp:rank=2")
     assert found["question"]["model_provenance"] == "measured here"
     assert found["ranking"]["entries"][0]["measured_share"] > 0
+
+
+def test_a_model_is_measured_with_a_ranks_share_of_the_cores_and_its_fastest_repeat_counts(monkeypatch):
+    shares = []
+
+    def profiled(*args, name, **options):
+        shares.append(torch.get_num_threads())
+        return builtin("resnet50", batch_size=1).scaled(3.0 - len(shares) if len(shares) < 3 else 5.0)
+
+    monkeypatch.setattr(plan_inputs, "usable_cores", lambda: 7)
+    monkeypatch.setattr(measure, "profile_model", profiled)
+    before = torch.get_num_threads()
+    asked = PlanOptions(model="mlp:width=16:layers=2", workers=3)
+    found = plan_inputs.read_question(asked).profile
+    assert shares == [2, 2, 2]
+    assert torch.get_num_threads() == before
+    assert found.forward_seconds == builtin("resnet50", batch_size=1).forward_seconds
+
+
+def test_a_busy_machine_is_the_first_line_of_the_answer(monkeypatch):
+    monkeypatch.setattr(machine.LoadSample, "load", lambda self: machine.Load(2, 30.0, 31.0, 0.0, 0, 0))
+    words = ["mlp:width=16:layers=2", "--workers", "2", "--methods", "acp:rank=2"]
+    first = run(*words).lstrip().splitlines()[0]
+    assert first == "unreliable: this machine was busy while the model was measured"
+    assert not run("resnet50", *FEW).startswith("unreliable")
 
 
 @pytest.mark.slow

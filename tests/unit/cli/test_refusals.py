@@ -94,8 +94,8 @@ bench --methods acp:rank -> unknown method
 bench --methods acp:rank=4:8 -> '8' is not an option
 plan gpt2 --link 1gbit --methods acp:rank=1:rank=2 -> names rank twice
 bench --methods local:sync_every=0 -> sync_every=0
-bench --methods local:schedule=dream -> no option 'schedule'
-bench --methods diloco:period=3 -> no option 'period'
+bench --methods local:schedule=dream -> unknown option of local: 'schedule'
+bench --methods diloco:period=3 -> unknown option of diloco: 'period'
 bench --methods ddp-best:buckets=a/b -> sizes in MB
 bench --methods ddp-best:buckets=0 -> sizes in MB
 bench --methods thinwire.tools.bench.rows:nothing -> row 'thinwire.tools.bench.rows:nothing' cannot be loaded

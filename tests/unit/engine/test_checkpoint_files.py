@@ -367,6 +367,52 @@ def test_several_optimizers_or_none_are_saved_and_loaded(tmp_path):
         tw.checkpoint.save(tmp_path, net, {"first": optimizers[0]}, sync, 2)
 
 
+def _scheduled(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
+
+
+def test_schedulers_and_values_of_ones_own_are_saved_and_loaded(tmp_path):
+    net, optimizer, sync = _job()
+    scheduler, seen = _scheduled(optimizer), []
+    for step in range(8):
+        _train(net, optimizer)
+        scheduler.step()
+        if step == 3:
+            extra = {"scheduler": scheduler, "epoch": 3, "order": [torch.arange(3), {"name": "a"}]}
+            tw.checkpoint.save(tmp_path, net, optimizer, sync, 4, extra=extra)
+        seen.append(optimizer.param_groups[0]["lr"])
+    weights = [p.detach().clone() for p in net.parameters()]
+    sync.close()
+    net, optimizer, sync = _job()
+    extra = {"scheduler": _scheduled(optimizer), "epoch": 0, "order": None}
+    assert tw.checkpoint.load(tmp_path, net, optimizer, sync, extra=extra) == 4
+    assert extra["epoch"] == 3
+    assert torch.equal(extra["order"][0], torch.arange(3))
+    assert extra["order"][1] == {"name": "a"}
+    rates = []
+    for _ in range(4):
+        _train(net, optimizer)
+        extra["scheduler"].step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == seen[4:]
+    assert _same(net, weights)
+
+
+def test_what_was_not_saved_changes_nothing(tmp_path):
+    net, optimizer, sync = _job()
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2, extra={"epoch": 3})
+    _train(net, optimizer)
+    scheduler, before = _scheduled(optimizer), [p.detach().clone() for p in net.parameters()]
+    extra = {"epoch": 5, "scheduler": scheduler}
+    with pytest.raises(ValueError, match="it was saved without extra 'scheduler'; it has epoch"):
+        tw.checkpoint.load(tmp_path, net, optimizer, sync, extra=extra)
+    assert extra == {"epoch": 5, "scheduler": scheduler}
+    assert _same(net, before)
+    with pytest.raises(ValueError, match=r"extra\['place'\] is a pathlib\._?\w*\.?PosixPath"):
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, 3, extra={"place": tmp_path})
+    assert [path.name for path in tw.checkpoint.complete(tmp_path)] == ["step-000000002"]
+
+
 def test_an_object_in_the_state_is_refused_and_the_checkpoint_before_stays(tmp_path):
     net, optimizer, sync = _job()
     optimizer.param_groups[0]["lr"] = np.float64(0.1)

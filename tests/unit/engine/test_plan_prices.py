@@ -1,5 +1,7 @@
 """What "auto" takes of priced plans: the planner's own recommendation, and a word on local steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,4 +52,7 @@ def test_local_steps_are_named_where_they_would_be_recommended():
     assert plain.startswith("auto: plain ssgd: ")
     assert said.startswith('auto: attach(model, optimizer, "local") would be faster: ')
     assert said.endswith(" for cast")
-    assert len(prices(1e8, lossy=False).best()["why"]) == 2
+    *_, said = prices(1e8, lossy=False).best()["why"]
+    assert said.startswith('auto: attach(model, optimizer, "local") would be faster: ')
+    slow = AgreedTimes(PROFILE.scaled(100.0), 0.0, 1.0)
+    assert len(replace(prices(1e11, lossy=False), measurement=slow).best()["why"]) == 2

@@ -1,6 +1,10 @@
 """Local steps against plain arithmetic, torch's own averagers, and what no step of the algorithm may change."""
 
+import dataclasses
+import inspect
 import itertools
+import sys
+import typing
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.program import Topology
+from thinwire.engine.attach import attach
 from thinwire.engine.local import QSR, Local, Nesterov
 from thinwire.engine.local.rounds import DEVIATION_KEPT
 from thinwire.engine.local.settings import local_settings
@@ -330,6 +335,27 @@ def test_outer_weights_are_lent_to_the_model():
 def test_bad_settings(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         Local(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("locla", {}, r"unknown method: 'locla'; did you mean 'local'\? known: ssgd, .*, lags, local, diloco, auto$"),
+        ("local_sgd", {}, r"did you mean 'local'\?"),
+        ("local", {"sync_evry": 4}, r"unknown option of local: 'sync_evry'; did you mean 'sync_every'\? known: "),
+    ],
+)
+def test_names_that_are_nearly_right_are_asked_about(name, options, words):
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=words):
+        attach(net, torch.optim.SGD(net.parameters(), lr=0.1), name, **options)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads")
+def test_an_editor_knows_every_option_of_local():
+    shown = inspect.signature(typing.get_overloads(attach)[0]).parameters
+    own = {"model", "optimizer", "method", "options"}
+    assert shown.keys() - own == {one.name for one in dataclasses.fields(Local)}
 
 
 def test_an_unknown_codec_is_told_all_that_there_are():

@@ -1,12 +1,14 @@
 """``thinwire reproduce``: figures, a verdict, a file that keeps what was not asked for again."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from thinwire.systems.papers import NAMES, acp
+from thinwire.systems.papers import NAMES, acp, omgs, parrot
 from thinwire.systems.papers.paper import Shown, paper
+from thinwire.tools.cli.console import RunFailed
 from thinwire.tools.cli.main import app
 
 
@@ -36,7 +38,7 @@ def test_what_was_found_is_told_and_kept_beside_what_is_there(tmp_path):
     for words in (
         "ACP-SGD",
         "4.06",
-        "S-SGD over ACP-SGD, here",
+        "times as fast as S-SGD, seconds to a loss",
         "measured",
         "a step at 10 Gb/s is 4.59 times as fast",
         "2306.08881",
@@ -78,3 +80,34 @@ def test_every_paper_says_whose_it_is_and_what_it_claims(name):
     assert told.link.startswith("https://")
     for words in (told.title, told.authors, told.claim, told.setting):
         assert len(words) > 10
+
+
+def test_an_extra_that_is_missing_is_named_before_any_paper_runs(tmp_path, monkeypatch):
+    lacking = replace(parrot.PAPER, needs={"digits": ("torch",), "federated": ("torch", "no_such_module")})
+    monkeypatch.setattr(parrot, "PAPER", lacking)
+    done = run("acp", "parrot", "--out", tmp_path / "claims.json")
+    assert done.exit_code == 2
+    assert "to measure parrot: pip install 'thinwire[federated]';" in " ".join(done.output.split())
+    assert "S-SGD" not in done.output
+    assert run("parrot", "--simulated").exit_code == 0
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_paper_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
+    def measured(bench):
+        raise RunFailed("the ranks ended with exit code 1")
+        yield
+
+    monkeypatch.setattr(omgs, "measured", measured)
+    out = tmp_path / "claims.json"
+    done = run("omgs", "acp", "--out", out)
+    assert done.exit_code == 1
+    assert "omgs failed: the ranks ended with exit code 1" in done.output
+    assert list(json.loads(out.read_text())) == ["acp"]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_figures_of_the_page_come_first_under_its_names(tmp_path):
+    told = " ".join(run("acp", "--out", tmp_path / "claims.json").stdout.split())
+    last = told.index(f"{[*acp.PAPER.main.values()][-1].partition(';')[0]}")
+    assert last < told.index("Power-SGD in one bucket over ACP-SGD, mean")

@@ -176,6 +176,19 @@ def test_tensorboard_shows_the_same_figures(tmp_path):
     assert [event.value for event in board.Scalars("loss")] == [pytest.approx(1 / n) for n in (1, 2, 3)]
 
 
+def test_a_function_gets_the_same_figures_on_rank_0_and_its_failure_is_one_warning(tmp_path, caplog):
+    told = []
+    train(Counter(), tmp_path / "steps.jsonl", 3, on_step=lambda step, figures: told.append((step, figures)))
+    train(Counter(rank=1), None, 3, on_step=lambda step, figures: told.append((step, figures)))
+    written = read_log(tmp_path / "steps.jsonl")
+    assert [step for step, _ in told] == [1, 2, 3]
+    assert [one["thinwire/bytes_sent"] for _, one in told] == [one["bytes_sent"] for one in written]
+    assert [one["loss"] for _, one in told] == [one["values"]["loss"] for one in written]
+    train(Counter(), None, 3, on_step=lambda step, figures: 1 / 0)
+    (warning,) = caplog.messages
+    assert "the figures of step 1 could not be passed on: division by zero" in warning
+
+
 def test_without_tensorboard_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"pip install 'thinwire\[tensorboard\]'"):

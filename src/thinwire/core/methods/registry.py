@@ -124,7 +124,7 @@ def method(name: str, **options: Any) -> Method:
         TypeError: ``decoupled=`` for a method that cannot be decoupled.
     """
     if not isinstance(name, str) or name.lower() not in METHODS:
-        raise ValueError(_unknown("method", name, METHODS))
+        raise ValueError(unknown("method", name, METHODS))
     cls = class_of(name.lower())
     fields = _fields(cls)
     for option in options:
@@ -134,7 +134,7 @@ def method(name: str, **options: Any) -> Method:
                 f"depends on the sum; {_listed([name for name in METHODS if _can_be_decoupled(name)])} can"
             )
         if option not in fields:
-            raise ValueError(_unknown(f"option of {name.lower()}", option, fields))
+            raise ValueError(unknown(f"option of {name.lower()}", option, fields))
     for option in needed(cls):
         if option not in options:
             raise ValueError(f"method {name.lower()!r} needs {option}=...")
@@ -199,6 +199,6 @@ def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def _unknown(what: str, given: object, known: Iterable[str]) -> str:
+def unknown(what: str, given: object, known: Iterable[str]) -> str:
     known = list(known)
     return f"unknown {what}: {given!r}; {meant(given, known)}known: {', '.join(known)}"

@@ -23,7 +23,7 @@ from thinwire.engine.local.settings import local_settings
 from thinwire.engine.parameters import ManagedParameter, gradient_dtype
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.predict.choose.rank import SimulatedMethod, judge, without_startups
-from thinwire.predict.choose.worth import EXACT, WorthOf, resolved
+from thinwire.predict.choose.worth import EXACT, WorthOf, resolved, shipped
 from thinwire.predict.timeline import Timeline, simulate
 
 Named = tuple[str, dict[str, Any]]
@@ -187,7 +187,7 @@ class PlanPrices:
             f"auto: plain ssgd: {offers[0].seconds:.4g} s; {len(offers)} plans priced on measured "
             f"times and network; lossy methods were {allowed}",
         ]
-        local = self._local() if lossy else None
+        local = self._local()
         if local is not None and judge([*offers, local], self.topology, alone, lossy=True).best is local:
             why.append(
                 f'auto: attach(model, optimizer, "local") would be faster: {local.seconds:.4g} s a step x '
@@ -198,19 +198,17 @@ class PlanPrices:
         return {**found, "seconds": chosen.seconds, "why": why}
 
     def _local(self) -> SimulatedMethod | None:
-        """Return ``"local"`` as it comes; None if something cannot be priced here."""
-        assert self.worth is not None
+        """Return ``"local"`` as it comes, without a codec where none was timed; None if that cannot be priced here."""
+        worth = self.worth or shipped()
         profile, where = self.measurement.profile, {**self._where}
         outside = where.pop("optimizer_seconds")
         try:
-            asked = local_settings("local", {}).priced()
-            method = resolved(asked, profile, self.topology, self.costs, worth=self.worth, **where)
+            asked = local_settings("local", {} if self.worth else {"codec": "none"}).priced()
+            method = resolved(asked, profile, self.topology, self.costs, worth=worth, **where)
             timeline = simulate(method, profile, self.topology, self.costs, optimizer_seconds=outside, **where)
         except (LookupError, ValueError):
             return None
-        return SimulatedMethod(
-            "local", method, timeline, self.worth(method, profile.elements, self.topology.world_size)
-        )
+        return SimulatedMethod("local", method, timeline, worth(method, profile.elements, self.topology.world_size))
 
     @property
     def _where(self) -> dict[str, Any]:

@@ -204,6 +204,11 @@ class Rounds:
         pairs = (pair for f in self.fragments for pair in zip(f.weights, self.host.fetch(f.anchors)))
         return any(not torch.equal(x.to(anchor), anchor) for x, anchor in pairs)
 
+    @property
+    def open(self) -> bool:
+        """Whether ``finish`` would average steps: made since fragments were sent, or under way."""
+        return any(f.due is not None or f.left < self.count for f in self.fragments) and self.drifted
+
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         own = [_clones(fragment.weights) for fragment in self.fragments]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.methods.cast import Cast
+from thinwire.core.methods.registry import METHODS, resolve, unknown
 from thinwire.core.methods.registry import method as of_registry
-from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.pricing.periods import LONGEST, steps_late
 from thinwire.core.program import Method
@@ -270,8 +270,8 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
         return method
     name = method.lower()
     known = [one.name for one in fields(Local)]
-    if unknown := [option for option in options if option not in known]:
-        raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
+    if wrong := [option for option in options if option not in known]:
+        raise ValueError(unknown(f"option of {name}", wrong[0], known))
     chosen = {**PRESETS[name], **options}
     if chosen.get("sync_every") != "auto" and "fragment_sync_delay" not in options:
         chosen.pop("fragment_sync_delay", None)
@@ -292,6 +292,12 @@ def named_local(method: object, options: Mapping[str, Any]) -> Local | None:
     if isinstance(method, Local) or (isinstance(method, str) and method.lower() in PRESETS):
         return local_settings(method, options)
     return None
+
+
+def check_name(method: object) -> None:
+    """Refuse a name that neither a method nor local steps have."""
+    if isinstance(method, str) and method.lower() not in (names := (*METHODS, *PRESETS, "auto")):
+        raise ValueError(unknown("method", method, names))
 
 
 def named_method(name: str, options: Mapping[str, Any]) -> Method:

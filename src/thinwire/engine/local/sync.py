@@ -90,7 +90,7 @@ class LocalSync(Handle):
             shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
             shared["detect_desync"] = settings.detect_desync
             shared["average_buffers"] = list(local.average_buffers)
-            comm.agree(options | shared | model_facts(model, managed))
+            comm.agree(options | shared | model_facts(model, managed, optimizers))
             comm.broadcast(sent_at_start(model))
         rank, workers, first = state.rank, topology, None
         if inner is not None:
@@ -219,7 +219,8 @@ class LocalSync(Handle):
     def outer_weights(self) -> Iterator[None]:
         """Put the outer weights, which are equal on all ranks, into the model temporarily: to evaluate or to save.
 
-        Afterwards the model has this rank's own weights again, and training continues from these.
+        Afterwards the model has this rank's own weights again, and training continues from these. Not a collective: one
+        rank may do it alone.
         """
         self._check_whole()
         lent, self._lent = self._lent, True
@@ -264,7 +265,8 @@ class LocalSync(Handle):
             raise RuntimeError(f"{call} inside outer_weights() would miss this rank's own weights: call it outside")
 
     def _check_together(self) -> None:
-        rows = [row.split() for row in self.services.gather(b"%d %d" % (self._rounds.sent, self._rounds.count))]
+        mine = b"%d %d" % (self._rounds.sent, self._rounds.count)
+        rows = [row.split() for row in self.services.gather(mine, "finish()")]
         if other := next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), 0):
             raise ValueError(
                 f"rank 0 has made {int(rows[0][1])} steps and rank {other} {int(rows[other][1])}, so a round of one "
@@ -314,10 +316,10 @@ class LocalSync(Handle):
             )
         ledger = travel.ledger()
         rounds = sum(fragment.state.step for fragment in self._rounds.fragments)
-        why = self._times.said or ("" if isinstance(local.sync_every, int) else str(local.sync_every))
+        said, why = self._times.said, "" if isinstance(local.sync_every, (int, str)) else f" ({local.sync_every})"
         delay = local.delay_in(self.period, self._rounds.measured)
-        every = f"{self.period} steps" + (f" ({why})" if why else "") + (f", merged {delay} later" if delay else "")
-        note = f"{rounds} rounds, every {every}, by {self._session.method.name}"
+        every = f"{self.period} steps{why}" + (f", merged {delay} later" if delay else "")
+        note = f"{rounds} rounds, every {every}, by {self._session.method.name}" + (f"; {said}" if said else "")
         workers = local.workers(self.services.topology)
         if local.outer is None and workers > 1:
             root = math.sqrt(workers)  # each worker's normalised step is smaller by about that
@@ -466,7 +468,7 @@ class LocalSync(Handle):
     def close(self) -> None:
         """Remove the hooks and give the process groups back. Idempotent. Waits for what is under way, and drops it.
 
-        If called while an exception is handled, it does not wait.
+        If called while an exception is handled, it does not wait. Warns if steps were never averaged.
         """
         for handle in self._handles:
             handle.remove()
@@ -476,6 +478,11 @@ class LocalSync(Handle):
         if self._travel is not None and self._inner is None and self._rounds.count:
             _apart.update(self.services.optimizers)
         session, travel, error = self._session, self._travel, sys.exc_info()[1]
+        if travel is not None and error is None and session.broken is None and not self._lent and self._rounds.open:
+            logger.warning(
+                "thinwire: closed with steps that were not averaged, so each rank keeps weights of its own: call "
+                "finish() on all ranks before close(), or save inside outer_weights()"
+            )
         travelling = self._rounds.travelling() if travel is not None and session.broken is None else []
         try:
             if error is not None:

@@ -152,8 +152,8 @@ class Communicator:
             lane = self._lanes.get("weights", Scope.WORLD, 0, bidirectional=True) if hidden else self.control
             broadcast_tensors(tensors, lane)
 
-    def gather(self, message: bytes) -> list[bytes]:
-        with self.meeting("gathering"):
+    def gather(self, message: bytes, call: str = "") -> list[bytes]:
+        with self.meeting(call or "gathering", f" All ranks must call {call}." if call else ""):
             self._come()
             return gather_bytes(message, self.control, self.device)
 
@@ -277,13 +277,13 @@ class Communicator:
         return wait
 
     @contextmanager
-    def meeting(self, doing: str) -> Iterator[None]:
+    def meeting(self, doing: str, remedy: str = "") -> Iterator[None]:
         """Report errors of exchanges outside programs in the same words; ``doing``: what the exchange is for."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
             kind, words = _cause(error, self._late.report(0, "none", doing))
-            raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from None
+            raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}{remedy}") from None
 
     def run(self, program: Program, purpose: str) -> Any:
         rounds: dict[Scope, int] = {}
@@ -338,7 +338,7 @@ class SingleRank(Communicator):
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None: ...
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: bytes, call: str = "") -> list[bytes]:
         return [message]
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:

@@ -23,7 +23,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def save(
     step: int,
     *,
     keep: int = 2,
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint. All ranks must call it, on a file system that they share.
 
@@ -65,6 +66,8 @@ def save(
         optimizer: what ``attach`` was given: one, a list of several, or None.
         step: the user's step; part of the name.
         keep: how many to keep; older ones are removed, and those of later steps are left alone. 0: all.
+        extra: more of this rank's to save, by name: what has ``state_dict`` and ``load_state_dict``, such as a
+            scheduler or a sampler, and plain values: numbers, texts, tensors, lists and dicts of these.
 
     Returns:
         The checkpoint's directory.
@@ -86,7 +89,7 @@ def save(
             directory.abort(step)
         return (ValueError if misfit else OSError)(f"no checkpoint was written at {directory.path(step)}: {problem}")
 
-    with together(sync, refuse):  # no rank writes before the directory exists
+    with together(sync, refuse, "save()"):  # no rank writes before the directory exists
         if sync.services.rank == 0:
             _found(directory)
             directory.folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +101,7 @@ def save(
         mine: dict[str, Any] = sync.state_dict()
         weights, own = model.state_dict(), private(model, buffers=sync.services.own_buffers)
         mine["private"] = sorted(own)
+        mine["extra"] = {key: x.state_dict() if _loads(x) else x for key, x in (extra or {}).items()}
         if sync.services.apart:
             mine |= {"model": weights, "optimizer": _states(optimizers)}
         elif mine["private"]:
@@ -127,6 +131,8 @@ def load(
     optimizer: Optimizers,
     sync: Handle,
     step: int | None = None,
+    *,
+    extra: MutableMapping[str, Any] | None = None,
 ) -> int | None:
     """Load the complete checkpoint that was written last, or that of ``step``. All ranks must call it.
 
@@ -141,6 +147,10 @@ def load(
 
     If it is damaged (a file is missing, truncated, or has changed since), all ranks go back to the one
     before it, and the log ``thinwire`` gets a warning that says what is wrong.
+
+    Args:
+        extra: what to load of what ``save`` was given there, by name: what has ``load_state_dict`` loads its state, and
+            another entry of the dict becomes the value. On another number of ranks, rank 0's are loaded.
 
     Returns:
         The step it was saved at; None if there is none.
@@ -168,7 +178,8 @@ def load(
             if misfit:
                 raise ValueError(misfit)
             found = fitting(sync, state)
-        take_over(path, content, model, optimizers, sync, found)
+        also = partial(_load_extra, extra or {}, state.get("extra", {}))
+        take_over(path, content, model, optimizers, sync, found, also)
         if damaged:
             log.warning("thinwire: %s; continuing from %s", "; ".join(damaged), path)
         return int(content["step"])
@@ -191,11 +202,15 @@ def _check_handle(sync: Any) -> None:
         raise TypeError(f"a checkpoint is made from what thinwire.attach returned, not from a {type(sync).__name__}")
 
 
+def _loads(one: Any) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
 def _listed(optimizer: Any) -> list[Any]:
     """Return the optimizers; a wrapper that is not torch's will do if its state can be saved."""
     found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for one in found:
-        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        if not _loads(one):
             raise TypeError(f"a checkpoint takes the optimizer, a list of them, or None, not a {type(one).__name__}")
     return found
 
@@ -224,27 +239,28 @@ def _order(path: Path) -> float:
 
 @contextlib.contextmanager
 def together(
-    sync: Handle, refuse: Callable[[str, bool], Exception] = lambda problem, _: ValueError(problem)
+    sync: Handle, refuse: Callable[[str, bool], Exception] = lambda problem, _: ValueError(problem), call: str = ""
 ) -> Iterator[list[Any]]:
     """A part that ends the same way on all ranks. What is put into its list, plain data, is everyone's afterwards.
 
-    ``refuse``: returns what to raise for a problem, and whether it is a ``ValueError`` on some rank.
+    ``refuse``: returns what to raise for a problem, and whether it is a ``ValueError`` on some rank. ``call``: of the
+    user's, which begins with this part.
     """
     told, failed = list[Any](), None
     try:
         yield told
     except Exception as error:
         failed = error
-    rows = tell(sync, ["" if failed is None else words(failed), told, isinstance(failed, ValueError)])
+    rows = tell(sync, ["" if failed is None else words(failed), told, isinstance(failed, ValueError)], call)
     told[:] = [row[1] for row in rows]
     if problem := quoted(row[0] for row in rows):
         raise refuse(problem, any(row[2] for row in rows)) from failed
 
 
-def tell(sync: Handle, mine: Any) -> list[Any]:
+def tell(sync: Handle, mine: Any, call: str = "") -> list[Any]:
     """Return the plain data of each rank, by rank; of sharded models, of all ranks of all sites."""
     number = sync.services.rank if sync.services.site is None else dist.get_rank()
-    rows = [json.loads(row) for row in sync.services.gather_everywhere(json.dumps([number, mine]).encode())]
+    rows = [json.loads(row) for row in sync.services.gather_everywhere(json.dumps([number, mine]).encode(), call)]
     return [theirs for _, theirs in sorted(rows, key=operator.itemgetter(0))]
 
 
@@ -277,7 +293,7 @@ def _rank_name(rank: int) -> str:
 
 def _agreed(directory: CheckpointDirectory, sync: Handle, step: int | None) -> list[Path]:
     """Return the checkpoints that rank 0 sees, that written last at the end; only that of ``step``, if given."""
-    with together(sync, lambda problem, _: NotADirectoryError(problem)) as rows:
+    with together(sync, lambda problem, _: NotADirectoryError(problem), "load()") as rows:
         found = {number: path for number, path in _found(directory).items() if step in (None, number)}
         rows += [found[number].name for number in sorted(found, key=lambda number: _order(found[number]))]
         if rows and rows[-1] != found[max(found)].name and sync.services.rank == 0:
@@ -348,8 +364,12 @@ def take_over(
     optimizers: Sequence[torch.optim.Optimizer],
     sync: Handle,
     found: CheckedState,
+    also: Callable[[list[Callable[[], Any]]], None] = lambda undo: None,
 ) -> None:
-    """Load into model, optimizer and sync, on all ranks; or change nothing, if it does not fit on one of them."""
+    """Load into model, optimizer and sync, on all ranks; or change nothing, if it does not fit on one of them.
+
+    ``also`` loads more, and puts what undoes it into a list.
+    """
     undo: list[Callable[[], Any]] = []
 
     def refuse(problem: str, _: bool) -> Exception:
@@ -367,9 +387,22 @@ def take_over(
         for optimizer, saved in zip(optimizers, moments):
             undo.append(partial(optimizer.load_state_dict, optimizer.state_dict()))
             optimizer.load_state_dict(saved)
+        also(undo)
     with together(sync, refuse):  # all or none: on sharded models, ranks agree in it
         undo.append(found.restore())
     found.adopt()
+
+
+def _load_extra(extra: MutableMapping[str, Any], saved: Mapping[str, Any], undo: list[Callable[[], Any]]) -> None:
+    for key, one in extra.items():
+        if key not in saved:
+            raise ValueError(f"it was saved without extra {key!r}; it has {', '.join(saved) or 'none'}")
+        if _loads(one):
+            undo.append(partial(one.load_state_dict, one.state_dict()))
+            one.load_state_dict(saved[key])
+        else:
+            undo.append(partial(extra.__setitem__, key, one))
+            extra[key] = saved[key]
 
 
 def _kept(value: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.pricing.profiles import ModelProfile, ModuleTime, TensorTime
+from thinwire.core.words import counted
 from thinwire.predict.measure.kernels import Clock, Stopwatch
 
 Batches = Callable[[int], Any] | Iterable[Any]
@@ -257,5 +258,5 @@ def _place(device: torch.device) -> str:
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     else:
-        where = f"{torch.get_num_threads()} threads"
+        where = counted(torch.get_num_threads(), "thread")
     return f"{platform.node()}, {date.today()}, torch {torch.__version__}, {where}"

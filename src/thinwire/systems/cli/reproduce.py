@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.systems.papers import NAMES
-from thinwire.tools.cli.console import Output, plain_table, progress, watched_load
+from thinwire.tools.cli.console import Output, exit_code, plain_table, progress, sentence, watched_load
 from thinwire.tools.cli.options import JsonOption
 from thinwire.tools.cli.verb import argument, option
 
@@ -33,24 +34,36 @@ class ReproduceVerb(JsonOption):
         from thinwire.systems.papers.workbench import Workbench
 
         asked = list(dict.fromkeys(self.names or NAMES))
-        for name in asked:
-            paper(name)  # refuses a name that there is not, before the work
-        kept = _read(self.out)
+        needs = [(name, *need) for name in asked for need in paper(name).needs.items()]  # refuses unknown names first
+        lacking = [(name, extra) for name, extra, some in needs if not all(map(find_spec, some))]
+        if lacking and not self.simulated:
+            names, extras = (", ".join(dict.fromkeys(some)) for some in zip(*lacking))
+            raise ValueError(f"to measure {names}: pip install 'thinwire[{extras}]'; --simulated needs none")
+        kept, failed = _read(self.out), dict[str, str]()
         with watched_load(2):  # that of other work: before the first paper
-            for place, name in enumerate(asked, 1):
-                with progress(f"{name} ({place} of {len(asked)})") as bar:
+            for place, name in enumerate(asked):
+                with progress(name, len(asked)) as bar:
+                    bar(completed=place)
 
                     def tell(text: str, bar: Any = bar, name: str = name) -> None:
                         bar(description=f"{name}: {text}")
 
-                    result = reproduce(name, None if self.simulated else Workbench(self.full, tell))
+                    try:
+                        result = reproduce(name, None if self.simulated else Workbench(self.full, tell))
+                    except Exception as error:
+                        if exit_code(error) is None:
+                            raise
+                        failed[name] = sentence(error)
+                        bar.log(f"{name} failed: {failed[name]}", "red")
+                        continue
                 kept[name] = plain(result)
                 if not self.simulated:
                     write_whole(self.out, json.dumps(kept, indent=1) + "\n", synced=False, shared=True)
                 _show(result, output)
-        if not self.simulated:
+        if not self.simulated and len(failed) < len(asked):
             output.wrote(self.out)
-        return {name: kept[name] for name in asked}
+        output.failure = "; ".join(f"{name}: {why}" for name, why in failed.items())
+        return {name: kept[name] for name in asked if name not in failed}
 
 
 def _read(out: Path) -> dict[str, Any]:
@@ -71,7 +84,12 @@ def _show(result: Reproduced, output: Output) -> None:
     told = paper(result.name)
     output.say(f"{told.system}: {told.title}, {told.authors}", style="bold")
     output.say(f"claim: {told.claim} ({told.setting}). {told.link}")
-    rows = ((one.what, one.published or "-", f"{one.value:.4g} {one.unit}".rstrip(), one.how) for one in result.shown)
+    order = list(told.main)  # those of docs/papers.md first, as it names them
+    shown = sorted(result.shown, key=lambda one: order.index(one.key) if one.key in order else len(order))
+    rows = (
+        (told.main.get(one.key, one.what), one.published or "-", f"{one.value:.4g} {one.unit}".rstrip(), one.how)
+        for one in shown
+    )
     output.say(plain_table("", ("what", "paper", "here", ""), rows, left=("",)))
     output.say(result.verdict, style={"holds": "green", "holds where": "yellow"}.get(result.word, "red"))
     output.say("")

@@ -74,6 +74,7 @@ PAPER = Paper(
     claim="4.06 times as fast as S-SGD and 1.43 times as Power-SGD, at similar accuracy",
     setting="ResNet-50 and -152, BERT-Base and -Large on 32 GPUs (RTX 2080 Ti), 10 Gb/s Ethernet",
     page="methods/low_rank.md#acp",
+    needs={"digits": ("sklearn",)},
     main={
         "S-SGD 10gbit": "times as fast as S-SGD, mean of four models, 32 GPUs, 10 Gb/s",
         "Power-SGD 10gbit": "times as fast as Power-SGD, the same",

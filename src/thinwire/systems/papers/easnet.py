@@ -120,6 +120,7 @@ PAPER = Paper(
     claim="a sub-network for a latency keeps its accuracy without additional training; 0.73 px at 100 ms",
     setting="Scene Flow, 192 disparities, 8 GPUs",
     page="supernet.md",
+    needs={"stereo": ("skimage", "PIL")},
     main={
         "as published": "multiplications that a cut saves, as published",
         "elastic refinement": "the same, refinement elastic too",

@@ -93,6 +93,7 @@ PAPER = Paper(
     claim="25 to 40 % faster than the state of the art; a top-k that is fast on GPUs",
     setting="CNNs and a Transformer on 16 x 8 V100, 25 Gb/s Ethernet",
     page="methods/sparse.md#hitopk",
+    needs={"digits": ("sklearn",), "data": ("safetensors",), "images": ("PIL",)},
     main={
         "torus resnet50 128": "times as fast as an fp16 torus, ResNet-50, 128 samples, 16 x 8 V100, 25 Gb/s",
         "torus resnet50 32": "the same, 32 samples",

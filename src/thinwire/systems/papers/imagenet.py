@@ -137,6 +137,7 @@ PAPER = Paper(
     claim="a batch of 64k without loss of accuracy (75.8 %); 3 (AlexNet) and 11 times (ResNet-50) NCCL's speed",
     setting="ResNet-50 and AlexNet on 1,024 to 2,048 GPUs (Tesla P40), 100 Gb/s",
     page="large_batch.md",
+    needs={"digits": ("sklearn",)},
     main={
         "rings step": "times as fast as flat rings tensor by tensor, ResNet-50, 1,024 GPUs",
         "today's rings or trees step": "times as fast as today's trees, the same",

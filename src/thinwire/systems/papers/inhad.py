@@ -175,6 +175,7 @@ PAPER = Paper(
     claim="more acceleration than ASP, at nearly the accuracy of Horovod's all-reduce",
     setting="several GPUs a node, nodes of different speed",
     page="parameter_server.md",
+    needs={"digits": ("sklearn",)},
     main={
         "asp 10 Gb/s": "gradients a second, times those of ASP, 16 x 4 GPUs, 10 Gb/s",
         "all-reduce 10 Gb/s": "the same, times those of all-reduce",

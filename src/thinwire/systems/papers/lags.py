@@ -102,6 +102,7 @@ PAPER = Paper(
     claim="2.84 times as fast as S-SGD and 1.31 times as Top-k in one message; an assumption, delta <= 1",
     setting="ResNet-50 on 16 GPUs (P102-100), 1 Gb/s Ethernet, density at least 0.001",
     page="methods/sparse.md#lags",
+    needs={"digits": ("sklearn",)},
     main={
         "S-SGD, start-up 436 us, selection in backward": "times as fast as S-SGD, selection inside backward",
         "one group, start-up 436 us, selection in backward": "times as fast as Top-k in one message, the same",

@@ -65,6 +65,7 @@ class Paper:
         setting: model, workers, network of that figure.
         page: of the docs, where the system is explained.
         main: the figures that docs/papers.md shows: key -> what it is of, in a few words.
+        needs: what to measure takes that thinwire alone does not bring: extra -> modules.
     """
 
     system: str
@@ -75,6 +76,7 @@ class Paper:
     setting: str
     page: str
     main: Mapping[str, str]
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def curves(title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:

@@ -84,6 +84,7 @@ PAPER = Paper(
     claim="1.2 to 4 times as fast as FedScale, 10 to 100 times less memory than FedML; 1,000 stateful clients",
     setting="FEMNIST, ImageNet and Reddit, 100 to 10,000 clients on 4 to 32 GPUs",
     page="federated.md",
+    needs={"digits": ("sklearn",), "federated": ("safetensors",)},
     main={
         "8 equal GPUs": "times as fast as equal parts, 8 equal GPUs",
         "8 GPUs at 100, 60 and 30 %": "times as fast as equal parts, 8 GPUs of three speeds",

@@ -86,6 +86,7 @@ PAPER = Paper(
     claim="96 times less traffic between edge and cloud with little impact on the accuracy",
     setting="fine-tuning pre-trained BERT on 9 NLP data sets, rank 8",
     page="split.md",
+    needs={"split": ("transformers", "safetensors")},
     main={
         "traffic": "traffic saved, BERT-base, rank 8, activations and gradients",
         "socket": "the same, all bytes",

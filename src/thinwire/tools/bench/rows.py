@@ -120,14 +120,14 @@ def _check_method(name: str, options: dict[str, Value]) -> None:
     from thinwire.engine.local.settings import PRESETS, named_local
     from thinwire.engine.look import as_look
 
+    if not _is_method(name.lower()):
+        raise ValueError(f"unknown method {name!r}; {nearest(name.lower(), (*TORCH_ROWS, *METHODS, *PRESETS, 'auto'))}")
     if named_local(name, options) is not None:
         return
     if name == "auto":
         if set(options) - {"lossy"} or not isinstance(options.get("lossy", True), bool):
             raise ValueError("'auto' has only the option lossy=true: it chooses the others itself")
         return
-    if not _is_method(name.lower()):
-        raise ValueError(f"unknown method {name!r}; {nearest(name.lower(), (*TORCH_ROWS, *METHODS, *PRESETS, 'auto'))}")
     try:
         as_look(options.get("look"))
         method(name, **without_look(options))

@@ -86,7 +86,6 @@ def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
 def _show(facts: Facts, diagnosis: Diagnosis, output: Output) -> None:
     from rich.text import Text
 
-    output.say(_machine(facts, diagnosis), _listeners())
     for finding in diagnosis.findings:
         line = Text(f"{finding.level}: ", style=_COLOURS[finding.level]).append(finding.what, style="default")
         output.say(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
@@ -94,6 +93,7 @@ def _show(facts: Facts, diagnosis: Diagnosis, output: Output) -> None:
         output.say("no problems were found")
     elif diagnosis.prevents_training:
         output.say("training cannot work until what is marked as an error is fixed")
+    output.say(_machine(facts, diagnosis), _listeners())
 
 
 def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:

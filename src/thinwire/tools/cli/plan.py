@@ -44,10 +44,14 @@ class PlanVerb(PlanOptions):
             if self.model is None:
                 raise ValueError("--memory counts a model: give a built-in name, or module:function")
             return show(self.model, self.methods, output, **self.part(["shards", "sites", "dtype"]))
+        from thinwire.predict.measure.machine import Load
         from thinwire.tools.cli.plan_answer import answer_of
         from thinwire.tools.cli.plan_inputs import read_question
 
         try:
-            return answer_of(read_question(self), output, **self.part(["lossy", "explain", "map", "trace", "out"]))
+            question = read_question(self)
+            if question.load and Load(**question.load).sentence(1):
+                output.line("unreliable: this machine was busy while the model was measured")
+            return answer_of(question, output, **self.part(["lossy", "explain", "map", "trace", "out"]))
         except LookupError as error:
             raise ValueError(str(error.args[0] if error.args else error)) from error

@@ -16,6 +16,7 @@ from thinwire.core.program import Method, Topology
 from thinwire.engine.local.settings import CANDIDATES, named_method
 from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
 from thinwire.predict.choose.worth import WorthOf, read_worth
+from thinwire.predict.measure.machine import usable_cores
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools.bench.rows import parse_rows
 from thinwire.tools.bench.words import check_module, nearest, split_options
@@ -200,10 +201,10 @@ def read_model(asked: PlanOptions, device: DeviceSpec) -> tuple[ModelProfile, Ma
     assert model is not None
     if model.endswith(".json") or (Path(model).is_file() and not model.endswith(".py")):
         return read_record(Path(model), ModelProfile), None
-    return _measure(model)
+    return _measure(model, asked.workers or 16)
 
 
-def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
+def _measure(model: str, workers: int) -> tuple[ModelProfile, Mapping[str, Any]]:
     import torch
 
     from thinwire.tools.bench.models.registry import BUILT_IN, check_model
@@ -215,6 +216,11 @@ def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
         check_module(name, "model")
         raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *BUILT_IN])}, a file or module:function")
     check_model(model)
-    with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
-        found = ProfileVerb(model=model, steps=10, warmup=2).measure(0, bar, seconds=20.0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(max(1, usable_cores() // workers))  # as the ranks would have here
+        with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
+            found = ProfileVerb(model=model, steps=5, warmup=2).measure(0, bar, seconds=7.0, repeats=3)
+    finally:
+        torch.set_num_threads(before)
     return found, load.record

@@ -44,6 +44,7 @@ class StepLog:
         path: a file of JSON lines, which is continued; if its name contains ``{rank}``, that stands for the rank and
             all ranks write. None: no file.
         tensorboard: a folder for TensorBoard, see ``thinwire[tensorboard]``; None: none.
+        on_step: called on rank 0 with the step and its figures by name, as TensorBoard gets them: for other trackers.
         every: write only every ``every``-th call; a record covers all steps since the previous one.
 
     Raises:
@@ -63,10 +64,11 @@ class StepLog:
         path: str | os.PathLike[str] | None = None,
         *,
         tensorboard: str | os.PathLike[str] | None = None,
+        on_step: Callable[[int, dict[str, float]], Any] | None = None,
         every: int = 1,
     ) -> None:
-        if path is None and tensorboard is None:
-            raise ValueError("a StepLog needs a path, a folder for tensorboard=, or both")
+        if path is None and tensorboard is None and on_step is None:
+            raise ValueError("a StepLog needs a path, a folder for tensorboard=, or a function for on_step=")
         check_count("every", every)
         self._sync, self._every, self._calls = sync, every, 0
         self._before, self._at = sync.stats(), time.perf_counter()
@@ -75,6 +77,7 @@ class StepLog:
         self._warned = False
         self._file = None
         self._scalars: Any = None
+        self._on_step = on_step if rank == 0 else None
         named = None if path is None else local_path(str(path).replace("{rank}", str(rank)))
         if named is not None and (rank == 0 or "{rank}" in str(path)):
             self._file = _continued(named)
@@ -91,7 +94,7 @@ class StepLog:
                 on a single rank, which has none, the number of calls of ``write``.
             values: further figures by name, such as ``loss``: numbers, or tensors of one element.
         """
-        if self._file is None and self._scalars is None:
+        if self._file is None and self._scalars is None and self._on_step is None:
             return
         self._calls += 1
         if self._calls % self._every:
@@ -115,14 +118,15 @@ class StepLog:
         self._before, self._at = now, at
         if self._file is not None:
             self._put({"kind": "step", **record, "values": figures})
-        if self._scalars is not None:
-            counted = {f"thinwire/{name}": value for name, value in record.items() if name not in ("step", "time")}
-            shown = {name: value for name, value in figures.items() if value is not None}
-            try:
-                for name, value in {**counted, **shown}.items():
-                    self._scalars.add_scalar(name, value, record["step"])
-            except Exception as error:  # TensorBoard's own writer can raise anything
-                self._complain(f"TensorBoard's file could not be written: {error}")
+        shown = {f"thinwire/{name}": value for name, value in record.items() if name not in ("step", "time")}
+        shown |= {name: value for name, value in figures.items() if value is not None}
+        try:
+            for name, value in shown.items() if self._scalars is not None else ():
+                self._scalars.add_scalar(name, value, record["step"])
+            if self._on_step is not None:
+                self._on_step(record["step"], shown)
+        except Exception as error:  # other packages' writers can raise anything
+            self._complain(f"the figures of step {record['step']} could not be passed on: {error}")
 
     def _put_plan(self, now: Stats) -> None:
         plan = getattr(self._sync, "plan", None)
@@ -158,7 +162,7 @@ class StepLog:
                 open_one.close()
             except Exception as error:  # as in write
                 self._complain(f"the step log could not be written to its end: {error}")
-        self._file = self._scalars = None
+        self._file = self._scalars = self._on_step = None
 
     def __enter__(self) -> StepLog:
         return self
