@@ -22,7 +22,7 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.local_steps import OneWorker, Periodic
+from thinwire.predict.timeline.local_steps import OneWorker, Periodic, is_plain
 from thinwire.predict.timeline.simulate import network_free
 
 TABLE = Path(__file__).with_name("worth.json")
@@ -98,9 +98,13 @@ class MeasuredWorth:
     def sends(self) -> list[float]:
         return [-float(v) for v in map(_bits, self.options.values()) if isinstance(v, (int, float))]
 
-    def worth(self, by: str = "measured") -> Worth:
-        """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins."""
-        ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
+    def worth(self, workers: int, by: str = "measured") -> Worth:
+        """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins.
+
+        The steps of one worker alone grow as a power of the number of workers that it is held against.
+        """
+        power = math.log(workers, self.workers) if self.method == OneWorker.name else 1.0
+        ordered = sorted(math.inf if factor is None else max(1.0, factor) ** power for factor in self.factors)
         low, high = ordered[0], ordered[-1]
         if len(ordered) == 1:
             low, high = max(1.0, low / _ONE_SEED), high * _ONE_SEED
@@ -128,7 +132,8 @@ def _bits(value: Any) -> Any:
 def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
     """Return a look-up of a method's row: of the longest runs, nearest in ranks, in size, then in what it sends.
 
-    One worker alone is worth what it is beside as many workers as were measured.
+    One worker alone, and DDP that accumulates, are known for any model and number of workers: where no row has them, by
+    the table in the package.
     """
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
@@ -136,11 +141,9 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
             return EXACT
         if method.name == "cast" and not method.has_residual:
             return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
-        found = [
-            row for row in rows if row.speaks_for(method) and (row.workers == workers or row.method != OneWorker.name)
-        ]
+        found, plain = [row for row in rows if row.speaks_for(method)], is_plain(method)
         if not found:
-            return UNKNOWN
+            return shipped()(method, elements, workers) if plain and rows != _shipped_rows() else UNKNOWN
 
         def apart(row: MeasuredWorth) -> tuple[int, float, float, int, int, list[float]]:
             return (
@@ -153,8 +156,9 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
             )
 
         nearest = min(found, key=apart)
-        value = nearest.worth(by)
-        return UNKNOWN if value.middle > _FAR_STEPS and elements > _FAR_SIZE * nearest.elements else value
+        value = nearest.worth(workers, by)
+        far = value.middle > _FAR_STEPS and elements > _FAR_SIZE * nearest.elements
+        return UNKNOWN if far and not plain else value
 
     return worth_of
 
@@ -192,8 +196,13 @@ def _rows(data: Any) -> tuple[MeasuredWorth, ...]:
 
 
 @cache
+def _shipped_rows() -> tuple[MeasuredWorth, ...]:
+    return _rows(json.loads(TABLE.read_text(encoding="utf-8")))
+
+
+@cache
 def shipped() -> WorthOf:
-    return worth_from(_rows(json.loads(TABLE.read_text(encoding="utf-8"))))
+    return worth_from(_shipped_rows())
 
 
 def resolved(

@@ -74,6 +74,11 @@ PLAIN: Mapping[str, Method] = {"alone": OneWorker(), "accumulate:every=4": Perio
 """What everybody has without this library; a lossy method must beat both."""
 
 
+def is_plain(method: Method) -> bool:
+    """Return whether a method is one worker alone, or DDP that accumulates."""
+    return isinstance(method, OneWorker) or (isinstance(method, Periodic) and isinstance(method.codec, Accumulated))
+
+
 @dataclass(frozen=True)
 class Period:
     """A simulated period."""

@@ -17,7 +17,8 @@ from thinwire.engine.local.settings import CANDIDATES, named_method
 from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
 from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.predict.timeline import Timeline, simulate
-from thinwire.tools.bench.rows import parse_rows
+from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, Periodic
+from thinwire.tools.bench.rows import EVERY, parse_rows
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, read_record, watched_load
 from thinwire.tools.cli.measure import ProfileVerb
@@ -161,12 +162,17 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
         if not named:
             raise ValueError("no methods given; for example --methods acp:rank=4,topk:density=0.01")
         labels = list(named)
-    made = []
+    made: list[tuple[str, Method]] = []
     for label in labels:
         row = parse_rows(label)[0]
-        if not row.is_thinwire or row.kind == "auto":
+        if row.kind == "alone":
+            made.append((label, OneWorker()))
+        elif row.kind == "accumulate":
+            made.append((label, Periodic(Accumulated(), int(row.options.get("every", EVERY)), 0)))
+        elif row.is_thinwire and row.kind != "auto":
+            made.append((label, named_method(row.kind, row.options)))
+        else:
             raise ValueError(f"method {label!r} has no price: thinwire bench and thinwire race run it")
-        made.append((label, named_method(row.kind, row.options)))
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
     for label in ("cast:dtype=bf16", "ssgd"):
