@@ -11,6 +11,19 @@ LONGEST = 64
 EVERY = (2, 4, 8, 16, 32, LONGEST)
 """Periods to choose from."""
 
+THINNER = 0.9
+"""A codec that sends less is taken if it needs less than this share of the time to a loss."""
+
+
+def looks(workers: int) -> float:
+    """Return how far local steps that choose by themselves look ahead: more than two workers lose much without."""
+    return 0.5 if workers > 2 else 0.0
+
+
+def codes(look: float) -> tuple[str, str]:
+    """Return the two codes from which local steps choose, the one that sends more first."""
+    return ("int4" if look else "int8"), "int2"
+
 
 def up_to(most: int) -> tuple[int, ...]:
     return tuple(every for every in EVERY if every <= max(EVERY[0], most))

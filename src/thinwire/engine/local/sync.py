@@ -71,6 +71,7 @@ class LocalSync(Handle):
         site: Site | None = None,
     ) -> None:
         state, self._settings, self._inner = State(comm.rank, topology), local, inner
+        local = local.among(local.workers(topology))
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(local_shard(m.parameter).nbytes for m in managed)
@@ -200,7 +201,7 @@ class LocalSync(Handle):
         self._times.exchanged()
         if rounds.ends:
             starting = any(fragment.starting for fragment in rounds.fragments)
-            rounds.measured, rounds.code = self._times.period(self._settings, starting=starting)
+            rounds.measured, rounds.code = self._times.period(rounds.settings, starting=starting)
 
     # --- what users call -----------------------------------------------------------------------------------------
 
@@ -307,7 +308,7 @@ class LocalSync(Handle):
 
     def stats(self) -> Stats:
         """Return counters since ``attach``; ``steps`` are the optimizer's."""
-        travel, local = self._travel, self._settings
+        travel, local = self._travel, self._rounds.settings
         if travel is None:
             return dataclasses.replace(
                 self._session.stats("one rank only: nothing is sent"), method="local", steps=self._rounds.count

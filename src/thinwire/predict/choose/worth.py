@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from thinwire.core.methods.cast import Cast
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.periods import EVERY, best_period, up_to
+from thinwire.core.pricing.periods import EVERY, THINNER, best_period, codes, looks, mean_step, up_to
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
@@ -83,10 +83,10 @@ class MeasuredWorth:
         """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
         every, delay, look = 1, 0, 0.0
         if isinstance(method, Periodic):
-            if method.every is None or method.delay == "auto" or method.outer:
+            if method.every is None or method.delay == "auto" or method.look is None or method.outer:
                 return False
             every, delay, look = method.every, method.travelling, method.look
-            method = method.codec
+            method = method.code
         if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
             return False
         if delay > self.delay or (delay == 0) != (self.delay == 0) or look != self.look:
@@ -214,19 +214,29 @@ def resolved(
     worth: WorthOf | None = None,
     **where: Any,
 ) -> Method:
-    """Return the method, with period and delay chosen if it is local steps without; ``where``: as in ``simulate``."""
+    """Return the method; of local steps with what ``attach`` would choose: look, codec, period and delay.
+
+    ``where``: as in ``simulate``.
+    """
     if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
         return method
-    step = model_profile.forward_seconds + sum(model_profile.backward_seconds)
-    waited = replace(method, every=1, delay=0)
-
-    def round_seconds(prices: Costs) -> float:
-        return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
-
-    round_, compute = round_seconds(costs), 0.0
-    if where.get("shared_compute", True):
-        compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
-    steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size, method.look)
+    step, workers = model_profile.forward_seconds + sum(model_profile.backward_seconds), topology.world_size
+    look = looks(workers) if method.look is None else method.look
+    codecs = map(Cast, codes(look)) if method.codec is None else (method.codec,)
     periods = up_to(method.most) if method.every is None else (method.every,)
-    every, delay = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
-    return replace(method, every=every, delay=delay)
+    found, least = method, math.inf
+    for codec in codecs:
+        waited = replace(method, codec=codec, every=1, delay=0, look=look)
+
+        def round_seconds(prices: Costs, waited: Method = waited) -> float:
+            return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
+
+        round_, compute = round_seconds(costs), 0.0
+        if where.get("shared_compute", True):
+            compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
+        steps = period_worth(worth or shipped(), codec, model_profile.elements, workers, look)
+        option = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
+        seconds = mean_step(step, round_, *option, compute_seconds=compute) * steps(*option)
+        if seconds < THINNER * least or found is method:
+            found, least = replace(waited, every=option[0], delay=option[1]), seconds
+    return found

@@ -147,8 +147,7 @@ def planner_row(row: Row) -> dict[str, Any] | None:
             return None
         codec = str(row.options.get("codec", "int8"))
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        look = 0.0 if settings.look is None else settings.look.beta
-        return code | {"every": every, "delay": settings.delay_in(every), "look": look}
+        return code | {"every": every, "delay": settings.delay_in(every), "look": settings.ahead}
     if row.kind in ("alone", "accumulate"):
         return {
             "method": row.kind,
