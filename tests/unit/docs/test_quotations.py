@@ -81,5 +81,8 @@ def test_the_first_answer_is_what_the_verb_says(page):
     command = re.search(r"^thinwire (plan resnet50 .+)$", text, re.MULTILINE)[1]
     said = " ".join(call(*command.split()).output.split())
     assert " ".join(re.search(r"^use .*?(?=```)", text, re.DOTALL | re.MULTILINE)[0].split()) in said
+    worth, ddp = re.search(r"reach the loss (\S+) times as soon as one alone \(DDP: (\S+)\)", said).groups()
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    assert re.search(rf"are worth {ddp}( of one machine alone with DDP,)? and {worth}[ .]", readme)
     for row in re.findall(r"^ .+ [\d.]+-[\d.]+ .+$", text, re.MULTILINE):  # of the table: a band
         assert " ".join(row.split()) in said

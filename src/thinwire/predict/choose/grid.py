@@ -10,10 +10,9 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import Record
-from thinwire.predict.choose.rank import Candidates, answer, judge, price, without_startups
+from thinwire.predict.choose.rank import Candidates, alone_seconds, answer, judge, price, without_startups
 from thinwire.predict.choose.worth import WorthOf, resolved
 from thinwire.predict.timeline import bound_by, simulate
-from thinwire.predict.timeline.local_steps import OneWorker
 
 BITS_PER_SECOND = (1e8, 1e9, 1e10, 2.5e10, 1e11)
 WORKERS = (2, 4, 8, 16, 32, 64)
@@ -93,7 +92,7 @@ def map_of(
             bound = bound_by(dense.method, model_profile, topology, prices, plan=dense.timeline.plan, **where)
             why = f"{verdict.sentence}; {dense.label} is bound by {bound}"
             best, exact = answer(points, verdict.best), verdict.best_exact
-            lone = next((p.loss_seconds for p in points if isinstance(p.method, OneWorker)), best.loss_seconds)
+            lone = alone_seconds(points) or best.loss_seconds
             row.append(Cell(best.label, exact.label, best.seconds, best.loss_seconds, dense.seconds, lone, why))
             on_cell(i * len(clusters) + len(row), len(bits_per_second) * len(clusters))
         rows.append(tuple(row))

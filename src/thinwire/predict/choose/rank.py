@@ -27,6 +27,9 @@ from thinwire.predict.timeline.simulate import network_free
 TIE = 0.10
 """Relative delay in time to a loss, by the median and the maximum, up to which a method counts as equally fast."""
 
+PAYS = 1.2
+"""Worth of all workers, in workers alone, below which one alone is recommended."""
+
 
 class Rival(Protocol):
     @property
@@ -217,7 +220,7 @@ def choose(
     verdict = judge(points, topology, without_startups(model_profile, topology, costs, where), lossy=lossy)
     off = UNCERTAINTY[model_profile.provenance]
     ends = [(model_profile.scaled(1 + s * off), spread_costs(costs, topology, s)) for s in (-1, 1)]
-    alone = next((p.loss_seconds for p in points if isinstance(p.method, OneWorker)), None)
+    alone = alone_seconds(points)
     entries: dict[str, Entry] = {}
     for point in sorted(points, key=lambda p: (not p.exact, p.loss_seconds, p.seconds)):
         plan = point.timeline.plan
@@ -279,11 +282,18 @@ def price(
     return points, left_out
 
 
+def alone_seconds(points: Sequence[SimulatedMethod]) -> float | None:
+    """Return the time of one worker alone to a loss, if it is known."""
+    return next((p.loss_seconds for p in points if isinstance(p.method, OneWorker) and p.worth.known), None)
+
+
 def answer(points: Sequence[SimulatedMethod], best: SimulatedMethod) -> SimulatedMethod:
-    """Return the recommended method, or what needs none, if even at worst that is sooner at a loss."""
+    """Return the recommended method; what needs none, if even at worst that is sooner; or alone, if nothing pays."""
     plain = [point for point in points if is_plain(point.method)]
     first = min(plain, key=lambda point: point.most_loss_seconds, default=best)
-    return first if first.most_loss_seconds < best.loss_seconds else best
+    use = first if first.most_loss_seconds < best.loss_seconds else best
+    pays = (alone_seconds(plain) or math.inf) >= PAYS * use.loss_seconds
+    return use if pays else next(point for point in plain if isinstance(point.method, OneWorker))
 
 
 def without_startups(

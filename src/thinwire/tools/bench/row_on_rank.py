@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -124,7 +125,9 @@ class RowOnRank:
 
     @property
     def counted_plan(self) -> str:
-        """The plan in force, as JSON, if it says how many elements to send; "" otherwise."""
+        """As JSON, the plan in force if it says how many elements to send, or what "auto" has found; "" otherwise."""
+        if chosen := getattr(self.sync, "chosen", None):
+            return json.dumps(chosen)
         if self.row.kind not in METHODS:
             return ""
         plan: Plan = self.sync.plan
@@ -143,8 +146,8 @@ class RowOnRank:
             lossy = bool(self.row.options.get("lossy", False))
             self.sync = thinwire.attach(self.workload.model, optimizers, "auto", lossy=lossy)
         else:
-            plan = {"plan": Plan.from_json(self.row.plan)} if self.row.plan else {}
-            self.sync = thinwire.attach(self.workload.model, optimizers, self.row.kind, **self.row.options, **plan)
+            plan = {"plan": Plan.from_json(self.row.plan)} if self.row.plan and self.row.kind in METHODS else {}
+            self.sync = thinwire.attach(self.workload.model, optimizers, self.row.kind, **self.row.pinned, **plan)
             if isinstance(self.sync, thinwire.LocalSync):
                 self._evaluated = self.sync.outer_weights
         self.close = self.sync.close

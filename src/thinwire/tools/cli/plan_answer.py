@@ -15,24 +15,18 @@ from thinwire.adapters.ddp_buckets import bucket_arguments
 from thinwire.core.records import plain
 from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, times, with_steps
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of
+from thinwire.predict.choose.rank import PAYS
 from thinwire.predict.timeline import write_trace
 from thinwire.predict.timeline.local_steps import Periodic, is_plain
 from thinwire.predict.timeline.simulate import plan_of
-from thinwire.tools.bench.words import arguments, attach_line, split_options
+from thinwire.tools.bench.words import WITHOUT_A_METHOD, arguments, attach_line, split_options
 from thinwire.tools.cli.console import Output, plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
 
-FASTER = (1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 5e10, 1e11)
+FASTER = tuple(first * 10.0**zeros for zeros in range(6, 11) for first in (1, 2.5, 5))
 """Rates of wires that are looked at where the present one is too slow, in bits per second."""
 _SHOWN = 12  # sizes of DDP's buckets in one line
-_WITHOUT_A_METHOD = {
-    "alone": ("one worker alone", "train on one machine; nothing has to be attached"),
-    "accumulate": ("DDP that accumulates", "keep DDP, with no_sync() around all backwards between two steps but one"),
-}
-"""What to use and what to do next, by the first words of ``PLAIN``."""
-PAYS = 1.2
-"""Workers that are worth less are not recommended."""
 
 
 def answer_of(
@@ -43,7 +37,7 @@ def answer_of(
     ranking = choose(question.candidates, *question.setting, **where, lossy=lossy)
     knees = _knees(question, ranking)
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
-    answer["answer"] = first_answer(question, ranking)
+    answer["answer"] = first_answer(question, ranking, lossy=lossy)
     output.say(answer["answer"], ranking_table(question, ranking), *sentences(question, ranking, knees))
     if (ddp := ddp_answer(question, ranking)) is not None:
         answer["ddp"] = ddp
@@ -132,7 +126,7 @@ def _cells(entry: Entry) -> list[str]:
     ]
 
 
-def first_answer(question: Question, ranking: Ranking) -> str:
+def first_answer(question: Question, ranking: Ranking, *, lossy: bool) -> str:
     """One line: what to use, and what all workers are worth then, beside DDP; or what is missing."""
     if ranking.workers == 1:
         return "one worker: nothing is sent, so no method can help"
@@ -141,15 +135,15 @@ def first_answer(question: Question, ranking: Ranking) -> str:
     assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
     ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"
     machines = counted(ranking.workers, "worker")
-    if best.worth is None or best.worth < PAYS:
+    if _kind(best) == "alone":
         methods = [entry for entry in ranking.entries if _kind(entry) != "alone"]
         most = max(methods, key=lambda entry: entry.worth or 0.0)
         said = f"{machines} are worth {times(most.worth or 0.0)} of one here with {_named(most)}"
-        return f"use one worker alone{_faster(question)}: {said} (DDP: {times(ddp)}), {ground}"
+        return f"use one worker alone{_faster(question, lossy)}: {said} (DDP: {times(ddp)}), {ground}"
     beside = "" if best.exact else f" (DDP: {times(ddp)})"
     race = "; race it" if question.worth is None and not best.exact else ""
     return (
-        f"use {_named(best)}: {machines} reach the loss {times(best.worth)} times as soon as one alone{beside}, "
+        f"use {_named(best)}: {machines} reach the loss {times(best.worth or 1.0)} times as soon as one alone{beside}, "
         f"{ground}{race}"
     )
 
@@ -159,16 +153,16 @@ def _kind(entry: Entry) -> str:
 
 
 def _named(entry: Entry) -> str:
-    said = _WITHOUT_A_METHOD.get(_kind(entry))
+    said = WITHOUT_A_METHOD.get(_kind(entry))
     return said[0] if said else entry.label.replace(":", " ")
 
 
-def _faster(question: Question) -> str:
+def _faster(question: Question, lossy: bool) -> str:
     """Name the slowest faster wire on which the workers pay, and what they are worth there."""
     for bits in FASTER:
         if question.network_provenance == "assumed" and bits <= question.bits_per_second:
             continue
-        cell = _map(question, True, [bits], [question.topology.world_size]).cells[0][0]
+        cell = _map(question, lossy, [bits], [question.topology.world_size]).cells[0][0]
         if cell.worth >= PAYS:
             wire = f"from {format_rate(int(bits))} on"
             return f", or a faster wire ({wire} {_short(cell.winner)} is worth {times(cell.worth)})"
@@ -181,7 +175,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     equal = [
         f"if weights must be equal after every step: {e.label}, {with_steps(e.step_seconds, e.steps)}"
         for e in ranking.lossy
-        if e.every == 1 and e.steps is not None and not e.dense and _kind(e) not in _WITHOUT_A_METHOD
+        if e.every == 1 and e.steps is not None and not e.dense and _kind(e) not in WITHOUT_A_METHOD
     ]
     if best.every > 1:
         said += equal[:1]  # the soonest
@@ -205,7 +199,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     if best.measured_share < 0.5:
         said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
     said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
-    plain = _WITHOUT_A_METHOD.get(_kind(best))
+    plain = WITHOUT_A_METHOD.get(_kind(best))
     said.append(f"next: {plain[1] if plain else attach_line(*split_options(best.label))}")
     return said
 
