@@ -19,7 +19,7 @@ from verbs import call
 CANDIDATES = {
     "ssgd", "cast:dtype=bf16", "cast:dtype=int8", "cast:dtype=int4", "signsgd", "onebit", "qsgd", "terngrad",
     "topk:density=0.01", "topk:density=0.001", "gtopk:density=0.01", "oktopk:density=0.01", "dgc", "powersgd:rank=4",
-    "acp:rank=4", "acp:rank=32", "dear", "lags", "local", "local:codec=int2", "local:codec=none", "diloco",
+    "acp:rank=4", "acp:rank=32", "dear", "lags", "local", "local:codec=none", "diloco",
 }  # fmt: skip
 FEW = ("--methods", "cast:dtype=bf16,acp:rank=4,topk:density=0.01")  # where it does not matter which: all take seconds
 
@@ -220,7 +220,7 @@ def test_the_first_line_is_the_answer_with_its_worth_and_its_ground():
     words = ("resnet50", "--link", "1gbit", "--workers", "4")
     line, data = " ".join(run(*words).split("\nresnet50, ")[0].split()), as_json(*words)
     found = re.fullmatch(
-        r"use local codec=int2: 4 workers reach the loss ([\d.]+) times as soon as one alone \(DDP: ([\d.]+)\), "
+        r"use local: 4 workers reach the loss ([\d.]+) times as soon as one alone \(DDP: ([\d.]+)\), "
         r"predicted for an assumed network and a100; race it",
         line,
     )

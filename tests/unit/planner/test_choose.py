@@ -414,9 +414,9 @@ def test_a_lossy_method_that_saves_start_ups_alone_is_not_recommended(elements, 
 
 @pytest.mark.parametrize(
     ("alone", "accumulated", "said"),
-    [(3.0, 2.0, "topk .001 is faster here: "), (1.01, 2.0, "nothing pays here: "), (3.0, 0.5, "nothing pays here: ")],
+    [(3.0, 2.0, "topk .001"), (1.01, 2.0, "alone"), (3.0, 0.5, "accumulate:every=4")],
 )
-def test_a_lossy_method_must_beat_one_worker_alone_and_ddp_that_accumulates(alone, accumulated, said):
+def test_the_answer_may_be_one_worker_alone_or_ddp_that_accumulates(alone, accumulated, said):
     """And the answer is what is sooner, even without a method; worth is beside one worker alone."""
     steps = {"alone": alone, "accumulate:every=4": accumulated}
 
@@ -429,14 +429,13 @@ def test_a_lossy_method_must_beat_one_worker_alone_and_ddp_that_accumulates(alon
 
     topology, costs = Topology(8), costs_of(1e10, 30e-6, 8)
     ranking = choose((*DENSE, *SPARSE), RESNET, topology, costs, worth=worth, **GPU)
-    assert ranking.sentence.startswith(said)
-    assert ranking.best.dense == said.startswith("nothing")
+    assert ranking.answer.label == said
+    assert ranking.sentence.startswith("topk .001 is faster here: ")
     compute = RESNET.forward_seconds + sum(RESNET.backward_seconds)
     entry, exact = ranking.entry("alone"), ranking.entry("ssgd")
     assert (entry.bytes_sent, entry.step_seconds) == (0, pytest.approx(compute))
     assert entry.worth == 1.0
     assert exact.worth == pytest.approx(alone * compute / exact.step_seconds)
-    assert (ranking.answer == ranking.best) == (alone == 3.0 and accumulated == 2.0)
     assert ranking.answer.worth == max(e.worth for e in ranking.entries if e.worth is not None)
     fourth = ranking.entry("accumulate:every=4")
     assert (fourth.every, fourth.bytes_sent) == (4, pytest.approx(exact.bytes_sent / 4))

@@ -289,10 +289,12 @@ class LocalSync(Handle):
     @property
     def chosen(self) -> dict[str, Any]:
         """What "auto" has found, as options that ``attach`` takes in its place; empty without "auto", or until then."""
-        rounds, codecs = self._rounds, self._settings.codecs
+        rounds, codecs = self._rounds, self._rounds.settings.codecs
         if rounds.measured is None:
             return {}
-        found = dict(zip(("sync_every", "fragment_sync_delay"), rounds.measured))
+        found: dict[str, Any] = dict(zip(("sync_every", "fragment_sync_delay"), rounds.measured))
+        if self._settings.look == "auto" and rounds.settings.ahead:
+            found["look"] = rounds.settings.ahead
         codec = str(codecs[rounds.code].options().get("dtype")).removeprefix("torch.")
         return found | ({"codec": codec} if len(codecs) > 1 else {})
 
@@ -329,6 +331,7 @@ class LocalSync(Handle):
         delay = local.delay_in(self.period, self._rounds.measured)
         every = f"{self.period} steps" + (f" ({why})" if why else "") + (f", merged {delay} later" if delay else "")
         note = f"{rounds} rounds, every {every}, by {self._session.method.name}"
+        note += f", looking {local.ahead:g} ahead" if local.ahead else ""
         workers = local.workers(self.services.topology)
         if local.outer is None and workers > 1:
             root = math.sqrt(workers)  # each worker's normalised step is smaller by about that

@@ -195,7 +195,7 @@ def choose(
     loss more than 10 % sooner than the fastest dense form, with the most steps that it has needed anywhere, and would
     still do so if start-ups of messages cost nothing; otherwise sending less gains nothing. Among lossy methods that
     are equally fast, the simpler one is recommended (:func:`simplest`). Among the dense forms, 16 bits are recommended
-    only if they gain 5 %. One worker alone and DDP that accumulates are listed too, and a lossy method must beat both.
+    only if they gain 5 %. One worker alone and DDP that accumulates are listed too; ``Ranking.answer`` may be of them.
 
     The band is the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
     40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
@@ -325,8 +325,7 @@ def judge(
         return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
     kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
-    plain = [p for p in points if is_plain(p.method)]
-    lossies = [p for p in points if not (p.exact or p.dense or p in plain)]
+    lossies = [p for p in points if not (p.exact or p.dense or is_plain(p.method))]
     rivals = sorted((p for p in lossies if p.worth.known), key=lambda p: p.loss_seconds)
     if not rivals:
         other = (
@@ -350,10 +349,6 @@ def judge(
         )
         return Recommendation(kept, best_exact, dense, said)
     simple = simplest(rival, [p for p in sooner if as_soon(p, rival) and bytes_alone(p) < limit])
-    least = min(plain, key=lambda p: p.loss_seconds, default=simple)
-    if least.loss_seconds < simple.loss_seconds:
-        said = f"nothing pays here: {_told(least)} for {least.label} against {_told(simple)} ({simple.label})"
-        return Recommendation(kept, best_exact, dense, said)
     against = f"{milliseconds(dense.seconds)} for dense ({dense.label})"
     said = f"{simple.label} is faster here: {_told(simple)} against {against}"
     if simple is not rival:

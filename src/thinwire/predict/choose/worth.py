@@ -22,7 +22,7 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.local_steps import OneWorker, Periodic, is_plain
+from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, Periodic, is_plain
 from thinwire.predict.timeline.simulate import network_free
 
 TABLE = Path(__file__).with_name("worth.json")
@@ -95,6 +95,11 @@ class MeasuredWorth:
         return all(_covers(bits(getattr(method, k)), bits(v)) for k, v in self.options.items())
 
     @property
+    def apart(self) -> bool:
+        """Whether workers train apart between exchanges."""
+        return self.every > 1 and self.method != Accumulated.name
+
+    @property
     def sends(self) -> list[float]:
         return [-float(v) for v in map(_bits, self.options.values()) if isinstance(v, (int, float))]
 
@@ -142,6 +147,10 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
         if method.name == "cast" and not method.has_residual:
             return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
         found, plain = [row for row in rows if row.speaks_for(method)], is_plain(method)
+        if isinstance(method, Periodic) and not plain:  # more workers lose more by training apart: no others' rows
+            known = {row.workers for row in rows if row.apart and row.look == method.look}
+            near = min(known, key=lambda count: abs(math.log(count / workers)), default=workers)
+            found = [row for row in found if row.workers == near]
         if not found:
             return shipped()(method, elements, workers) if plain and rows != _shipped_rows() else UNKNOWN
 
@@ -166,14 +175,16 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
 def period_worth(
     worth: WorthOf, codec: Method, elements: int, workers: int, look: float = 0.0
 ) -> Callable[[int, int], float]:
-    """Return (period, delay) -> steps to a loss of local steps with a codec; if it was not measured, with 8 bits."""
+    """Return (period, delay) -> steps to a loss of local steps; where not measured, without a look, or of 8 bits."""
+    ways = [(codec, look), (codec, 0.0), (Cast("int8"), 0.0)]
 
-    def steps_with(code: Method) -> Callable[[int, int], float]:
-        return lambda every, delay: worth(Periodic(code, every, delay, look=look), elements, workers).middle
+    def steps_with(way: tuple[Method, float]) -> Callable[[int, int], float]:
+        return lambda every, delay: worth(Periodic(way[0], every, delay, look=way[1]), elements, workers).middle
 
-    own = steps_with(codec)
-    measured = any(math.isfinite(own(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
-    return own if measured else steps_with(Cast("int8"))
+    def measured(way: tuple[Method, float]) -> bool:
+        return any(math.isfinite(steps_with(way)(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
+
+    return steps_with(next(filter(measured, ways), ways[-1]))
 
 
 def read_worth(path: Path) -> WorthOf:

@@ -68,7 +68,7 @@ def _explain(question: Question, ranking: Ranking) -> dict[str, tuple[ExplainedB
     wanted = question.named or (ranking.best.label, ranking.best_exact.label)
     method_of, priced = dict(question.candidates), {entry.label for entry in ranking.entries}
     return {
-        label: explain(method_of[label], *question.setting, backend=question.device.backend)
+        label: explain(question.resolved(method_of[label]), *question.setting, backend=question.device.backend)
         for label in dict.fromkeys(wanted)
         if label in priced and not is_plain(method_of[label])
     }

@@ -63,10 +63,13 @@ class Question:
     def setting(self) -> tuple[ModelProfile, Topology, Costs]:
         return self.profile, self.topology, self.prices(self.topology)
 
+    def resolved(self, method: Method) -> Method:
+        """Return a method with what it chooses itself in this setting."""
+        return resolved(method, *self.setting, worth=self.worth, **self.where)
+
     def simulated(self, method: Method) -> Timeline:
         """Return a step, or a period, of a method as it is resolved for this setting."""
-        chosen = resolved(method, *self.setting, worth=self.worth, **self.where)
-        return simulate(chosen, *self.setting, **self.where)
+        return simulate(self.resolved(method), *self.setting, **self.where)
 
     def prices(self, topology: Topology) -> Costs:
         assumed = self.assumed(self.bits_per_second, topology)
