@@ -20,6 +20,7 @@ from spawned import run
 from thinwire.core.methods.cast import Cast
 from thinwire.engine.local import Local, Nesterov
 from thinwire.engine.local.settings import local_settings
+from thinwire.engine.local.sync import chosen
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import attached_to
 
@@ -456,17 +457,17 @@ def _bare(rank, size):
         for step in range(30):
             _train(net, optimizer, rank, 1, first=step)
             rows.append((sync.period, sync.stats().settled))
-        chosen = sync.chosen
+        pinned = chosen(sync)
         note, saved = sync.stats().note, sync.state_dict()
         sync.finish()
     again = cases.model()
     with tw.attach(again, _adamw(again), "local") as sync:
         sync.load_state_dict(saved)
-        return rows, note, sync.stats().settled, sync.period, chosen, cases.weights(net)
+        return rows, note, sync.stats().settled, sync.period, pinned, cases.weights(net)
 
 
 def test_the_period_is_measured_once_and_equal_on_all_ranks():
-    (rows, note, settled, period, chosen, weights), *others = run(_bare, 3, seconds=120)
+    (rows, note, settled, period, found, weights), *others = run(_bare, 3, seconds=120)
     first = [done for _, done in rows].index(True)
     assert first in (5, 11)  # after three rounds in 2 bits, and three in 4 unless those took long
     assert rows[:first] == [(2, False)] * first
@@ -476,13 +477,13 @@ def test_the_period_is_measured_once_and_equal_on_all_ranks():
     assert f"every {rows[-1][0]} steps (measured: a step takes " in note
     assert note.endswith("; local steps want about 1.7 times the learning rate that is best for DDP")  # root of 3 ranks
     assert (settled, period) == (True, rows[-1][0])
-    pinned = local_settings("local", chosen)
+    pinned = local_settings("local", found)
     assert (pinned.sync_every, pinned.codec) in [(period, Cast("int2")), (period, Cast("int4"))]
     assert pinned.look == tw.Look()  # three look ahead
     assert ", merged " in note if pinned.fragment_sync_delay else ", merged " not in note
-    assert f" in {chosen['codec']})" in note
-    for other_rows, _, _, _, others_chosen, theirs in others:
-        assert (other_rows, others_chosen) == (rows, chosen)
+    assert f" in {found['codec']})" in note
+    for other_rows, _, _, _, others_found, theirs in others:
+        assert (other_rows, others_found) == (rows, found)
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
 
 
@@ -520,7 +521,7 @@ def _late(rank, size):
             _train(net, optimizer, rank, 1, first=step)
             settled.append(sync.stats().settled)
         sync.finish()
-        assert set(sync.chosen) == {"sync_every", "fragment_sync_delay"}  # the codec was named, or is the preset's
+        assert set(chosen(sync)) == {"sync_every", "fragment_sync_delay"}  # the codec was named, or is the preset's
         return settled, sync.period, sync.stats().note.partition(" (")[0], cases.weights(net)
 
 

@@ -116,4 +116,4 @@ def times(value: float) -> str:
     """
     if value >= 2:
         return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:#.2g}"

@@ -287,18 +287,6 @@ class LocalSync(Handle):
         return 1 if self._travel is None else rounds.period or self._settings.period_at(0, self._lr, None)
 
     @property
-    def chosen(self) -> dict[str, Any]:
-        """What "auto" has found, as options that ``attach`` takes in its place; empty without "auto", or until then."""
-        rounds, codecs = self._rounds, self._rounds.settings.codecs
-        if rounds.measured is None:
-            return {}
-        found: dict[str, Any] = dict(zip(("sync_every", "fragment_sync_delay"), rounds.measured))
-        if self._settings.look == "auto" and rounds.settings.ahead:
-            found["look"] = rounds.settings.ahead
-        codec = str(codecs[rounds.code].options().get("dtype")).removeprefix("torch.")
-        return found | ({"codec": codec} if len(codecs) > 1 else {})
-
-    @property
     def pending(self) -> tuple[str, ...]:
         """Names of the parameters that were sent and are not merged yet."""
         return tuple(name for fragment in self._rounds.travelling() for name in fragment.parameters)
@@ -569,3 +557,15 @@ def _part(codec: Mapping[str, Any], fragment: Fragment, saved: Mapping[str, Any]
         fields = {field: {n: x for n, x in named.items() if n in names} for field, named in codec[kind].items()}
         part[kind] = {field: named for field, named in fields.items() if named}
     return part
+
+
+def chosen(sync: LocalSync) -> dict[str, Any]:
+    """Return what "auto" has found, as options that ``attach`` takes in its place; empty without it, or until then."""
+    rounds, codecs = sync._rounds, sync._rounds.settings.codecs
+    if rounds.measured is None:
+        return {}
+    found: dict[str, Any] = dict(zip(("sync_every", "fragment_sync_delay"), rounds.measured))
+    if sync._settings.look == "auto" and rounds.settings.ahead:
+        found["look"] = rounds.settings.ahead
+    codec = str(codecs[rounds.code].options().get("dtype")).removeprefix("torch.")
+    return found | ({"codec": codec} if len(codecs) > 1 else {})

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
+from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.records import plain
 from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, times, with_steps
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of
@@ -130,7 +131,7 @@ def first_answer(question: Question, ranking: Ranking, *, lossy: bool) -> str:
     """One line: what to use, and what all workers are worth then, beside DDP; or what is missing."""
     if ranking.workers == 1:
         return "one worker: nothing is sent, so no method can help"
-    best, ddp = ranking.answer, max(entry.worth or 0.0 for entry in ranking.exact)
+    best, ddp = ranking.answer, max(entry.worth or 0.0 for entry in ranking.exact if entry.method == SSGD.name)
     kinds = {"network": question.network_provenance, question.device.name: question.profile.provenance}
     assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
     ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"

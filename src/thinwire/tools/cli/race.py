@@ -127,8 +127,9 @@ def race_table(found: RaceResult) -> Table:
 
     tuned = found.budget.search
     whole = ["loss", "way"] if found.finals else []
+    spread = ["range"] * (found.budget.seeds > 1)
     held = "worth" if any(row.worth for row in found.rows) else "x DDP"
-    columns = ["method", "step", "x compute", *whole, "steps", "range", *["rate"] * tuned, "to loss", held]
+    columns = ["method", "step", "x compute", *whole, "steps", *spread, *["rate"] * tuned, "to loss", held]
     to = "step times only" if found.needed else f"to a loss of {found.target:.3f}"
     table = plain_table(f"{_title(found)}\n{to}", columns[:3] if found.needed else columns)
     first = None if found.needed else winner(found.rows)
@@ -141,7 +142,8 @@ def race_table(found: RaceResult) -> Table:
         if whole:
             way, ended = found.way(row.label), found.finals.get(row.label)
             cells += ["" if ended is None else f"{ended.final:.3f}", "" if way is None else f"{way:.2f}"]
-        cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1", steps_range(row) if raced else ""]
+        cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1"]
+        cells += [steps_range(row) if raced else ""] if spread else []
         cells += [f"{row.rate:.3g}" if there else ""] if tuned else []
         cells += ["" if row.seconds is None else run_seconds(row.seconds)]
         ratio = row.worth if held == "worth" else row.sooner
