@@ -1,14 +1,9 @@
 """Sphinx configuration; `make docs` builds with warnings as errors."""
 
-import sys
-from pathlib import Path
+import re
 from typing import Any
 
 import thinwire
-
-sys.path.insert(0, str(Path(__file__).parent))  # differences.py, recorded.py
-import differences
-import recorded
 
 project = "thinwire"
 author = "the thinwire authors"
@@ -41,11 +36,27 @@ autodoc_class_signature = "mixed"
 autodoc_typehints = "signature"
 
 
+CONTENTS = re.compile(
+    r"^\*\*([\w ]+):\*\* (\[.*?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL
+)
+"""A caption and its links, at the end of the pages that list others."""
+
+
 def setup(app: Any) -> None:
-    """Add our own directives; let a norm in a docstring, |A|, be one: reStructuredText would read a substitution."""
+    """Make the contents beside each page; let a norm in a docstring, |A|, be one: it would be a substitution."""
     app.connect("autodoc-process-docstring", _keep_bars)
-    differences.setup(app)
-    recorded.setup(app)
+    app.connect("source-read", _contents)
+
+
+def _contents(app: Any, name: str, source: list[str]) -> None:
+    """Of the links that a forge shows, too; those that leave the pages lead nowhere on a site, and stay words."""
+    source[0] = re.sub(
+        r"\[([^\]]+)\]\(\S*/benchmarks/(\S+)\)", r"\1 (`benchmarks/\2`)", source[0]
+    )
+    for caption, links in CONTENTS.findall(source[0]) if "index" in name else ():
+        pages = "\n".join(re.findall(r"\]\((.+?)\.md\)", links))
+        head = f":caption: {caption}\n:hidden:"
+        source[0] += f"\n```{{toctree}}\n{head}\n\n{pages}\n```\n"
 
 
 def _keep_bars(

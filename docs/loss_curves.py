@@ -1,6 +1,6 @@
 """The loss curves of the families of methods: ``python docs/loss_curves.py`` draws ``docs/images/curves/*.svg``.
 
-They were recorded by ``make -C benchmarks/peers`` and ``thinwire reproduce omgs``. Each is there light and dark.
+They were recorded by ``make -C benchmarks/peers`` and ``thinwire reproduce omgs``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-from picture_of_a_step import INK
 
-from thinwire.tools.pictures.colours import Colours, shade
+from thinwire.tools.pictures.colours import Colours
 
 FOLDER = Path(__file__).parent / "images" / "curves"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -68,23 +67,20 @@ def drawings() -> dict[str, tuple[str, str, list[Line]]]:
     return found | {"sparse": of_omgs()}
 
 
-def draw(path: Path, theme: str, title: str, x: str, lines: list[Line]) -> None:
-    """One file; the background is left transparent."""
+def draw(path: Path, title: str, x: str, lines: list[Line]) -> None:
+    """One file."""
     figure, axes = plt.subplots(figsize=(7.5, 3.6))
-    colours, ink = Colours([[name for name, _, _ in lines]]), INK[theme]
+    colours = Colours([[name for name, _, _ in lines]])
     for (name, across, up), dashes in zip(lines, DASHES):
-        colour = shade(colours.of(name), 0.45 if theme == "dark" else 0.0)
-        axes.plot(across, up, dashes, color=colour, label=name, linewidth=1.8)
-    axes.set_title(title, loc="left", size=10, color=ink)
-    axes.set_xlabel(x, color=ink)
-    axes.tick_params(colors=ink)
+        axes.plot(across, up, dashes, color=colours.of(name), label=name, linewidth=1.8)
+    axes.set_title(title, loc="left", size=10)
+    axes.set_xlabel(x)
     axes.grid(alpha=0.25)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(ink)
-    plt.setp(axes.legend(frameon=False).get_texts(), color=ink)
+    axes.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path, transparent=True, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
@@ -92,6 +88,5 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "thinwire"})
     for name, drawn in drawings().items():
-        for theme in INK:
-            draw(FOLDER / f"{name}-{theme}.svg", theme, *drawn)
+        draw(FOLDER / f"{name}.svg", *drawn)
     print(f"written: {FOLDER}")

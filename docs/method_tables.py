@@ -1,4 +1,4 @@
-"""The table of methods: ``python docs/method_tables.py`` writes it into ``docs/methods/index.md``, between its marks.
+"""The table of methods in ``docs/methods/index.md``.
 
 What a method is called and gives, and what its program sends, comes from the registry. What it means for a user stands
 in the page of its family, in comments of this form, one for each row. "result" and "sent" replace what is computed:
@@ -38,7 +38,6 @@ USUAL = {"density": 0.01}
 """Options with which the figures of methods that need them are made."""
 
 _BLOCK = re.compile(r"^<!-- in the index\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
-_PLACE = re.compile(r"(<!-- table: methods -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -119,14 +118,3 @@ def megabytes(chosen: Method) -> float:
 def table(folder: Path = FOLDER) -> str:
     """As Markdown."""
     return "\n".join([HEAD, *(row.line() for row in rows(folder))])
-
-
-def rendered(text: str, folder: Path = FOLDER) -> str:
-    """A page with its table made anew."""
-    return _PLACE.sub(lambda place: f"{place[1]}\n{table(folder)}\n\n{place[2]}", text)
-
-
-if __name__ == "__main__":
-    page = FOLDER / "index.md"
-    page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
-    print(page)

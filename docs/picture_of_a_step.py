@@ -1,8 +1,8 @@
-"""The pictures of steps: ``python docs/picture_of_a_step.py`` draws ``docs/images/step-*.svg`` and ``rounds-*.svg``.
+"""The pictures of steps: ``python docs/picture_of_a_step.py`` draws ``docs/images/step.svg`` and ``rounds.svg``.
 
 What is drawn is what the simulator says of one step, or of one period of local steps, as ``thinwire plan MODEL --link
-LINK --workers N --trace FILE`` writes it; lengths, lanes and the exposed share are the simulator's own. Each is there
-light and dark. It needs matplotlib.
+LINK --workers N --trace FILE`` writes it; lengths, lanes and the exposed share are the simulator's own. It needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import matplotlib.pyplot as plt
 
 from thinwire.predict.timeline import Event, Timeline
 from thinwire.predict.timeline.result import COMPUTE, METHOD
-from thinwire.tools.cli.plan import PlanOptions
+from thinwire.tools.cli.options import PlanOptions
+from thinwire.tools.cli.plan_inputs import read_question
 from thinwire.tools.report.traces import joined
 
 FOLDER = Path(__file__).parent / "images"
@@ -44,18 +45,15 @@ PICTURES = {  # file -> link, and what is drawn
 LANES = ("compute", "method", "link")
 FORWARD, BACKWARD, WORK, EXPOSED = "#4c8dae", "#2f6690", "#9a6fb0", "#d1603d"
 BUCKETS = ("#3a7d44", "#6a994e", "#8fb85a", "#a9b665")
-INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 
 
 def timeline(label: str, link: str) -> Timeline:
     """The simulated step, with the defaults of ``thinwire plan``."""
-    asked = PlanOptions(
-        model=MODEL,
-        link=link,
-        workers=WORKERS,
-        batch_size=BATCH,
-        methods=label,
-    ).question()
+    asked = read_question(
+        PlanOptions(
+            model=MODEL, link=link, workers=WORKERS, batch_size=BATCH, methods=label
+        )
+    )
     return asked.simulated(dict(asked.candidates)[label])
 
 
@@ -93,7 +91,7 @@ def exposed_intervals(events: list[Event]) -> list[tuple[float, float]]:
     return found
 
 
-def draw(axes: Any, found: Timeline, title: str, ink: str) -> None:
+def draw(axes: Any, found: Timeline, title: str) -> None:
     """One method: three lanes."""
     events = one_step(found)
     for event in joined(events, 1e-4):
@@ -123,22 +121,20 @@ def draw(axes: Any, found: Timeline, title: str, ink: str) -> None:
     axes.set_yticks([2.5, 1.5, 0.5], LANES)
     axes.set_ylim(0, 3)
     figures = f"{1e3 * found.step_seconds:.1f} ms a step, {1e3 * found.exposed_seconds:.1f} ms exposed"
-    axes.set_title(f"{title}: {figures}", loc="left", size=10, color=ink)
-    axes.tick_params(colors=ink, labelsize=9)
+    axes.set_title(f"{title}: {figures}", loc="left", size=10)
+    axes.tick_params(labelsize=9)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(ink)
 
 
-def picture(name: str, theme: str, found: dict[str, Timeline]) -> None:
-    """One file; the background is left transparent."""
+def picture(name: str, found: dict[str, Timeline]) -> None:
+    """One file."""
     link, titles = PICTURES[name]
-    ink = INK[theme]
     figure, rows = plt.subplots(len(found), 1, sharex=True, figsize=(9, 5.6))
     for axes, (label, step) in zip(rows, found.items()):
-        draw(axes, step, titles[label], ink)
+        draw(axes, step, titles[label])
     where = f"milliseconds; predicted: {MODEL}, {WORKERS} workers of one A100 and {BATCH} samples, {link}"
-    rows[-1].set_xlabel(where, color=ink, size=9)
+    rows[-1].set_xlabel(where, size=9)
     marks = {
         "forward": FORWARD,
         "backward": BACKWARD,
@@ -147,7 +143,7 @@ def picture(name: str, theme: str, found: dict[str, Timeline]) -> None:
     }
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in marks.values()]
     handles.append(plt.Rectangle((0, 0), 1, 1, color=EXPOSED, alpha=0.25))
-    legend = figure.legend(
+    figure.legend(
         handles,
         [*marks, "exposed"],
         loc="lower center",
@@ -155,7 +151,6 @@ def picture(name: str, theme: str, found: dict[str, Timeline]) -> None:
         frameon=False,
         fontsize=9,
     )
-    plt.setp(legend.get_texts(), color=ink)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     plt.rcParams.update(
         {
@@ -164,17 +159,14 @@ def picture(name: str, theme: str, found: dict[str, Timeline]) -> None:
             "font.family": "sans-serif",
         }
     )
-    figure.savefig(
-        FOLDER / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None}
-    )
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
     plt.close(figure)
 
 
 if __name__ == "__main__":
     for name, (link, titles) in PICTURES.items():
         steps = {label: timeline(label, link) for label in titles}
-        for each in INK:
-            picture(name, each, steps)
+        picture(name, steps)
         for label, step in steps.items():
             print(
                 f"{label}: {1e3 * step.step_seconds:.1f} ms a step, {1e3 * step.exposed_seconds:.1f} ms exposed"

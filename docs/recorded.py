@@ -1,7 +1,6 @@
-"""What the benchmarks recorded, as tables: ``python docs/recorded.py`` prints them.
+"""What the benchmarks recorded, as tables and single figures, which ``python docs/made.py`` writes into the pages.
 
-The directive ``{recorded}`` puts a file's table into a page, the role of that name a single figure: none is copied by
-hand. A benchmark that has recorded nothing yet is listed with its command. Figures that miss their target stay.
+A benchmark that has recorded nothing yet is listed with its command. Figures that miss their target stay.
 """
 
 from __future__ import annotations
@@ -551,7 +550,7 @@ def tolls(data: Any) -> Iterator[Row]:
         toll, over = bounds.get(network["link"], (None, None))
         alone = one["steps"] * network["compute_seconds"]
         yield claim(
-            f"{where}: {best} over DDP's steps without a network, seconds to DDP's loss",
+            f"{where}: {best} over DDP without a network, seconds to its loss",
             seconds[best] / alone,
             at_most=toll,
         )
@@ -901,7 +900,9 @@ SOURCES = {
     "other_models": Source(
         "python benchmarks/other_models.py", "race.md", other_models
     ),
-    "slow_rank": Source("python benchmarks/slow_rank.py", "results.md", slow_rank),
+    "slow_rank": Source(
+        "python benchmarks/slow_rank.py", "parameter_server.md", slow_rank
+    ),
     "late_rounds": Source(
         "python benchmarks/late_rounds.py", "methods/local.md", late_rounds
     ),
@@ -967,10 +968,10 @@ def rows(name: str) -> list[Row]:
 def table(name: str) -> str:
     """As Markdown: the command, the page, the claims."""
     source, found = SOURCES[name], rows(name)
-    head = f"`{source.command}`; explained in [](/{source.page})"
+    head = f"`{source.command}`; explained in [{source.page}](../../docs/{source.page})"
     if not found:
         none = "No card has run this yet." if source.of_cards else "Not recorded."
-        return f"{head}. {none}\n"
+        return f"{head}. {none}"
     lines = [
         f"{head}.\n",
         "| claim | recorded | in words | target reached |",
@@ -981,13 +982,68 @@ def table(name: str) -> str:
             "" if row.met is None else f"{row.target}: {'yes' if row.met else '**no**'}"
         )
         lines.append(f"| {row.what} | {row.figure} | {row.words} | {reached} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def tally() -> str:
     """How many targets were reached, over all files."""
     judged = [row.met for name in SOURCES for row in rows(name) if row.met is not None]
     return f"{sum(judged)} of {len(judged)} figures that have a target reach it."
+
+
+def missed() -> str:
+    """Every figure that misses its target, below the command that makes it."""
+    lines = []
+    for name, source in SOURCES.items():
+        found = [row for row in rows(name) if row.met is False]
+        if found:
+            lines += ["", f"`{source.command}`:", ""]
+        lines += [f"* {row.what}: {row.figure}; target {row.target}" for row in found]
+    return "\n".join(lines)
+
+
+def gpu_steps() -> str:
+    """Steps of every row on the links of ``gpu_bench``."""
+    columns = [
+        {
+            row.what.split(",")[0].removeprefix("step of "): row.figure.split(",")[0]
+            for row in rows(name)
+        }
+        for name in ("gpu_bench_10gbit", "gpu_bench")
+    ]
+    lines = ["| row | 10 Gb/s | 1 Gb/s |", "|---|---|---|"]
+    for label in columns[0] | columns[1]:
+        cells = " | ".join(column.get(label, "-") for column in columns)
+        lines.append(f"| `{label.replace(' ', ':')}` | {cells} |")
+    return "\n".join(lines)
+
+
+DEATHS = {
+    "torchft-allreduce": "torchft: `Manager.allreduce` of each gradient",
+    "ssgd": "thinwire: `ssgd`",
+    "torchft-diloco": "torchft: `DiLoCo`, averaging every 16 steps",
+    "local": "thinwire: `local`, int8, every 16 steps",
+    "acp": "thinwire: `acp`, rank 4",
+}
+
+
+def deaths() -> str:
+    """How far replicas that die get, in ``going_on``."""
+    found = {row.what: row.figure for row in rows("going_on")}
+    lines = ["| | steps | loss at the end |", "|---|---|---|"]
+    for mode, label in DEATHS.items():
+        where = f"{mode}, 3 replicas, 100mbit, each dies once in 60 s"
+        steps, loss = found[f"{where}: steps"], found[f"{where}: loss"]
+        lines.append(f"| {label} | {steps} | {loss} |")
+    return "\n".join(lines)
+
+
+VIEWS = {f.__name__: f for f in (tally, missed, gpu_steps, deaths)}
+
+
+def made(name: str) -> str:
+    """One of ``VIEWS``, or the table of a file."""
+    return VIEWS[name]() if name in VIEWS else table(name)
 
 
 def figure(text: str) -> str:
@@ -1001,40 +1057,5 @@ def figure(text: str) -> str:
         if row.what == what:
             return row.figure
     raise ValueError(
-        f"{text!r} is no recorded figure: python docs/recorded.py prints them"
+        f"{text!r} is no recorded figure: benchmarks/results/figures.md has them"
     )
-
-
-def setup(app: Any) -> None:
-    """Add the directive and the role to Sphinx, which is imported here, as the tests need none."""
-    from docutils import nodes
-    from sphinx.util.docutils import SphinxDirective, SphinxRole
-
-    class Recorded(SphinxDirective):
-        """``{recorded} NAME`` or ``{recorded} tally``."""
-
-        required_arguments = 1
-
-        def run(self) -> list[Any]:
-            name = self.arguments[0]
-            for path in SOURCES[name].files(name) if name in SOURCES else ():
-                self.env.note_dependency(str(path))
-            return self.parse_text_to_nodes(tally() if name == "tally" else table(name))
-
-    class Figure(SphinxRole):
-        """``{recorded}`NAME: CLAIM` ``"""
-
-        def run(self) -> tuple[list[Any], list[Any]]:
-            try:
-                return [nodes.Text(figure(self.text))], []
-            except ValueError as error:
-                return [], [self.inliner.reporter.error(str(error), line=self.lineno)]
-
-    app.add_directive("recorded", Recorded)
-    app.add_role("recorded", Figure())
-
-
-if __name__ == "__main__":
-    for each in SOURCES:
-        print(f"\n## {each}\n\n{table(each)}", end="")
-    print(f"\n{tally()}")

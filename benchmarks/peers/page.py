@@ -1,7 +1,7 @@
 """What was measured, as pages: ``python page.py``, from ``benchmarks/results/peers.json`` and ``tolls.json``.
 
-All tables go to ``benchmarks/results/peers.md``; ``docs/peers.md`` gets the summary, between two marks, and its
-pictures.
+All tables go to ``benchmarks/results/peers.md``, and the pictures to ``docs``. ``python docs/made.py`` writes the
+summary into ``docs/peers.md``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from thinwire.tools.bench.race_losses import StepsFactor, StepTimes, TimeToLoss,
 from thinwire.tools.bench.rows import COMPUTE, TORCH_ROWS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "peers.md"
 TABLES = ROOT / "benchmarks" / "results" / "peers.md"
 PICTURES = ROOT / "docs" / "images"
 FEDERATED = ROOT / "benchmarks" / "results" / "federated.json"
 TOLLS_FILE = ROOT / "benchmarks" / "results" / "tolls.json"
-SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- /summary -->)", re.DOTALL)
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -331,18 +329,6 @@ def summary() -> str:
     return "\n".join(lines)
 
 
-def fill(text: str) -> str:
-    """docs/peers.md with its summary written anew.
-
-    Raises:
-        ValueError: the page lacks the two marks.
-    """
-    if not SUMMARY.search(text):
-        raise ValueError(f"{PAGE} has no block <!-- summary --> ... <!-- /summary -->")
-    made = f"\n{summary()}\n\n"
-    return SUMMARY.sub(lambda found: found[1] + made + found[2], text)
-
-
 HEAD = """# All rows beside other libraries
 
 Made by `python page.py` in `benchmarks/peers`; docs/peers.md has the summary. A cell with "-" is a row that this size
@@ -383,12 +369,11 @@ def main() -> None:
     from pictures import draw_curves, draw_times
 
     results = store.read()
-    PAGE.write_text(fill(PAGE.read_text()))
     TABLES.write_text(tables(results))
     PICTURES.mkdir(exist_ok=True)
     draw_times(verdicts(), PICTURES / "peers_times.png")
     draw_curves(results, PICTURES / "peers_loss.png")
-    print(f"wrote {PAGE.name}, {TABLES}, peers_times.png and peers_loss.png")
+    print(f"wrote {TABLES}, peers_times.png and peers_loss.png")
 
 
 if __name__ == "__main__":

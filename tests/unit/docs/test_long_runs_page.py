@@ -1,33 +1,28 @@
-"""The page "Local steps: what they cost" is what its script makes of the recorded whole runs."""
+"""The sentences of "Local steps: what they cost" are those of the recorded whole runs."""
 
 import statistics
 
 import long_runs
 
 
-def test_the_page_is_made_from_the_record():
-    assert long_runs.page(long_runs.whole()) == long_runs.PAGE.read_text()
-    assert (long_runs.DOCS / long_runs.PICTURE).is_file()
-
-
 def test_the_pages_sentences_are_those_of_its_tables():
     """The steps factors that the text names, from the record."""
-    usual, *others = long_runs.whole()
-    found = {long_runs.kind(one): one for one in (usual, *others)}
+    found = {long_runs.kind(one): one for one in long_runs.whole()}
+    assert tuple(found) == long_runs.KINDS
 
     def percent(kind, methods):
         return round(100 * (statistics.median(found[kind]["rows"][methods]["factors"]) - 1))
 
     every4, bit = "local sync_every=4 codec=int2", "local sync_every=4 codec=int1 look=0.5"
-    assert [percent("", row) for row in (every4, "alone", "accumulate every=4")] == [2, 87, 56]
+    assert [percent("usual", row) for row in (every4, "alone", "accumulate every=4")] == [2, 87, 56]
     every16, late = "local sync_every=16 codec=int2", "local sync_every=8 codec=int2 fragment_sync_delay=3"
     every8 = "local sync_every=8 codec=int2"
     assert [percent("larger", row) for row in (every4, every8, every16, late)] == [5, 5, 19, 21]
     assert [round(100 * (factor - 1)) for factor in found["larger"]["rows"][bit]["factors"]] == [-2, 6]
     assert [percent("short", row) for row in ("local sync_every=16 codec=int2",)] == [13]
-    assert [percent("", row) for row in (every16, late)] == [29, 31]
-    assert percent("", "cast dtype=int4") <= 0
-    assert [percent("", row) for row in ("acp rank=32", "powersgd rank=4")] == [22, 52]
+    assert [percent("usual", row) for row in (every16, late)] == [29, 31]
+    assert percent("usual", "cast dtype=int4") <= 0
+    assert [percent("usual", row) for row in ("acp rank=32", "powersgd rank=4")] == [22, 52]
     assert [percent("workers", row) for row in ("cast dtype=int8", "cast dtype=int4", "acp rank=32")] == [2, 11, 31]
     assert [percent("workers", row) for row in (every4, "powersgd rank=4")] == [23, 70]
     for bits, looking in (("4 codec=int4", 3), ("2 codec=int2", 4), ("4 codec=int2", 12)):

@@ -9,14 +9,6 @@ import pytest
 from thinwire.core.methods.registry import METHODS
 from thinwire.engine.local.settings import PRESETS
 
-INDEX = method_tables.FOLDER / "index.md"
-
-
-def test_the_index_is_what_the_script_writes():
-    page = INDEX.read_text()
-    assert method_tables.table() in page, "run: python docs/method_tables.py"
-    assert page == method_tables.rendered(page)
-
 
 def test_the_table_has_all_methods_and_leads_to_their_sections():
     found = re.findall(r"^\| \[`(\w+)`\]\((\w+\.md)#(\w+)\)", method_tables.table(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The page of results: every recorded file is read, every figure that a page names is there, misses are shown."""
+"""Every recorded file is read and has its table, and misses are shown."""
 
 import json
 import re
@@ -9,8 +9,7 @@ import recorded
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-DIRECTIVE = re.compile(r"^```\{recorded\} (\w+)$", re.MULTILINE)
-ROLE = re.compile(r"\{recorded\}`([^`]+)`")
+PLACE = re.compile(r"^<!-- made: recorded (\w+) -->$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -27,9 +26,9 @@ def test_every_file_of_results_has_claims(path):
     assert all(row.words for row in rows if " / " in row.what and row.figure[0].isdigit()), "which way?"
 
 
-def test_every_source_is_on_the_page_and_can_be_run():
-    shown = DIRECTIVE.findall((ROOT / "docs" / "results.md").read_text())
-    assert sorted(shown) == sorted([*recorded.SOURCES, "tally"])
+def test_every_source_has_its_table_and_can_be_run():
+    shown = PLACE.findall((recorded.RESULTS / "figures.md").read_text())
+    assert sorted(shown) == sorted(recorded.SOURCES)
     for source in recorded.SOURCES.values():
         program, *words = source.command.split()
         ours = program == "thinwire" or f"\n{words[0]}:" in (ROOT / "Makefile").read_text()
@@ -38,19 +37,10 @@ def test_every_source_is_on_the_page_and_can_be_run():
 
 
 def test_every_benchmark_is_named():
-    page = (ROOT / "docs" / "results.md").read_text() + "".join(s.command for s in recorded.SOURCES.values())
+    page = (recorded.RESULTS / "figures.md").read_text() + "".join(s.command for s in recorded.SOURCES.values())
     for path in (ROOT / "benchmarks").glob("*.py"):
         if "__main__" in path.read_text() and not path.stem.endswith("_contenders"):
-            assert path.name in page, f"docs/results.md names {path.name} nowhere"
-
-
-def test_figures_in_the_text_are_recorded():
-    named = [text for page in (ROOT / "docs").rglob("*.md") for text in ROLE.findall(page.read_text())]
-    assert len(named) >= 3
-    for text in named:
-        assert recorded.figure(text)
-    with pytest.raises(ValueError, match="no recorded figure"):
-        recorded.figure("kfac: no such claim")
+            assert path.name in page, f"benchmarks/results/figures.md names {path.name} nowhere"
 
 
 def test_met_is_what_the_numbers_say():
@@ -81,6 +71,7 @@ def test_a_miss_of_the_main_figures_stays_in_the_table():
         assert reached is f["met"]
         line = next(line for line in recorded.table("main_figures").splitlines() if f"| {f['what']} |" in line)
         assert ("**no**" in line) is not f["met"]
+        assert (f"* {f['what']}: " in recorded.missed()) is not f["met"]
 
 
 def test_a_file_of_another_layout_says_so(monkeypatch, tmp_path):
@@ -94,7 +85,7 @@ def test_a_file_of_another_layout_says_so(monkeypatch, tmp_path):
 def test_a_benchmark_without_results_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(recorded, "RESULTS", tmp_path)
     assert recorded.rows("kfac") == []
-    assert recorded.table("kfac").endswith("Not recorded.\n")
+    assert recorded.table("kfac").endswith("Not recorded.")
     assert recorded.tally() == "0 of 0 figures that have a target reach it."
 
 

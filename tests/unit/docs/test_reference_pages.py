@@ -60,6 +60,12 @@ def documented():
     return set(names)
 
 
+def test_every_name_of_the_reference_exists(documented):
+    for name in documented:
+        if not name.startswith("thinwire.adapters."):  # which need their frameworks
+            resolve(name)
+
+
 def is_shown(full, documented):
     """Under this name, or under that of the file it comes from; a member of an enum with its class."""
     short = re.sub(r"^thinwire\.(core|systems|tools|predict)\.", "thinwire.", full)

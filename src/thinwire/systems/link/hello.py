@@ -1,4 +1,4 @@
-"""The first messages on a connection: who connects, and the proof on both sides that it may.
+"""The first messages on a connection: who connects, and whether it may: keys, a secret, or anybody, proven both ways.
 
 With certificates, TLS comes first and is the proof. The rest is the same with or without a secret. The caller names
 itself and sends a nonce; the listener sends another; the caller sends a MAC over all of that, and only then the

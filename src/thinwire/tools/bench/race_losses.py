@@ -1,4 +1,4 @@
-"""How many steps each row needs for one of DDP's, in whole runs that are trained once; and the time to a loss.
+"""How many steps each row needs for one of DDP's, in whole runs at its best learning rate; and the time to a loss.
 
 The losses of a synchronous method do not depend on the network. So they are measured on ranks without a slow link:
 seconds per step times steps to a loss is the time that a user waits.

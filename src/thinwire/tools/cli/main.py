@@ -1,4 +1,4 @@
-"""The console script ``thinwire``. Starts without torch; every verb imports what it needs when it runs."""
+"""The console script ``thinwire`` and its verbs. Starts without torch; a verb imports what it needs when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Namespaces: the rights to make them, one per node and one for the switch, links between them, and their removal."""
+"""Namespaces, one per node and one for the switch: the rights to make them, links (rate, delay, loss), removal."""
 
 from __future__ import annotations
 
