@@ -11,7 +11,6 @@ from torch import nn
 import thinwire as tw
 from spawned import run
 from thinwire.engine.local import Local, Nesterov
-from thinwire.engine.local.settings import local_settings
 
 pytestmark = pytest.mark.dist
 
@@ -24,13 +23,11 @@ SETTINGS = {
     "top-k, late": Local(4, tw.TopK(0.1), fragments=3, fragment_sync_delay=2),
     "looking": Local(3, tw.Cast("int2"), fragment_sync_delay=1, look=tw.Look()),
     "mixed": Local(3, tw.PowerSGD(rank=2, min_rate=1.0), fragment_sync_delay=2, fragment_update_alpha=0.5),
-    "by itself": local_settings("local", {}),  # three workers look ahead, two do not
 }  # fmt: skip
 STOPS = {"averaged": (5, 8), "averaged, late": (9,), "diloco": (8, 10), "low rank, late": (9,), "top-k, late": (5, 10)}
 STOPS |= {
     "looking": (7,),
     "mixed": (8,),
-    "by itself": (4,),
 }  # between rounds, at their ends, and with something under way
 
 
@@ -59,8 +56,6 @@ def _same(some, others):
 def _resume(rank, size, folder):
     rows = []
     for name, settings in SETTINGS.items():
-        if settings.sync_every == "auto":
-            continue  # what it takes depends on seconds
         net, optimizer, sync = _job(settings)
         cases.walk(net, optimizer, rank, 0, 14)
         through, outer = _all(net), _outer(net, sync)

@@ -524,11 +524,8 @@ class Fragment:
         self.state.restore(saved["codec"])
         self.rejected, self.left, self.due = saved["rejected"], saved["left"], saved["due"]
         self.received, self._last = self.due is not None, False
-        slow = saved.get("slow", [])
-        if bool(slow) != bool(self.slow):  # another number of workers looks ahead, or does not
-            slow = [torch.zeros_like(x) for x in self.slow]
-        for held, kept in ((self.anchors, saved["anchors"]), (self.momenta, saved["momenta"]), (self.slow, slow)):
-            for own, value in zip(held, kept, strict=True):
+        for held, kept in ((self.anchors, "anchors"), (self.momenta, "momenta"), (self.slow, "slow")):
+            for own, value in zip(held, saved.get(kept, []), strict=True):
                 own.copy_(value)
         self._followed = saved.get("followed", 0)
         sent = saved["sent"] or ([] if self.due is None else self.anchors)  # begun again, it needs none of its own

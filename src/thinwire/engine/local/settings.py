@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from thinwire.core.checks import check_choice, check_count, check_number
@@ -12,7 +12,7 @@ from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import method as of_registry
 from thinwire.core.methods.registry import resolve
 from thinwire.core.methods.ssgd import SSGD
-from thinwire.core.pricing.periods import LONGEST, codes, looks, steps_late
+from thinwire.core.pricing.periods import CODES, LONGEST, steps_late
 from thinwire.core.program import Method
 from thinwire.engine.look import Look, as_look
 
@@ -91,8 +91,7 @@ class Local:
             a period to need. Or a :class:`QSR`.
         codec: the method that sends the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` also takes "int8", "int4", "int2", "int1", "bf16", "fp16" or a method's name, and a command line
-            also "none". "auto": 8 bits (4 with a look), or 2 if these reach a loss a tenth sooner; needs
-            ``sync_every="auto"``.
+            also "none". "auto": 4 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
         outer: the outer optimizer, which applies the mean change; None: the change is applied as it is.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
@@ -108,8 +107,7 @@ class Local:
             ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only if training waits for the exchange.
         inside: the method by which the ranks of a machine average gradients at every step; only machines then train
             independently, and each counts once. None: every rank trains independently.
-        look: a slow look-ahead along the way that the outer weights have gone, or its ``beta``; None: none. "auto": one
-            if more than two workers train independently; needs ``sync_every="auto"``.
+        look: a slow look-ahead along the way that the outer weights have gone, or its ``beta``; None: none.
         average_buffers: names of buffers that become the mean over the ranks, besides running statistics (BatchNorm's);
             others become rank 0's.
         anchors: "device": what is kept between rounds (outer weights, momenta, slow means, residuals) is with the
@@ -129,7 +127,7 @@ class Local:
     warmup_steps: int = 0
     moments: Mapping[str, int] = field(default_factory=dict)
     inside: Method | None = None
-    look: Look | str | None = None
+    look: Look | None = None
     average_buffers: Sequence[str] = field(default=(), repr=False)
     anchors: str = field(default="device", repr=False)
 
@@ -179,10 +177,7 @@ class Local:
             raise ValueError(
                 f'inside={self.inside!r} must be a method that is not decoupled, for example "ssgd", or None'
             )
-        if self.look != "auto":
-            object.__setattr__(self, "look", as_look(self.look))
-        elif self.sync_every != "auto":
-            raise ValueError('look="auto" needs sync_every="auto": give a thinwire.Look, or its beta')
+        object.__setattr__(self, "look", as_look(self.look))
         if "local" in self.method.unfit:
             raise ValueError(f"{self.method.name} cannot be a codec of local steps: {self.method.unfit['local']}")
         if self.method.decoupled:
@@ -193,21 +188,17 @@ class Local:
         """The methods that a round may run, the one that sends least last. Without a codec: plain averaging."""
         if isinstance(self.codec, Method):
             return (self.codec,)
-        return (SSGD(),) if self.codec is None else tuple(map(Cast, codes(self.ahead)))
+        return (SSGD(),) if self.codec is None else tuple(map(Cast, CODES))
 
     @property
     def told(self) -> str:
-        """The settings in words, as checkpoints name them: without a look, or one that depends on how many train."""
-        return repr(self).replace(", look=None)", ")").replace(", look='auto')", ")")
-
-    def among(self, workers: int) -> Local:
-        """Return the settings where so many train independently."""
-        return replace(self, look=as_look(looks(workers) or None)) if self.look == "auto" else self
+        """The settings in words, as checkpoints name them; those of 0.1 knew no ``look``."""
+        return repr(self).replace(", look=None)", ")")
 
     @property
     def ahead(self) -> float:
         """How far it looks ahead; 0: not at all."""
-        return self.look.beta if isinstance(self.look, Look) else 0.0
+        return 0.0 if self.look is None else self.look.beta
 
     @property
     def method(self) -> Method:
@@ -246,9 +237,8 @@ class Local:
         if isinstance(every, QSR):
             raise ValueError("a period that follows the learning rate has no price: give sync_every as a number")
         fixed = None if isinstance(every, str) else every
-        look = None if isinstance(self.look, str) else self.ahead
         codec = None if self.codec == "auto" else self.method
-        return Periodic(codec, fixed, delay, self.sync_every_max, self.outer is not None, look)
+        return Periodic(codec, fixed, delay, self.sync_every_max, self.outer is not None, self.ahead)
 
     def workers(self, topology: Topology) -> int:
         """Return how many train independently: ranks, or with ``inside`` machines."""
@@ -264,13 +254,12 @@ class Local:
 
 _DTYPES = ("fp16", "bf16", "int8", "int4", "int2", "int1")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "local": {"sync_every": "auto", "codec": "auto", "fragment_sync_delay": "auto", "look": "auto"},
+    "local": {"sync_every": "auto", "codec": "auto", "fragment_sync_delay": "auto"},
     "diloco": {"sync_every": 64, "outer": Nesterov()},
 }
 """What the names stand for; an option that a user names replaces only its own default.
 
-With a named period, changes are sent in 8 bits, training waits for rounds, and nothing looks ahead, unless a codec, a
-delay or a look is named too.
+With a named period, changes are sent in 8 bits and training waits for rounds, unless a codec or a delay is named too.
 """
 CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("local", {}), ("local", {"codec": "none"}), ("diloco", {}),
@@ -289,10 +278,8 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
     chosen = {**PRESETS[name], **options}
-    if chosen.get("sync_every") != "auto":
-        for name in ("fragment_sync_delay", "look"):
-            if name not in options:
-                chosen.pop(name, None)
+    if chosen.get("sync_every") != "auto" and "fragment_sync_delay" not in options:
+        chosen.pop("fragment_sync_delay", None)
     if chosen.get("sync_every") != "auto" and "codec" not in options and chosen.get("codec") == "auto":
         chosen["codec"] = "int8"
     if isinstance(codec := chosen.get("codec"), str) and codec != "auto":

@@ -71,7 +71,6 @@ class LocalSync(Handle):
         site: Site | None = None,
     ) -> None:
         state, self._settings, self._inner = State(comm.rank, topology), local, inner
-        local = local.among(local.workers(topology))
         self._session = session = Session(local.method, comm, state, None, {}, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
         self._nbytes = sum(local_shard(m.parameter).nbytes for m in managed)
@@ -201,7 +200,7 @@ class LocalSync(Handle):
         self._times.exchanged()
         if rounds.ends:
             starting = any(fragment.starting for fragment in rounds.fragments)
-            rounds.measured, rounds.code = self._times.period(rounds.settings, starting=starting)
+            rounds.measured, rounds.code = self._times.period(self._settings, starting=starting)
 
     # --- what users call -----------------------------------------------------------------------------------------
 
@@ -308,7 +307,7 @@ class LocalSync(Handle):
 
     def stats(self) -> Stats:
         """Return counters since ``attach``; ``steps`` are the optimizer's."""
-        travel, local = self._travel, self._rounds.settings
+        travel, local = self._travel, self._settings
         if travel is None:
             return dataclasses.replace(
                 self._session.stats("one rank only: nothing is sent"), method="local", steps=self._rounds.count
@@ -319,7 +318,6 @@ class LocalSync(Handle):
         delay = local.delay_in(self.period, self._rounds.measured)
         every = f"{self.period} steps" + (f" ({why})" if why else "") + (f", merged {delay} later" if delay else "")
         note = f"{rounds} rounds, every {every}, by {self._session.method.name}"
-        note += f", looking {local.ahead:g} ahead" if local.ahead else ""
         workers = local.workers(self.services.topology)
         if local.outer is None and workers > 1:
             root = math.sqrt(workers)  # each worker's normalised step is smaller by about that
@@ -561,11 +559,9 @@ def _part(codec: Mapping[str, Any], fragment: Fragment, saved: Mapping[str, Any]
 
 def chosen(sync: LocalSync) -> dict[str, Any]:
     """Return what "auto" has found, as options that ``attach`` takes in its place; empty without it, or until then."""
-    rounds, codecs = sync._rounds, sync._rounds.settings.codecs
+    rounds, codecs = sync._rounds, sync._settings.codecs
     if rounds.measured is None:
         return {}
-    found: dict[str, Any] = dict(zip(("sync_every", "fragment_sync_delay"), rounds.measured))
-    if sync._settings.look == "auto" and rounds.settings.ahead:
-        found["look"] = rounds.settings.ahead
+    found = dict(zip(("sync_every", "fragment_sync_delay"), rounds.measured))
     codec = str(codecs[rounds.code].options().get("dtype")).removeprefix("torch.")
     return found | ({"codec": codec} if len(codecs) > 1 else {})

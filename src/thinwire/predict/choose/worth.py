@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from thinwire.core.methods.cast import Cast
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.periods import EVERY, THINNER, best_period, codes, looks, mean_step, up_to
+from thinwire.core.pricing.periods import CODES, EVERY, THINNER, best_period, mean_step, up_to
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
@@ -83,7 +83,7 @@ class MeasuredWorth:
         """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
         every, delay, look = 1, 0, 0.0
         if isinstance(method, Periodic):
-            if method.every is None or method.delay == "auto" or method.look is None or method.outer:
+            if method.every is None or method.delay == "auto" or method.outer:
                 return False
             every, delay, look = method.every, method.travelling, method.look
             method = method.code
@@ -232,12 +232,11 @@ def resolved(
     if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
         return method
     step, workers = model_profile.forward_seconds + sum(model_profile.backward_seconds), topology.world_size
-    look = looks(workers) if method.look is None else method.look
-    codecs = map(Cast, codes(look)) if method.codec is None else (method.codec,)
+    codecs = map(Cast, CODES) if method.codec is None else (method.codec,)
     periods = up_to(method.most) if method.every is None else (method.every,)
     found, least = method, math.inf
     for codec in codecs:
-        waited = replace(method, codec=codec, every=1, delay=0, look=look)
+        waited = replace(method, codec=codec, every=1, delay=0)
 
         def round_seconds(prices: Costs, waited: Method = waited) -> float:
             return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
@@ -245,7 +244,7 @@ def resolved(
         round_, compute = round_seconds(costs), 0.0
         if where.get("shared_compute", True):
             compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
-        steps = period_worth(worth or shipped(), codec, model_profile.elements, workers, look)
+        steps = period_worth(worth or shipped(), codec, model_profile.elements, workers, method.look)
         option = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
         seconds = mean_step(step, round_, *option, compute_seconds=compute) * steps(*option)
         if seconds < THINNER * least or found is method:

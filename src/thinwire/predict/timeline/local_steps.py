@@ -20,8 +20,8 @@ class Periodic(Method):
     """Local steps (``thinwire.Local``) as the planner sees them: a codec's program every few steps, in one bucket.
 
     ``every`` None: ``choose.resolved`` chooses, up to ``most``. ``delay``: steps that run while a round is in flight;
-    "full": all but one; "auto": chosen with ``every``. ``look``: beta of a look-ahead, which takes no time. None for
-    ``codec`` or ``look``: chosen as ``attach`` does.
+    "full": all but one; "auto": chosen with ``every``. ``look``: beta of a look-ahead, which takes no time.
+    ``codec`` None: chosen too, as ``attach`` does.
     """
 
     name: ClassVar[str] = "local"
@@ -32,7 +32,7 @@ class Periodic(Method):
     delay: int | str = "auto"
     most: int = LONGEST
     outer: bool = False
-    look: float | None = 0.0
+    look: float = 0.0
 
     @property
     def code(self) -> Method:

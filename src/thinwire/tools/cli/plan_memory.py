@@ -54,9 +54,7 @@ def show(model: str, methods: str | None, output: Output, *, shards: int, sites:
         name, options = split_options(label.strip())
         if name.lower() not in PRESETS:
             raise ValueError(f'--memory counts "local" and "diloco", with their options, not {name!r}')
-        rows = predict_memory(
-            local_settings(name, options).among(sites), shapes, sites=sites, shards=shards, dtype=DTYPES[dtype]
-        )
+        rows = predict_memory(local_settings(name, options), shapes, sites=sites, shards=shards, dtype=DTYPES[dtype])
         total, host = (sum(getattr(row, where) for row in rows) for where in ("device", "host"))
         kinds = [{"kind": row.kind, "device": row.device, "host": row.host} for row in rows]
         title = f"{label.strip()}: {elements / 1e9:.3g} billion parameters in {dtype}, {sites} sites of {shards}"
