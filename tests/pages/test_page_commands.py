@@ -154,7 +154,7 @@ PAGES: dict[str, dict[str, Shown]] = {
             _script, SCRIPT
         ),
         "thinwire plan resnet50 --link 1gbit --workers 4": Shown(
-            said("use local codec=int2: 4 workers reach the loss")
+            said("use local: 4 workers reach the loss")
         ),
     },
     "docs/commands.md": {
@@ -236,7 +236,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/quickstart.md": {
         "thinwire plan resnet50 --link 1gbit --workers 4": Shown(
-            said("use local codec=int2: 4 workers reach the loss")
+            said("use local: 4 workers reach the loss")
         ),
         "thinwire lab run --workers 2 --link 100mbit -- python train.py ssgd": Shown(sends(16.8, 17.0)),
         "thinwire lab run --workers 2 --link 100mbit -- python train.py powersgd": Shown(sends(0.1, 0.2)),
@@ -279,7 +279,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/two_sites.md": {
         "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(
-            said("local:codec=int2 is faster here")
+            said("local is faster here")
         ),
     },
     "docs/troubleshooting.md": {

@@ -11,7 +11,7 @@ LONGEST = 64
 EVERY = (2, 4, 8, 16, 32, LONGEST)
 """Periods to choose from."""
 
-THINNER = 0.9
+THINNER = 0.95
 """A codec that sends less is taken if it needs less than this share of the time to a loss."""
 
 
