@@ -18,7 +18,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 import thinwire as tw
 from spawned import run
+from thinwire.core.methods.cast import Cast
 from thinwire.engine.local import Local, Nesterov
+from thinwire.engine.local.settings import local_settings
+from thinwire.engine.local.sync import chosen
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import attached_to
 
@@ -455,18 +458,19 @@ def _bare(rank, size):
         for step in range(30):
             _train(net, optimizer, rank, 1, first=step)
             rows.append((sync.period, sync.stats().settled))
+        pinned = chosen(sync)
         note, saved = sync.stats().note, sync.state_dict()
         sync.finish()
     again = cases.model()
     with tw.attach(again, _adamw(again), "local") as sync:
         sync.load_state_dict(saved)
-        return rows, note, sync.stats().settled, sync.period, cases.weights(net)
+        return rows, note, sync.stats().settled, sync.period, pinned, cases.weights(net)
 
 
 def test_the_period_is_measured_once_and_equal_on_all_ranks():
-    (rows, note, settled, period, weights), *others = run(_bare, 3, seconds=120)
+    (rows, note, settled, period, found, weights), *others = run(_bare, 3, seconds=120)
     first = [done for _, done in rows].index(True)
-    assert first in (5, 11)  # after three rounds in 2 bits, and three in 8 unless those took long
+    assert first in (5, 11)  # after three rounds in 2 bits, and three in 4 unless those took long
     assert rows[:first] == [(2, False)] * first
     assert all(done for _, done in rows[first:])
     assert len({count for count, _ in rows[first + 2 :]}) == 1
@@ -475,8 +479,12 @@ def test_the_period_is_measured_once_and_equal_on_all_ranks():
     assert "; measured: a step takes " in note
     assert note.endswith("; local steps want about 1.7 times the learning rate that is best for DDP")  # root of 3 ranks
     assert (settled, period) == (True, rows[-1][0])
-    for other_rows, _, _, _, theirs in others:
-        assert other_rows == rows
+    pinned = local_settings("local", found)
+    assert (pinned.sync_every, pinned.codec) in [(period, Cast("int2")), (period, Cast("int4"))]
+    assert ", merged " in note if pinned.fragment_sync_delay else ", merged " not in note
+    assert f" in {found['codec']})" in note
+    for other_rows, _, _, _, others_found, theirs in others:
+        assert (other_rows, others_found) == (rows, found)
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
 
 
@@ -514,6 +522,7 @@ def _late(rank, size):
             _train(net, optimizer, rank, 1, first=step)
             settled.append(sync.stats().settled)
         sync.finish()
+        assert set(chosen(sync)) == {"sync_every", "fragment_sync_delay"}  # the codec was named, or is the preset's
         return settled, sync.period, sync.stats().note.partition("steps")[0], cases.weights(net)
 
 

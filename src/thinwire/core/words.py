@@ -105,3 +105,15 @@ def volume(count: float | None) -> str:
 
 def factor(value: float) -> str:
     return f"{value:.0f}×" if value >= 99.5 else f"{value:.1f}×" if value >= 9.95 else f"{value:.2f}×"
+
+
+def times(value: float) -> str:
+    """Format a ratio with two digits, and three from 1 to 2, where small gains differ.
+
+    Example:
+        >>> times(0.0583), times(0.4), times(1.502), times(3.14), times(26.2)
+        ('0.058', '0.40', '1.50', '3.1', '26')
+    """
+    if value >= 2:
+        return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:#.2g}"

@@ -10,6 +10,7 @@ import statistics
 import pytest
 
 from thinwire.core.methods.cast import Cast
+from thinwire.core.words import run_seconds
 from thinwire.predict.choose.worth import MeasuredWorth, read_worth
 from thinwire.predict.timeline.local_steps import Periodic
 from thinwire.tools.bench import race, race_losses
@@ -123,6 +124,73 @@ def test_who_is_first_what_it_costs_and_how_sure(raced, tmp_path):
     assert again.measured.known_since
     raced(world, METHODS, link="2mbit")
     assert [kind for kind, _, _ in world.sessions[sessions:]] == ["seconds"]  # losses do not depend on the link
+
+
+@pytest.mark.parametrize(
+    ("alone", "needs", "said"),
+    [
+        (0.1, 7.0, "powersgd rank=4 is first: it {after}; 2 workers are worth 2.8 of one alone (DDP: 0.70)"),
+        (0.1, 2.8, "one worker alone does as well: {are} 1.12 of it with powersgd rank=4 (DDP: 0.28), which {after}"),
+        (0.05, 1.0, "one worker alone is sooner: {are} 0.21 of it with powersgd rank=4 (DDP: 0.053), which {after}"),
+    ],
+)
+def test_what_the_workers_are_worth_beside_one_alone(raced, alone, needs, said):
+    """One alone is trained at any rate and never wins itself; where the workers do not pay, that is the answer."""
+    world = World({"ddp": 1.0, "powersgd rank=4": 0.2, "alone": alone}, {"powersgd rank=4": 1.25, "alone": needs})
+    _, found, _ = raced(world, "powersgd:rank=4,alone", minutes=60.0, steps=150)
+    rows = {row.label: row for row in found.rows}
+    for label, row in rows.items():
+        assert row.worth == pytest.approx(rows["alone"].seconds / row.seconds), label
+    assert rows["alone"].worth == 1.0
+    data = race_data(found)["race"]
+    assert data["winner"] == "powersgd rank=4"
+    after = f"reaches a loss of {found.target:.3f} after {run_seconds(rows['powersgd rank=4'].seconds)}"
+    assert data["sentences"][0] == said.format(after=after, are="2 workers are worth")
+    assert data["next"].startswith("sync = tw.attach" if needs == 7.0 else "train on one machine")
+    assert {row["label"]: row["worth"] for row in data["rows"]} == {row.label: row.worth for row in found.rows}
+    assert race_table(found).columns[-1].header == "worth"
+    assert any("worth: times as soon at it as one worker alone" in line for line in basis(found))
+
+
+def test_ddp_that_is_enough_is_held_against_one_alone_too(raced):
+    """Which is trained though its step is no shorter."""
+    world = World({"ddp": 0.2, "powersgd rank=4": 0.19, "alone": 0.21}, {"powersgd rank=4": 1.25, "alone": 1.9})
+    _, found, _ = raced(world, "powersgd:rank=4,alone", steps=150)
+    worth = next(row for row in found.rows if row.label == "ddp").worth
+    assert worth == pytest.approx(0.21 * 1.9 / 0.2, rel=0.02)
+    assert sentences(found)[0].startswith("DDP is enough here: it reaches a loss of ")
+    assert sentences(found)[0].endswith(f"; 2 workers are worth {worth:.2f} of one alone" if worth < 2 else "alone")
+    assert race_data(found)["race"]["winner"] == "ddp"
+
+
+def test_local_steps_are_trained_as_they_were_timed(raced):
+    """What "auto" has found on the link; ranks beside it would find another period."""
+    chosen = {"sync_every": 4, "fragment_sync_delay": 1, "codec": "int2"}
+    world, plans = World({"ddp": 1.0, "local": 0.2, "ssgd": 0.9}, {"local": 1.2}), []
+
+    def session(spec, launch, on_progress, told=world.session):
+        record, launched = told(spec, launch, on_progress)
+        plans.extend((spec.curves, row.pinned) for row in spec.rows if row.label == "local")
+        for row in record.rows:
+            row.plan = json.dumps(chosen) if row.label == "local" and not spec.curves else ""
+        return record, launched
+
+    world.session = session
+    _, found, _ = raced(world, "local,ssgd", minutes=60.0)
+    assert {repr(options) for curves, options in plans if not curves} == {"{}"}
+    assert {repr(options) for curves, options in plans if curves} == {repr(chosen)}
+    assert "local: on this link sync_every=4, fragment_sync_delay=1, codec=int2" in basis(found)
+    data = race_data(found)
+    assert data["race"]["next"] == 'sync = tw.attach(model, optimizer, "local")'
+    (row,) = data["rows"]
+    assert {key: row[key] for key in ("method", "options", "every", "delay")} == {
+        "method": "cast", "options": {"dtype": "int2"}, "every": 4, "delay": 1,
+    }  # fmt: skip
+
+
+def test_what_everybody_has_and_local_as_such_race_unless_methods_are_named():
+    labels = [row.label for row in parse_rows(race.DEFAULT_METHODS)]
+    assert {"alone", "accumulate every=4", "ssgd", "local"} <= set(labels)
 
 
 def test_losses_are_those_of_what_the_link_lets_a_method_send(raced):

@@ -478,7 +478,7 @@ def test_what_cannot_be_raced_is_told_before_ranks_start(monkeypatch):
     assert "links cannot be emulated here" in refused(["race", "chargpt", "--link", "100mbit"], 1)
     monkeypatch.setattr("thinwire.tools.lab.available", lambda: "root")
     said = refused(["race", "mlp:width=64", "--minutes", "0.01", "--link", "100kbit"], 1)
-    assert "timing 8 methods takes " in said
+    assert "timing 9 methods takes " in said
     assert "give --minutes " in said
 
 

@@ -51,5 +51,15 @@ def test_the_first_answer_is_what_the_verb_says(page):
     command = re.search(r"^thinwire (plan resnet50 .+)$", text, re.MULTILINE)[1]
     said = " ".join(call(*command.split()).output.split())
     assert " ".join(re.search(r"^use .*?(?=```)", text, re.DOTALL | re.MULTILINE)[0].split()) in said
+    worth, ddp = re.search(r"reach the loss (\S+) times as soon as one alone \(DDP: (\S+)\)", said).groups()
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    assert re.search(rf"are worth {ddp}( of one machine alone with DDP,)? and {worth}[ .]", readme)
     for row in re.findall(r"^ .+ [\d.]+-[\d.]+ .+$", text, re.MULTILINE):  # of the table: a band
         assert " ".join(row.split()) in said
+
+
+@pytest.mark.slow  # prices sixteen methods
+def test_the_answer_where_the_workers_do_not_pay():
+    quoted = re.search(r"^use one worker alone.*?(?=```)", (DOCS / "plan.md").read_text(), re.DOTALL | re.MULTILINE)[0]
+    said = call("plan", "resnet50", "--link", "100mbit", "--workers", "4").output
+    assert " ".join(said.split()).startswith(" ".join(quoted.split()))

@@ -57,12 +57,14 @@ def ranking(label="acp rank=4", bound="network bandwidth", sentence=""):
                      1.0 if exact else None, None, "", 1.0, 0.0)  # fmt: skip
 
     entries = entry("ssgd", True, 0.5), entry(label, False, 0.2)
-    return Ranking("bert-base", 2, entries, entries[1], entries[0], sentence or f"{label} is fastest").to_data()
+    return Ranking(
+        "bert-base", 2, entries, entries[1], entries[1], entries[0], sentence or f"{label} is fastest"
+    ).to_data()
 
 
 def winners():
     def cell(winner, dense):
-        return Cell(winner, "ssgd", 0.5, 0.5, dense, f"the network bounds dense, not {winner}")
+        return Cell(winner, "ssgd", 0.5, 0.5, dense, dense, f"the network bounds dense, not {winner}")
 
     cells = (cell("acp rank=4", 5.0), cell("topk density=0.01", 8.0)), (cell("ssgd", 0.5), cell("ssgd", 0.5))
     return {"model": "bert-base", **plain(Map((1e8, 1e10), (2, 16), cells))}

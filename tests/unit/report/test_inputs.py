@@ -36,8 +36,11 @@ def test_kinds_are_told_by_content(tmp_path):
         ('{"rows": []}', "nothing that a report can show"),
         ("3", "nothing that a report can show"),
         ('{"entries": [3]}', "looks like a ranking"),
-        ('{"entries": [{"label": "acp"}], "best": "acp", "best_exact": "acp"}', "the field model is missing"),
-        ('{"entries": [], "best": "acp"}', "looks like a ranking .* cannot be read: 'acp'"),
+        (
+            '{"entries": [{"label": "acp"}], "answer": "acp", "best": "acp", "best_exact": "acp"}',
+            "the field model is missing",
+        ),
+        ('{"entries": [], "answer": "acp"}', "looks like a ranking .* cannot be read: 'acp'"),
         ('{"cells": [[]], "bits_per_second": [1e8], "workers": [2]}', "a row for each of bits_per_second"),
         ('{"cells": [[{"step_seconds": 1}]], "bits_per_second": [1e8], "workers": [2]}', "the field winner is missing"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "b", "dur": 1}]}', "'ts' is not a number"),
@@ -80,8 +83,10 @@ def test_what_plan_writes_holds_both_and_the_question(tmp_path):
     entries = [
         Entry("ssgd", "ssgd", {}, True, True, 0.5, 0.4, 0.6, 0.1, 100, "compute", 1, 1.0, 1.0, "exact", 1.0, 0.25)
     ]
-    ranking = Ranking("net", 2, tuple(entries), entries[0], entries[0], "stay with ssgd", (("acp", "no price"),))
-    cell = Cell("ssgd", "ssgd", 0.5, 0.5, 0.5, "compute bounds it")
+    ranking = Ranking(
+        "net", 2, tuple(entries), entries[0], entries[0], entries[0], "stay with ssgd", (("acp", "no price"),)
+    )
+    cell = Cell("ssgd", "ssgd", 0.5, 0.5, 0.5, 0.5, "compute bounds it")
     question = {"device": "cpu", "bits_per_second": 1e9, "latency_seconds": 5e-5, "network": "assumed"}
     answer = {"question": question, "ranking": ranking.to_data(), "map": plain(Map((1e9,), (2,), ((cell,),)))}
     inputs = read_files(results.write(tmp_path, a=answer))

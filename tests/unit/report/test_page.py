@@ -85,7 +85,7 @@ def test_what_comes_from_files_is_escaped(tmp_path):
 def test_what_the_texts_say(tmp_path):
     read = Reader(page_of(tmp_path, a=results.winners(), b=results.bench(), c=results.demo(), d=results.ranking()))
     for said in (
-        "Of 4 clusters: ssgd in 2, acp rank=4 in 1, topk density=0.01 in 1. The largest gain is 16.0×",
+        "Of 4 clusters: ssgd in 2, acp rank=4 in 1, topk density=0.01 in 1. At most they are worth 16.0×",
         "A small model; 1.0 M parameters, 4.0 MB of gradients; 2 workers; link 10mbit.",
         "Shortest step: thinwire acp, 2 s, 2.00× as fast as ddp.",
         "floor of exact methods at 10mbit: 3.5 s",

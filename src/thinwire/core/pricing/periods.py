@@ -11,6 +11,13 @@ LONGEST = 64
 EVERY = (2, 4, 8, 16, 32, LONGEST)
 """Periods to choose from."""
 
+THINNER = 0.95
+"""A codec that sends less is taken if it needs less than this share of the time to a loss."""
+
+
+CODES = ("int4", "int2")
+"""From which local steps choose: twice the bits cost no more steps wherever that was measured."""
+
 
 def up_to(most: int) -> tuple[int, ...]:
     return tuple(every for every in EVERY if every <= max(EVERY[0], most))

@@ -12,7 +12,7 @@ from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import METHODS, resolve, unknown
 from thinwire.core.methods.registry import method as of_registry
 from thinwire.core.methods.ssgd import SSGD
-from thinwire.core.pricing.periods import LONGEST, steps_late
+from thinwire.core.pricing.periods import CODES, LONGEST, steps_late
 from thinwire.core.program import Method
 from thinwire.engine.look import Look, as_look
 
@@ -91,7 +91,7 @@ class Local:
             a period to need. Or a :class:`QSR`.
         codec: the method that sends the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` also takes "int8", "int4", "int2", "int1", "bf16", "fp16" or a method's name, and a command line
-            also "none". "auto": 8 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
+            also "none". "auto": 4 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
         outer: the outer optimizer, which applies the mean change; None: the change is applied as it is.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
@@ -188,12 +188,17 @@ class Local:
         """The methods that a round may run, the one that sends least last. Without a codec: plain averaging."""
         if isinstance(self.codec, Method):
             return (self.codec,)
-        return (SSGD(),) if self.codec is None else (Cast("int8"), Cast("int2"))
+        return (SSGD(),) if self.codec is None else tuple(map(Cast, CODES))
 
     @property
     def told(self) -> str:
         """The settings in words, as checkpoints name them; those of 0.1 knew no ``look``."""
         return repr(self).replace(", look=None)", ")")
+
+    @property
+    def ahead(self) -> float:
+        """How far it looks ahead; 0: not at all."""
+        return 0.0 if self.look is None else self.look.beta
 
     @property
     def method(self) -> Method:
@@ -232,8 +237,8 @@ class Local:
         if isinstance(every, QSR):
             raise ValueError("a period that follows the learning rate has no price: give sync_every as a number")
         fixed = None if isinstance(every, str) else every
-        look = 0.0 if self.look is None else self.look.beta
-        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, look)
+        codec = None if self.codec == "auto" else self.method
+        return Periodic(codec, fixed, delay, self.sync_every_max, self.outer is not None, self.ahead)
 
     def workers(self, topology: Topology) -> int:
         """Return how many train independently: ranks, or with ``inside`` machines."""
@@ -257,7 +262,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 With a named period, changes are sent in 8 bits and training waits for rounds, unless a codec or a delay is named too.
 """
 CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("local", {}), ("local", {"codec": "int2"}), ("local", {"codec": "none"}), ("diloco", {}),
+    ("local", {}), ("local", {"codec": "none"}), ("diloco", {}),
 )  # fmt: skip
 """(name, options) of what ``thinwire plan`` prices if no method is named."""
 

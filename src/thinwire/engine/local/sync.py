@@ -562,3 +562,13 @@ def _part(codec: Mapping[str, Any], fragment: Fragment, saved: Mapping[str, Any]
         fields = {field: {n: x for n, x in named.items() if n in names} for field, named in codec[kind].items()}
         part[kind] = {field: named for field, named in fields.items() if named}
     return part
+
+
+def chosen(sync: LocalSync) -> dict[str, Any]:
+    """Return what "auto" has found, as options that ``attach`` takes in its place; empty without it, or until then."""
+    rounds, codecs = sync._rounds, sync._settings.codecs
+    if rounds.measured is None:
+        return {}
+    found = dict(zip(("sync_every", "fragment_sync_delay"), rounds.measured))
+    codec = str(codecs[rounds.code].options().get("dtype")).removeprefix("torch.")
+    return found | ({"codec": codec} if len(codecs) > 1 else {})

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from thinwire.core.pricing.periods import best_period, mean_step, up_to
+from thinwire.core.pricing.periods import THINNER, best_period, mean_step, up_to
 from thinwire.core.words import milliseconds as ms
 from thinwire.engine.local.settings import Local
 from thinwire.engine.services import Services
@@ -18,8 +18,7 @@ from thinwire.predict.choose.worth import period_worth, shipped
 
 _MEASURED = 3  # periods of a kind; the first does not count: it opens connections, or merges what was sent before it
 _LAST = 1000  # number of steps whose times are kept
-_THINNER = 0.9  # a codec that sends less is taken if it needs less than this share of the time to a loss
-_LONG = 4  # steps: if an exchange in 2 bits takes more, one in 8 bits loses by any measured worth
+_LONG = 4  # steps: if an exchange in 2 bits takes more, one in more bits loses by any measured worth
 
 
 class _Exchange(NamedTuple):
@@ -77,15 +76,14 @@ class RoundTimes:
         found, least, every = ((2, 0), codes[-1]), math.inf, settings.sync_every
         for code, (round_, compute) in sorted(exchanges.items()):
             taken_away = 0.0 if self._beside else compute
-            look = 0.0 if settings.look is None else settings.look.beta
-            worth = period_worth(shipped(), codecs[code], self._elements, workers, look)
+            worth = period_worth(shipped(), codecs[code], self._elements, workers, settings.ahead)
             periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
             option = best_period(
                 step, round_, worth,
                 delay=settings.fragment_sync_delay, periods=periods, compute_seconds=taken_away,
             )  # fmt: skip
             seconds = mean_step(step, round_, *option, compute_seconds=taken_away) * worth(*option)
-            if seconds < _THINNER * least:
+            if seconds < THINNER * least:
                 found, least = (option, code), seconds
         taken = found[1]
         self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken].seconds)}"

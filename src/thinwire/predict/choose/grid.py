@@ -10,7 +10,7 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import Record
-from thinwire.predict.choose.rank import Candidates, judge, price, without_startups
+from thinwire.predict.choose.rank import Candidates, alone_seconds, answer, judge, price, without_startups
 from thinwire.predict.choose.worth import WorthOf, resolved
 from thinwire.predict.timeline import bound_by, simulate
 
@@ -23,10 +23,11 @@ class Cell:
     """One cluster.
 
     Attributes:
-        winner, winner_exact: label of the recommendation, with and without lossy methods.
+        winner, winner_exact: label of the recommendation, which may be one worker alone; and of the best exact method.
         step_seconds: of the winner.
         loss_seconds: the same, times the steps that it needs for one step of plain averaging.
         dense_seconds: step time of the fastest dense form.
+        alone_seconds: of one worker alone, for what all gain by one step of plain averaging.
         why: the sentence of ``choose``, and what bounds the dense form.
     """
 
@@ -35,12 +36,13 @@ class Cell:
     step_seconds: float
     loss_seconds: float
     dense_seconds: float
+    alone_seconds: float
     why: str
 
     @property
-    def sooner(self) -> float:
-        """How many times sooner than the fastest dense form it reaches a loss."""
-        return self.dense_seconds / self.loss_seconds if self.loss_seconds > 0 else 1.0
+    def worth(self) -> float:
+        """How many times as soon as one worker alone all of them reach a loss."""
+        return self.alone_seconds / self.loss_seconds if self.loss_seconds > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ def map_of(
             dense = verdict.dense
             bound = bound_by(dense.method, model_profile, topology, prices, plan=dense.timeline.plan, **where)
             why = f"{verdict.sentence}; {dense.label} is bound by {bound}"
-            best, exact = verdict.best, verdict.best_exact
-            row.append(Cell(best.label, exact.label, best.seconds, best.loss_seconds, dense.seconds, why))
+            best, exact = answer(points, verdict.best), verdict.best_exact
+            lone = alone_seconds(points) or best.loss_seconds
+            row.append(Cell(best.label, exact.label, best.seconds, best.loss_seconds, dense.seconds, lone, why))
             on_cell(i * len(clusters) + len(row), len(bits_per_second) * len(clusters))
         rows.append(tuple(row))
     return Map(tuple(map(float, bits_per_second)), tuple(workers), tuple(rows))

@@ -19,13 +19,16 @@ from thinwire.core.words import milliseconds, with_steps
 from thinwire.predict.choose.result import Entry, Ranking
 from thinwire.predict.choose.worth import Worth, WorthOf, resolved, shipped
 from thinwire.predict.timeline import Timeline, bound_by, simulate
-from thinwire.predict.timeline.local_steps import PLAIN, Periodic
+from thinwire.predict.timeline.local_steps import PLAIN, OneWorker, Periodic, is_plain
 from thinwire.predict.timeline.programs import Place
 from thinwire.predict.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event, union_seconds
 from thinwire.predict.timeline.simulate import network_free
 
 TIE = 0.10
 """Relative delay in time to a loss, by the median and the maximum, up to which a method counts as equally fast."""
+
+PAYS = 1.2
+"""Worth of all workers, in workers alone, below which one alone is recommended."""
 
 
 class Rival(Protocol):
@@ -192,8 +195,7 @@ def choose(
     loss more than 10 % sooner than the fastest dense form, with the most steps that it has needed anywhere, and would
     still do so if start-ups of messages cost nothing; otherwise sending less gains nothing. Among lossy methods that
     are equally fast, the simpler one is recommended (:func:`simplest`). Among the dense forms, 16 bits are recommended
-    only if they gain 5 %. Where it is known what they are worth, one worker alone and DDP that accumulates are listed
-    too, and a lossy method must beat both.
+    only if they gain 5 %. One worker alone and DDP that accumulates are listed too; ``Ranking.answer`` may be of them.
 
     The band is the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
     40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
@@ -218,7 +220,7 @@ def choose(
     verdict = judge(points, topology, without_startups(model_profile, topology, costs, where), lossy=lossy)
     off = UNCERTAINTY[model_profile.provenance]
     ends = [(model_profile.scaled(1 + s * off), spread_costs(costs, topology, s)) for s in (-1, 1)]
-    reference = min(p.seconds for p in points if type(p.method) is SSGD)
+    alone = alone_seconds(points)
     entries: dict[str, Entry] = {}
     for point in sorted(points, key=lambda p: (not p.exact, p.loss_seconds, p.seconds)):
         plan = point.timeline.plan
@@ -239,12 +241,14 @@ def choose(
             steps=_finite(point.worth.middle),
             most_steps=_finite(point.worth.high),
             steps_source=point.worth.source,
-            speedup=(reference / point.loss_seconds if point.loss_seconds else 1.0) if point.worth.known else None,
+            worth=alone / point.loss_seconds if alone and point.worth.known and point.loss_seconds else None,
             measured_share=measured_share(point.timeline, model_profile, topology, costs),
         )
     best, best_exact = entries[verdict.best.label], entries[verdict.best_exact.label]
     found = tuple(entries.values())
-    return Ranking(model_profile.name, topology.world_size, found, best, best_exact, verdict.sentence, tuple(left_out))
+    use = entries[answer(points, verdict.best).label]
+    left = tuple(left_out)
+    return Ranking(model_profile.name, topology.world_size, found, use, best, best_exact, verdict.sentence, left)
 
 
 def price(
@@ -261,14 +265,10 @@ def price(
     worth_of = worth or shipped()
     points: list[SimulatedMethod] = []
     left_out: list[tuple[str, str]] = []
-    known = [
-        (label, method)
-        for label, method in PLAIN.items()
-        if worth_of(method, profile.elements, topology.world_size).known
-    ]
-    for label, method in [*_complete(candidates), *known]:
+    plain = PLAIN if topology.world_size > 1 else {}
+    for label, method in {**dict(_complete(candidates)), **plain}.items():
         dense = _dense(method)
-        if not (lossy or dense or method.exact):
+        if not (lossy or dense or method.exact or is_plain(method)):
             continue
         try:
             ran = resolved(method, profile, topology, costs, worth=worth_of, **where)
@@ -280,6 +280,20 @@ def price(
                 raise
             left_out.append((label, str(error.args[0] if error.args else error)))
     return points, left_out
+
+
+def alone_seconds(points: Sequence[SimulatedMethod]) -> float | None:
+    """Return the time of one worker alone to a loss, if it is known."""
+    return next((p.loss_seconds for p in points if isinstance(p.method, OneWorker) and p.worth.known), None)
+
+
+def answer(points: Sequence[SimulatedMethod], best: SimulatedMethod) -> SimulatedMethod:
+    """Return the recommended method; what needs none, if even at worst that is sooner; or alone, if nothing pays."""
+    plain = [point for point in points if is_plain(point.method)]
+    first = min(plain, key=lambda point: point.most_loss_seconds, default=best)
+    use = first if first.most_loss_seconds < best.loss_seconds else best
+    pays = (alone_seconds(plain) or math.inf) >= PAYS * use.loss_seconds
+    return use if pays else next(point for point in plain if isinstance(point.method, OneWorker))
 
 
 def without_startups(
@@ -311,8 +325,7 @@ def judge(
         return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
     kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
-    plain = [p for p in points if p.label in PLAIN]
-    lossies = [p for p in points if not (p.exact or p.dense or p in plain)]
+    lossies = [p for p in points if not (p.exact or p.dense or is_plain(p.method))]
     rivals = sorted((p for p in lossies if p.worth.known), key=lambda p: p.loss_seconds)
     if not rivals:
         other = (
@@ -336,10 +349,6 @@ def judge(
         )
         return Recommendation(kept, best_exact, dense, said)
     simple = simplest(rival, [p for p in sooner if as_soon(p, rival) and bytes_alone(p) < limit])
-    least = min(plain, key=lambda p: p.loss_seconds, default=simple)
-    if least.loss_seconds < simple.loss_seconds:
-        said = f"nothing pays here: {_told(least)} for {least.label} against {_told(simple)} ({simple.label})"
-        return Recommendation(kept, best_exact, dense, said)
     against = f"{milliseconds(dense.seconds)} for dense ({dense.label})"
     said = f"{simple.label} is faster here: {_told(simple)} against {against}"
     if simple is not rival:

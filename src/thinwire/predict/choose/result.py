@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 from thinwire.core.records import Record, plain
 from thinwire.predict.timeline.simulate import Bound
 
+_LABELS = ("answer", "best", "best_exact")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -25,7 +27,7 @@ class Entry:
         bound_by: the resource without which the step would be shortest.
         steps: steps to a loss, relative to plain averaging; None: not measured.
         most_steps: the most measured; None: not measured, or some seed did not reach the loss.
-        speedup: how many times sooner than dense fp32 it reaches that loss; None: unknown.
+        worth: seconds of one worker alone to a loss, over those of all workers with this; None: unknown, or one worker.
         measured_share: fraction of the step whose price was measured here.
     """
 
@@ -44,7 +46,7 @@ class Entry:
     steps: float | None
     most_steps: float | None
     steps_source: str
-    speedup: float | None
+    worth: float | None
     measured_share: float
 
     def __hash__(self) -> int:
@@ -58,7 +60,8 @@ class Ranking(Record):
     Attributes:
         entries: exact ones first, then lossy ones; within each, the soonest to reach a loss first and unknown ones
             last.
-        best, best_exact: the recommendation, with and without lossy methods.
+        answer: the recommendation, which may be one worker alone, or DDP that accumulates.
+        best, best_exact: the recommended method, with and without lossy ones.
         left_out: (label, reason) of candidates that cannot run on this cluster or have no price.
     """
 
@@ -68,6 +71,7 @@ class Ranking(Record):
     model: str
     workers: int
     entries: tuple[Entry, ...]
+    answer: Entry
     best: Entry
     best_exact: Entry
     sentence: str
@@ -96,8 +100,8 @@ class Ranking(Record):
 
     def to_data(self) -> dict[str, Any]:
         """Return the ranking as data that JSON can hold."""
-        best = {"best": self.best.label, "best_exact": self.best_exact.label}
-        return {**plain(self), **best, "measured_share": self.measured_share}
+        labels = {name: getattr(self, name).label for name in _LABELS}
+        return {**plain(self), **labels, "measured_share": self.measured_share}
 
     def to_json(self) -> str:
         """Return the ranking as JSON text."""
@@ -107,7 +111,7 @@ class Ranking(Record):
     def from_data(cls, data: Any) -> Ranking:
         """Read back what ``to_data`` returned."""
         entries = {entry["label"]: entry for entry in data["entries"]}
-        return super().from_data({**data, **{name: entries[data[name]] for name in ("best", "best_exact")}})
+        return super().from_data({**data, **{name: entries[data[name]] for name in _LABELS}})
 
     def __hash__(self) -> int:
         return hash(self.to_json())

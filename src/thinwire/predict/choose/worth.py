@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 from thinwire.core.methods.cast import Cast
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.periods import EVERY, best_period, up_to
+from thinwire.core.pricing.periods import CODES, EVERY, THINNER, best_period, mean_step, up_to
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.local_steps import OneWorker, Periodic
+from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, Periodic, is_plain
 from thinwire.predict.timeline.simulate import network_free
 
 TABLE = Path(__file__).with_name("worth.json")
@@ -86,7 +86,7 @@ class MeasuredWorth:
             if method.every is None or method.delay == "auto" or method.outer:
                 return False
             every, delay, look = method.every, method.travelling, method.look
-            method = method.codec
+            method = method.code
         if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
             return False
         if delay > self.delay or (delay == 0) != (self.delay == 0) or look != self.look:
@@ -95,12 +95,21 @@ class MeasuredWorth:
         return all(_covers(bits(getattr(method, k)), bits(v)) for k, v in self.options.items())
 
     @property
+    def apart(self) -> bool:
+        """Whether workers train apart between exchanges."""
+        return self.every > 1 and self.method != Accumulated.name
+
+    @property
     def sends(self) -> list[float]:
         return [-float(v) for v in map(_bits, self.options.values()) if isinstance(v, (int, float))]
 
-    def worth(self, by: str = "measured") -> Worth:
-        """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins."""
-        ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
+    def worth(self, workers: int, by: str = "measured") -> Worth:
+        """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins.
+
+        The steps of one worker alone grow as a power of the number of workers that it is held against.
+        """
+        power = math.log(workers, self.workers) if self.method == OneWorker.name else 1.0
+        ordered = sorted(math.inf if factor is None else max(1.0, factor) ** power for factor in self.factors)
         low, high = ordered[0], ordered[-1]
         if len(ordered) == 1:
             low, high = max(1.0, low / _ONE_SEED), high * _ONE_SEED
@@ -128,7 +137,8 @@ def _bits(value: Any) -> Any:
 def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
     """Return a look-up of a method's row: of the longest runs, nearest in ranks, in size, then in what it sends.
 
-    One worker alone is worth what it is beside as many workers as were measured.
+    One worker alone, and DDP that accumulates, are known for any model and number of workers: where no row has them, by
+    the table in the package.
     """
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
@@ -136,11 +146,13 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
             return EXACT
         if method.name == "cast" and not method.has_residual:
             return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
-        found = [
-            row for row in rows if row.speaks_for(method) and (row.workers == workers or row.method != OneWorker.name)
-        ]
+        found, plain = [row for row in rows if row.speaks_for(method)], is_plain(method)
+        if isinstance(method, Periodic) and not plain:  # more workers lose more by training apart: no others' rows
+            known = {row.workers for row in rows if row.apart and row.look == method.look}
+            near = min(known, key=lambda count: abs(math.log(count / workers)), default=workers)
+            found = [row for row in found if row.workers == near]
         if not found:
-            return UNKNOWN
+            return shipped()(method, elements, workers) if plain and rows != _shipped_rows() else UNKNOWN
 
         def apart(row: MeasuredWorth) -> tuple[int, float, float, int, int, list[float]]:
             return (
@@ -153,8 +165,9 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
             )
 
         nearest = min(found, key=apart)
-        value = nearest.worth(by)
-        return UNKNOWN if value.middle > _FAR_STEPS and elements > _FAR_SIZE * nearest.elements else value
+        value = nearest.worth(workers, by)
+        far = value.middle > _FAR_STEPS and elements > _FAR_SIZE * nearest.elements
+        return UNKNOWN if far and not plain else value
 
     return worth_of
 
@@ -162,14 +175,16 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
 def period_worth(
     worth: WorthOf, codec: Method, elements: int, workers: int, look: float = 0.0
 ) -> Callable[[int, int], float]:
-    """Return (period, delay) -> steps to a loss of local steps with a codec; if it was not measured, with 8 bits."""
+    """Return (period, delay) -> steps to a loss of local steps; where not measured, without a look, or of 8 bits."""
+    ways = [(codec, look), (codec, 0.0), (Cast("int8"), 0.0)]
 
-    def steps_with(code: Method) -> Callable[[int, int], float]:
-        return lambda every, delay: worth(Periodic(code, every, delay, look=look), elements, workers).middle
+    def steps_with(way: tuple[Method, float]) -> Callable[[int, int], float]:
+        return lambda every, delay: worth(Periodic(way[0], every, delay, look=way[1]), elements, workers).middle
 
-    own = steps_with(codec)
-    measured = any(math.isfinite(own(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
-    return own if measured else steps_with(Cast("int8"))
+    def measured(way: tuple[Method, float]) -> bool:
+        return any(math.isfinite(steps_with(way)(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
+
+    return steps_with(next(filter(measured, ways), ways[-1]))
 
 
 def read_worth(path: Path) -> WorthOf:
@@ -192,8 +207,13 @@ def _rows(data: Any) -> tuple[MeasuredWorth, ...]:
 
 
 @cache
+def _shipped_rows() -> tuple[MeasuredWorth, ...]:
+    return _rows(json.loads(TABLE.read_text(encoding="utf-8")))
+
+
+@cache
 def shipped() -> WorthOf:
-    return worth_from(_rows(json.loads(TABLE.read_text(encoding="utf-8"))))
+    return worth_from(_shipped_rows())
 
 
 def resolved(
@@ -205,19 +225,28 @@ def resolved(
     worth: WorthOf | None = None,
     **where: Any,
 ) -> Method:
-    """Return the method, with period and delay chosen if it is local steps without; ``where``: as in ``simulate``."""
+    """Return the method; of local steps with what ``attach`` would choose: look, codec, period and delay.
+
+    ``where``: as in ``simulate``.
+    """
     if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
         return method
-    step = model_profile.forward_seconds + sum(model_profile.backward_seconds)
-    waited = replace(method, every=1, delay=0)
-
-    def round_seconds(prices: Costs) -> float:
-        return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
-
-    round_, compute = round_seconds(costs), 0.0
-    if where.get("shared_compute", True):
-        compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
-    steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size, method.look)
+    step, workers = model_profile.forward_seconds + sum(model_profile.backward_seconds), topology.world_size
+    codecs = map(Cast, CODES) if method.codec is None else (method.codec,)
     periods = up_to(method.most) if method.every is None else (method.every,)
-    every, delay = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
-    return replace(method, every=every, delay=delay)
+    found, least = method, math.inf
+    for codec in codecs:
+        waited = replace(method, codec=codec, every=1, delay=0)
+
+        def round_seconds(prices: Costs, waited: Method = waited) -> float:
+            return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
+
+        round_, compute = round_seconds(costs), 0.0
+        if where.get("shared_compute", True):
+            compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
+        steps = period_worth(worth or shipped(), codec, model_profile.elements, workers, method.look)
+        option = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
+        seconds = mean_step(step, round_, *option, compute_seconds=compute) * steps(*option)
+        if seconds < THINNER * least or found is method:
+            found, least = replace(waited, every=option[0], delay=option[1]), seconds
+    return found

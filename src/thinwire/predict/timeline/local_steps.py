@@ -21,23 +21,31 @@ class Periodic(Method):
 
     ``every`` None: ``choose.resolved`` chooses, up to ``most``. ``delay``: steps that run while a round is in flight;
     "full": all but one; "auto": chosen with ``every``. ``look``: beta of a look-ahead, which takes no time.
+    ``codec`` None: chosen too, as ``attach`` does.
     """
 
     name: ClassVar[str] = "local"
     loss: ClassVar[str] = "apart between rounds"
 
-    codec: Method
+    codec: Method | None
     every: int | None = None
     delay: int | str = "auto"
     most: int = LONGEST
     outer: bool = False
     look: float = 0.0
 
+    @property
+    def code(self) -> Method:
+        """The codec; ``ValueError`` until it has been chosen."""
+        if self.codec is None:
+            raise ValueError("local steps without a codec: choose.resolved chooses one")
+        return self.codec
+
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        yield from self.codec.reduce(bucket, state)
+        yield from self.code.reduce(bucket, state)
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        return self.codec.dense(name, shape, embedding)
+        return self.code.dense(name, shape, embedding)
 
     @property
     def travelling(self) -> int:
@@ -48,8 +56,8 @@ class Periodic(Method):
 
     @property
     def carrier(self) -> Method:
-        flat = {"collective": "flat"} if self.codec.collective == "auto" else {}
-        return replace(self.codec, fusion="single", **flat)  # type: ignore[type-var]
+        flat = {"collective": "flat"} if self.code.collective == "auto" else {}
+        return replace(self.code, fusion="single", **flat)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,11 @@ class Accumulated(SSGD):
 
 PLAIN: Mapping[str, Method] = {"alone": OneWorker(), "accumulate:every=4": Periodic(Accumulated(), 4, 0)}
 """What everybody has without this library; a lossy method must beat both."""
+
+
+def is_plain(method: Method) -> bool:
+    """Return whether a method is one worker alone, or DDP that accumulates."""
+    return isinstance(method, OneWorker) or (isinstance(method, Periodic) and isinstance(method.codec, Accumulated))
 
 
 @dataclass(frozen=True)

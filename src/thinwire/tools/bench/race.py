@@ -1,8 +1,8 @@
 """A race: which method reaches DDP's loss first on a link, and how certain that is.
 
 Seconds per step are measured in turns on the link. Losses are measured separately, over whole runs of ranks without a
-slow link, but with the plan that the link has led to where that says how much is sent (LAGS-SGD). Rows that cannot win
-by their seconds alone are not trained.
+slow link, but with what the link has led to: how much is sent (LAGS-SGD), or the period of local steps. Rows that
+cannot win by their seconds are not trained, except one worker alone, beside which all others are held.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from thinwire.tools.bench.race_losses import (
     whole_factors,
     whole_runs,
 )
-from thinwire.tools.bench.rows import COMPUTE, EVERY, Row, parse_rows
+from thinwire.tools.bench.rows import ALONE, COMPUTE, EVERY, Row, parse_rows
 from thinwire.tools.bench.session import (
     BenchError,
     BenchSpec,
@@ -59,16 +59,17 @@ from thinwire.tools.bench.session import (
 from thinwire.tools.bench.words import told
 
 DEFAULT_METHODS = (
-    "alone,ssgd,cast:dtype=int8,powersgd:rank=4,local:sync_every=8:codec=int8,"
-    "local:sync_every=8:codec=int8:fragment_sync_delay=3,local:sync_every=16:codec=int2"
+    "alone,accumulate:every=4,ssgd,cast:dtype=int4,acp:rank=32,local,local:sync_every=4:codec=int2,"
+    "local:sync_every=16:codec=int2"
 )
-"""One worker alone, the exact average, and methods that win somewhere in the table in the package."""
+"""What needs no method, the exact average, and what the planner recommends somewhere."""
 
 LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
 """More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
 spend a fifth of that on rounds in 2 bits (1/16 of DDP's bytes)."""
 
 SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
+AUTO = 16  # steps of a period that is chosen on the link, before that
 _POINTS = 24  # of a run at which losses are measured
 _WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
@@ -178,9 +179,9 @@ class RaceResult:
 
     def way(self, label: str) -> float | None:
         """Return a row's share of the way from one worker alone to DDP, in final losses; None if that is not known."""
-        if not {label, "alone", BASE} <= self.finals.keys():
+        if not {label, ALONE, BASE} <= self.finals.keys():
             return None
-        alone, ddp = self.finals["alone"].final, self.finals[BASE].final
+        alone, ddp = self.finals[ALONE].final, self.finals[BASE].final
         return (alone - self.finals[label].final) / (alone - ddp) if alone > ddp else None
 
 
@@ -265,11 +266,11 @@ def _starters(
     rows, notes = [], {}
     for row in asked.rows[1:]:
         mine = times[row.label]
-        if mine.seconds < times[BASE].seconds and not is_exact(row):
+        if (row.kind == ALONE and not mine.error) or (mine.seconds < times[BASE].seconds and not is_exact(row)):
             rows.append(row)
         elif not mine.error and not is_exact(row):
             notes[row.label] = "its step is not shorter than DDP's: not trained"
-    rows.sort(key=lambda row: times[row.label].seconds * _expected_steps(row, measured.record))
+    rows.sort(key=lambda row: (row.kind != ALONE, times[row.label].seconds * _expected_steps(row, measured.record)))
     labels, base, start = [row.label for row in rows], times[BASE].apart_seconds, measured.start_seconds
     if asked.steps is not None:
         return labels, TrainingBudget(asked.steps, asked.seeds or 1), notes
@@ -285,7 +286,7 @@ def _starters(
             notes[longest] = f"not trained: runs of {budget.steps} steps have less than five of its periods"
             labels.remove(longest)
             continue
-        if len(labels) < 2:
+        if len(labels) < 2 + (ALONE in labels):
             break
         notes[labels.pop()] = "not trained: not enough minutes"
     shortest = TrainingBudget(FEWEST, asked.seeds or 1, search=False)
@@ -294,13 +295,14 @@ def _starters(
 
 
 def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[TimeToLoss]) -> tuple[TimeToLoss, ...]:
-    base = rows[0].seconds
+    base, alone = rows[0].seconds, next((row.seconds for row in rows if row.label == ALONE), None)
     sent = {row.label: row.wire_bytes for row in measured.record.rows}
     apart = {row.label for row in asked.rows if row.kind in PRESETS}
     compared = [
         replace(
             row,
             sooner=base / row.seconds if base and row.seconds else None,
+            worth=alone / row.seconds if alone and row.seconds else None,
             apart=row.label in apart,
             bytes_per_step=sent[row.label],
         )
@@ -412,11 +414,13 @@ def _steps_of(row: Row, steps: int, turns: int) -> int:
 
 
 def period_of(row: Row) -> int:
-    """Return after how many steps the row exchanges; 1 if that is in every step, or not known beforehand."""
+    """Return after how many steps the row exchanges; if a link decides that, as many as it may be."""
     if row.kind == "accumulate":
         return int(row.options.get("every", EVERY))
-    settings = named_local(row.kind, row.options)
-    return settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
+    settings = named_local(row.kind, row.pinned)
+    if settings is None:
+        return 1
+    return settings.sync_every if isinstance(settings.sync_every, int) else AUTO
 
 
 def is_exact(row: Row) -> bool:

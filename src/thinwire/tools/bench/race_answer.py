@@ -9,33 +9,44 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from thinwire.core.words import run_seconds
+from thinwire.core.words import counted, run_seconds, times
 from thinwire.core.words import seconds as short
 from thinwire.engine.local.settings import local_settings
-from thinwire.predict.choose.rank import TIE, as_soon, overlap, simplest
+from thinwire.predict.choose.rank import PAYS, TIE, as_soon, overlap, simplest
 from thinwire.tools.bench.race import RaceResult
 from thinwire.tools.bench.race_losses import BASE, TimeToLoss
-from thinwire.tools.bench.rows import EVERY, Row
+from thinwire.tools.bench.rows import ALONE, EVERY, Row
 from thinwire.tools.bench.session import BenchSpec, Point
 from thinwire.tools.bench.summary import summarise
-from thinwire.tools.bench.words import attach_line
+from thinwire.tools.bench.words import WITHOUT_A_METHOD, attach_line
 
 LONG = 1000
 """Steps from which on a run is not called short."""
 
 
 def winner(rows: Sequence[TimeToLoss]) -> TimeToLoss:
+    """Return the row that is recommended for all workers."""
+    rows = without_alone(rows)
     ddp = next(row for row in rows if row.label == BASE)
     if (rows[0].sooner or 0.0) <= 1 + TIE:
         return ddp
     return simplest(rows[0], [row for row in rows if as_soon(row, rows[0])])
 
 
+def without_alone(rows: Sequence[TimeToLoss]) -> list[TimeToLoss]:
+    return [row for row in rows if row.label != ALONE]
+
+
+def pays(first: TimeToLoss) -> bool:
+    """Return whether all workers with the winner are worth more than one alone, as far as that is known."""
+    return first.worth is None or first.worth >= PAYS
+
+
 def sentences(found: RaceResult) -> tuple[str, str, str]:
-    """Say who is first and how much sooner than DDP, what that costs in steps, and how certain it is."""
+    """Say who is first and what all workers are worth then, what that costs in steps, and how certain it is."""
     rows = {row.label: row for row in found.rows}
     if found.needed:
-        shortest, step = found.rows[0], short(rows[BASE].step_seconds)
+        shortest, step = without_alone(found.rows)[0], short(rows[BASE].step_seconds)
         return (
             f"{shortest.label} has the shortest step: {short(shortest.step_seconds)}, DDP's takes {step}",
             "how many steps each method needs is not known: the minutes were over before any was trained",
@@ -44,25 +55,33 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     first, ddp = winner(found.rows), rows[BASE]
     assert first.seconds is not None
     assert ddp.seconds is not None
-    rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
+    rivals = [row for row in without_alone(found.rows) if row not in (first, ddp) and row.seconds is not None]
     rival = rivals[0] if rivals else None
     sure = _sureness(found, first, ddp, rival)
     if found.budget.steps < LONG:
         sure += "; short runs: over thousands of steps the order may be another one (more --minutes, or --steps 2000)"
-    at = f"a loss of {found.target:.3f}"
+    at, machines = f"a loss of {found.target:.3f}", counted(found.asked.workers, "worker")
+    after, worth = f"reaches {at} after {run_seconds(first.seconds)}", times(first.worth or 0.0)
+    beside = "" if first is ddp or ddp.worth is None else f" (DDP: {times(ddp.worth)})"
+    than = "" if first is ddp else f", {first.sooner:.1f} x faster than DDP ({run_seconds(ddp.seconds)})"
+    if first.worth is not None:
+        than = f"; {machines} are worth {worth} of one alone{beside}"
+    alone = ""
+    if not pays(first):
+        does = "does as well" if (first.worth or 0.0) >= 1 else "is sooner"
+        alone = f"one worker alone {does}: {machines} are worth {worth} of it with {first.label}{beside}, which {after}"
     if first is ddp:
         said = "no other method reaches it"
         if rival is not None:
             said = f"{rival.label} reaches it after {run_seconds(rival.seconds or 0.0)}, {rival.sooner:.2f} x"
         return (
-            f"DDP is enough here: it reaches {at} after {run_seconds(ddp.seconds)}, {said}",
+            alone or f"DDP is enough here: it {after}, {said}{than}",
             f"it costs no extra steps and no change: a step takes {short(ddp.step_seconds)}, "
             f"{ddp.over_compute:.2f} times its computing",
             sure,
         )
     return (
-        f"{first.label} is first: it reaches {at} after {run_seconds(first.seconds)}, "
-        f"{first.sooner:.1f} x faster than DDP ({run_seconds(ddp.seconds)})",
+        alone or f"{first.label} is first: it {after}{than}",
         f"{_cost(found, first, ddp)}; a step takes {short(first.step_seconds)} instead of {short(ddp.step_seconds)}",
         sure,
     )
@@ -99,7 +118,7 @@ def _sureness(found: RaceResult, first: TimeToLoss, ddp: TimeToLoss, rival: Time
     if rival is not None:
         close = "later on every seed" if rival.seeds > 1 else "later"
         if overlap(rival, first):
-            tied = as_soon(rival, first) or rival is found.rows[0]
+            tied = as_soon(rival, first) or rival is without_alone(found.rows)[0]
             close = "as fast but less simple" if tied else "whose range overlaps with that"
         said += f"; next is {rival.label}, {run_seconds(rival.seconds or 0.0)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
@@ -116,6 +135,8 @@ def _span(row: TimeToLoss) -> str:
 
 def line_to_write(rows: Sequence[Row], label: str) -> str:
     row = next(row for row in rows if row.label == label)
+    if row.kind in WITHOUT_A_METHOD:
+        return WITHOUT_A_METHOD[row.kind][1]
     if not row.is_thinwire:
         same = f"keep DDP, or take the same average without a wrapper: {attach_line('ssgd', {})}"
         return same if row.kind == BASE and not row.options else f"take {label}"
@@ -141,14 +162,13 @@ def planner_row(row: Row) -> dict[str, Any] | None:
     from thinwire.core.methods.registry import METHODS
 
     if row.kind == "local":
-        settings = local_settings("local", row.options)
+        settings = local_settings("local", row.pinned)
         every = settings.sync_every
         if settings.outer is not None or not isinstance(every, int) or settings.fragment_sync_delay == "auto":
             return None
-        codec = str(row.options.get("codec", "int8"))
+        codec = str(row.pinned.get("codec", "int8"))
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        look = 0.0 if settings.look is None else settings.look.beta
-        return code | {"every": every, "delay": settings.delay_in(every), "look": look}
+        return code | {"every": every, "delay": settings.delay_in(every), "look": settings.ahead}
     if row.kind in ("alone", "accumulate"):
         return {
             "method": row.kind,
@@ -174,14 +194,14 @@ def race_data(found: RaceResult) -> dict[str, Any]:
         factor = None if row.label in broken else found.raced.get(row.label)
         if factor is not None and (said := planner_row(row)) is not None:
             planned.append(said | about | {"factors": factor.factors})
-    first = None if found.needed else winner(found.rows).label
+    first = None if found.needed else winner(found.rows)
     again = f"the same command with --minutes {found.needed}"
     return {
         "race": {
             "model": asked.model,
-            "winner": first,
+            "winner": first and first.label,
             "sentences": sentences(found),
-            "next": again if first is None else line_to_write(asked.rows, first),
+            "next": again if first is None else line_to_write(asked.rows, first.label if pays(first) else ALONE),
             "target": None if found.needed else found.target,
             "ddp_steps": found.budget.steps,
             "budget": asdict(found.budget),

@@ -361,8 +361,8 @@ class TimeToLoss:
     """The final result of one row; ``seconds`` to the loss include start-up, and None means not reached.
 
     ``steps`` is the median of its steps factor, ``rate`` the best factor on the learning rate; ends are over seeds (and
-    turns), None if some seed did not reach the loss. ``sooner``: how many times sooner than DDP. ``apart``: workers
-    train apart between exchanges, which counts as less simple.
+    turns), None if some seed did not reach the loss. ``sooner``: how many times sooner than DDP; ``worth``: than one
+    worker alone. ``apart``: workers train apart between exchanges, which counts as less simple.
     """
 
     label: str
@@ -378,6 +378,7 @@ class TimeToLoss:
     least_seconds: float | None = None
     most_seconds: float | None = None
     sooner: float | None = None
+    worth: float | None = None
     note: str = ""
     apart: bool = False
     bytes_per_step: float | None = None

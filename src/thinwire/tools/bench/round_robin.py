@@ -127,9 +127,11 @@ class RoundRobin:
                 made += some(1)
             return made
 
-        early = some(_whole(untimed, contender.period))
+        early, measured = some(_whole(untimed, contender.period)), False
         while row_run.contender is not None and (stats := contender.stats) is not None and not stats.settled:
-            early += some(1)  # it is measuring for a plan; equal on all ranks
+            early, measured = early + some(1), True  # it is measuring for a plan; equal on all ranks
+        if measured and untimed:
+            early += some(contender.period)  # whose exchange may arrive in the first timed one
         before, idle = self._sent(contender), contender.stats
         times = some(_whole(steps, contender.period))
         if not untimed:

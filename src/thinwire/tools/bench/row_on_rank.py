@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.methods.registry import METHODS
 from thinwire.core.program import Plan
+from thinwire.engine.local.sync import LocalSync, chosen
 from thinwire.engine.stats import Stats
 from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.tools.bench.device import rank_device
@@ -113,9 +115,7 @@ class RowOnRank:
     @property
     def travelling(self) -> bool:
         """Whether something was sent that a later step merges; the same on all ranks."""
-        import thinwire
-
-        return isinstance(self.sync, thinwire.LocalSync) and bool(self.sync.pending)
+        return isinstance(self.sync, LocalSync) and bool(self.sync.pending)
 
     @property
     def stats(self) -> Stats | None:
@@ -124,7 +124,9 @@ class RowOnRank:
 
     @property
     def counted_plan(self) -> str:
-        """The plan in force, as JSON, if it says how many elements to send; "" otherwise."""
+        """As JSON, the plan in force if it says how many elements to send, or what "auto" has found; "" otherwise."""
+        if isinstance(self.sync, LocalSync) and (found := chosen(self.sync)):
+            return json.dumps(found)
         if self.row.kind not in METHODS:
             return ""
         plan: Plan = self.sync.plan
@@ -143,9 +145,9 @@ class RowOnRank:
             lossy = bool(self.row.options.get("lossy", False))
             self.sync = thinwire.attach(self.workload.model, optimizers, "auto", lossy=lossy)
         else:
-            plan = {"plan": Plan.from_json(self.row.plan)} if self.row.plan else {}
-            self.sync = thinwire.attach(self.workload.model, optimizers, self.row.kind, **self.row.options, **plan)
-            if isinstance(self.sync, thinwire.LocalSync):
+            plan = {"plan": Plan.from_json(self.row.plan)} if self.row.plan and self.row.kind in METHODS else {}
+            self.sync = thinwire.attach(self.workload.model, optimizers, self.row.kind, **self.row.pinned, **plan)
+            if isinstance(self.sync, LocalSync):
                 self._evaluated = self.sync.outer_weights
         self.close = self.sync.close
 

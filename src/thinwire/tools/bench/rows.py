@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thinwire.tools.bench.words import Value, load_function, nearest, split_options
 
-COMPUTE = "compute"
+COMPUTE, ALONE = "compute", "alone"
 EVERY = 8  # steps that "accumulate" adds up, if no number is named
 BEST_BUCKETS_MB = (1, 4, 25, 100)
 TORCH_ROWS: dict[str, tuple[str, ...]] = {
     COMPUTE: (),
-    "alone": (),
+    ALONE: (),
     "accumulate": ("every",),
     "ddp": ("bucket",),
     "ddp-best": ("buckets",),
@@ -26,7 +27,8 @@ TORCH_ROWS: dict[str, tuple[str, ...]] = {
 class Row:
     """One way to train: a kind of ``TORCH_ROWS``, a thinwire method, or a user's ``module:function`` (trainer.py).
 
-    Of the rows of one ``family`` the table shows the fastest. ``plan``: a Plan's JSON to pin, "" for the method's own.
+    Of the rows of one ``family`` the table shows the fastest. ``plan``: JSON of a Plan to pin, or of options of local
+    steps that a link has led to; "" for the method's own.
     """
 
     label: str
@@ -38,7 +40,14 @@ class Row:
     @property
     def of_method(self) -> dict[str, Value]:
         """The options that are the method's own."""
-        return without_look(self.options)
+        return without_look(self.pinned)
+
+    @property
+    def pinned(self) -> dict[str, Value]:
+        """The options, and for local steps those that a link has led to in place of "auto"."""
+        from thinwire.engine.local.settings import PRESETS
+
+        return self.options | json.loads(self.plan) if self.plan and self.kind in PRESETS else self.options
 
     @property
     def is_thinwire(self) -> bool:

@@ -77,7 +77,8 @@ class RowRecord:
     ``losses``: one per step from the first, warm-up included, mean over ranks. ``wire_bytes`` per step: mean over nodes
     ("interface") or ranks ("stats", "formula"). ``untimed_seconds``: warm-up and measuring for a plan.
     ``waited_seconds``: how long rank 0's backward and forward waited in a step. ``why[0]`` names what ``auto`` chose.
-    ``plan``: its JSON, if the link has decided how much is sent of each gradient, and with it the losses.
+    ``plan``: JSON of what the link has decided, and with it the losses: how much is sent of each gradient, or the
+    period, delay and codec of local steps.
     """
 
     label: str

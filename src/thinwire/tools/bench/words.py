@@ -20,6 +20,11 @@ from thinwire.core.checks import meant
 PACKAGE = Path(thinwire.__file__).resolve().parent
 _NOT_THE_USERS = (str(PACKAGE), "<", *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 Value = bool | int | float | str
+WITHOUT_A_METHOD = {
+    "alone": ("one worker alone", "train on one machine; nothing has to be attached"),
+    "accumulate": ("DDP that accumulates", "keep DDP, with every backward() but the last before a step in no_sync()"),
+}
+"""By the kind of a row: what to use, and what to do next."""
 
 
 def value(text: str) -> Value:

@@ -12,23 +12,22 @@ from typing import Any
 from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
+from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.records import plain
-from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, with_steps
+from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, times, with_steps
 from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of
+from thinwire.predict.choose.rank import PAYS
 from thinwire.predict.timeline import write_trace
-from thinwire.predict.timeline.local_steps import PLAIN, Periodic
+from thinwire.predict.timeline.local_steps import Periodic, is_plain
 from thinwire.predict.timeline.simulate import plan_of
-from thinwire.tools.bench.words import arguments, attach_line, split_options
+from thinwire.tools.bench.words import WITHOUT_A_METHOD, arguments, attach_line, split_options
 from thinwire.tools.cli.console import Output, plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
 from thinwire.tools.lab import format_rate
 
+FASTER = tuple(first * 10.0**zeros for zeros in range(6, 11) for first in (1, 2.5, 5))
+"""Rates of wires that are looked at where the present one is too slow, in bits per second."""
 _SHOWN = 12  # sizes of DDP's buckets in one line
-_WITHOUT_A_METHOD = {
-    "alone": ("one worker alone", "train on one machine; nothing has to be attached"),
-    "accumulate:every=4": ("DDP that accumulates 4 steps", "keep DDP, with no_sync() around three of four backwards"),
-}
-"""What to use and what to do next, by the labels of ``PLAIN``."""
 
 
 def answer_of(
@@ -39,7 +38,7 @@ def answer_of(
     ranking = choose(question.candidates, *question.setting, **where, lossy=lossy)
     knees = _knees(question, ranking)
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
-    answer["answer"] = first_answer(question, ranking)
+    answer["answer"] = first_answer(question, ranking, lossy=lossy)
     output.say(answer["answer"], ranking_table(question, ranking), *sentences(question, ranking, knees))
     if (ddp := ddp_answer(question, ranking)) is not None:
         answer["ddp"] = ddp
@@ -49,7 +48,9 @@ def answer_of(
         output.say(*(groups_table(label, found) for label, found in groups.items()))
         answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
     if map:
-        answer["map"] = found = _map(question, lossy)
+        machines = [count * question.ranks_per_node for count in grid.WORKERS]
+        with progress("map") as bar:
+            answer["map"] = found = _map(question, lossy, grid.BITS_PER_SECOND, machines, on_cell=bar)
         output.say(map_table(question, found))
     _write(question, ranking, answer, trace, out)
     for path in filter(None, (trace, out)):
@@ -68,20 +69,17 @@ def _explain(question: Question, ranking: Ranking) -> dict[str, tuple[ExplainedB
     wanted = question.named or (ranking.best.label, ranking.best_exact.label)
     method_of, priced = dict(question.candidates), {entry.label for entry in ranking.entries}
     return {
-        label: explain(method_of[label], *question.setting, backend=question.device.backend)
+        label: explain(question.resolved(method_of[label]), *question.setting, backend=question.device.backend)
         for label in dict.fromkeys(wanted)
-        if label in priced
+        if label in priced and not is_plain(method_of[label])
     }
 
 
-def _map(question: Question, lossy: bool) -> Map:
-    per_node = question.ranks_per_node
-    with progress("map") as bar:
-        return map_of(
-            question.candidates, question.profile, workers=[count * per_node for count in grid.WORKERS],
-            costs=question.assumed, ranks_per_node=per_node, **question.where, lossy=lossy, worth=question.worth,
-            on_cell=bar,
-        )  # fmt: skip
+def _map(question: Question, lossy: bool, rates: Sequence[float], workers: Sequence[int], **options: Any) -> Map:
+    return map_of(
+        question.candidates, question.profile, rates, workers, costs=question.assumed,
+        ranks_per_node=question.ranks_per_node, **question.where, lossy=lossy, worth=question.worth, **options,
+    )  # fmt: skip
 
 
 def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
@@ -100,9 +98,9 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
     title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {counted(workers, 'worker')}"
     if question.ranks_per_node > 1:
         title += f", {question.ranks_per_node} per machine"
-    columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "x")
-    title = f"{title}, {question.describe_network()}\nx: times faster to a loss than exact averaging"
-    best, unknown = answered(ranking), any(entry.steps is None for entry in ranking.entries)
+    columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "worth")
+    title = f"{title}, {question.describe_network()}\nworth: times as soon at a loss as one worker alone"
+    best, unknown = ranking.answer, any(entry.steps is None for entry in ranking.entries)
     table = plain_table(
         title, columns, left=("bound by",), close=True,
         caption="?: how many steps it needs is not known, so it is not recommended" if unknown else "",
@@ -125,50 +123,60 @@ def _cells(entry: Entry) -> list[str]:
         megabytes(entry.bytes_sent),
         entry.bound_by.removeprefix("network "),
         "?" if entry.steps is None else f"{entry.steps:.2f}",
-        _times(entry.speedup),
+        "?" if entry.worth is None else times(entry.worth),
     ]
 
 
-def _times(value: float | None) -> str:
-    """Format a speed-up with two digits, and three below 2, where small gains differ."""
-    if value is None:
-        return "?"
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 2 else f"{value:.2f}"
-
-
-def answered(ranking: Ranking) -> Entry:
-    """Return the recommendation; else what needs no method, if even at worst it is sooner at the loss."""
-    best = ranking.best
-    worst = {e.label: e.step_seconds * (e.most_steps or math.inf) for e in ranking.lossy if e.label in PLAIN}
-    first = min(worst, key=lambda label: worst[label], default=best.label)
-    return ranking.entry(first) if worst.get(first, math.inf) < best.step_seconds * (best.steps or 1.0) else best
-
-
-def first_answer(question: Question, ranking: Ranking) -> str:
-    """One line: what to use, and how many times sooner: from the cautious ends of both bands to the middles."""
+def first_answer(question: Question, ranking: Ranking, *, lossy: bool) -> str:
+    """One line: what to use, and what all workers are worth then, beside DDP; or what is missing."""
     if ranking.workers == 1:
         return "one worker: nothing is sent, so no method can help"
-    best, exact = answered(ranking), min(ranking.exact, key=lambda entry: entry.step_seconds)
+    best, ddp = ranking.answer, max(entry.worth or 0.0 for entry in ranking.exact if entry.method == SSGD.name)
     kinds = {"network": question.network_provenance, question.device.name: question.profile.provenance}
     assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
     ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"
-    use = f"use {_WITHOUT_A_METHOD[best.label][0] if best.label in PLAIN else best.label.replace(':', ' ')}"
-    if best.exact or best.speedup is None:
-        return f"{use}, {ground}"
-    least = exact.low_seconds / (best.high_seconds * (best.most_steps or best.steps or 1.0))
-    low, high = (f"{float(f'{value:.2g}'):g}" for value in (least, best.speedup))
-    times = f"about {low} to {high} times" if least > 1 else f"up to {high} times"
-    race = "; race it" if question.worth is None else ""
-    return f"{use}: {times} sooner at the same loss than DDP, {ground}{race}"
+    machines = counted(ranking.workers, "worker")
+    if _kind(best) == "alone":
+        methods = [entry for entry in ranking.entries if _kind(entry) != "alone"]
+        most = max(methods, key=lambda entry: entry.worth or 0.0)
+        said = f"{machines} are worth {times(most.worth or 0.0)} of one here with {_named(most)}"
+        return f"use one worker alone{_faster(question, lossy)}: {said} (DDP: {times(ddp)}), {ground}"
+    beside = "" if best.exact else f" (DDP: {times(ddp)})"
+    race = "; race it" if question.worth is None and not best.exact else ""
+    return (
+        f"use {_named(best)}: {machines} reach the loss {times(best.worth or 1.0)} times as soon as one alone{beside}, "
+        f"{ground}{race}"
+    )
+
+
+def _kind(entry: Entry) -> str:
+    return split_options(entry.label)[0]
+
+
+def _named(entry: Entry) -> str:
+    said = WITHOUT_A_METHOD.get(_kind(entry))
+    return said[0] if said else entry.label.replace(":", " ")
+
+
+def _faster(question: Question, lossy: bool) -> str:
+    """Name the slowest faster wire on which the workers pay, and what they are worth there."""
+    for bits in FASTER:
+        if question.network_provenance == "assumed" and bits <= question.bits_per_second:
+            continue
+        cell = _map(question, lossy, [bits], [question.topology.world_size]).cells[0][0]
+        if cell.worth >= PAYS:
+            wire = f"from {format_rate(int(bits))} on"
+            return f", or a faster wire ({wire} {_short(cell.winner)} is worth {times(cell.worth)})"
+    return ""
 
 
 def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
-    best, profile = answered(ranking), question.profile
+    best, profile = ranking.answer, question.profile
     said = [ranking.sentence]
     equal = [
         f"if weights must be equal after every step: {e.label}, {with_steps(e.step_seconds, e.steps)}"
         for e in ranking.lossy
-        if e.every == 1 and e.steps is not None and not e.dense and e.label not in PLAIN
+        if e.every == 1 and e.steps is not None and not e.dense and _kind(e) not in WITHOUT_A_METHOD
     ]
     if best.every > 1:
         said += equal[:1]  # the soonest
@@ -192,7 +200,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     if best.measured_share < 0.5:
         said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
     said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
-    plain = _WITHOUT_A_METHOD.get(best.label)
+    plain = WITHOUT_A_METHOD.get(_kind(best))
     said.append(f"next: {plain[1] if plain else attach_line(*split_options(best.label))}")
     return said
 
@@ -221,14 +229,10 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
 
 
 def map_table(question: Question, found: Map) -> Table:
-    title = f"{question.profile.name}: what to use; x: over the faster dense form; {question.device.name}"
+    title = f"{question.profile.name}: what to use, and what the workers are worth beside one; {question.device.name}"
     table = plain_table(title, ["link", *(f"{workers}\nworkers" for workers in found.workers)], close=True)
     for bits, row in zip(found.bits_per_second, found.cells):
-        cells = []
-        for cell in row:
-            gain = cell.dense_seconds / cell.loss_seconds if cell.loss_seconds else 1.0
-            cells.append(f"{_short(cell.winner)}\n" + (f"{gain:.1f} x" if gain > 1.05 else ""))
-        table.add_row(format_rate(int(bits)), *cells)
+        table.add_row(format_rate(int(bits)), *(f"{_short(cell.winner)}\n{times(cell.worth)}" for cell in row))
     return table
 
 
@@ -239,9 +243,9 @@ def _short(label: str) -> str:
 
 def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
     """Return ``{"label": ..., "arguments": ...}`` of the recommendation, or ``"why_not"`` instead; None: one rank."""
-    label = answered(ranking).label
+    label = ranking.answer.label
     method, profile = dict(question.candidates).get(label), question.profile  # no method: one worker alone
-    if method is None or ranking.workers == 1:
+    if method is None or is_plain(method) or ranking.workers == 1:
         return None
     if isinstance(method, Periodic):
         return {

@@ -18,7 +18,8 @@ from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
 from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.predict.measure.machine import usable_cores
 from thinwire.predict.timeline import Timeline, simulate
-from thinwire.tools.bench.rows import parse_rows
+from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, Periodic
+from thinwire.tools.bench.rows import EVERY, parse_rows
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, read_record, watched_load
 from thinwire.tools.cli.measure import ProfileVerb
@@ -63,10 +64,13 @@ class Question:
     def setting(self) -> tuple[ModelProfile, Topology, Costs]:
         return self.profile, self.topology, self.prices(self.topology)
 
+    def resolved(self, method: Method) -> Method:
+        """Return a method with what it chooses itself in this setting."""
+        return resolved(method, *self.setting, worth=self.worth, **self.where)
+
     def simulated(self, method: Method) -> Timeline:
         """Return a step, or a period, of a method as it is resolved for this setting."""
-        chosen = resolved(method, *self.setting, worth=self.worth, **self.where)
-        return simulate(chosen, *self.setting, **self.where)
+        return simulate(self.resolved(method), *self.setting, **self.where)
 
     def prices(self, topology: Topology) -> Costs:
         assumed = self.assumed(self.bits_per_second, topology)
@@ -162,12 +166,17 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
         if not named:
             raise ValueError("no methods given; for example --methods acp:rank=4,topk:density=0.01")
         labels = list(named)
-    made = []
+    made: list[tuple[str, Method]] = []
     for label in labels:
         row = parse_rows(label)[0]
-        if not row.is_thinwire or row.kind == "auto":
+        if row.kind == "alone":
+            made.append((label, OneWorker()))
+        elif row.kind == "accumulate":
+            made.append((label, Periodic(Accumulated(), int(row.options.get("every", EVERY)), 0)))
+        elif row.is_thinwire and row.kind != "auto":
+            made.append((label, named_method(row.kind, row.options)))
+        else:
             raise ValueError(f"method {label!r} has no price: thinwire bench and thinwire race run it")
-        made.append((label, named_method(row.kind, row.options)))
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
     for label in ("cast:dtype=bf16", "ssgd"):

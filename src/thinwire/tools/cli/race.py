@@ -26,8 +26,8 @@ class RaceVerb(LabOptions, DeviceOption, JsonOption):
     model: str = argument(..., MODEL)
     methods: str | None = option(
         None,
-        "Methods that race against ddp: powersgd:rank=4,local:sync_every=8 ... By default six methods; where the "
-        "network takes most of the time, also local steps with longer periods.",
+        "Methods that race against ddp: alone,local,acp:rank=32 ... By default eight; where the network takes most of "
+        "the time, also local steps with longer periods.",
     )
     minutes: float = option(10.0, "Minutes that the race may take: they decide the length of its runs.")
     steps: int | None = option(
@@ -100,11 +100,15 @@ def _title(found: RaceResult) -> str:
 
 def basis(found: RaceResult) -> list[str]:
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
+    for row in found.asked.rows:
+        if chosen := [f"{key}={value}" for key, value in row.pinned.items() if row.options.get(key) != value]:
+            said.append(f"{row.label}: on this link {', '.join(chosen)}")
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
     if not found.needed:
-        said.append(
-            "steps: to the loss, relative to DDP, and from least to most over seeds; x DDP: times faster to it than DDP"
-        )
+        than = "worth: times as soon at it as one worker alone"
+        if not any(row.worth for row in found.rows):
+            than = "x DDP: times faster to it than DDP"
+        said.append(f"steps: to the loss, relative to DDP, and from least to most over seeds; {than}")
     if found.finals:
         share = "half the data" if found.asked.workers == 2 else f"1/{found.asked.workers} of the data"
         said.append(f"loss: held out, at the end; way: from one worker alone, 0, to DDP, 1; its steps see {share}")
@@ -118,12 +122,14 @@ def basis(found: RaceResult) -> list[str]:
 
 
 def race_table(found: RaceResult) -> Table:
-    from thinwire.core.words import run_seconds, seconds
+    from thinwire.core.words import run_seconds, seconds, times
     from thinwire.tools.bench.race_answer import steps_range, winner
 
     tuned = found.budget.search
     whole = ["loss", "way"] if found.finals else []
-    columns = ["method", "step", "x compute", *whole, "steps", "range", *["rate"] * tuned, "to loss", "x DDP"]
+    spread = ["range"] * (found.budget.seeds > 1)
+    held = "worth" if any(row.worth for row in found.rows) else "x DDP"
+    columns = ["method", "step", "x compute", *whole, "steps", *spread, *["rate"] * tuned, "to loss", held]
     to = "step times only" if found.needed else f"to a loss of {found.target:.3f}"
     table = plain_table(f"{_title(found)}\n{to}", columns[:3] if found.needed else columns)
     first = None if found.needed else winner(found.rows)
@@ -136,9 +142,11 @@ def race_table(found: RaceResult) -> Table:
         if whole:
             way, ended = found.way(row.label), found.finals.get(row.label)
             cells += ["" if ended is None else f"{ended.final:.3f}", "" if way is None else f"{way:.2f}"]
-        cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1", steps_range(row) if raced else ""]
+        cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1"]
+        cells += [steps_range(row) if raced else ""] if spread else []
         cells += [f"{row.rate:.3g}" if there else ""] if tuned else []
         cells += ["" if row.seconds is None else run_seconds(row.seconds)]
-        cells += ["" if row.sooner is None else f"{row.sooner:.2f}"]
+        ratio = row.worth if held == "worth" else row.sooner
+        cells += ["" if ratio is None else times(ratio)]
         table.add_row(*cells[: len(table.columns)], style="bold" if row is first else None)
     return table

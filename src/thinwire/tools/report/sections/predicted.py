@@ -28,9 +28,8 @@ from thinwire.tools.report.inputs import Inputs, Planned
 
 _MAP = (
     "Each cell is a cluster: a number of workers, joined by links of one rate. Its colour is the method that the "
-    "planner recommends there; the number (where there is room) says how many times faster it reaches a loss than "
-    "the fastest dense method (one that sends the whole gradient). Where the number is near 1, there is nothing to "
-    "gain. Point at a cell for the reason."
+    "planner recommends there; the number (where there is room) says what these workers are worth: how many times as "
+    "soon as one worker alone they reach a loss. Where it is near 1, one worker does. Point at a cell for the reason."
 )
 _TEXT_COLUMNS = 16  # with more, cells are too narrow for a number
 
@@ -47,8 +46,8 @@ def _map_block(name: str, facts: str, found: Map, colours: Colours) -> Block:
     cells = [cell for row in found.cells for cell in row]
     wins = Counter(cell.winner for cell in cells)
     said = ", ".join(f"{name} in {count}" for name, count in wins.most_common())
-    best = max(cells, key=lambda cell: cell.sooner)
-    line = f"Of {len(cells)} clusters: {said}. The largest gain is {factor(best.sooner)}, with {best.winner}."
+    best = max(cells, key=lambda cell: cell.worth)
+    line = f"Of {len(cells)} clusters: {said}. At most they are worth {factor(best.worth)}, with {best.winner}."
     charts = [Chart(_map_figure(found, colours, exact=False), "All methods")]
     exact = Counter(cell.winner_exact for cell in cells)
     if len(exact) > 1 and any(cell.winner_exact != cell.winner for cell in cells):
@@ -76,7 +75,7 @@ def _map_figure(found: Map, colours: Colours, *, exact: bool) -> Any:
                 x=across,
                 y=up,
                 z=[[None if cell is None else 1 for cell in row] for row in mine],
-                text=[[factor(cell.sooner) if cell and numbered else "" for cell in row] for row in mine],
+                text=[[factor(cell.worth) if cell and numbered else "" for cell in row] for row in mine],
                 texttemplate="%{text}",
                 textfont={"color": ink(colour), "size": 13},
                 hovertext=[
@@ -99,9 +98,8 @@ def _map_figure(found: Map, colours: Colours, *, exact: bool) -> Any:
 
 
 def _cell_hover(found: Map, i: int, j: int, cell: Cell) -> str:
-    gain = f"{factor(cell.sooner)} faster than dense" if cell.sooner > 1.005 else "as fast as dense"
     return hover(
-        f"{cell.winner}: {gain}",
+        f"{cell.winner}: worth {factor(cell.worth)} of one worker alone",
         f"{found.workers[j]:,} workers, {rate(found.bits_per_second[i] / 8)}",
         f"step {duration(cell.step_seconds)}, dense {duration(cell.dense_seconds)}",
         f"best exact method: {cell.winner_exact}",
