@@ -153,9 +153,7 @@ PAGES: dict[str, dict[str, Shown]] = {
         "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
             _script, SCRIPT
         ),
-        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(
-            said("use local: 4 workers reach the loss")
-        ),
+        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("use local: 4 workers reach the loss")),
     },
     "docs/commands.md": {
         "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
@@ -235,9 +233,7 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire plan profile.json --link 10gbit --workers 16": Shown(said("worth: times as soon at a loss")),
     },
     "docs/quickstart.md": {
-        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(
-            said("use local: 4 workers reach the loss")
-        ),
+        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("use local: 4 workers reach the loss")),
         "thinwire lab run --workers 2 --link 100mbit -- python train.py ssgd": Shown(sends(16.8, 17.0)),
         "thinwire lab run --workers 2 --link 100mbit -- python train.py powersgd": Shown(sends(0.1, 0.2)),
     },
@@ -278,9 +274,7 @@ PAGES: dict[str, dict[str, Shown]] = {
         ),
     },
     "docs/two_sites.md": {
-        "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(
-            said("local is faster here")
-        ),
+        "thinwire plan gpt2 --workers 2 --link 100mbit --delay 25ms --loss 0.1%": Shown(said("local is faster here")),
     },
     "docs/troubleshooting.md": {
         PROFILE: Shown(wrote("profile.json")),

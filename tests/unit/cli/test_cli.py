@@ -146,7 +146,7 @@ def test_a_report_is_one_page(words, name, tmp_path):
 @pytest.mark.parametrize(
     ("ours", "said"),
     [
-        ([4.0, 3.0], ["in 4.5 s instead of 6.0 s", 'sync = tw.attach(model, optimizer, "powersgd", rank=4)']),
+        ([4.0, 3.0], ["in 4.5 s instead of 6.0 s", 'sync = tw.attach(model, optimizer, "local")']),
         ([4.5, 4.0], ["No row reached DDP's loss (3.500)", "no gain over DDP"]),
     ],
 )
@@ -172,7 +172,7 @@ def test_the_demo_says_what_its_ranks_have_measured(ours, said, here, monkeypatc
     assert asked == [(3, 2, (50_000_000,))]
     found = json.loads((here / "results" / "demo.json").read_text())
     assert found["target"] == 3.5
-    assert [row["label"] for row in found["rows"]] == ["ddp", "thinwire powersgd"]
+    assert [row["label"] for row in found["rows"]] == ["ddp", "thinwire local"]
     assert (here / "results" / "demo.png").stat().st_size > 10_000
     for words in said:
         assert words in shown

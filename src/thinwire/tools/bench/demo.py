@@ -1,4 +1,4 @@
-"""The demonstration: the same model, text and weights with DDP and compressed, each until DDP's final loss."""
+"""The demonstration: the same model, text and weights with DDP and with local steps, each until DDP's final loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord,
 from thinwire.tools.bench.summary import BenchResult, summarise
 from thinwire.tools.bench.words import attach_line
 
-ROWS = (Row("ddp", "ddp"), Row("thinwire powersgd", "powersgd", {"rank": 4}))
+ROWS = (Row("ddp", "ddp"), Row("thinwire local", "local"))
 _LEAD = 0.9  # of DDP's seconds: a time above this is no lead
 
 
@@ -97,5 +97,6 @@ def conclusion(result: DemoResult) -> list[str]:
         why = "That is no gain over DDP, so there is nothing to change for a network like this one."
         return [said, f"{why} For yours: thinwire plan --help"]
     lines = f"import thinwire as tw\n{attach_line(ROWS[1].kind, ROWS[1].options)}"
-    more = 'In long runs "local" usually gains more. For your model and network: thinwire plan --help'
+    more = "In long runs take about the square root of the number of workers times DDP's learning rate."
+    more += "\nFor your model and network: thinwire plan --help"
     return [said, f"In your own script, before the loop:\n\n{lines}\n\n{more}"]

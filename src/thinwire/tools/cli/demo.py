@@ -18,7 +18,7 @@ LINK, QUICK_LINK = "200mbit", "50mbit"
 
 
 class DemoVerb(JsonOption):
-    """Train a character GPT over an emulated slow link: DDP, then thinwire's Power-SGD until it reaches DDP's loss.
+    """Train a character GPT over an emulated slow link: DDP, then thinwire's "local" until it reaches DDP's loss.
 
     Example: thinwire demo --quick
     """
@@ -37,8 +37,8 @@ class DemoVerb(JsonOption):
         steps = self.steps or (15 if self.quick else 25)
         spec = demo_spec(quick=self.quick, link=link, link_bits=lab.parse_rate(link), steps=steps)
         output.line(
-            f"character GPT, {spec.workers} workers on this machine, link {link}; {steps} steps of DDP, then Power-SGD "
-            "until it reaches the same loss"
+            f"character GPT, {spec.workers} workers on this machine, link {link}; {steps} steps of DDP, then "
+            'attach(model, optimizer, "local") until it reaches the same loss'
         )
         with watched_load(spec.workers) as load:
             record, launched = run_ranks(spec, lab.Cluster.parse(spec.workers, 1, link), total_steps=5 + 2 * steps)
