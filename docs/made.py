@@ -18,10 +18,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import long_runs
 import method_tables
 import papers
 import recorded
+import run_tables
 
 ROOT = Path(__file__).parents[1]
 PLACE = re.compile(r"(<!-- made: (.+?) -->)(.*?)(<!-- /made -->)", re.DOTALL)
@@ -39,7 +39,7 @@ def peers(name: str) -> str:
 
 MAKERS: dict[str, Callable[[str], str]] = {
     "figure": recorded.figure,
-    "long_runs": long_runs.table,
+    "long_runs": run_tables.table,
     "methods": lambda _: method_tables.table(),
     "papers": lambda _: papers.sections(),
     "peers": peers,

@@ -482,7 +482,7 @@ def test_the_period_is_measured_once_and_equal_on_all_ranks():
     pinned = local_settings("local", found)
     assert (pinned.sync_every, pinned.codec) in [(period, Cast("int2")), (period, Cast("int4"))]
     assert ", merged " in note if pinned.fragment_sync_delay else ", merged " not in note
-    assert f" in {found['codec']})" in note
+    assert f" in {found['codec']};" in note
     for other_rows, _, _, _, others_found, theirs in others:
         assert (other_rows, others_found) == (rows, found)
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))

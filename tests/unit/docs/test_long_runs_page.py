@@ -2,13 +2,13 @@
 
 import statistics
 
-import long_runs
+import run_tables
 
 
 def test_the_pages_sentences_are_those_of_its_tables():
     """The steps factors that the text names, from the record."""
-    found = {long_runs.kind(one): one for one in long_runs.whole()}
-    assert tuple(found) == long_runs.KINDS
+    found = {run_tables.kind(one): one for one in run_tables.whole()}
+    assert tuple(found) == run_tables.KINDS
 
     def percent(kind, methods):
         return round(100 * (statistics.median(found[kind]["rows"][methods]["factors"]) - 1))
@@ -40,5 +40,5 @@ def test_what_a_row_sends():
         "local:sync_every=4:codec=int2": 2.125 / 32 / 4,
         "local:sync_every=8:codec=int1:look=0.5": 1.125 / 32 / 8,
     }
-    assert {methods: long_runs.sent(methods) for methods in shares} == shares
-    assert long_runs.named("local:sync_every=8:codec=int1:look=0.5") == "local, every 8 in 1 bit, look 0.5"
+    assert {methods: run_tables.sent(methods) for methods in shares} == shares
+    assert run_tables.named("local:sync_every=8:codec=int1:look=0.5") == "local, every 8 in 1 bit, look 0.5"

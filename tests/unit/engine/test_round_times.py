@@ -63,18 +63,18 @@ def found(
     return taken, codes, times.said
 
 
-def test_two_bits_where_the_exchange_is_long_and_eight_where_it_is_short(monkeypatch):
+def test_two_bits_where_the_exchange_is_long_and_four_where_it_is_short(monkeypatch):
     taken, codes, said = found(monkeypatch, 0.1, (1.2, 0.35))
     assert codes == [1, 1, 0, 0, 0, 1]
     assert 0 < taken[1] <= 6  # behind as many of the next steps as it takes
     assert said == "measured: a step takes 100 ms, an exchange 350 ms in int2"
     taken, codes, said = found(monkeypatch, 0.1, (0.02, 0.01))
     assert codes == [1, 1, 0, 0, 0, 0]
-    assert said == "measured: a step takes 100 ms, an exchange 20.0 ms in int8"
+    assert said == "measured: a step takes 100 ms, an exchange 20.0 ms in int4"
 
 
 @pytest.mark.parametrize("length", [4.1, 10, 100])
-def test_where_two_bits_take_long_eight_are_not_waited_for(monkeypatch, length):
+def test_where_two_bits_take_long_four_are_not_waited_for(monkeypatch, length):
     _, codes, said = found(monkeypatch, 0.1, (None, 0.1 * length))
     assert codes == [1, 1, 1]
     assert said.endswith(" in int2")

@@ -1,4 +1,4 @@
-"""The tables of "Local steps: what they cost", and its picture: ``python docs/long_runs.py`` draws it.
+"""The tables of "Local steps: what they cost", and its picture: ``python docs/run_tables.py`` draws it.
 
 Both are of ``benchmarks/results/race.json``.
 ``python benchmarks/race.py`` measures that file's whole runs anew.
