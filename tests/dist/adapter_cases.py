@@ -18,7 +18,7 @@ import thinwire as tw
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 BLOCK = re.compile(r"^<!-- run on two ranks: (\w+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LOCAL = re.compile(r"^<!-- local -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OTHER = re.compile(r"^<!-- another method -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 METHODS = {"acp": {"rank": 2, "start_compression_step": 2}}
 SMALL = 0.003  # MiB: several buckets
 CLIP, LR, MOMENTUM, ACCUMULATE = 0.2, 0.05, 0.9, 2
@@ -194,19 +194,19 @@ def without_launcher():
         os.environ.pop(name, None)
 
 
-def with_local_steps(name, code):
-    """The block with the line of that framework that the page gives for local steps."""
-    lines = dict(re.findall(r"^# (\w+).*\n((?:[^#].*\n)+)", LOCAL.search(PAGE.read_text())[1], re.MULTILINE))
-    code, count = re.subn(r"^.*\"powersgd\", rank=4\).*\n", lines[name.capitalize()], code, flags=re.MULTILINE)
+def with_another_method(name, code):
+    """The block with the line of that framework that the page gives for methods that exchange gradients."""
+    lines = dict(re.findall(r"^# (\w+).*\n((?:[^#].*\n)+)", OTHER.search(PAGE.read_text())[1], re.MULTILINE))
+    code, count = re.subn(r"^\w+ = .*\"local\".*\n", lines[name.capitalize()], code, flags=re.MULTILINE)
     assert count == 1
-    return code + "sync.finish()\n" * (name == "accelerate")
+    return code.replace("sync.finish()\n", "")
 
 
-def run_block(name, folder, local=False):
+def run_block(name, folder, local=True):
     """Run the page's block of that name in a module and a folder of its own."""
     code = dict(BLOCK.findall(PAGE.read_text()))[name]
-    if local:
-        code = with_local_steps(name, code)
+    if not local:
+        code = with_another_method(name, code)
     module = types.ModuleType(f"block_{name}")
     before = Path.cwd()
     os.chdir(folder)

@@ -71,10 +71,10 @@ def commands(page: str) -> list[str]:
 
 
 def sends(least: float, most: float) -> Callable[[Ran], None]:
-    """The quickstart's line: so many MB leave in a step."""
+    """The quickstart's line: so many MB leave in all."""
 
     def check(ran: Ran) -> None:
-        assert least <= ran.number(r"([\d.]+) MB sent in each") <= most
+        assert least <= ran.number(r"([\d.]+) MB sent") <= most
 
     return check
 
@@ -108,7 +108,8 @@ def said(*words: str) -> Callable[[Ran], None]:
 
 
 def _script(ran: Ran) -> None:
-    assert ran.number(r"sent (\d+) bytes") < 0.2 * ran.number(r"S-SGD (\d+)\.")
+    """Local steps, of which a busy machine chooses other periods: each averaged in 8 bits would be a quarter."""
+    assert 0 < ran.number(r"sent (\d+) bytes") < 0.3 * ran.number(r"S-SGD (\d+)\.")
 
 
 def _falls(ran: Ran) -> None:
@@ -234,8 +235,8 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/quickstart.md": {
         "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("use local: 4 workers reach the loss")),
-        "thinwire lab run --workers 2 --link 100mbit -- python train.py ssgd": Shown(sends(16.8, 17.0)),
-        "thinwire lab run --workers 2 --link 100mbit -- python train.py powersgd": Shown(sends(0.1, 0.2)),
+        "thinwire lab run --workers 2 --link 100mbit -- python train.py ssgd": Shown(sends(504, 510)),
+        "thinwire lab run --workers 2 --link 100mbit -- python train.py local": Shown(sends(5, 100)),
     },
     "docs/race.md": {
         "thinwire race mymodule:build --link 100mbit --workers 2 --minutes 3": Shown(_raced),
