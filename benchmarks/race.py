@@ -33,6 +33,7 @@ from thinwire.tools.bench.race_losses import (
 from thinwire.tools.bench.rows import Row, parse_rows
 
 SIZES = {
+    "xs": "chargpt:layers=3:width=96:heads=3",
     "1m": "chargpt:layers=4:width=144:heads=4",
     "3m": "chargpt:layers=6:width=208:heads=4",
     "10m": "chargpt:layers=8:width=320:heads=8",

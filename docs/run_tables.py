@@ -26,7 +26,7 @@ BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
 """Of an element, its share of a block's scale of 32 bits included."""
 TRIED = "local_variants:"
 """Rows of benchmarks/local_variants.py, which gained nothing: they stay in the record."""
-KINDS = ("usual", "larger", "short", "workers", "muon", "plain")
+KINDS = ("usual", "larger", "short", "workers", "eight", "muon", "plain")
 
 
 def whole() -> list[dict[str, Any]]:
@@ -51,6 +51,8 @@ def kind(one: dict[str, Any]) -> str:
         return "plain"
     if one["elements"] > 2e6:
         return "larger"
+    if workers > 4:
+        return "eight"
     return "workers" if workers > 2 else "short" if steps < 1000 else "usual"
 
 
