@@ -141,6 +141,13 @@ def test_more_minutes_are_rates_then_seeds_then_steps():
 
 def test_the_power_is_that_of_the_law():
     assert power_of([(n, law(n)) for n in (300, 500, 900)]) == pytest.approx(0.15)
+    assert power_of([(300, math.inf), *((n, law(n)) for n in (500, 900))]) == pytest.approx(0.15)  # a run that failed
+    assert math.isnan(power_of([(300, math.inf), (900, law(900))]))
+
+
+def test_a_seed_on_which_ddp_failed_says_nothing_of_others():
+    finals = {BASE: WholeRun(1.0, (2.0, math.inf, 2.0)), "local": WholeRun(1.0, (2.0, 2.1, math.inf))}
+    assert whole_factors(finals, 0.15)["local"].factors == (1.0, None, None)
 
 
 def test_a_schedule_rises_and_falls_to_a_tenth():

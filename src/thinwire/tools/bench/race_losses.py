@@ -271,7 +271,10 @@ def whole_runs(
 
 
 def power_of(marks: Sequence[tuple[float, float]]) -> float:
-    """Return the c of loss = b steps^-c with the least squares in logarithms."""
+    """Return the c of loss = b steps^-c with the least squares in logarithms; of runs that failed nothing counts."""
+    marks = [mark for mark in marks if math.isfinite(mark[1])]
+    if len(marks) < 2:
+        return math.nan
     steps, losses = ([math.log(value) for value in column] for column in zip(*marks))
     return -statistics.linear_regression(steps, losses).slope
 
@@ -282,7 +285,10 @@ def whole_factors(found: Mapping[str, WholeRun], power: float) -> dict[str, Step
     return {
         label: StepsFactor(
             row.rate,
-            tuple((mine / its) ** (1 / power) if math.isfinite(mine) else None for mine, its in zip(row.finals, base)),
+            tuple(
+                (mine / its) ** (1 / power) if math.isfinite(mine + its) else None
+                for mine, its in zip(row.finals, base)
+            ),
         )
         for label, row in found.items()
     }
