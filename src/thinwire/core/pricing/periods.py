@@ -14,9 +14,8 @@ EVERY = (2, 4, 8, 16, 32, LONGEST)
 THINNER = 0.95
 """A codec that sends less is taken if it needs less than this share of the time to a loss."""
 
-
 CODES = ("int4", "int2")
-"""From which local steps choose: twice the bits cost no more steps wherever that was measured."""
+"""From which local steps choose; the one that sends more first."""
 
 
 def up_to(most: int) -> tuple[int, ...]:
@@ -69,6 +68,26 @@ def best_period(
         return mean * min(steps(*option), 1e9)
 
     return min(known, key=seconds)
+
+
+def best_round(
+    step_seconds: float,
+    rounds: Sequence[tuple[float, float, Callable[[int, int], float]]],
+    *,
+    delay: int | str,
+    periods: Sequence[int],
+) -> tuple[int, tuple[int, int]]:
+    """Return which of several codecs' rounds to make, with its period and delay; see ``best_period`` and ``THINNER``.
+
+    ``rounds``: of each codec, the one that sends most first: seconds, those of them that no step hides, and its steps.
+    """
+    found, least = (0, (0, 0)), math.inf
+    for index, (seconds, compute, steps) in enumerate(rounds):
+        option = best_period(step_seconds, seconds, steps, delay=delay, periods=periods, compute_seconds=compute)
+        mean = mean_step(step_seconds, seconds, *option, compute_seconds=compute) * steps(*option)
+        if index == 0 or mean < THINNER * least:
+            found, least = (index, option), mean
+    return found
 
 
 def cut(sizes: Sequence[int], count: int) -> Iterator[range]:

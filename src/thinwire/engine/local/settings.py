@@ -91,7 +91,7 @@ class Local:
             a period to need. Or a :class:`QSR`.
         codec: the method that sends the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` also takes "int8", "int4", "int2", "int1", "bf16", "fp16" or a method's name, and a command line
-            also "none". "auto": 4 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
+            also "none". "auto": 4 bits, or 2 if these reach a loss a twentieth sooner; needs ``sync_every="auto"``.
         outer: the outer optimizer, which applies the mean change; None: the change is applied as it is.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).

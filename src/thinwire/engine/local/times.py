@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import struct
 import time
@@ -10,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from thinwire.core.pricing.periods import THINNER, best_period, mean_step, up_to
+from thinwire.core.pricing.periods import best_round, up_to
 from thinwire.core.words import milliseconds as ms
 from thinwire.engine.local.settings import Local
 from thinwire.engine.services import Services
@@ -73,23 +72,22 @@ class RoundTimes:
         if len(codes) < len(codecs) and exchanges[codes[-1]].seconds <= _LONG * step:
             return None, codes[-1] - 1
         workers = settings.workers(self._services.topology)
-        found, least, every = ((2, 0), codes[-1]), math.inf, settings.sync_every
-        for code, (round_, compute) in sorted(exchanges.items()):
-            taken_away = 0.0 if self._beside else compute
-            worth = period_worth(shipped(), codecs[code], self._elements, workers, settings.ahead)
-            periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
-            option = best_period(
-                step, round_, worth,
-                delay=settings.fragment_sync_delay, periods=periods, compute_seconds=taken_away,
-            )  # fmt: skip
-            seconds = mean_step(step, round_, *option, compute_seconds=taken_away) * worth(*option)
-            if seconds < THINNER * least:
-                found, least = (option, code), seconds
-        taken = found[1]
+        every, sending_most = settings.sync_every, sorted(exchanges)
+        rounds = [
+            (
+                exchanges[code].seconds,
+                0.0 if self._beside else exchanges[code].compute,
+                period_worth(shipped(), codecs[code], self._elements, workers, settings.ahead),
+            )
+            for code in sending_most
+        ]
+        periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
+        index, option = best_round(step, rounds, delay=settings.fragment_sync_delay, periods=periods)
+        taken = sending_most[index]
         self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken].seconds)}"
         if len(codecs) > 1:
             self.said += f" in {codecs[taken].options()['dtype']}".replace("torch.", "")
-        return found
+        return option, taken
 
 
 def times_of_all(services: Services, settings: Local, own: Sequence[float]) -> list[tuple[float, ...]]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from thinwire.core.methods.cast import Cast
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.periods import CODES, EVERY, THINNER, best_period, mean_step, up_to
+from thinwire.core.pricing.periods import CODES, EVERY, best_round, up_to
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
@@ -225,28 +225,29 @@ def resolved(
     worth: WorthOf | None = None,
     **where: Any,
 ) -> Method:
-    """Return the method; of local steps with what ``attach`` would choose: look, codec, period and delay.
+    """Return the method; of local steps with what ``attach`` would choose: codec, period and delay.
 
     ``where``: as in ``simulate``.
     """
     if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
         return method
     step, workers = model_profile.forward_seconds + sum(model_profile.backward_seconds), topology.world_size
-    codecs = map(Cast, CODES) if method.codec is None else (method.codec,)
+    codecs = tuple(map(Cast, CODES)) if method.codec is None else (method.codec,)
     periods = up_to(method.most) if method.every is None else (method.every,)
-    found, least = method, math.inf
-    for codec in codecs:
-        waited = replace(method, codec=codec, every=1, delay=0)
+    waits = [replace(method, codec=codec, every=1, delay=0) for codec in codecs]
 
-        def round_seconds(prices: Costs, waited: Method = waited) -> float:
-            return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
+    def round_seconds(waited: Method, prices: Costs) -> float:
+        return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
 
-        round_, compute = round_seconds(costs), 0.0
-        if where.get("shared_compute", True):
-            compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
-        steps = period_worth(worth or shipped(), codec, model_profile.elements, workers, method.look)
-        option = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
-        seconds = mean_step(step, round_, *option, compute_seconds=compute) * steps(*option)
-        if seconds < THINNER * least or found is method:
-            found, least = replace(waited, every=option[0], delay=option[1]), seconds
-    return found
+    free = replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges)
+    shared = where.get("shared_compute", True)
+    rounds = [
+        (
+            round_seconds(waited, costs),
+            round_seconds(waited, free) if shared else 0.0,
+            period_worth(worth or shipped(), codec, model_profile.elements, workers, method.look),
+        )
+        for waited, codec in zip(waits, codecs)
+    ]
+    index, (every, delay) = best_round(step, rounds, delay=method.delay, periods=periods)
+    return replace(method, codec=codecs[index], every=every, delay=delay)
