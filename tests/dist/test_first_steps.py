@@ -88,7 +88,7 @@ def test_the_containers_commands_and_files_are_real(tmp_path):
     sent = (folder / "Dockerfile.dockerignore").read_text().splitlines()
     for *sources, _ in copied:
         assert all((ROOT / source).exists() and f"!{source}" in sent for source in sources)
-    assert copied[-1] == ["examples/launchers/train.py", "/work/train.py"]
+    assert copied[-1] == ["examples/launchers/train.py", "/train/train.py"]
     # the entry shapes the link, then becomes the command
     (tmp_path / "tc").write_text('#!/bin/sh\necho "tc $@"\n')
     (tmp_path / "tc").chmod(0o755)
