@@ -11,7 +11,7 @@ from rich.console import Console
 from thinwire.tools.bench.demo import conclusion, judge_demo
 from thinwire.tools.bench.rows import Row
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, seconds_to
-from thinwire.tools.bench.summary import bench_table, chosen_elsewhere, families, plot_bench, summarise
+from thinwire.tools.bench.summary import bench_picture, bench_table, chosen_elsewhere, families, summarise
 
 
 def row(label, seconds, kind="ddp", **more):
@@ -49,8 +49,9 @@ def test_figures_families_failures_and_their_table(tmp_path):
         assert wanted in text
     shape = json.loads(json.dumps(asdict(result)))
     assert {"floor_seconds", "compute_seconds", "emulated", "rows"} <= set(shape)
-    plot_bench(result, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    (panel,) = bench_picture(result).panels
+    assert panel.x_names == ("compute", "ddp", "b (4 MB)")
+    assert [line.y for line in panel.lines] == [(1.0, 1.0, 1.0), (0.0, 3.0, 1.0)]
 
 
 def test_the_table_says_what_auto_took():

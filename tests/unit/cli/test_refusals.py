@@ -79,7 +79,7 @@ plan resnet50 gpt2 -> gpt2
 bench --link 1furlong -> furlong
 bench --workers 0 -> at least 1
 bench --steps 0 -> at least 1
-bench --plot a.gif -> .png or .html
+bench --plot a.gif -> .png, .svg or .html
 bench --plot new/a.png -> folder that exists
 bench --operation-timeout nan -> time-outs must be positive
 bench --methods ddp:bucket=x -> bucket='x' must be a size in MB
@@ -247,7 +247,7 @@ kfac tune --dampings 0,1 -> --dampings '0,1': give numbers above 0
 kfac tune --rates fast -> --rates 'fast'
 kfac tune --steps 0 -> --steps=0 must be a whole number of at least 1
 kfac tune --method lu -> method='lu' is unknown
-kfac tune --plot x.pdf -> must end in .png or .html
+kfac tune --plot x.pdf -> must end in .png, .svg or .html
 kfac tune own:flat -> no trainable Linear or Conv2d layer
 federated run digits --rounds 0 ->
 federated run digits --devices 0 ->
@@ -339,7 +339,7 @@ federated run digits --algorithm adam -> unknown algorithm 'adam'
 federated run digits --compress topp -> unknown method
 federated run digits --clients-per-round 0 -> clients_per_round=0
 federated run digits --schedule best -> 'best' is unknown
-federated run digits --plot x.pdf -> must end in .png or .html
+federated run digits --plot x.pdf -> must end in .png, .svg or .html
 federated run digits --trace none.json -> none.json cannot be read
 federated run digits --threads 0 -> --threads=0
 federated run digits --state-memory -1 --algorithm scaffold -> memory_bytes=-1

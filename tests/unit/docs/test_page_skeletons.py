@@ -128,9 +128,9 @@ def test_the_contents_have_captions():
 
 def test_the_pictures_show_what_their_scripts_draw():
     assert "exposed" in (DOCS / "images" / "step.svg").read_text()
-    for name, (title, _, lines) in loss_curves.drawings().items():
+    for name, drawn in loss_curves.drawings().items():
         picture = (loss_curves.FOLDER / f"{name}.svg").read_text()
-        assert all(f">{words}<" in picture for words in (title, *(line[0] for line in lines))), name
+        assert all(f">{words}<" in picture for words in (drawn.title, *drawn.names())), name
         assert f"images/curves/{name}.svg" in (DOCS / "methods" / f"{name}.md").read_text()
 
 

@@ -16,6 +16,12 @@ PICTURE = Picture(
             "seconds", "loss", (LOSS, Series("fedavg", (0.0, 2.0), (2.3, 0.7), look="steps")), (Mark(1.5, "killed"),)
         ),
         Panel("round", "accuracy", (Series("scaffold", (0.0, 1.0), (0.1, 0.9)),), (), (Level(0.1, "chance"),), (0, 1)),
+        Panel(
+            "",
+            "MB",
+            (Series("scaffold", (0.0, 1.0), (2.0, 1.0), "bars"), Series("fedavg", (1.0,), (3.0,), "bars")),
+            x_names=("up", "down <i>"),
+        ),
         Panel("kB", "error", (Series("candidates", (1.0, 9.0), (3.0, 1.0), look="points"),), log_x=True),
     ),
 )
@@ -36,13 +42,14 @@ def test_a_picture_as_png_shows_every_line_and_word(tmp_path, monkeypatch):
     monkeypatch.setattr(plt, "close", drawn.append)
     write_picture(PICTURE, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    loss, accuracy, error, unused = drawn[0].axes
+    loss, accuracy, sent, error = drawn[0].axes
     assert loss.get_legend_handles_labels()[1] == ["scaffold: 0.5 in 2 s", "fedavg"]
     assert [text.get_text() for text in loss.texts] == ["killed"]
     assert accuracy.get_ylim() == (0, 1)
     assert [text.get_text() for text in accuracy.texts] == ["chance"]
     assert error.get_xscale() == "log"
-    assert not unused.get_visible()
+    assert [(bar.get_y(), bar.get_height()) for bar in sent.patches] == [(0, 2), (0, 1), (1, 3)]
+    assert [label.get_text() for label in sent.get_xticklabels()] == ["up", "down <i>"]
     assert loss.lines[0].get_color() == accuracy.lines[0].get_color()
 
 
@@ -104,5 +111,5 @@ def test_values_that_are_not_finite_are_left_out():
 def test_a_plot_that_cannot_be_written_is_refused_at_once(tmp_path):
     check_plot(None)
     check_plot(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=r"\.png or \.html"):
+    with pytest.raises(ValueError, match=r"\.png, \.svg or \.html"):
         check_plot(tmp_path / "a.jpg")

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import ClassVar
 
 from rich.cells import cell_len
@@ -19,7 +18,6 @@ from thinwire.core.words import counted, megabytes, seconds
 from thinwire.tools.bench.rows import COMPUTE
 from thinwire.tools.bench.session import BenchError, BenchSpec, Point, RowRecord, RunRecord, reached
 from thinwire.tools.pictures import Level, Panel, Picture, Series
-from thinwire.tools.pictures.picture import plotly, pyplot, save_png
 
 SMOOTH = 5
 
@@ -274,40 +272,31 @@ def _notes(result: BenchResult) -> list[str]:
     return notes
 
 
-def plot_bench(result: BenchResult, path: Path) -> None:
+def bench_picture(result: BenchResult) -> Picture:
+    """Draw each row's step as compute, and what of the exchange it adds."""
     rows = [row for row in result.rows if row.step_seconds is not None]
-    names = [row.label for row in rows]
-    compute = [min(result.compute_seconds, row.step_seconds or 0.0) for row in rows]
-    exposed = [max(row.exposed_seconds or 0.0, 0.0) for row in rows]
+    places = tuple(map(float, range(len(rows))))
+    compute = tuple(min(result.compute_seconds, row.step_seconds or 0.0) for row in rows)
+    exposed = tuple(max(row.exposed_seconds or 0.0, 0.0) for row in rows)
+    bars = (Series("compute alone", places, compute, "bars"), Series("exposed communication", places, exposed, "bars"))
+    floor = (Level(result.floor_seconds, "floor, exact methods"),)
     title = f"{result.model}, {counted(result.workers, 'worker')}, link {result.link or 'no limit'}"
-    if path.suffix == ".html":
-        go = plotly()
-        bars = [go.Bar(name="compute", x=names, y=compute), go.Bar(name="exposed", x=names, y=exposed)]
-        figure = go.Figure(bars, {"barmode": "stack", "title": title, "yaxis": {"title": "seconds per step"}})
-        figure.add_hline(y=result.floor_seconds, line_dash="dash", annotation_text="floor, exact methods")
-        figure.write_html(path, include_plotlyjs=True)
-        return
-    figure, axes = pyplot().subplots(figsize=(1.4 * len(rows) + 3, 4.5))
-    axes.bar(names, compute, label="compute alone", color="#8c9bab")
-    axes.bar(names, exposed, bottom=compute, label="exposed communication", color="#d1603d")
-    axes.axhline(result.floor_seconds, linestyle="--", color="black", linewidth=1, label="floor, exact methods")
-    axes.set_ylabel("seconds per step")
-    axes.set_title(title, fontsize=10)
-    axes.tick_params(axis="x", labelrotation=20)
-    axes.legend()
-    save_png(figure, path)
+    panel = Panel("", "seconds per step", bars, levels=floor, x_names=tuple(row.label for row in rows))
+    return Picture(title, (panel,))
 
 
 def loss_picture(
-    curves: Mapping[str, Sequence[Point]], title: str, target: float | None = None, *, log: bool = False
-) -> Picture:
+    curves: Mapping[str, Sequence[Point]], title: str, target: float | None = None, *, log: bool = False,
+    against: str = "seconds",
+) -> Picture:  # fmt: skip
     """Draw held-out loss (or training loss if there is none) against seconds of training, with a mark where each row
-    reaches ``target``; ``log``: on a logarithmic axis, on which no line begins at 0.
+    reaches ``target``, or against "steps"; ``log``: on a logarithmic axis, on which no line begins at 0.
     """
     lines = []
     for label, points in curves.items():
         shown = [p for p in points if not math.isnan(p.judged) and (p.seconds > 0 or not log)]
-        x, y = tuple(p.seconds for p in shown), tuple(p.judged for p in shown)
+        x = tuple(p.seconds if against == "seconds" else float(p.step) for p in shown)
+        y = tuple(p.judged for p in shown)
         there = None if target is None else reached(((p.seconds, p.judged) for p in points), target)
         if there is None or target is None:
             lines.append(Series(label, x, y))
@@ -315,7 +304,7 @@ def loss_picture(
             lines.append(Series(label, x, y, at=(there, target), said=f"{there:.3g} s"))
     held_out = any(point.validation is not None for points in curves.values() for point in points)
     panel = Panel(
-        "seconds of training, start-up included" if log else "seconds of training",
+        "steps" if against == "steps" else "seconds of training, start-up included" if log else "seconds of training",
         "loss on held-out data" if held_out else "training loss",
         tuple(lines),
         levels=() if target is None else (Level(target, f"loss {target:.3f}"),),

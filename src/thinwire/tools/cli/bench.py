@@ -42,7 +42,8 @@ class BenchVerb(LabOptions, DeviceOption, PlotOption, JsonOption):
     def run(self, output: Output) -> Any:
         from thinwire.tools.bench.device import check_device
         from thinwire.tools.bench.models.registry import check_model
-        from thinwire.tools.bench.summary import bench_table, plot_bench, summarise
+        from thinwire.tools.bench.summary import bench_picture, bench_table, summarise
+        from thinwire.tools.pictures import write_picture
 
         spec = self.spec
         check_device(self.device)
@@ -52,7 +53,7 @@ class BenchVerb(LabOptions, DeviceOption, PlotOption, JsonOption):
             record, launched = run_ranks(spec, self.cluster, total_steps=total)
         result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
         if self.plot is not None:
-            plot_bench(result, self.plot)
+            write_picture(bench_picture(result), self.plot)
         output.say(bench_table(result))
         output.code = int(all(row.error for row in result.rows[1:]))
         return load.with_load(result)

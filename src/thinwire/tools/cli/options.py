@@ -20,7 +20,7 @@ class JsonOption(Verb):
 class PlotOption(Verb):
     """A verb whose result has a "picture"."""
 
-    plot: Path | None = option(None, "Also plot the result to this .png or .html file.", writes="plot", end=2)
+    plot: Path | None = option(None, "Also plot the result to this .png, .svg or .html file.", writes="plot", end=2)
 
 
 class ThreadsOption(Verb):

@@ -1,11 +1,13 @@
-"""A picture as plain data, the ``"picture"`` of a result's JSON; as PNG through matplotlib, as HTML through plotly."""
+"""A picture as plain data, the ``"picture"`` of a result's JSON: PNG and SVG by matplotlib, HTML by plotly."""
 
 from __future__ import annotations
 
 import html
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ class Series:
     Attributes:
         name: a method, an algorithm, a node; it has one colour in all panels, and in a whole report.
         x, y: coordinates of its points.
-        look: "line", "steps" (each value holds until the next), or "points".
+        look: "line", "steps" (each value holds until the next), "points", or "bars" (on those of the line before).
         at: a point that is marked.
         said: text after the name in the legend.
     """
@@ -42,7 +44,7 @@ class Series:
         return f"{self.name}: {self.said}" if self.said else self.name
 
 
-LOOKS = ("line", "steps", "points")
+LOOKS = ("line", "steps", "points", "bars")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Panel:
         marks, levels: vertical and horizontal lines with words.
         y_range: from and to; None: as the lines need.
         log_x: a logarithmic x axis.
+        x_names: what stands at x = 0, 1, ... in place of numbers.
     """
 
     x: str
@@ -80,6 +83,7 @@ class Panel:
     levels: tuple[Level, ...] = ()
     y_range: tuple[float, float] | None = None
     log_x: bool = False
+    x_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,22 +110,23 @@ _PYPLOT_LOOKS: dict[str, dict[str, Any]] = {
     "steps": {"drawstyle": "steps-post"},
     "points": {"marker": "o", "markersize": 4, "linestyle": "none"},
 }
+_FILES = (".png", ".svg", ".html")
 
 
 def check_plot(path: Path | None) -> None:
     """Raise ``ValueError`` unless ``--plot`` can be drawn: known file type, library installed."""
     if path is None:
         return
-    if path.suffix == ".png":
-        pyplot()
-    elif path.suffix == ".html":
+    if path.suffix not in _FILES:
+        raise ValueError(f"--plot {path}: the name must end in {', '.join(_FILES[:-1])} or {_FILES[-1]}")
+    if path.suffix == ".html":
         plotly()
     else:
-        raise ValueError(f"--plot {path}: the name must end in .png or .html")
+        _pyplot()
 
 
 def write_picture(picture: Picture, path: Path) -> None:
-    """Write the picture as ``.png`` or ``.html``.
+    """Write the picture as ``.png``, ``.svg`` or ``.html``.
 
     Raises:
         ValueError: another file type, or its library is not installed.
@@ -130,7 +135,7 @@ def write_picture(picture: Picture, path: Path) -> None:
     if path.suffix == ".html":
         as_plotly(picture, colours).update_layout(title=_plain(picture.title)).write_html(path, include_plotlyjs=True)
     else:
-        _png(picture, colours, path)
+        _by_matplotlib(picture, colours, path)
 
 
 def as_plotly(picture: Picture, colours: Colours) -> Any:
@@ -149,8 +154,8 @@ def as_plotly(picture: Picture, colours: Colours) -> Any:
             common = {"name": _plain(line.label), "legendgroup": line.name, "marker_color": tint}
             shown = line.name not in told
             told.add(line.name)
-            look = _PLOTLY_LOOKS[line.look]
-            figure.add_trace(go.Scatter(x=line.x, y=line.y, showlegend=shown, **common, **look), **place)
+            draw = go.Bar if line.look == "bars" else partial(go.Scatter, **_PLOTLY_LOOKS[line.look])
+            figure.add_trace(draw(x=line.x, y=line.y, showlegend=shown, **common), **place)
             if line.at is not None:
                 x, y = line.at
                 figure.add_trace(
@@ -168,8 +173,11 @@ def as_plotly(picture: Picture, colours: Colours) -> Any:
         for level in panel.levels:
             figure.add_hline(level.y, line_dash="dash", line_color=_GREY, annotation_text=_plain(level.text), **place)
         figure.update_xaxes(title_text=_plain(panel.x), type="log" if panel.log_x else None, **place)
+        if panel.x_names:
+            names = list(map(_plain, panel.x_names))
+            figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, **place)
         figure.update_yaxes(title_text=_plain(panel.y), range=panel.y_range, **place)
-    return figure.update_layout(height=420 * down)
+    return figure.update_layout(height=420 * down, barmode="stack")
 
 
 def _plain(text: str) -> str:
@@ -177,23 +185,33 @@ def _plain(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _png(picture: Picture, colours: Colours, path: Path) -> None:
-    plt = pyplot()
+def _by_matplotlib(picture: Picture, colours: Colours, path: Path) -> None:
+    plt = _pyplot()
     across = min(2, len(picture.panels))
     down = -(-len(picture.panels) // across)
-    size = (8, 5.4) if across == 1 else (11, 5 * down)
+    named = max(len(panel.x_names) for panel in picture.panels)
+    size = (max(8, 1.4 * named + 3), 5.4) if across == 1 else (11, 5 * down)
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
     for panel, place in zip(picture.panels, axes.flat):
         _panel(panel, colours, place)
     for place in list(axes.flat)[len(picture.panels) :]:
         place.set_visible(False)
     figure.suptitle(textwrap.fill(picture.title, int(13 * figure.get_figwidth())), fontsize=10)
-    save_png(figure, path)
+    figure.tight_layout()
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "thinwire"}):  # text as text, the same bytes each time
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
 
 
 def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
+    below: defaultdict[float, float] = defaultdict(float)
     for index, line in enumerate(panel.lines):
         tint = colours.of(line.name)
+        if line.look == "bars":
+            axes.bar(line.x, line.y, bottom=[below[x] for x in line.x], label=line.label, color=tint)
+            for x, y in zip(line.x, line.y):
+                below[x] += y
+            continue
         width = 1.3 if index % 2 else 2.6  # of two lines that cover each other, both can be seen
         style = {"color": tint, "linewidth": width, "zorder": 3 - width / 10, **_PYPLOT_LOOKS[line.look]}
         axes.plot(line.x, line.y, label=line.label, **style)
@@ -210,30 +228,26 @@ def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
     if panel.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
+    if panel.x_names:
+        axes.set_xticks(range(len(panel.x_names)), panel.x_names, rotation=20)
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
     axes.grid(alpha=0.3, which="both")
     if len(panel.lines) > 1 or any(line.said for line in panel.lines):
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 4.5}  # on no curve
-        axes.legend(fontsize=9, frameon=False, ncols=2 if len(axes.figure.axes) == 1 else 1, **below)
+        under = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 4.5}  # on no curve
+        axes.legend(fontsize=9, frameon=False, ncols=2 if len(axes.figure.axes) == 1 else 1, **under)
 
 
-def save_png(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot().close(figure)
-
-
-def pyplot() -> Any:
+def _pyplot() -> Any:
     try:
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ValueError("a plot as .png needs matplotlib: pip install 'thinwire[plot]'") from error
+        raise ValueError("a plot as .png or .svg needs matplotlib: pip install 'thinwire[plot]'") from error
     return plt
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.tools.pictures.picture import plotly
+from thinwire.tools.pictures.colours import Colours
+from thinwire.tools.pictures.picture import Picture, as_plotly, plotly
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 TEXT, LINE, FAINT = "#1f2933", "#52606d", "#e4e7eb"
@@ -80,6 +81,12 @@ def dress(figure: Any, height: int, **layout: Any) -> Any:
     figure.update_xaxes(ticks="outside", tickcolor=LINE, showline=True, **axis)
     figure.update_yaxes(**axis)
     return figure.update_layout(**layout)
+
+
+def drawn(picture: Picture, colours: Colours) -> Any:
+    """Return a picture as one of the page's figures."""
+    figure = as_plotly(picture, colours)
+    return dress(figure, figure.layout.height)
 
 
 def names_axis(figure: Any, labels: Sequence[str], shown: Sequence[str], margin: float = 0.6, **place: int) -> None:

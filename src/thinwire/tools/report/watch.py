@@ -15,8 +15,8 @@ from stat import S_ISREG
 from typing import Any
 
 from thinwire.tools.pictures.colours import Colours
-from thinwire.tools.pictures.picture import as_plotly, plotly
-from thinwire.tools.report.figures import dress
+from thinwire.tools.pictures.picture import plotly
+from thinwire.tools.report.figures import drawn
 from thinwire.tools.report.inputs import read_files
 from thinwire.tools.report.runs import RunPicture, grouped
 
@@ -71,8 +71,7 @@ def _draw(paths: Sequence[Path]) -> tuple[list[str], list[dict[str, Any]]]:
     colours = Colours(inputs.labels())
     pictures = []
     for picture in grouped(inputs.of(RunPicture)):
-        figure = as_plotly(picture, colours)
-        pictures.append({"title": picture.title, "figure": json.loads(dress(figure, figure.layout.height).to_json())})
+        pictures.append({"title": picture.title, "figure": json.loads(drawn(picture, colours).to_json())})
     return [], pictures
 
 

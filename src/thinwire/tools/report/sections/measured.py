@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.core.words import duration, factor, volume
-from thinwire.tools.bench.summary import BenchResult, RowSummary
+from thinwire.tools.bench.summary import BenchResult, RowSummary, loss_picture
 from thinwire.tools.pictures.colours import Colours
-from thinwire.tools.pictures.picture import as_plotly, plotly
+from thinwire.tools.pictures.picture import plotly
 from thinwire.tools.report.figures import (
     BAR,
     TEXT,
@@ -16,7 +16,7 @@ from thinwire.tools.report.figures import (
     Chart,
     Section,
     StepBar,
-    dress,
+    drawn,
     hover,
     names_axis,
     new,
@@ -163,7 +163,6 @@ _LOSS = (
     "user gets; a method with shorter steps gets further in the same time. Against steps: what compression costs; "
     "exact methods lie on one line, lossy ones may lie a little above it."
 )
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
 
 
 def loss_section(inputs: Inputs, colours: Colours) -> Section | None:
@@ -174,13 +173,11 @@ def loss_section(inputs: Inputs, colours: Colours) -> Section | None:
 
 
 def _loss_block(bench: Bench, colours: Colours) -> Block:
-    held_out = all(any(p.validation is not None for p in points) for points in bench.curves.values())
-    which = "loss on held-out data" if held_out else "training loss"
     lasts = {label: points[-1] for label, points in bench.curves.items()}
     ends = ", ".join(f"{n} {p.judged:.3f} after {p.step} steps and {duration(p.seconds)}" for n, p in lasts.items())
-    charts = (
-        Chart(_loss_curves(bench, colours, "seconds", which), "Against seconds"),
-        Chart(_loss_curves(bench, colours, "steps", which), "Against steps"),
+    charts = tuple(
+        Chart(drawn(loss_picture(bench.curves, bench.name, against=axis), colours), f"Against {axis}")
+        for axis in ("seconds", "steps")
     )
     lines = (
         f"{bench.where[0].upper()}{bench.where[1:]}.",
@@ -188,33 +185,6 @@ def _loss_block(bench: Bench, colours: Colours) -> Block:
         f"At the end: {ends}.",
     )
     return Block(bench.name, lines, charts)
-
-
-def _loss_curves(bench: Bench, colours: Colours, against: str, which: str) -> Any:
-    go = plotly()
-    figure = new(380 + 10 * len(bench.curves))
-    for number, (label, curve) in enumerate(bench.curves.items()):
-        tint = colours.of(label)
-        figure.add_trace(
-            go.Scatter(
-                name=short(label),
-                x=[p.seconds if against == "seconds" else p.step for p in curve],
-                y=[p.judged for p in curve],
-                mode="lines+markers",
-                line={"color": tint, "width": 2},
-                marker={"color": tint, "size": 7, "symbol": _SYMBOLS[number % len(_SYMBOLS)]},
-                showlegend=True,
-                hoverinfo="text",
-                hovertext=[
-                    hover(label, f"{which} {p.judged:.4g}", f"step {p.step}, after {duration(p.seconds)}")
-                    for p in curve
-                ],
-            )
-        )
-    figure.update_xaxes(
-        title_text="training time (s)" if against == "seconds" else "number of steps", rangemode="tozero"
-    )
-    return figure.update_yaxes(title_text=f"{which} (no unit)")
 
 
 _RUNS = (
@@ -226,6 +196,5 @@ _RUNS = (
 def runs_section(inputs: Inputs, colours: Colours) -> Section | None:
     blocks = []
     for picture in grouped(inputs.of(RunPicture)):
-        figure = as_plotly(picture, colours)
-        blocks.append(Block(picture.title, charts=(Chart(dress(figure, figure.layout.height)),)))
+        blocks.append(Block(picture.title, charts=(Chart(drawn(picture, colours)),)))
     return Section("runs", "Runs", _RUNS, tuple(blocks)) if blocks else None
