@@ -3,13 +3,16 @@ import json
 import math
 import random
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
+from thinwire.core.methods.cast import Cast
+from thinwire.predict.choose.worth import shipped
+from thinwire.predict.timeline.local_steps import OneWorker, Periodic
 from thinwire.tools.bench.demo import conclusion, judge_demo
-from thinwire.tools.bench.rows import Row
+from thinwire.tools.bench.rows import Row, parse_rows
 from thinwire.tools.bench.session import BenchSpec, Point, RowRecord, RunRecord, seconds_to
 from thinwire.tools.bench.summary import bench_picture, bench_table, chosen_elsewhere, families, summarise
 
@@ -52,6 +55,32 @@ def test_figures_families_failures_and_their_table(tmp_path):
     (panel,) = bench_picture(result).panels
     assert panel.x_names == ("compute", "ddp", "b (4 MB)")
     assert [line.y for line in panel.lines] == [(1.0, 1.0, 1.0), (0.0, 3.0, 1.0)]
+
+
+def test_worth_is_steps_of_one_alone_over_those_of_all():
+    """By the table in the package: two workers of DDP need fewer steps than one, local steps a few more than DDP."""
+    rows = {
+        name: row(name, 2.0, name.split()[0], plan=plan)
+        for name, plan in (
+            ("alone", ""),
+            ("ddp", ""),
+            ("acp rank=3", ""),
+            ("local sync_every=4", ""),
+            ("local", '{"sync_every": 4, "fragment_sync_delay": 0, "codec": "int2"}'),
+        )
+    }
+    rows["local unmeasured"] = replace(rows["local"], label="local codec=auto", plan="")
+    asked = parse_rows("alone,ddp,acp:rank=3,local:sync_every=4,local,local:codec=auto")
+    found = summarise(replace(SPEC, rows=asked), record(*rows.values()), emulated=True, note="")
+    worth = {one.label: one.worth for one in found.rows}
+    assert (worth["compute"], worth["alone"]) == (1.0, 0.5)  # a step of 1 s, and of 2 s
+    steps = shipped()(OneWorker(), 1_000_000, 2).middle
+    assert worth["ddp"] == pytest.approx(steps / 2)
+    period = Periodic(Cast("int2"), 4, 0)
+    assert worth["local"] == pytest.approx(steps / 2 / shipped()(period, 1_000_000, 2).middle)
+    assert 0.5 < worth["local"] < worth["ddp"]
+    assert worth["acp rank=3"] is worth["local codec=auto"] is None  # never measured; without a period yet
+    assert "worth: how many times as soon 2 workers reach a loss as one alone" in shown(found)
 
 
 def test_the_table_says_what_auto_took():

@@ -6,8 +6,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from thinwire.tools.bench.words import Value, load_function, nearest, split_options
+
+if TYPE_CHECKING:
+    from thinwire.core.program import Method
 
 COMPUTE, ALONE = "compute", "alone"
 EVERY = 8  # steps that "accumulate" adds up, if no number is named
@@ -74,6 +78,18 @@ def parse_rows(text: str) -> tuple[Row, ...]:
     if not rows:
         raise ValueError("no methods given; for example --methods ddp,ssgd,acp:rank=4")
     return tuple(rows)
+
+
+def priced(row: Row) -> Method | None:
+    """Return a row as the planner prices it; None: it has no price."""
+    from thinwire.engine.local.settings import named_method
+    from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, Periodic
+
+    if row.kind == ALONE:
+        return OneWorker()
+    if row.kind == "accumulate":
+        return Periodic(Accumulated(), int(row.options.get("every", EVERY)), 0)
+    return named_method(row.kind, row.pinned) if row.is_thinwire and row.kind != "auto" else None
 
 
 def _parse_one(text: str) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -13,9 +13,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.core.program import Method
 from thinwire.core.records import Record
-from thinwire.core.words import counted, megabytes, seconds
-from thinwire.tools.bench.rows import COMPUTE
+from thinwire.core.words import counted, megabytes, seconds, times
+from thinwire.predict.choose.worth import shipped
+from thinwire.predict.timeline.local_steps import OneWorker, Periodic
+from thinwire.tools.bench.rows import COMPUTE, priced
 from thinwire.tools.bench.session import BenchError, BenchSpec, Point, RowRecord, RunRecord, reached
 from thinwire.tools.pictures import Level, Panel, Picture, Series
 
@@ -26,10 +29,11 @@ SMOOTH = 5
 class RowSummary:
     """One line of the table: medians over steps; ``spread_seconds`` is the interquartile range.
 
-    ``exposed_seconds``: beyond a step without exchange. ``bytes_source``: "interface" (per node, headers included),
-    "stats" (thinwire's ledger, per rank) or "formula" (per rank). ``loss``: mean of the last training losses.
-    ``variants``: label -> step seconds of its family, of which it is the fastest. ``waited_*``: what rank 0 waited in a
-    step.
+    ``worth``: how many times as soon N workers reach a loss as one alone, by these steps and the planner's table of
+    what a step is worth. ``exposed_seconds``: beyond a step without exchange. ``bytes_source``: "interface" (per node,
+    headers included), "stats" (thinwire's ledger, per rank) or "formula" (per rank). ``loss``: mean of the last
+    training losses. ``variants``: label -> step seconds of its family, of which it is the fastest. ``waited_*``: what
+    rank 0 waited in a step.
     """
 
     label: str
@@ -42,6 +46,7 @@ class RowSummary:
     loss: float | None = None
     loss_steps: int = 0
     speedup: float | None = None
+    worth: float | None = None
     predicted_seconds: float | None = None
     waited_backward_seconds: float | None = None
     waited_forward_seconds: float | None = None
@@ -98,6 +103,7 @@ def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) 
     forward = statistics.median(compute_row.forward_seconds)
     baseline = next((r for r in record.rows if r.label == "ddp" and not r.error and r.step_seconds), None)
     reference = statistics.median(baseline.step_seconds) if baseline else None
+    steps = _steps_of(spec, record)
     nodes = max(1, record.workers // spec.ranks_per_node)  # sums inside a node do not use its link
     ring = 2 * (nodes - 1) / nodes * record.gradient_bytes
     return BenchResult(
@@ -113,11 +119,38 @@ def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) 
         compute_seconds=compute,
         forward_seconds=forward,
         floor_seconds=floor(compute, forward, ring, spec.link_bits),
-        rows=tuple(_summary(row, variants, compute, reference) for row, variants in families(record.rows, spec.rounds)),
+        rows=tuple(
+            _summary(row, variants, compute, reference, steps(row))
+            for row, variants in families(record.rows, spec.rounds)
+        ),
     )
 
 
-def _summary(row: RowRecord, variants: dict[str, float], compute: float, reference: float | None) -> RowSummary:
+def _steps_of(spec: BenchSpec, record: RunRecord) -> Callable[[RowRecord], float]:
+    """Return what gives the steps to a loss of a row over those of one worker alone; infinite: not known."""
+    told, known = {row.label: row for row in spec.rows}, shipped()
+
+    def steps(method: Method) -> float:
+        return known(method, record.parameters, record.workers).middle
+
+    alone = steps(OneWorker())
+
+    def steps_of(row: RowRecord) -> float:
+        if row.kind == COMPUTE:
+            return 1.0
+        if row.kind in ("ddp", "ddp-fp16"):
+            return 1 / alone
+        asked = told.get(row.label)
+        method = None if asked is None else priced(replace(asked, plan=row.plan))
+        chosen = not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto")
+        return steps(method) / alone if method is not None and chosen else math.inf
+
+    return steps_of
+
+
+def _summary(
+    row: RowRecord, variants: dict[str, float], compute: float, reference: float | None, steps: float
+) -> RowSummary:
     if row.error or not row.step_seconds:
         return RowSummary(row.label, variants=variants, error=row.error or "no step was timed")
     step = statistics.median(row.step_seconds)
@@ -136,6 +169,7 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
         loss=statistics.fmean(row.losses[-SMOOTH:]) if row.kind != COMPUTE else None,
         loss_steps=len(row.losses),
         speedup=reference / step if reference else None,
+        worth=compute / (step * steps) if math.isfinite(steps) else None,
         predicted_seconds=row.predicted_seconds,
         waited_backward_seconds=backward,
         waited_forward_seconds=forward,
@@ -209,7 +243,7 @@ def bench_table(result: BenchResult) -> RenderableType:
     table = WholeTable(title=_title(result), title_justify="left")
     table.add_column("method")
     predicted = any(row.predicted_seconds is not None for row in result.rows)
-    for name in ("step", "spread", "exposed", "MB/step", "loss", "x", *(["predicted"] if predicted else [])):
+    for name in ("step", "spread", "exposed", "MB/step", "loss", "worth", *(["predicted"] if predicted else [])):
         table.add_column(name, justify="right")
     for row in result.rows:
         last = "-" if row.predicted_seconds is None else seconds(row.predicted_seconds)
@@ -229,7 +263,7 @@ def _cells(row: RowSummary) -> list[str | Text]:
     if row.error:
         return [row.label, Text(f"failed: {row.error}", style="red")]
     loss = "-" if row.loss is None else f"{row.loss:.3f}"
-    speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
+    worth = "-" if row.worth is None else times(row.worth)
     source = {"interface": "", "stats": " (l)", "formula": " (f)"}.get(row.bytes_source, "")
     return [
         row.label,
@@ -238,7 +272,7 @@ def _cells(row: RowSummary) -> list[str | Text]:
         seconds(row.exposed_seconds),
         megabytes(row.bytes_per_step) + (source if row.bytes_per_step is not None else ""),
         loss,
-        speedup,
+        worth,
     ]
 
 
@@ -251,8 +285,10 @@ def _notes(result: BenchResult) -> list[str]:
         "step: until the last rank has ended it, median over steps; spread: interquartile; "
         "exposed: step - compute alone",
     ]
-    if any(row.speedup is not None for row in result.rows):
-        notes.append("x: times faster than ddp, by steps; a lossy step is worth less than an exact one")
+    notes.append(
+        f"worth: how many times as soon {counted(result.workers, 'worker')} reach a loss as one alone, by these steps "
+        "and by how many a method needed in recorded runs; thinwire race trains to the loss"
+    )
     if steps:
         notes.append(f"loss: training loss after {min(steps)} steps, same weights and data at the start")
     sources = {row.bytes_source for row in result.rows if row.bytes_per_step is not None}

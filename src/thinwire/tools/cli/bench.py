@@ -20,8 +20,8 @@ class BenchVerb(LabOptions, DeviceOption, PlotOption, JsonOption):
 
     model: str = option("chargpt", MODEL)
     methods: str = option(
-        "ddp,ddp-best,ssgd,acp",
-        "Rows: ddp, ddp-best, ddp-fp16, torch-powersgd, ssgd, acp:rank=4, topk:density=0.01 ...",
+        "ddp,ddp-best,ssgd,acp,local",
+        "Rows: alone, ddp, ddp-best, ddp-fp16, torch-powersgd, ssgd, acp:rank=4, local ...",
     )
     steps: int = option(10, "Timed steps per row in each round.", least=1)
     rounds: int = option(3, "How many turns each row gets.", least=1)

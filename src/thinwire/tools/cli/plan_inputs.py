@@ -13,13 +13,12 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.core.pricing.wire_model import carried
 from thinwire.core.program import Method, Topology
-from thinwire.engine.local.settings import CANDIDATES, named_method
+from thinwire.engine.local.settings import CANDIDATES
 from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
 from thinwire.predict.choose.worth import WorthOf, read_worth
 from thinwire.predict.measure.machine import usable_cores
 from thinwire.predict.timeline import Timeline, simulate
-from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, Periodic
-from thinwire.tools.bench.rows import EVERY, parse_rows
+from thinwire.tools.bench.rows import parse_rows, priced
 from thinwire.tools.bench.words import check_module, nearest, split_options
 from thinwire.tools.cli.console import progress, read_record, watched_load
 from thinwire.tools.cli.measure import ProfileVerb
@@ -169,16 +168,11 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
     made: list[tuple[str, Method]] = []
     for label in labels:
         row = parse_rows(label)[0]
-        if row.kind == "alone":
-            made.append((label, OneWorker()))
-        elif row.kind == "accumulate":
-            made.append((label, Periodic(Accumulated(), int(row.options.get("every", EVERY)), 0)))
-        elif row.is_thinwire and row.kind != "auto":
-            made.append((label, named_method(row.kind, row.options)))
-        else:
+        if (found := priced(row)) is None:
             raise ValueError(f"method {label!r} has no price: thinwire bench and thinwire race run it")
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
+        made.append((label, found))
     for label in ("cast:dtype=bf16", "ssgd"):
         name, options = split_options(label)
         if name not in {m.name for _, m in made}:

@@ -130,11 +130,11 @@ def _byte_bars(rows: Sequence[RowSummary], colours: Colours) -> Any:
 
 def _table(bench: BenchResult, rows: Sequence[RowSummary]) -> tuple[tuple[str, ...], ...]:
     predicted = any(row.predicted_seconds is not None for row in rows)
-    head = ["method", "step", "spread", "exposed", "sent", "loss", "×"]
+    head = ["method", "step", "spread", "exposed", "sent", "loss", "worth"]
     lines = [tuple(head + ([f"predicted at {bench.link}"] if predicted else []))]
     for row in rows:
         cells = [row.label, *(map(_time, (row.step_seconds, row.spread_seconds, row.exposed_seconds)))]
-        cells += [volume(row.bytes_per_step), _decimal(row.loss), _decimal(row.speedup)]
+        cells += [volume(row.bytes_per_step), _decimal(row.loss), _decimal(row.worth)]
         lines.append(tuple(cells + ([_time(row.predicted_seconds)] if predicted else [])))
     return tuple(lines)
 
